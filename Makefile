@@ -1,0 +1,33 @@
+# A newcomer's two commands are `make demo` and `make test`; both install what they need into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test check bench soak clean
+
+demo: $(INSTALLED)  ## two local clouds over an emulated WAN: what is measured beside what was set
+	$(BIN)/isthmus probe examples/two-clouds.toml
+
+test: check  ## all that CI runs
+	$(BIN)/pytest -n 2 --dist worksteal
+
+check: $(INSTALLED)  ## style, types and the rooms' import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(INSTALLED)  ## every claim of docs/results.md, measured again
+	$(BIN)/python benchmarks/emulator.py
+	$(BIN)/python benchmarks/link.py
+
+soak: $(INSTALLED)  ## long and rough: cuts, kills and garbage for minutes
+	$(BIN)/pytest -m soak tests
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

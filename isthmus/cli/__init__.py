@@ -1,0 +1,1 @@
+"""The door: one verb per function; the only place that prints."""

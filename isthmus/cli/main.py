@@ -1,0 +1,52 @@
+"""The `isthmus` command: verbs, and what a user sees when something is wrong."""
+
+import sys
+
+import typer
+from rich.console import Console
+
+from isthmus.cli.certs import certs_app
+from isthmus.cli.doctor import doctor
+from isthmus.cli.probe import probe
+from isthmus.cli.schema import schema
+from isthmus.errors import IsthmusError, JobError, UserError
+
+app = typer.Typer(
+    name="isthmus",
+    help="Train one language model on several clouds joined by slow links.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(schema)
+app.command()(probe)
+app.command()(doctor)
+app.add_typer(certs_app, name="certs")
+
+
+def main() -> None:
+    """Run the command line; a user's mistake exits with 2, a failure with 1, neither with a traceback."""
+    try:
+        app()
+    except IsthmusError as error:
+        show_error(error)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def show_error(error: IsthmusError) -> None:
+    """Print one sentence, the place, and the cure, on standard error."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]error:[/] {_plain(error.message)}")
+    if isinstance(error, JobError):
+        for problem in error.problems:
+            console.print(f"  [bold]{_plain(problem.key)}[/]: {_plain(problem.what)}")
+            if problem.cure:
+                console.print(f"    [green]cure:[/] {_plain(problem.cure)}")
+    if error.hint:
+        console.print(f"  [green]cure:[/] {_plain(error.hint)}")
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

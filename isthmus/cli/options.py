@@ -1,0 +1,17 @@
+"""Arguments and options that several verbs share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")]
+CloudOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Be this one cloud, for real; without it all clouds run here."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job, such as link.0.rtt='60 ms'."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -1,0 +1,94 @@
+"""Every exception that Isthmus raises on purpose.
+
+IsthmusError
+├── UserError            the input is wrong; the command exits with 2
+│   ├── JobError         a job file, with all its problems at once
+│   └── CertificateError a certificate, key or signing request that cannot be used
+├── LinkError            a link between clouds cannot go on
+│   ├── FrameError       bytes that are no valid frame
+│   ├── Refused          the peer, or we, turned the handshake down
+│   ├── PeerLost         a cloud has been silent for longer than the heartbeat time-out
+│   ├── Aborted          some cloud ended the run for all
+│   └── LinkClosed       the link was used after its end
+└── CloudFailed          the process of one cloud on this machine has failed
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class IsthmusError(Exception):
+    """Something a user can act on: one sentence, and the cure where there is one."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UserError(IsthmusError):
+    """What the user gave is wrong; the command exits with 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing wrong in a job file: where, what, and the cure."""
+
+    key: str
+    what: str
+    cure: str | None = None
+
+
+class JobError(UserError):
+    """A job file that cannot be used, with all its problems at once."""
+
+    def __init__(self, file: Path, problems: tuple[Problem, ...]) -> None:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{file} has {count}")
+        self.file = file
+        self.problems = problems
+
+
+class CertificateError(UserError):
+    """A certificate, key or signing request that cannot be used."""
+
+
+class LinkError(IsthmusError):
+    """A link between clouds cannot go on."""
+
+
+class FrameError(LinkError):
+    """Bytes that are no valid frame."""
+
+
+class Refused(LinkError):
+    """The handshake was turned down, by the peer or by us."""
+
+
+class PeerLost(LinkError):
+    """A cloud has been silent for longer than the heartbeat time-out."""
+
+    def __init__(self, cloud: str, reason: str) -> None:
+        super().__init__(f"cloud {cloud!r} is lost: {reason}")
+        self.cloud = cloud
+
+
+class Aborted(LinkError):
+    """Some cloud ended the run for all."""
+
+    def __init__(self, cloud: str, reason: str) -> None:
+        super().__init__(f"cloud {cloud!r} aborted the run: {reason}")
+        self.cloud = cloud
+        self.reason = reason
+
+
+class LinkClosed(LinkError):
+    """The link was used after its end."""
+
+
+class CloudFailed(IsthmusError):
+    """The process of one cloud on this machine has failed."""
+
+    def __init__(self, cloud: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(f"cloud {cloud!r} failed: {message}", hint=hint)
+        self.cloud = cloud

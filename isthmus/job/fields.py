@@ -1,0 +1,183 @@
+"""Types of the job's fields: text with a unit in the file, plain SI numbers in Python."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Final, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationInfo,
+)
+
+from isthmus.job.address import Address, format_proxy, parse_address, parse_proxy, parse_public_address
+from isthmus.job.codec import CodecSpec, parse_codec
+from isthmus.job.findings import FieldError, show_value
+from isthmus.units import (
+    format_bandwidth,
+    format_bytes,
+    format_duration,
+    format_flops,
+    parse_bandwidth_bps,
+    parse_bytes,
+    parse_duration_s,
+    parse_flops,
+)
+
+FROM_FILE: Final = "from a job file"
+"""Validation context of values read from a job file, where a number other than 0 needs its unit."""
+
+_MAX_STRIPES: Final = 64
+
+
+class Frozen(BaseModel):
+    """A part of the job: immutable, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bounded:
+    """A number that the file writes with its unit, and the bounds it must keep."""
+
+    parse: Callable[[str], float]
+    format: Callable[..., str]
+    least: float
+    most: float = math.inf
+
+    def read(self, value: object, info: ValidationInfo) -> float:
+        """Return the number in SI units, within the bounds."""
+        number = self._number(value, info)
+        if not number >= self.least:
+            raise FieldError(f"must be at least {self.write(self.least)}, not {show_value(value)}")
+        if not number <= self.most:
+            raise FieldError(f"must be at most {self.write(self.most)}, not {show_value(value)}")
+        return number
+
+    def write(self, number: float) -> str:
+        """Return the text that reads back as the same number."""
+        return self.format(number, exact=True)
+
+    def _number(self, value: object, info: ValidationInfo) -> float:
+        match value:
+            case str():
+                return self.parse(value)
+            case bool():
+                pass
+            case int() | float():
+                return self.parse(str(value)) if info.context == FROM_FILE else value
+        raise FieldError(f"must be text with a unit, not {show_value(value)}")
+
+
+_BANDWIDTH: Final = _Bounded(parse=parse_bandwidth_bps, format=format_bandwidth, least=1)
+_DURATION: Final = _Bounded(parse=parse_duration_s, format=format_duration, least=0)
+_MEMORY: Final = _Bounded(parse=parse_bytes, format=format_bytes, least=1)
+_FLOPS: Final = _Bounded(parse=parse_flops, format=format_flops, least=1)
+_HEARTBEAT_TIMEOUT: Final = replace(_DURATION, least=1, most=3600)
+_CHECKPOINT_INTERVAL: Final = replace(_DURATION, least=1, most=7 * 86400)
+
+
+def _read_directions(value: object, info: ValidationInfo) -> tuple[float, ...]:
+    both = value if isinstance(value, list | tuple) else (value, value)
+    if len(both) != 2:
+        raise FieldError(f"must be one bandwidth or a list of two, not of {len(both)}")
+    return tuple(_BANDWIDTH.read(one, info) for one in both)
+
+
+def _write_directions(both_bps: tuple[float, float]) -> str | list[str]:
+    first, second = map(_BANDWIDTH.write, both_bps)
+    return first if first == second else [first, second]
+
+
+def _address(parse: Callable[[str], Address]) -> PlainValidator:
+    def read(value: object) -> Address:
+        if isinstance(value, Address):
+            return value
+        if isinstance(value, str):
+            return parse(value)
+        raise FieldError(f"must be text, not {show_value(value)}")
+
+    return PlainValidator(read, json_schema_input_type=str)
+
+
+def read_codec(value: object) -> CodecSpec | Literal["auto"]:
+    """Return the codec of one direction, "auto" where the planner is to choose it."""
+    if isinstance(value, CodecSpec):
+        return value
+    if not isinstance(value, str):
+        raise FieldError(f"must be the text of a codec, not {show_value(value)}")
+    return "auto" if value == "auto" else parse_codec(value)
+
+
+def _read_stripes(value: object) -> int | Literal["auto"]:
+    match value:
+        case "auto":
+            return "auto"
+        case int() if not isinstance(value, bool) and 1 <= value <= _MAX_STRIPES:
+            return value
+    raise FieldError(f'must be "auto" or a whole number from 1 to {_MAX_STRIPES}, not {show_value(value)}')
+
+
+def _read_pair(value: object) -> tuple[str, str]:
+    match value:
+        case [str(first), str(second)]:
+            return first, second
+    raise FieldError("must be a list of the names of two clouds")
+
+
+Bandwidth = Annotated[
+    float, BeforeValidator(_BANDWIDTH.read, json_schema_input_type=str), PlainSerializer(_BANDWIDTH.write)
+]
+Directions = Annotated[
+    tuple[float, float],
+    BeforeValidator(_read_directions, json_schema_input_type=str | tuple[str, str]),
+    PlainSerializer(_write_directions),
+]
+Duration = Annotated[
+    float,
+    BeforeValidator(_DURATION.read, json_schema_input_type=str | Literal[0]),
+    PlainSerializer(_DURATION.write),
+]
+HeartbeatTimeout = Annotated[
+    float,
+    BeforeValidator(_HEARTBEAT_TIMEOUT.read, json_schema_input_type=str),
+    PlainSerializer(_DURATION.write),
+]
+CheckpointInterval = Annotated[
+    float,
+    BeforeValidator(_CHECKPOINT_INTERVAL.read, json_schema_input_type=str),
+    PlainSerializer(_DURATION.write),
+]
+Memory = Annotated[
+    int, BeforeValidator(_MEMORY.read, json_schema_input_type=str), PlainSerializer(_MEMORY.write)
+]
+Flops = Annotated[
+    float, BeforeValidator(_FLOPS.read, json_schema_input_type=str), PlainSerializer(_FLOPS.write)
+]
+Listen = Annotated[Address, _address(parse_public_address), PlainSerializer(str)]
+Gateway = Annotated[Address, _address(parse_address), PlainSerializer(str)]
+Proxy = Annotated[Address, _address(parse_proxy), PlainSerializer(format_proxy)]
+CodecChoice = Annotated[
+    CodecSpec | Literal["auto"], PlainValidator(read_codec, json_schema_input_type=str), PlainSerializer(str)
+]
+Stripes = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(
+        _read_stripes,
+        json_schema_input_type=Annotated[int, Field(ge=1, le=_MAX_STRIPES)] | Literal["auto"],
+    ),
+]
+Pair = Annotated[tuple[str, str], BeforeValidator(_read_pair, json_schema_input_type=tuple[str, str])]

@@ -1,0 +1,1 @@
+"""Bytes between clouds: links, gateway, emulator, certificates, probe."""

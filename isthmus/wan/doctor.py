@@ -1,0 +1,319 @@
+"""Pre-flight: each check looks at one thing and returns a finding; a finding that is not fine has a cure."""
+
+import errno
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+from isthmus.errors import CertificateError
+from isthmus.job import Address, CloudSpec, Job
+from isthmus.units import format_bytes
+from isthmus.wan.certificates import CertificateFacts, inspect_folder, read_identity
+
+MIN_PYTHON = (3, 11)
+MIN_TORCH = (2, 6)
+MIN_DAYS_LEFT = 30
+MIN_FREE_BYTES = 20 * 2**30
+
+_DIAL_TIMEOUT_S = 5.0
+_COMMAND_TIMEOUT_S = 5.0
+_MAX_STATUS_LINE_BYTES = 1024
+# What a process holds open besides its connections: libraries, logs, checkpoints.
+_OTHER_OPEN_FILES = 256
+_USUAL_STRIPES = 8
+
+
+class Verdict(StrEnum):
+    """How a check came out."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one check saw, and the cure unless all is well."""
+
+    name: str
+    verdict: Verdict
+    what: str
+    cure: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """What torch finds on this machine: a kind of accelerator and how many, or why it cannot tell."""
+
+    kind: str | None = None
+    num_devices: int = 0
+    problem: str | None = None
+
+
+def examine(
+    job: Job, cloud: CloudSpec | None, *, find_devices: Callable[[], Devices], runs: Path, now: datetime
+) -> Iterator[Finding]:
+    """Yield the findings for one cloud of a job here, or without a cloud for what all of them share."""
+    torch_version = _installed_version("torch")
+    yield check_python(sys.version_info[:2])
+    yield check_torch(torch_version)
+    if cloud is not None and torch_version is not None:
+        yield check_devices(cloud, find_devices)
+    if cloud is not None:
+        yield from _examine_network(job, cloud)
+    facts = _certificate_facts([cloud] if cloud else job.cloud, now=now)
+    yield from _examine_certificates(cloud, facts, now=now)
+    yield check_clock(facts, is_synchronised=read_is_synchronised(), now=now)
+    yield check_disk(runs)
+    yield check_open_files(_open_file_limit(), num_needed=_num_open_files(job, cloud))
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    """Check the interpreter's version."""
+    text = ".".join(map(str, version))
+    if version >= MIN_PYTHON:
+        return _ok("python", text)
+    return _failed("python", f"{text} is too old", "install Python {}.{} or newer".format(*MIN_PYTHON))
+
+
+def check_torch(version: str | None) -> Finding:
+    """Check the installed version of torch, without importing it."""
+    cure = "pip install 'isthmus[train]'"
+    if version is None:
+        return _failed("torch", "not installed", cure)
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers >= MIN_TORCH:
+        return _ok("torch", version)
+    return _failed("torch", f"{version} is older than {MIN_TORCH[0]}.{MIN_TORCH[1]}", cure)
+
+
+def check_devices(cloud: CloudSpec, find_devices: Callable[[], Devices]) -> Finding:
+    """Check that the accelerators are here which the cloud is to have."""
+    if cloud.device == "cpu":
+        return _ok("devices", "cpu")
+    found = find_devices()
+    if found.problem is not None:
+        return _failed(
+            "devices", f"torch cannot be used: {found.problem}", "install torch for this machine anew"
+        )
+    seen = f"{found.num_devices} × {found.kind}" if found.num_devices else "cpu only"
+    if cloud.device not in ("auto", found.kind):
+        cure = f'install the driver and the torch build for {cloud.device}, or set device = "auto"'
+        return _failed("devices", f"{cloud.device} is asked for, torch finds {seen}", cure)
+    if 0 < found.num_devices < cloud.ranks:
+        cure = f"fine if {cloud.name} has further machines; otherwise set ranks = {found.num_devices}"
+        return _warning("devices", f"{seen} here, the cloud has {cloud.ranks} ranks", cure)
+    return _ok("devices", seen)
+
+
+def check_port(listen: Address) -> Finding:
+    """Check that the cloud's gateway can take its port here."""
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", listen.port))
+        except OSError as error:
+            return _taken(listen.port, error)
+    return _ok("port", f"{listen.port} is free here")
+
+
+def check_peer(peer: CloudSpec, address: Address, *, proxy: Address | None) -> Finding:
+    """Check that a TCP connection to a peer's address opens, through the proxy if there is one."""
+    name, first = f"reach {peer.name}", proxy or address
+    try:
+        with socket.create_connection((first.host, first.port), timeout=_DIAL_TIMEOUT_S) as connection:
+            refusal = _ask_proxy(connection, address) if proxy else None
+    except OSError as error:
+        return _unreachable(name, first, error, cure=_dial_cure(peer, error, proxy=proxy))
+    if refusal is not None:
+        cure = f"let the proxy allow CONNECT to {address}, and start the gateway of {peer.name}"
+        return _failed(name, f"the proxy {proxy} answers {refusal!r} for {address}", cure)
+    return _ok(name, f"{address} through the proxy {proxy}" if proxy else str(address))
+
+
+def check_identity(cloud: CloudSpec, *, now: datetime) -> Finding:
+    """Check that the cloud can show who it is, by a key that is private."""
+    folder, name = Path(cloud.certificates), f"identity of {cloud.name}"
+    try:
+        read_identity(folder, cloud.name, now=now)
+    except CertificateError as error:
+        return _failed(name, error.message, error.hint)
+    key = folder / f"{cloud.name}.key"
+    if key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
+        return _warning(name, f"every user of this machine can read {key}", f"chmod 600 {key}")
+    return _ok(name, f"{key} and its certificate belong together")
+
+
+def check_certificate(fact: CertificateFacts, /) -> Finding:
+    """Check that a certificate is sound and will not soon expire."""
+    name = "authority" if fact.kind == "authority" else f"certificate of {fact.name}"
+    if fact.problem is not None or fact.days_left is None:
+        return _failed(name, fact.problem or "unreadable", fact.cure)
+    left = f"{fact.days_left} days left"
+    if fact.days_left >= MIN_DAYS_LEFT:
+        return _ok(name, left)
+    if fact.kind == "authority":
+        return _warning(name, left, "let the operator make a new authority and sign every cloud again")
+    return _warning(
+        name, left, f"let the operator renew it: isthmus certs sign {fact.name}.csr --cloud {fact.name}"
+    )
+
+
+def check_clock(facts: Sequence[CertificateFacts], *, is_synchronised: bool | None, now: datetime) -> Finding:
+    """Check the clock against what was signed before now, and that a time service keeps it."""
+    cure = "set the clock and let a time service keep it: timedatectl set-ntp true"
+    starts = max((fact.starts for fact in facts if fact.starts), default=now)
+    if now < starts:
+        return _failed(
+            "clock",
+            f"{now:%Y-%m-%d %H:%M} UTC here is before {starts:%Y-%m-%d %H:%M} UTC of a certificate",
+            cure,
+        )
+    if is_synchronised is None:
+        return _ok("clock", "time service unknown; isthmus probe shows the offset to each peer")
+    if not is_synchronised:
+        return _warning("clock", "no time service keeps it", cure)
+    return _ok("clock", "kept by a time service")
+
+
+def check_disk(runs: Path) -> Finding:
+    """Check the space that is left where runs are written."""
+    existing = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    what = f"{format_bytes(free_bytes)} free for {runs}"
+    if free_bytes >= MIN_FREE_BYTES:
+        return _ok("disk", what)
+    return _warning("disk", what, f"free some space, or start where {format_bytes(MIN_FREE_BYTES)} are free")
+
+
+def check_open_files(limit: int, *, num_needed: int) -> Finding:
+    """Check that a gateway of this job may hold all its connections open."""
+    if limit == resource.RLIM_INFINITY or limit >= num_needed:
+        return _ok("open files", "no limit" if limit == resource.RLIM_INFINITY else f"{limit} allowed")
+    what = f"{limit} allowed, a gateway of this job may need {num_needed}"
+    return _warning("open files", what, f"ulimit -n {num_needed}")
+
+
+def read_is_synchronised() -> bool | None:
+    """Return whether the system says that a time service keeps the clock, or None where it does not say."""
+    command = shutil.which("timedatectl")
+    if command is None:
+        return None
+    arguments = [command, "show", "--property=NTPSynchronized", "--value"]
+    try:
+        done = subprocess.run(  # noqa: S603 no part of the command comes from outside
+            arguments, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return {"yes": True, "no": False}.get(done.stdout.strip())
+
+
+def _examine_network(job: Job, cloud: CloudSpec) -> Iterator[Finding]:
+    if cloud.listen is None:
+        yield _ok("port", f"none needed, {cloud.name} only dials out")
+    else:
+        yield check_port(cloud.listen)
+    for link in job.links_of(cloud.name):
+        peer = job.listener(link)
+        if peer.name != cloud.name and peer.listen is not None:
+            yield check_peer(peer, peer.listen, proxy=cloud.proxy)
+
+
+def _ask_proxy(connection: socket.socket, address: Address) -> str | None:
+    """Return the proxy's status line if it refuses to connect us to an address."""
+    connection.sendall(f"CONNECT {address} HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
+    with connection.makefile("rb") as answer:
+        status = answer.readline(_MAX_STATUS_LINE_BYTES).decode("latin-1").strip()
+    return None if re.match(r"HTTP/1\.[01] 2\d\d\b", status) else status
+
+
+def _taken(port: int, error: OSError) -> Finding:
+    if error.errno == errno.EADDRINUSE:
+        cure = "fine if this is the cloud's gateway; otherwise end that program or change `listen`"
+        return _warning("port", f"a program here listens on {port} already", cure)
+    cure = "choose a port above 1023" if error.errno == errno.EACCES else "choose another port for `listen`"
+    return _failed("port", f"{port} cannot be taken: {error.strerror}", cure)
+
+
+def _dial_cure(peer: CloudSpec, error: OSError, *, proxy: Address | None) -> str:
+    if isinstance(error, socket.gaierror):
+        return "correct the host name in the job, or this machine's name service"
+    if proxy is not None:
+        return "start the proxy, or correct `proxy` in the job"
+    if isinstance(error, ConnectionRefusedError):
+        return f"start it there: isthmus gateway JOB --cloud {peer.name}"
+    return f"let the firewalls here and at {peer.name} pass this port"
+
+
+def _unreachable(name: str, address: Address, error: OSError, *, cure: str) -> Finding:
+    reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+    return _failed(name, f"{address}: {reason}", cure)
+
+
+def _examine_certificates(
+    cloud: CloudSpec | None, facts: Sequence[CertificateFacts], *, now: datetime
+) -> Iterator[Finding]:
+    if cloud is not None:
+        identity = check_identity(cloud, now=now)
+        yield identity
+        if identity.verdict is Verdict.FAILED:
+            return
+    yield from map(check_certificate, facts)
+
+
+def _certificate_facts(clouds: Sequence[CloudSpec], *, now: datetime) -> list[CertificateFacts]:
+    """Return the facts on these clouds and their authorities, from those of their folders that are here."""
+    folders = sorted({Path(cloud.certificates) for cloud in clouds})
+    names = {"authority", *(cloud.name for cloud in clouds)}
+    found = (
+        fact for folder in folders if os.access(folder, os.R_OK) for fact in inspect_folder(folder, now=now)
+    )
+    return [fact for fact in found if fact.name in names]
+
+
+def _num_open_files(job: Job, cloud: CloudSpec | None) -> int:
+    """Return how many files a gateway may hold open: two sockets for every connection of every rank."""
+    num_connections = 0
+    for one in (cloud,) if cloud else job.cloud:
+        stripes = [
+            _USUAL_STRIPES if link.stripes == "auto" else link.stripes for link in job.links_of(one.name)
+        ]
+        num_connections += one.ranks * sum(bulk + 1 for bulk in stripes)
+    return 2 * num_connections + _OTHER_OPEN_FILES
+
+
+def _open_file_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ok(name: str, what: str) -> Finding:
+    return Finding(name=name, verdict=Verdict.OK, what=what)
+
+
+def _warning(name: str, what: str, cure: str) -> Finding:
+    return Finding(name=name, verdict=Verdict.WARNING, what=what, cure=cure)
+
+
+def _failed(name: str, what: str, cure: str | None) -> Finding:
+    return Finding(name=name, verdict=Verdict.FAILED, what=what, cure=cure)

@@ -1,0 +1,180 @@
+"""This rank's end of all its links: one port to listen on, one `Link` for each rank it speaks to."""
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from isthmus.errors import Aborted, LinkError, Refused, UserError
+from isthmus.job import Address, CloudSpec, Job, LinkSpec
+from isthmus.job.address import format_proxy
+from isthmus.wan.certificates import Identity, server_name
+from isthmus.wan.handshake import Hello, Member, mismatch
+from isthmus.wan.link import Connection, Dial, Link, LinkSettings
+from isthmus.wan.transport import Dialer, Listener, process_loop
+
+MIN_STRIPES = 2
+MAX_STRIPES = 16
+UNKNOWN_STRIPES = 4
+# What a kernel's default buffers let one TCP connection keep under way.
+STRIPE_BYTES = 2 * 1024 * 1024
+MIN_STREAM_WINDOW_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where this rank stands: what to bind, and where clouds are reached if not where the job says."""
+
+    bind: Address | None = None
+    reach: Mapping[str, Address] | None = None
+
+
+def num_stripes(link: LinkSpec) -> int:
+    """How many connections carry bulk: as given, else enough to fill the line."""
+    if link.stripes != "auto":
+        return link.stripes
+    if link.bandwidth_bps is None:
+        return UNKNOWN_STRIPES
+    line_bps = max(link.bandwidth_bps)
+    by_cap = math.ceil(line_bps / link.connection_bps) if link.connection_bps else 1
+    by_product = math.ceil(line_bps / 8 * (link.rtt_s or 0.0) / STRIPE_BYTES)
+    return min(max(by_cap, by_product, MIN_STRIPES), MAX_STRIPES)
+
+
+def link_settings(link: LinkSpec, *, sender: str) -> LinkSettings:
+    """The settings of the sender's end of a link."""
+    direction = link.between.index(sender)
+    bandwidth_bps = link.bandwidth_bps[direction] if link.bandwidth_bps else None
+    product_bytes = (bandwidth_bps or 0.0) / 8 * (link.rtt_s or 0.0)
+    return LinkSettings(
+        num_stripes=num_stripes(link),
+        heartbeat_timeout_s=link.heartbeat_timeout_s,
+        stream_window_bytes=max(MIN_STREAM_WINDOW_BYTES, int(3 * product_bytes)),
+        bandwidth_bps=bandwidth_bps,
+        rtt_s=link.rtt_s,
+    )
+
+
+class Endpoint:
+    """All links of one rank of one cloud."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        cloud: str,
+        identity: Identity,
+        rank: int = 0,
+        epoch: int = 0,
+        site: Site | None = None,
+    ) -> None:
+        self._job = job
+        self._cloud = job.cloud_named(cloud)
+        self._identity = identity
+        self._here = Member(cloud=cloud, rank=rank, job_digest=job.digest, epoch=epoch)
+        self._site = site or Site()
+        self._links: dict[tuple[str, int], Link] = {}
+        self._lock = threading.Lock()
+        self._loop = process_loop()
+        self._listener: Listener | None = None
+        self.port: int | None = None
+        if self._cloud.listen is not None:
+            self._listen(self._site.bind or Address(host="0.0.0.0", port=self._cloud.listen.port))  # noqa: S104
+
+    def link(self, cloud: str, rank: int = 0) -> Link:
+        """The link to a rank of another cloud, opened when it is first asked for."""
+        with self._lock:
+            if (cloud, rank) not in self._links:
+                self._links[cloud, rank] = self._make_link(self._find_link(cloud, rank), cloud, rank)
+            return self._links[cloud, rank]
+
+    def abort(self, reason: str) -> None:
+        """End the run for every peer at once."""
+        self._pass_on(Aborted(self._here.cloud, reason))
+        for link in self._all_links():
+            link.join()
+
+    def close(self) -> None:
+        """Close all links and stop listening."""
+        for link in self._all_links():
+            link.close()
+        if self._listener is not None:
+            self._loop.run(self._listener.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, LinkError):
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def _all_links(self) -> list[Link]:
+        with self._lock:
+            return list(self._links.values())
+
+    def _listen(self, bind: Address) -> None:
+        async def start() -> tuple[Listener, int]:
+            listener = Listener(identity=self._identity, greet=self._greet, accept=self._accept)
+            return listener, await listener.start(str(bind))
+
+        try:
+            self._listener, self.port = self._loop.run(start())
+        except RuntimeError as error:
+            raise UserError(
+                f"cloud {self._cloud.name!r} cannot listen at {bind}: {error}",
+                hint="is another run or a gateway using the port? change `listen`",
+            ) from error
+
+    def _find_link(self, cloud: str, rank: int) -> LinkSpec:
+        for spec in self._job.links_of(self._cloud.name):
+            if cloud in spec.between and cloud != self._cloud.name:
+                if not 0 <= rank < self._job.cloud_named(cloud).ranks:
+                    raise Refused(f"cloud {cloud!r} has no rank {rank} in this job")
+                return spec
+        raise Refused(f"the job has no link between {self._cloud.name!r} and {cloud!r}")
+
+    def _make_link(self, spec: LinkSpec, cloud: str, rank: int) -> Link:
+        return Link(
+            here=self._here,
+            peer=Member(cloud=cloud, rank=rank),
+            settings=link_settings(spec, sender=self._cloud.name),
+            loop=self._loop,
+            dial=self._dialer(self._job.cloud_named(cloud), rank) if self._dials(spec) else None,
+            on_abort=self._pass_on,
+        )
+
+    def _dials(self, spec: LinkSpec) -> bool:
+        return self._job.dialer(spec).name == self._cloud.name
+
+    def _dialer(self, cloud: CloudSpec, rank: int) -> Dial:
+        address = (self._site.reach or {}).get(cloud.name, cloud.listen)
+        return Dialer(
+            address=str(address),
+            server_name=server_name(cloud.name, rank),
+            identity=self._identity,
+            proxy=format_proxy(self._cloud.proxy) if self._cloud.proxy else None,
+        )
+
+    def _pass_on(self, error: Aborted) -> None:
+        for link in self._all_links():
+            link.start_abort(error)
+
+    def _greet(self, hello: Hello) -> Hello:
+        """Our answer to a caller, or Refused with the sentence that both sides will read."""
+        here = Hello.of(self._here, session="")
+        reason = mismatch(here, hello)
+        if reason is not None:
+            raise Refused(reason)
+        link = self.link(hello.cloud, hello.rank)
+        reason = link.admit(hello)
+        if reason is not None:
+            raise Refused(reason)
+        return link.hello.on_lane(hello.lane)
+
+    async def _accept(self, hello: Hello, connection: Connection) -> None:
+        await self.link(hello.cloud, hello.rank).serve(hello.lane, connection)

@@ -1,0 +1,212 @@
+"""What goes wrong on a WAN, when, and for how long: scripts that disturb an emulated link."""
+
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+from isthmus.errors import JobError, Problem, UserError
+from isthmus.units import closest, parse_duration_s
+from isthmus.wan.shaping import Direction
+
+T = TypeVar("T")
+
+
+class FaultKind(StrEnum):
+    """The ways in which a link fails."""
+
+    CUT = "cut"
+    BLACKHOLE = "blackhole"
+    SLOW_DOWN = "slow-down"
+    CORRUPT = "corrupt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One disturbance of the link between two clouds, `at_s` seconds after the start.
+
+    Only a slow-down has a `factor`; only corruption has `num_bytes`, of what `sender` sends.
+    """
+
+    at_s: float
+    kind: FaultKind
+    between: tuple[str, str]
+    duration_s: float = 0.0
+    factor: float = 1.0
+    num_bytes: int = 1
+    sender: str | None = None
+
+
+class Disturbed(Protocol):
+    """A link that can be disturbed at any time."""
+
+    def cut(self, duration_s: float) -> None:
+        """Reset every connection now, and every new one until the time is over."""
+
+    def blackhole(self, duration_s: float) -> None:
+        """Let nothing pass: connections stay, new ones hang, and all goes on when the time is over."""
+
+    def slow_down(self, factor: float, duration_s: float) -> None:
+        """Divide the bandwidth of both directions by `factor` for this long."""
+
+    def corrupt(self, direction: Direction, num_bytes: int = 1) -> None:
+        """Flip bytes of the next bulk data that goes this way."""
+
+
+def inject(fault: Fault, link: Disturbed, *, dialer: str) -> None:
+    """Let a fault happen now on a link that the cloud `dialer` dials."""
+    match fault.kind:
+        case FaultKind.CUT:
+            link.cut(fault.duration_s)
+        case FaultKind.BLACKHOLE:
+            link.blackhole(fault.duration_s)
+        case FaultKind.SLOW_DOWN:
+            link.slow_down(fault.factor, fault.duration_s)
+        case FaultKind.CORRUPT:
+            sender = fault.sender or fault.between[0]
+            link.corrupt(Direction.UP if sender == dialer else Direction.DOWN, fault.num_bytes)
+
+
+def load_faults(path: Path, *, links: Collection[tuple[str, str]] | None = None) -> tuple[Fault, ...]:
+    """Return the faults of a TOML file by time; `links` are the pairs of clouds that it may name."""
+    tables = _read(path)
+    problems = [
+        Problem(key=key, what="is not a known key", cure="write [[fault]] tables only")
+        for key in tables
+        if key != "fault"
+    ]
+    entries = tables.get("fault")
+    if not isinstance(entries, list) or not entries:
+        problems.append(Problem(key="fault", what="is missing", cure=_EXAMPLE))
+        entries = []
+    known = None if links is None else {frozenset(pair) for pair in links}
+    faults = [_Entry(number, table, problems, known).fault() for number, table in enumerate(entries)]
+    if problems:
+        raise JobError(path, tuple(problems))
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+_EXAMPLE: Final = '[[fault]] at = "30 s", kind = "cut", between = ["east", "west"], duration = "5 s"'
+_COMMON_KEYS: Final = ("at", "kind", "between")
+_KEYS: Final[Mapping[FaultKind, tuple[str, ...]]] = {
+    FaultKind.CUT: (*_COMMON_KEYS, "duration"),
+    FaultKind.BLACKHOLE: (*_COMMON_KEYS, "duration"),
+    FaultKind.SLOW_DOWN: (*_COMMON_KEYS, "duration", "factor"),
+    FaultKind.CORRUPT: (*_COMMON_KEYS, "bytes", "from"),
+}
+_MAX_CORRUPT_BYTES: Final = 1024
+
+
+class _Entry:
+    """One [[fault]] table; notes every problem in it and goes on."""
+
+    def __init__(
+        self,
+        number: int,
+        table: object,
+        problems: list[Problem],
+        links: Collection[frozenset[str]] | None,
+    ) -> None:
+        self._place = f"fault[{number}]"
+        self._problems = problems
+        self._links = links
+        self._table: dict[str, object] = table if isinstance(table, dict) else {}
+        if not isinstance(table, dict):
+            self._note(None, "must be a table", _EXAMPLE)
+
+    def fault(self) -> Fault:
+        kind = self._read("kind", _kind, cure=f"use one of {', '.join(FaultKind)}") or FaultKind.CUT
+        allowed = _KEYS[kind]
+        for key in self._table.keys() - set(allowed):
+            meant = closest(key, allowed)
+            cure = f"did you mean {meant!r}?" if meant else f"a {kind} takes {', '.join(allowed)}"
+            self._note(key, f"is not a key of a {kind}", cure)
+        between = self._read("between", self._pair, cure='such as between = ["east", "west"]') or ("", "")
+        return Fault(
+            at_s=self._read("at", _duration_s, cure='such as at = "30 s"') or 0.0,
+            kind=kind,
+            between=between,
+            duration_s=self._if(allowed, "duration", _positive_s, cure='such as duration = "5 s"') or 0.0,
+            factor=self._if(allowed, "factor", _factor, cure="such as factor = 10") or 1.0,
+            num_bytes=self._optional("bytes", _num_bytes, cure="such as bytes = 1") or 1,
+            sender=self._optional("from", lambda text: _one_of(text, between), cure="name one of `between`"),
+        )
+
+    def _if(self, allowed: Collection[str], key: str, parse: Callable[[object], T], *, cure: str) -> T | None:
+        return self._read(key, parse, cure=cure) if key in allowed else None
+
+    def _optional(self, key: str, parse: Callable[[object], T], *, cure: str) -> T | None:
+        return self._read(key, parse, cure=cure) if key in self._table else None
+
+    def _read(self, key: str, parse: Callable[[object], T], *, cure: str) -> T | None:
+        if key not in self._table:
+            self._note(key, "is missing", cure)
+            return None
+        try:
+            return parse(self._table[key])
+        except ValueError as error:
+            self._note(key, str(error), cure)
+            return None
+
+    def _note(self, key: str | None, what: str, cure: str) -> None:
+        self._problems.append(
+            Problem(key=f"{self._place}: {key}" if key else self._place, what=what, cure=cure)
+        )
+
+    def _pair(self, value: object) -> tuple[str, str]:
+        match value:
+            case [str(first), str(second)] if first != second:
+                if self._links is not None and frozenset((first, second)) not in self._links:
+                    raise ValueError(f"the job has no link between {first!r} and {second!r}")
+                return first, second
+        raise ValueError(f"must name two clouds, not {value!r}")
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{path} cannot be read: {why}", hint="give the path of a file of faults") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not TOML: {error}", hint=f"write faults as {_EXAMPLE}") from None
+
+
+def _kind(value: object) -> FaultKind:
+    for kind in FaultKind:
+        if value == kind.value:
+            return kind
+    raise ValueError(f"{value!r} is no kind of fault")
+
+
+def _duration_s(value: object) -> float:
+    if not isinstance(value, str):
+        raise ValueError(f"must be a text with a unit, not {value!r}")
+    return parse_duration_s(value)
+
+
+def _positive_s(value: object) -> float:
+    duration_s = _duration_s(value)
+    if not duration_s:
+        raise ValueError("must be more than 0")
+    return duration_s
+
+
+def _factor(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 < value < 1e6:
+        raise ValueError(f"must be a number above 1 and below a million, not {value!r}")
+    return float(value)
+
+
+def _num_bytes(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_CORRUPT_BYTES:
+        raise ValueError(f"must be a whole number from 1 to {_MAX_CORRUPT_BYTES}, not {value!r}")
+    return value
+
+
+def _one_of(value: object, clouds: Collection[str]) -> str:
+    if value not in clouds:
+        raise ValueError(f"must be one of the two clouds, not {value!r}")
+    return str(value)

@@ -1,0 +1,114 @@
+"""Who is at the other end, and whether the two belong together; a mismatch is one sentence for both."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from isthmus.errors import FrameError
+from isthmus.wan.frames import PROTOCOL_VERSION
+
+_PREFIX = "isthmus-"
+_MAX_TEXT = 128
+VERSION_KEY = _PREFIX + "version"
+MAX_NUM_LANES = 66
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One rank of one cloud in one run of one job."""
+
+    cloud: str
+    rank: int = 0
+    job_digest: str = ""
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.cloud} rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What each end says of itself before anything else; `session` names one life of one end of the link."""
+
+    version: int = PROTOCOL_VERSION
+    job_digest: str
+    cloud: str
+    rank: int
+    epoch: int
+    session: str
+    lane: int = 0
+
+    @classmethod
+    def of(cls, member: Member, *, session: str) -> "Hello":
+        """The hello of a member."""
+        return cls(
+            job_digest=member.job_digest,
+            cloud=member.cloud,
+            rank=member.rank,
+            epoch=member.epoch,
+            session=session,
+        )
+
+    @property
+    def who(self) -> str:
+        """The speaker as a log names it."""
+        return f"{self.cloud} rank {self.rank}"
+
+    def on_lane(self, lane: int) -> "Hello":
+        """The same hello for another connection of the link."""
+        return replace(self, lane=lane)
+
+    def to_metadata(self) -> tuple[tuple[str, str], ...]:
+        """As call metadata."""
+        return tuple((_PREFIX + field.name, str(getattr(self, field.name))) for field in fields(self))
+
+
+def read_hello(metadata: Iterable[tuple[str, str | bytes]]) -> Hello:
+    """The hello in call metadata, every field checked."""
+    found = {key.removeprefix(_PREFIX): value for key, value in metadata if key.startswith(_PREFIX)}
+    wanted = {field.name for field in fields(Hello)}
+    if missing := sorted(wanted - found.keys()):
+        raise FrameError(f"a handshake without {', '.join(missing)}")
+    return Hello(
+        version=_number(found, "version"),
+        job_digest=_text(found, "job_digest"),
+        cloud=_text(found, "cloud"),
+        rank=_number(found, "rank"),
+        epoch=_number(found, "epoch"),
+        session=_text(found, "session"),
+        lane=_number(found, "lane"),
+    )
+
+
+def mismatch(here: Hello, there: Hello) -> str | None:
+    """Why the two must not talk, in one sentence that names both sides; None if they may."""
+    if there.version != here.version:
+        return (
+            f"{there.who} speaks link protocol {there.version}, {here.who} speaks {here.version}: "
+            "install the same release of isthmus on both"
+        )
+    if there.job_digest != here.job_digest:
+        return (
+            f"{there.who} runs job {there.job_digest[:12]}, {here.who} runs {here.job_digest[:12]}: "
+            "give both the same job file"
+        )
+    if there.epoch != here.epoch:
+        return (
+            f"{there.who} is in epoch {there.epoch}, {here.who} in epoch {here.epoch}: restart the older one"
+        )
+    if not 0 <= there.lane < MAX_NUM_LANES:
+        return f"{there.who} asks for connection number {there.lane}, beyond {MAX_NUM_LANES - 1}"
+    return None
+
+
+def _text(found: dict[str, str | bytes], name: str) -> str:
+    value = found[name]
+    if not isinstance(value, str) or not 0 <= len(value) <= _MAX_TEXT:
+        raise FrameError(f"a handshake with a broken {name}")
+    return value
+
+
+def _number(found: dict[str, str | bytes], name: str) -> int:
+    value = _text(found, name)
+    if not (value.isascii() and value.isdigit() and len(value) <= 18):
+        raise FrameError(f"a handshake whose {name} is no number")
+    return int(value)

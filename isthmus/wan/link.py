@@ -1,0 +1,398 @@
+"""The link between two clouds: reliable, ordered streams of packets over connections that come and go.
+
+A `Link` is one end. Any thread sends and receives; an event loop on its own thread moves the bytes:
+
+    send → outbox → chunks ⇉ connections ⇉ inbox → receive
+                       ↑                     │
+                       └── acknowledgements ─┘          (on the control connection)
+
+Connection 0 is for control (heartbeats, acknowledgements, abort, close), 1 for urgent chunks only, the others
+are stripes for all chunks. A connection that breaks is dialled again; its unacknowledged chunks go again, and
+the other end drops what it already has. So nothing is lost, doubled or reordered while both ends live.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from random import uniform
+from typing import Protocol
+
+from isthmus.errors import Aborted, FrameError, LinkClosed, LinkError, PeerLost, Refused
+from isthmus.wan.counters import LinkCounters
+from isthmus.wan.exchange import CONTROL_LANE, FIRST_STRIPE, Exchange
+from isthmus.wan.flight import Flight
+from isthmus.wan.frames import Abort, Ack, Chunk, Close, Frame, Ping, Pong, check_stream_name, decode, encode
+from isthmus.wan.handshake import Hello, Member
+from isthmus.wan.loop import LoopThread
+from isthmus.wan.outbox import Priority
+from isthmus.wan.packet import Packet
+
+log = logging.getLogger(__name__)
+
+ACK_INTERVAL_S = 0.002
+FAREWELL_S = 2.0
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 2.0
+
+
+class Connection(Protocol):
+    """One authenticated, ordered pipe of frames."""
+
+    async def read(self) -> bytes | None:
+        """The next frame, None at the end; ConnectionError if the pipe breaks."""
+
+    async def write(self, frame: bytes) -> None:
+        """Send a frame; returns when the pipe can take another; ConnectionError if it breaks."""
+
+    async def close(self) -> None:
+        """End it, whatever is under way."""
+
+
+Dial = Callable[[Hello], Awaitable[tuple[Connection, Hello]]]
+"""Open the connection that the hello asks for; Refused is final, ConnectionError is worth another try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """How a link behaves; `bandwidth_bps` and `rtt_s` are first guesses that measurement replaces."""
+
+    num_stripes: int = 4
+    heartbeat_timeout_s: float = 30.0
+    stream_window_bytes: int = 64 * 1024 * 1024
+    bandwidth_bps: float | None = None
+    rtt_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A connection in use."""
+
+    connection: Connection
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    hang_up: asyncio.Event = field(default_factory=asyncio.Event)
+    heard_s: float = field(default_factory=time.monotonic)
+
+
+class Link:
+    """One end of a link to one rank of another cloud."""
+
+    def __init__(
+        self,
+        *,
+        here: Member,
+        peer: Member,
+        settings: LinkSettings,
+        loop: LoopThread,
+        dial: Dial | None = None,
+        on_abort: Callable[[Aborted], None] | None = None,
+    ) -> None:
+        self.here = here
+        self.peer = peer
+        self.settings = settings
+        self.hello = Hello.of(here, session=secrets.token_hex(8))
+        self._loop = loop
+        self._on_abort = on_abort
+        self._exchange = Exchange(
+            flight=Flight(bandwidth_bps=settings.bandwidth_bps, rtt_s=settings.rtt_s),
+            stream_window_bytes=settings.stream_window_bytes,
+            ping_interval_s=min(settings.heartbeat_timeout_s / 8, 1.0),
+        )
+        self._peer_session: str | None = None
+        self._heard_s: float | None = None
+        self._lanes: dict[int, _Lane] = {}
+        self._complaint = ""
+        self._met = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._running: Future[None] = loop.submit(self._run(dial))
+
+    # For users, from any thread.
+
+    def send(
+        self,
+        stream: str,
+        packet: Packet,
+        *,
+        priority: Priority = Priority.NORMAL,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Queue a packet; waits while the stream's window is full. Its buffers must not change any more."""
+        check_stream_name(stream)
+        self._exchange.put(stream, packet, priority, timeout_s)
+        self._loop.call(self._wake_all)
+
+    def receive(self, stream: str, *, timeout_s: float | None = None) -> Packet:
+        """The stream's next packet; waits for it."""
+        return self.receive_any((stream,), timeout_s=timeout_s)[1]
+
+    def receive_any(self, streams: Sequence[str], *, timeout_s: float | None = None) -> tuple[str, Packet]:
+        """The next packet of whichever stream has one, the first named first."""
+        for stream in streams:
+            check_stream_name(stream)
+        found = self._exchange.take(tuple(streams), timeout_s)
+        self._loop.call(self._wake_all)
+        return found
+
+    def wait_ready(self, *, timeout_s: float | None = None) -> None:
+        """Wait until the peer is there."""
+        self._exchange.wait_up(timeout_s, f"for {self.peer}")
+
+    def raise_if_failed(self) -> None:
+        """Raise what has ended this link, if anything has."""
+        if self._exchange.failure is not None:
+            raise self._exchange.failure
+
+    def counters(self) -> LinkCounters:
+        """What was sent and received so far, and the state of the line."""
+        return self._exchange.counters()
+
+    @property
+    def rtts_s(self) -> list[float]:
+        """The latest round trips, oldest first."""
+        return self._exchange.clock.rtts_s
+
+    def abort(self, reason: str) -> None:
+        """End the run for this peer: its calls raise Aborted as soon as word has come, ours at once."""
+        self.start_abort(Aborted(self.here.cloud, reason))
+        self.join()
+
+    def start_abort(self, error: Aborted) -> None:
+        """Abort without waiting for word to get through; `join` waits."""
+        self._finish(error, Abort(error.cloud, error.reason))
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Wait until the peer has everything, say farewell and end; a link that has failed just ends."""
+        self._exchange.wait_empty(timeout_s, f"for {self.peer} to take what was sent")
+        self._finish(LinkClosed(f"the link to {self.peer} is closed"), Close())
+        self.join()
+
+    def join(self) -> None:
+        """Wait until a link that has failed or finished has let go of its connections."""
+        self._running.result()
+
+    # For the transport, on the event loop.
+
+    def admit(self, hello: Hello) -> str | None:
+        """Why a connection of the peer must be turned down, or None; the first fixes the peer's session."""
+        if self._exchange.failure is not None:
+            return f"{self.here} has ended its link: {self._exchange.failure.message}"
+        if self._peer_session not in (None, hello.session):
+            self._fail(PeerLost(self.peer.cloud, f"{self.peer} has restarted"))
+            return f"{self.peer} has restarted while {self.here} has not: restart both"
+        self._peer_session = hello.session
+        self._met.set()
+        return None
+
+    async def serve(self, number: int, connection: Connection) -> None:
+        """Use a connection until it ends."""
+        lane = _Lane(connection)
+        self._open(number, lane)
+        write = self._write_control if number == CONTROL_LANE else self._write_chunks
+        tasks = [
+            asyncio.ensure_future(self._read(lane)),
+            asyncio.ensure_future(write(number, lane)),
+            asyncio.ensure_future(lane.hang_up.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            await connection.close()
+            self._close(number, lane)
+        for outcome in outcomes:
+            self._explain(number, outcome)
+
+    # Connections.
+
+    async def _run(self, dial: Dial | None) -> None:
+        """The link's whole life on the event loop; when it is over, nothing of it is left there."""
+        lanes = range(FIRST_STRIPE + self.settings.num_stripes) if dial is not None else ()
+        keeping = [asyncio.ensure_future(self._keep(number, dial)) for number in lanes if dial is not None]
+        await self._watch()
+        await self._say_farewell()
+        for lane in self._lanes.values():
+            lane.hang_up.set()
+        # A connection must close in its own time; only what still dials or waits is cancelled.
+        await self._idle.wait()
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+
+    async def _keep(self, number: int, dial: Dial) -> None:
+        """Dial, serve, and dial again, waiting longer after each failure; control goes first."""
+        if number != CONTROL_LANE:
+            await self._met.wait()
+        backoff_s = FIRST_BACKOFF_S
+        while self._exchange.failure is None:
+            try:
+                connection, hello = await dial(self.hello.on_lane(number))
+                backoff_s = FIRST_BACKOFF_S
+                await self._serve_dialled(number, connection, hello)
+            except Refused as refused:
+                if self._exchange.fail(refused):
+                    log.error("link to %s: %s", self.peer, refused.message)
+                    self._wake_all()
+            except ConnectionError as error:
+                self._complain(number, str(error))
+            await asyncio.sleep(uniform(0.5, 1.0) * backoff_s)  # noqa: S311 (no secret)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _serve_dialled(self, number: int, connection: Connection, hello: Hello) -> None:
+        refusal = self.admit(hello)
+        if refusal is None:
+            await self.serve(number, connection)
+        else:
+            await connection.close()
+            raise Refused(refusal)
+
+    def _complain(self, number: int, reason: str) -> None:
+        """Say why the peer cannot be reached, once for each reason, for it may just not have started yet."""
+        is_news = reason != self._complaint
+        self._complaint = reason
+        log.log(
+            logging.INFO if is_news else logging.DEBUG, "connection %d to %s: %s", number, self.peer, reason
+        )
+
+    def _open(self, number: int, lane: _Lane) -> None:
+        previous = self._lanes.get(number)
+        if previous is not None:
+            self._close(number, previous)
+        self._lanes[number] = lane
+        self._idle.clear()
+        self._heard_s = lane.heard_s
+        self._exchange.opened(number)
+
+    def _close(self, number: int, lane: _Lane) -> None:
+        lane.hang_up.set()
+        if self._lanes.get(number) is lane:
+            del self._lanes[number]
+            self._exchange.closed(number)
+            self._wake_all()
+        if not self._lanes:
+            self._idle.set()
+
+    def _explain(self, number: int, outcome: object) -> None:
+        if isinstance(outcome, FrameError):
+            log.warning("link to %s, connection %d dropped: %s", self.peer, number, outcome.message)
+        elif isinstance(outcome, Exception) and not isinstance(outcome, ConnectionError):
+            raise outcome
+
+    # The end, and what leads to it.
+
+    async def _watch(self) -> None:
+        """Judge by progress: silence on all connections is a lost peer, on one a broken connection."""
+        timeout_s = self.settings.heartbeat_timeout_s
+        while self._exchange.failure is None:
+            await _wait_for(self._ended, min(timeout_s / 20, 0.25))
+            if self._heard_s is not None and time.monotonic() - self._heard_s > timeout_s:
+                self._fail(PeerLost(self.peer.cloud, f"{self.peer} has been silent for {timeout_s:g} s"))
+            self._hang_up_stalled()
+
+    def _hang_up_stalled(self) -> None:
+        timeout_s = self.settings.heartbeat_timeout_s
+        for number, lane in self._lanes.items():
+            if number == CONTROL_LANE:
+                is_stalled = time.monotonic() - lane.heard_s > timeout_s / 2
+            else:
+                is_stalled = self._exchange.stalled_s(number) > timeout_s
+            if is_stalled and not lane.hang_up.is_set():
+                log.warning(
+                    "link to %s, connection %d makes no progress and is opened anew", self.peer, number
+                )
+                lane.hang_up.set()
+
+    async def _say_farewell(self) -> None:
+        """Give the last word, if there is one, time to get through: the peer hangs up when it has read it."""
+        control = self._lanes.get(CONTROL_LANE)
+        if control is not None and self._exchange.last_word is not None:
+            await _wait_for(control.hang_up, FAREWELL_S)
+
+    def _finish(self, error: LinkError, last_word: Abort | Close) -> None:
+        self._exchange.fail(error, last_word=last_word)
+        self._loop.call(self._wake_all)
+
+    def _fail(self, error: LinkError) -> None:
+        self._exchange.fail(error)
+        self._wake_all()
+
+    # Frames.
+
+    async def _read(self, lane: _Lane) -> None:
+        while (data := await lane.connection.read()) is not None:
+            received_ns = time.time_ns()
+            self._heard_s = lane.heard_s = time.monotonic()
+            frame = decode(data)
+            self._handle(frame, len(data), received_ns)
+            if isinstance(frame, Abort | Close):
+                return
+
+    def _handle(self, frame: Frame, frame_bytes: int, received_ns: int) -> None:
+        match frame:
+            case Chunk():
+                self._exchange.on_chunk(frame, frame_bytes)
+                self._wake(CONTROL_LANE)
+            case Ack():
+                self._exchange.on_ack(frame)
+                self._wake_all()
+            case Ping():
+                self._exchange.on_ping(frame, received_ns)
+                self._wake(CONTROL_LANE)
+            case Pong():
+                self._exchange.on_pong(frame, received_ns)
+            case Abort():
+                self._aborted(Aborted(frame.cloud, frame.reason))
+            case Close():
+                self._fail(LinkClosed(f"{self.peer} has closed the link"))
+
+    def _aborted(self, error: Aborted) -> None:
+        self._fail(error)
+        if self._on_abort is not None:
+            self._on_abort(error)
+
+    async def _write_chunks(self, number: int, lane: _Lane) -> None:
+        while self._exchange.failure is None:
+            lane.wake.clear()
+            frame = self._exchange.next_chunk(number)
+            if frame is None:
+                await lane.wake.wait()
+            else:
+                await lane.connection.write(frame)
+        await lane.hang_up.wait()
+
+    async def _write_control(self, number: int, lane: _Lane) -> None:
+        del number
+        while True:
+            lane.wake.clear()
+            is_last = self._exchange.failure is not None
+            for frame in self._exchange.next_control():
+                await lane.connection.write(encode(frame))
+            if is_last:
+                break
+            # The pause gathers acknowledgements; afterwards a ping is due even if nothing else happens.
+            await asyncio.sleep(ACK_INTERVAL_S)
+            await _wait_for(lane.wake, self._exchange.ping_interval_s)
+        await lane.hang_up.wait()
+
+    def _wake(self, number: int) -> None:
+        if number in self._lanes:
+            self._lanes[number].wake.set()
+
+    def _wake_all(self) -> None:
+        for lane in self._lanes.values():
+            lane.wake.set()
+        if self._exchange.failure is not None:
+            self._ended.set()
+
+
+async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return

@@ -1,0 +1,224 @@
+"""The sending half of a link, without input or output: packets in, chunks out, by priority and window."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from isthmus.errors import FrameError
+from isthmus.wan.counters import StreamCounters
+from isthmus.wan.flight import Departure, Flight
+from isthmus.wan.frames import MAX_CHUNK_BYTES, Ack, encode_chunk, wire_bytes
+from isthmus.wan.packet import Body
+
+
+class Priority(IntEnum):
+    """Who goes first; background gets only what the others leave."""
+
+    URGENT = 0
+    NORMAL = 1
+    BACKGROUND = 2
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """One stream as its sender sees it."""
+
+    next_packet: int = 0
+    put_bytes: int = 0
+    consumed_bytes: int = 0
+    counters: StreamCounters = field(default_factory=StreamCounters)
+
+    @property
+    def outstanding_bytes(self) -> int:
+        return self.put_bytes - self.consumed_bytes
+
+
+@dataclass(slots=True)
+class _Queued:
+    """A packet of which `offset` bytes have been cut into chunks."""
+
+    stream: str
+    packet: int
+    priority: Priority
+    body: Body
+    put_s: float
+    offset: int = 0
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A chunk without acknowledgement yet; it keeps its packet's memory alive until then."""
+
+    sequence: int
+    offset: int
+    num_bytes: int
+    queued: _Queued
+    lane: int
+    departure: Departure
+
+    def encode(self) -> bytes:
+        queued = self.queued
+        return encode_chunk(
+            sequence=self.sequence,
+            stream=queued.stream,
+            packet=queued.packet,
+            packet_bytes=queued.body.num_bytes,
+            offset=self.offset,
+            pieces=queued.body.slice(self.offset, self.offset + self.num_bytes),
+        )
+
+
+class Outbox:
+    """Orders packets by priority, cuts them into chunks and keeps each chunk until it was acknowledged."""
+
+    def __init__(self, flight: Flight, *, stream_window_bytes: int) -> None:
+        self.flight = flight
+        self._stream_window_bytes = stream_window_bytes
+        self._streams: dict[str, _Outgoing] = {}
+        self._queues: tuple[deque[_Queued], ...] = tuple(deque() for _ in Priority)
+        self._lost: deque[_UnderWay] = deque()
+        self._under_way: dict[int, _UnderWay] = {}
+        self._lane_bytes: dict[int, int] = {}
+        self._lane_progress_s: dict[int, float] = {}
+        self._next_sequence = 0
+
+    @property
+    def empty(self) -> bool:
+        """True when everything put was acknowledged."""
+        return not (self._under_way or self._lost or any(self._queues))
+
+    @property
+    def queued_bytes(self) -> int:
+        """What was put and has not departed."""
+        return sum(queued.body.num_bytes - queued.offset for queue in self._queues for queued in queue)
+
+    def has_room(self, stream: str, num_bytes: int) -> bool:
+        """Whether a packet of that size may be put now: one always fits into an idle stream."""
+        outstanding_bytes = self._streams.setdefault(stream, _Outgoing()).outstanding_bytes
+        return not outstanding_bytes or outstanding_bytes + num_bytes <= self._stream_window_bytes
+
+    def put(self, stream: str, body: Body, priority: Priority, *, now_s: float) -> None:
+        """Queue a packet."""
+        outgoing = self._streams.setdefault(stream, _Outgoing())
+        self._queues[priority].append(_Queued(stream, outgoing.next_packet, priority, body, now_s))
+        outgoing.next_packet += 1
+        outgoing.put_bytes += body.num_bytes
+        outgoing.counters.packets += 1
+        outgoing.counters.payload_bytes += body.payload_bytes
+
+    def open_lane(self, lane: int, *, now_s: float) -> None:
+        """A connection is there to carry chunks."""
+        self._lane_bytes[lane] = 0
+        self._lane_progress_s[lane] = now_s
+
+    def close_lane(self, lane: int) -> None:
+        """A connection is gone: whatever it carried without acknowledgement goes again, first of all."""
+        self._lane_bytes.pop(lane, None)
+        self._lane_progress_s.pop(lane, None)
+        lost = [item for item in self._under_way.values() if item.lane == lane]
+        for item in lost:
+            del self._under_way[item.sequence]
+            self.flight.dropped(item.departure)
+        self._lost.extend(lost)
+
+    def stalled_since_s(self, lane: int) -> float | None:
+        """When the lane last made progress, if it carries anything now."""
+        return self._lane_progress_s[lane] if self._lane_bytes.get(lane) else None
+
+    def next_frame(self, lane: int, *, express: bool, now_s: float) -> bytes | None:
+        """The next chunk for this lane as bytes; an express lane takes nothing but what is urgent."""
+        item = self._next_item(lane, express=express, now_s=now_s)
+        if item is None:
+            return None
+        frame = item.encode()
+        self._streams[item.queued.stream].counters.wire_bytes += wire_bytes(len(frame))
+        return frame
+
+    def acknowledge(self, ack: Ack, *, now_s: float) -> None:
+        """Forget what has come, and take back the room that was consumed."""
+        if ack.cumulative > self._next_sequence or any(high >= self._next_sequence for _, high in ack.ranges):
+            raise FrameError("an acknowledgement of chunks that were never sent")
+        for sequence in self._acknowledged(ack):
+            item = self._under_way.pop(sequence)
+            self.flight.arrived(item.departure, now_s=now_s)
+            if item.lane in self._lane_bytes:
+                self._lane_bytes[item.lane] -= item.num_bytes
+                self._lane_progress_s[item.lane] = now_s
+        if self._lost:
+            # A chunk may be acknowledged after its connection was given up and before it was sent again.
+            self._lost = deque(item for item in self._lost if not _covers(ack, item.sequence))
+        for stream, consumed_bytes in ack.consumed_bytes:
+            self._consume(stream, consumed_bytes)
+
+    def counters(self) -> dict[str, StreamCounters]:
+        """Per stream, what was sent."""
+        return {name: stream.counters.copy() for name, stream in self._streams.items() if stream.next_packet}
+
+    def _acknowledged(self, ack: Ack) -> list[int]:
+        sequences = [sequence for sequence in self._under_way if sequence < ack.cumulative]
+        for low, high in ack.ranges:
+            sequences += [sequence for sequence in range(low, high + 1) if sequence in self._under_way]
+        return sequences
+
+    def _consume(self, stream: str, consumed_bytes: int) -> None:
+        outgoing = self._streams.get(stream)
+        if outgoing is None or consumed_bytes > outgoing.put_bytes:
+            raise FrameError(f"the peer consumed more of {stream!r} than was sent")
+        outgoing.consumed_bytes = max(outgoing.consumed_bytes, consumed_bytes)
+
+    def _next_item(self, lane: int, *, express: bool, now_s: float) -> _UnderWay | None:
+        last = Priority.URGENT if express else self._lowest_priority(lane)
+        for priority in Priority:
+            if priority > last:
+                return None
+            item = self._again(priority, lane, now_s) or self._fresh(priority, lane, now_s)
+            if item is not None:
+                if not self._lane_bytes[lane]:
+                    self._lane_progress_s[lane] = now_s
+                self._lane_bytes[lane] += item.num_bytes
+                return item
+        self.flight.idle()
+        return None
+
+    def _lowest_priority(self, lane: int) -> Priority:
+        """The least important traffic that the window has room for on this lane."""
+        window_bytes, in_flight_bytes = self.flight.window_bytes, self.flight.in_flight_bytes
+        # A slow connection must not gather more than its share, or packets would wait for it.
+        share_bytes = 2 * window_bytes / max(len(self._lane_bytes), 1)
+        if in_flight_bytes >= window_bytes or self._lane_bytes[lane] > share_bytes:
+            return Priority.URGENT
+        # Half of the window is one bandwidth-delay product: background fills the pipe but builds no queue.
+        return Priority.NORMAL if 2 * in_flight_bytes >= window_bytes else Priority.BACKGROUND
+
+    def _again(self, priority: Priority, lane: int, now_s: float) -> _UnderWay | None:
+        for index, item in enumerate(self._lost):
+            if item.queued.priority == priority:
+                del self._lost[index]
+                return self._depart(item.sequence, item.offset, item.num_bytes, item.queued, lane, now_s)
+        return None
+
+    def _fresh(self, priority: Priority, lane: int, now_s: float) -> _UnderWay | None:
+        queue = self._queues[priority]
+        if not queue:
+            return None
+        queued = queue[0]
+        offset, body = queued.offset, queued.body
+        num_bytes = min(self.flight.chunk_bytes(MAX_CHUNK_BYTES), body.num_bytes - offset)
+        queued.offset += num_bytes
+        if queued.offset == body.num_bytes:
+            queue.popleft()
+            self._streams[queued.stream].counters.queued_s += now_s - queued.put_s
+        self._next_sequence += 1
+        return self._depart(self._next_sequence - 1, offset, num_bytes, queued, lane, now_s)
+
+    def _depart(
+        self, sequence: int, offset: int, num_bytes: int, queued: _Queued, lane: int, now_s: float
+    ) -> _UnderWay:
+        departure = self.flight.departed(num_bytes, now_s=now_s)
+        item = _UnderWay(sequence, offset, num_bytes, queued, lane, departure)
+        self._under_way[sequence] = item
+        return item
+
+
+def _covers(ack: Ack, sequence: int) -> bool:
+    return sequence < ack.cumulative or any(low <= sequence <= high for low, high in ack.ranges)

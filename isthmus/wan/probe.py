@@ -1,0 +1,129 @@
+"""Measures links over the real link layer: round trip and jitter when idle, then bandwidth each way."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from isthmus.job import Job, LinkSpec
+from isthmus.wan.endpoint import Endpoint
+from isthmus.wan.link import Link
+from isthmus.wan.packet import Packet
+
+_BULK = "probe/bulk"
+_ANSWER = "probe/answer"
+_PACKET_BYTES = 256 * 1024
+_NUM_ROUND_TRIPS = 32
+_NUM_SETTLING = 8
+_POLL_S = 0.02
+_QUEUE_BYTES = 1024 * 1024
+_FULL_S = 0.002
+_WARM_UP_ROUND_TRIPS = 10
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What a link can do: bandwidth from the first cloud to the second and back, and the second's clock."""
+
+    between: tuple[str, str]
+    bandwidth_bps: tuple[float, float]
+    rtt_s: float
+    jitter_s: float
+    clock_offset_s: float
+
+
+def probe_cloud(
+    job: Job, endpoint: Endpoint, *, cloud: str, report: Report, duration_s: float
+) -> list[Measurement]:
+    """Measure all links of one cloud, in the job's order, while the other clouds do the same."""
+    return [
+        _probe_link(endpoint.link(spec.peer_of(cloud)), spec, cloud, duration_s, report)
+        for spec in job.links_of(cloud)
+    ]
+
+
+def _probe_link(link: Link, spec: LinkSpec, cloud: str, duration_s: float, report: Report) -> Measurement:
+    peer = spec.peer_of(cloud)
+    report(f"waiting for {peer}")
+    link.wait_ready()
+    report(f"round trip to {peer}")
+    rtts_s = _round_trips(link)
+    rates_bps = [_measure(link, sender, cloud, duration_s, report, peer) for sender in spec.between]
+    counters = link.counters()
+    offset_s = counters.clock_offset_s or 0.0
+    return Measurement(
+        between=spec.between,
+        bandwidth_bps=(rates_bps[0], rates_bps[1]),
+        rtt_s=_percentiles(rtts_s)[0],
+        jitter_s=_percentiles(rtts_s)[-1] - _percentiles(rtts_s)[0],
+        clock_offset_s=offset_s if cloud == spec.between[0] else -offset_s,
+    )
+
+
+def _round_trips(link: Link) -> list[float]:
+    """Round trips of an idle link; both ends wait for enough of them before either sends bulk."""
+    while len(link.rtts_s) < _NUM_ROUND_TRIPS:
+        time.sleep(_POLL_S)
+        link.raise_if_failed()
+    rtts_s = link.rtts_s[_NUM_SETTLING:]
+    link.send(_ANSWER, Packet({"ready": True}))
+    link.receive(_ANSWER)
+    return rtts_s
+
+
+def _percentiles(rtts_s: list[float]) -> list[float]:
+    """The 10th to the 90th: a busy computer makes single round trips long, none makes one short."""
+    return statistics.quantiles(rtts_s, n=10)
+
+
+def _measure(link: Link, sender: str, cloud: str, duration_s: float, report: Report, peer: str) -> float:
+    if sender == cloud:
+        report(f"bandwidth to {peer}")
+        return _send_bulk(link)
+    report(f"bandwidth from {peer}")
+    return _receive_bulk(link, duration_s)
+
+
+def _send_bulk(link: Link) -> float:
+    """Keep the line full until the receiver has seen enough; it answers with the rate."""
+    noise = Random(0).randbytes(_PACKET_BYTES)  # noqa: S311 (incompressible, not secret)
+    while (rate_bps := _answered_rate(link)) is None:
+        link.send(_BULK, Packet({"last": False}, (noise,)))
+    link.send(_BULK, Packet({"last": True}))
+    return rate_bps
+
+
+def _answered_rate(link: Link) -> float | None:
+    """The receiver's answer if it has come; waits for it while enough is queued."""
+    while True:
+        is_full = link.counters().queued_bytes >= _QUEUE_BYTES
+        try:
+            answer = link.receive(_ANSWER, timeout_s=_FULL_S if is_full else 0)
+        except TimeoutError:
+            if not is_full:
+                return None
+        else:
+            return float(str(answer.header["rate_bps"]))
+
+
+def _receive_bulk(link: Link, duration_s: float) -> float:
+    """The rate of bytes on the wire over the given time, once the sender is up to speed."""
+    link.receive(_BULK)
+    started_s = time.monotonic()
+    marks: list[tuple[float, int]] = []
+    rate_bps = 0.0
+    warm_up_s = max(duration_s / 4, _WARM_UP_ROUND_TRIPS * min(link.rtts_s))
+    while True:
+        packet = link.receive(_BULK)
+        if packet.header["last"]:
+            return rate_bps
+        elapsed_s = time.monotonic() - started_s
+        if not rate_bps and elapsed_s > warm_up_s:
+            marks.append((elapsed_s, link.counters().received[_BULK].wire_bytes))
+            if elapsed_s > warm_up_s + duration_s:
+                (start_s, start_bytes), (end_s, end_bytes) = marks[0], marks[-1]
+                rate_bps = 8 * (end_bytes - start_bytes) / (end_s - start_s)
+                link.send(_ANSWER, Packet({"rate_bps": rate_bps}))

@@ -1,0 +1,202 @@
+"""Connections of a link over gRPC with mutual TLS: one call, one HTTP/2 connection each."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from isthmus.errors import FrameError, Refused
+from isthmus.wan.certificates import Identity
+from isthmus.wan.frames import MAX_FRAME_BYTES
+from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
+from isthmus.wan.link import Connection
+from isthmus.wan.loop import LoopThread
+
+log = logging.getLogger(__name__)
+
+_SERVICE = "isthmus.Link"
+_METHOD = "Connect"
+_DIAL_TIMEOUT_S = 10.0
+_GRACE_S = 0.5
+
+# gRPC's own window would stall a long fat pipe at 64 KiB; the link bounds what is under way by itself.
+_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.http2.lookahead_bytes", 64 * 1024 * 1024),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.enable_retries", 0),
+    # Two runs must not share a port unnoticed.
+    ("grpc.so_reuseport", 0),
+]
+
+
+@functools.cache
+def process_loop() -> LoopThread:
+    """The one event loop on which this process uses gRPC, for as long as it lives.
+
+    grpc.aio has one completion queue per process; a loop that used it and was closed makes it drop the events
+    of the others, so there is only one and nobody closes it.
+    """
+    return LoopThread(name="isthmus-wan")
+
+
+def _client_options(server_name: str, proxy: str | None) -> list[tuple[str, object]]:
+    own = [
+        # Every lane is a connection of its own, never shared with another channel of this process.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.ssl_target_name_override", server_name),
+        ("grpc.enable_http_proxy", 0 if proxy is None else 1),
+    ]
+    return [*_OPTIONS, *own, *([] if proxy is None else [("grpc.http_proxy", proxy)])]
+
+
+class _ClientConnection:
+    """The dialling end of a call."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: grpc.aio.StreamStreamCall) -> None:
+        self._channel = channel
+        self._call = call
+
+    async def read(self) -> bytes | None:
+        try:
+            frame = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise ConnectionError(error.details()) from error
+        except asyncio.InvalidStateError as error:
+            raise ConnectionError("the call is over") from error
+        return None if frame is grpc.aio.EOF else frame
+
+    async def write(self, frame: bytes) -> None:
+        try:
+            await self._call.write(frame)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise ConnectionError("the call is over") from error
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+
+class _ServerConnection:
+    """The listening end of a call, which ends when its handler returns."""
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
+
+    async def read(self) -> bytes | None:
+        frame = await self._context.read()
+        return None if frame is grpc.aio.EOF else frame
+
+    async def write(self, frame: bytes) -> None:
+        await self._context.write(frame)
+
+    async def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialer:
+    """Opens connections to one rank of another cloud."""
+
+    address: str
+    server_name: str
+    identity: Identity
+    proxy: str | None = None
+
+    async def __call__(self, hello: Hello) -> tuple[Connection, Hello]:
+        """Dial, shake hands, and give the connection and what the peer said."""
+        channel = grpc.aio.secure_channel(
+            self.address,
+            grpc.ssl_channel_credentials(
+                self.identity.authority_pem, self.identity.key_pem, self.identity.certificate_pem
+            ),
+            options=_client_options(self.server_name, self.proxy),
+        )
+        call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(metadata=hello.to_metadata())
+        connection = _ClientConnection(channel, call)
+        try:
+            async with asyncio.timeout(_DIAL_TIMEOUT_S):
+                answer = await self._shake_hands(call, hello)
+        except TimeoutError as error:
+            await connection.close()
+            raise ConnectionError(f"{self.address} does not answer") from error
+        except (ConnectionError, Refused, asyncio.CancelledError):
+            await connection.close()
+            raise
+        return connection, answer
+
+    async def _shake_hands(self, call: grpc.aio.StreamStreamCall, hello: Hello) -> Hello:
+        metadata = await call.initial_metadata()
+        if not any(key == VERSION_KEY for key, _ in metadata):
+            raise _failure(await call.code(), await call.details(), self.address)
+        try:
+            answer = read_hello(metadata)
+        except FrameError as error:
+            raise Refused(f"{self.address} answers with {error.message}") from error
+        reason = mismatch(hello, answer)
+        if reason is not None:
+            raise Refused(reason)
+        return answer
+
+
+def _failure(code: grpc.StatusCode, details: str, address: str) -> ConnectionError | Refused:
+    """What a call that never came up means: our peer's refusal, a certificate's, or a line that is down."""
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        return Refused(details)
+    if "CERTIFICATE" in details or "Hostname Verification" in details:
+        return Refused(f"the certificate shown by or to {address} was turned down: {details}")
+    return ConnectionError(f"{address}: {details}")
+
+
+Accept = Callable[[Hello, Connection], Awaitable[None]]
+"""Use a connection until it ends."""
+
+
+class Listener:
+    """Takes connections on one port and hands those with a good handshake on."""
+
+    def __init__(self, *, identity: Identity, greet: Callable[[Hello], Hello], accept: Accept) -> None:
+        self._greet = greet
+        self._accept = accept
+        self._server = grpc.aio.server(options=_OPTIONS)
+        handler = grpc.stream_stream_rpc_method_handler(self._connect)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),)
+        )
+        self._credentials = grpc.ssl_server_credentials(
+            [(identity.key_pem, identity.certificate_pem)], identity.authority_pem, require_client_auth=True
+        )
+
+    async def start(self, address: str) -> int:
+        """Listen at host:port, 0 for any free port; gives the port."""
+        port: int = self._server.add_secure_port(address, self._credentials)
+        await self._server.start()
+        return port
+
+    async def close(self) -> None:
+        """Stop listening and end all calls."""
+        await self._server.stop(_GRACE_S)
+
+    async def _connect(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        try:
+            hello = read_hello(context.invocation_metadata())
+            _check_certificate(hello, context)
+            answer = self._greet(hello)
+        except (FrameError, Refused) as error:
+            log.warning("refused %s: %s", context.peer(), error.message)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        await context.send_initial_metadata(answer.to_metadata())
+        await self._accept(hello, _ServerConnection(context))
+
+
+def _check_certificate(hello: Hello, context: grpc.aio.ServicerContext) -> None:
+    """The certificate's name must be the name of the cloud that the caller claims to be."""
+    names = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", ())]
+    if f"{hello.cloud}.isthmus" not in names:
+        shown = ", ".join(names) or "no name"
+        raise Refused(f"{hello.who} shows a certificate for {shown}, not for cloud {hello.cloud!r}")

@@ -1,0 +1,140 @@
+import importlib.metadata
+import importlib.util
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from isthmus.cli import doctor as cli
+from isthmus.errors import UserError
+from isthmus.wan.certificates import make_authority, make_request, sign_request
+from isthmus.wan.doctor import Devices
+
+JOB = """
+name = "two"
+[[cloud]]
+name = "east"
+device = "cuda"
+listen = "127.0.0.1:{port}"
+[[cloud]]
+name = "west"
+device = "cpu"
+[[link]]
+between = ["east", "west"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.6.0")
+
+
+def write_job(port: int) -> None:
+    Path("job.toml").write_text(JOB.format(port=port))
+    make_authority(Path("certs"))
+    sign_request(make_request(Path("certs"), "west"), cloud="west", folder=Path("certs"))
+
+
+def doctor(*arguments: str) -> tuple[int, str]:
+    app = typer.Typer()
+    app.command()(cli.doctor)
+    result = CliRunner().invoke(app, ["job.toml", *arguments])
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_a_ready_cloud_passes_and_learns_what_comes_next() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gateway:
+        write_job(gateway.getsockname()[1])
+        exit_code, output = doctor("--cloud", "west")
+    assert exit_code == 0, output
+    assert "✓ reach east" in output
+    assert "✗" not in output
+    assert output.splitlines()[-1] == "next: isthmus probe job.toml"
+
+
+def test_a_cross_has_its_cure_and_fails() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        write_job(held.getsockname()[1])
+        exit_code, output = doctor("--cloud", "west")
+    lines = output.splitlines()
+    cross = next(index for index, line in enumerate(lines) if line.startswith("✗ reach east"))
+    assert exit_code == 1
+    assert lines[cross + 1] == "  cure: start it there: isthmus gateway JOB --cloud east"
+    assert lines[-1] == "next: mend what has a cross (1), then run this again"
+
+
+def test_json_has_every_finding() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gateway:
+        write_job(gateway.getsockname()[1])
+        exit_code, output = doctor("--cloud", "west", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(output)}
+    assert exit_code == 0
+    assert findings["reach east"]["verdict"] == "ok"
+    assert set(findings["disk"]) == {"name", "verdict", "what", "cure"}
+
+
+def test_devices_that_the_cloud_asks_for_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_devices", lambda: Devices(kind="npu", num_devices=2))
+    write_job(7600)
+    exit_code, output = doctor("--cloud", "east")
+    assert exit_code == 1
+    assert "✗ devices: cuda is asked for, torch finds 2 × npu" in output
+
+
+def test_without_a_cloud_no_network_is_touched() -> None:
+    write_job(1)
+    exit_code, output = doctor()
+    assert exit_code == 0
+    assert "reach" not in output
+    assert "✓ certificate of west" in output
+
+
+def test_an_unknown_cloud_is_the_users_mistake() -> None:
+    write_job(7600)
+    with pytest.raises(UserError, match="no cloud 'wets'"):
+        doctor("--cloud", "wets")
+
+
+def test_torch_is_asked_in_a_process_of_its_own() -> None:
+    found = cli.find_devices()
+    assert (found.problem is None) == (importlib.util.find_spec("torch") is not None)
+    assert (found.kind is None) == (found.num_devices == 0)
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [("echo 'ImportError: no driver' >&2; exit 1", "ImportError: no driver"), ("exit 3", "exit code 3")],
+)
+def test_torch_that_fails_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, problem: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert cli.find_devices() == Devices(problem=problem)
+
+
+def test_torch_that_hangs_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(cli, "_TORCH_TIMEOUT_S", 0.1)
+    assert cli.find_devices() == Devices(problem="no answer within 0 s")
+
+
+def test_what_torch_says_last_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho chatter\necho '[\"cuda\", 8]'\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert cli.find_devices() == Devices(kind="cuda", num_devices=8)

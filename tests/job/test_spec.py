@@ -1,0 +1,216 @@
+"""What a job answers: defaults, who dials, digests."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from pydantic import ValidationError
+
+from isthmus.errors import UserError
+from isthmus.job import Address, CloudSpec, CodecSpecs, Job, LinkSpec, load_job, parse_codec
+from isthmus.job.load import parse_job
+from tests.job.strategies import jobs, with_jobs
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "two-clouds.toml"
+DESIGN = """
+name = "two-clouds"
+seed = 7
+
+[model]
+source = "Qwen/Qwen3-0.6B"
+
+[data]
+source = "corpus/*.jsonl"
+sequence_length = 2048
+
+[[cloud]]
+name = "east"
+device = "cuda"
+ranks = 8
+memory = "80 GiB"
+flops = "312 TFLOPS"
+listen = "east.example.com:7600"
+gateway = "10.0.0.5:7600"
+usd_per_hour = 20
+
+[[cloud]]
+name = "west"
+device = "npu"
+ranks = 16
+proxy = "http://10.1.0.1:3128"
+certificates = "keys/west"
+
+[[link]]
+between = ["east", "west"]
+bandwidth = ["1 Gbps", "500 Mbit/s"]
+rtt = "60 ms"
+jitter = 0
+connection_bandwidth = "150 Mbps"
+stripes = 8
+heartbeat_timeout = "1 min"
+usd_per_gib = 0.08
+codec = { forward = "rotate | int4", backward = "auto" }
+
+[strategy]
+kind = "pipeline"
+microbatches = 16
+
+[train]
+steps = 10
+batch_tokens = 4096
+learning_rate = 1e-3
+
+[checkpoint]
+every = "90 s"
+"""
+
+
+def parse(text: str, *overrides: str) -> Job:
+    return parse_job(text, file=Path("job.toml"), overrides=overrides)
+
+
+def two_clouds(east: str | None, west: str | None) -> Job:
+    listens = {"east": east, "west": west}
+    clouds = [{"name": name} | ({"listen": at} if at else {}) for name, at in listens.items()]
+    return Job.model_validate({"name": "x", "cloud": clouds, "link": [{"between": ["east", "west"]}]})
+
+
+def test_every_key_arrives_in_si_units() -> None:
+    job = parse(DESIGN)
+    east, west = job.cloud
+    assert (east.memory_bytes, east.flops) == (80 * 2**30, 312e12)
+    assert east.listen == Address(host="east.example.com", port=7600)
+    assert east.gateway == Address(host="10.0.0.5", port=7600)
+    assert (west.listen, west.gateway) == (None, None)
+    assert west.proxy == Address(host="10.1.0.1", port=3128)
+    assert (west.device, west.ranks, west.certificates) == ("npu", 16, "keys/west")
+    (link,) = job.link
+    assert link.bandwidth_bps == (1e9, 5e8)
+    assert (link.rtt_s, link.jitter_s, link.connection_bps) == (0.06, 0.0, 150e6)
+    assert (link.stripes, link.heartbeat_timeout_s, link.usd_per_gib) == (8, 60.0, 0.08)
+    assert link.codec == CodecSpecs(forward=parse_codec("rotate | int4"), backward="auto")
+    assert job.strategy.model_dump() == {"kind": "pipeline", "microbatches": 16}
+    assert (job.train.steps, job.train.batch_tokens, job.train.learning_rate) == (10, 4096, 1e-3)
+    assert job.checkpoint.every_s == 90.0
+    assert job.data is not None
+    assert job.data.sequence_length == 2048
+
+
+def test_defaults() -> None:
+    job = load_job(EXAMPLE)
+    east, west = job.cloud
+    (link,) = job.link
+    assert (job.seed, job.model, job.data) == (0, None, None)
+    assert (east.ranks, east.certificates, east.proxy, east.usd_per_hour) == (1, "certs", None, None)
+    assert east.gateway == east.listen == Address(host="127.0.0.1", port=7600)
+    assert west.listen is None
+    assert link.bandwidth_bps == (200e6, 200e6)
+    assert (link.stripes, link.heartbeat_timeout_s, link.jitter_s) == ("auto", 30.0, 0.0)
+    assert link.codec == CodecSpecs(forward=parse_codec("raw"), backward=parse_codec("raw"))
+    assert job.strategy.kind == "auto"
+    assert job.checkpoint.every_s == 300.0
+
+
+def test_one_cloud_needs_no_link() -> None:
+    assert parse('name = "x"\n[[cloud]]\nname = "solo"\n').link == ()
+
+
+def test_a_model_of_fresh_weights() -> None:
+    job = parse('name = "x"\n[[cloud]]\nname = "solo"\n[model.config]\nmodel_type = "llama"\n')
+    assert job.model is not None
+    assert job.model.config == {"model_type": "llama"}
+
+
+def test_one_codec_goes_both_ways() -> None:
+    codec = parse(EXAMPLE.read_text() + 'codec = "topk(0.1) | int8"\n').link[0].codec
+    assert codec.forward == codec.backward == parse_codec("topk(0.1) | int8")
+
+
+def test_a_job_is_frozen() -> None:
+    job = load_job(EXAMPLE)
+    with pytest.raises(ValidationError, match="frozen"):
+        job.seed = 1  # type: ignore[misc]
+
+
+def test_python_cannot_make_a_job_that_does_not_fit_together() -> None:
+    clouds = (CloudSpec(name="east"), CloudSpec(name="west"))
+    with pytest.raises(ValidationError, match="neither 'east' nor 'west' listens"):
+        Job(name="x", cloud=clouds, link=(LinkSpec(between=("east", "west")),))
+
+
+def test_python_gives_plain_numbers() -> None:
+    link = LinkSpec(between=("a", "b"), bandwidth_bps=(1e9, 2e9), rtt_s=0.1)
+    assert (link.bandwidth_bps, link.rtt_s) == ((1e9, 2e9), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("east", "west", "dialer"),
+    [("h:1", None, "west"), (None, "h:1", "east"), ("h:1", "h:2", "east")],
+)
+def test_who_dials(east: str | None, west: str | None, dialer: str) -> None:
+    job = two_clouds(east, west)
+    (link,) = job.link
+    assert job.dialer(link).name == dialer
+    assert job.listener(link).name == link.peer_of(dialer)
+    assert job.listener(link).listen is not None
+
+
+@with_jobs
+@given(jobs())
+def test_every_link_has_one_dialer_and_one_that_listens(job: Job) -> None:
+    for link in job.link:
+        dialer, listener = job.dialer(link), job.listener(link)
+        assert {dialer.name, listener.name} == set(link.between)
+        assert listener.listen is not None
+        assert link in job.links_of(dialer.name)
+        assert link in job.links_of(listener.name)
+
+
+def test_unknown_cloud_is_a_users_mistake() -> None:
+    with pytest.raises(UserError, match="the job has no cloud 'wset'") as caught:
+        load_job(EXAMPLE).cloud_named("wset")
+    assert caught.value.hint == "did you mean 'west'?"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'link.0.bandwidth=["3 Mbps", "4 Mbps"]',
+        "link.0.rtt=3 s",
+        "link.0.jitter=3 ms",
+        "link.0.connection_bandwidth=1 Mbps",
+        "cloud.west.certificates=elsewhere",
+        "cloud.west.proxy=http://10.0.0.1:3128",
+        "cloud.east.gateway=10.0.0.1:7600",
+    ],
+)
+def test_what_a_site_sets_or_measures_is_not_in_the_digest(override: str) -> None:
+    assert parse(DESIGN, override).digest == parse(DESIGN).digest
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "name=other",
+        "seed=8",
+        "model.source=other",
+        "data.sequence_length=1",
+        "cloud.east.listen=east.example.com:7601",
+        "cloud.west.ranks=15",
+        "cloud.west.device=cpu",
+        "link.0.stripes=7",
+        "link.0.heartbeat_timeout=2 min",
+        "link.0.codec=raw",
+        "strategy.microbatches=15",
+        "train.steps=11",
+        "checkpoint.every=91 s",
+    ],
+)
+def test_all_else_is_in_the_digest(override: str) -> None:
+    assert parse(DESIGN, override).digest != parse(DESIGN).digest
+
+
+def test_digest_does_not_depend_on_layout_or_spelling() -> None:
+    respelled = DESIGN.replace('"1 min"', '"60 s"').replace("learning_rate = 1e-3", "learning_rate = 0.001")
+    assert parse(respelled).digest == parse(DESIGN).digest
+    assert len(parse(DESIGN).digest) == 64

@@ -1,0 +1,382 @@
+import errno
+import importlib.metadata
+import resource
+import shutil
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from isthmus.job import Address, CloudSpec, Job
+from isthmus.wan import doctor
+from isthmus.wan.certificates import CertificateFacts, make_authority, make_request, sign_request
+from isthmus.wan.doctor import Devices, Finding, Verdict
+
+NOW = datetime.now(UTC)
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def listening() -> Iterator[Address]:
+    with socket.create_server((HERE, 0)) as server:
+        yield Address(host=HERE, port=server.getsockname()[1])
+
+
+@pytest.fixture
+def closed() -> Iterator[Address]:
+    """Yield a port that is ours and that nobody listens on."""
+    with socket.socket() as held:
+        held.bind((HERE, 0))
+        yield Address(host=HERE, port=held.getsockname()[1])
+
+
+@contextmanager
+def proxy_answering(status: str) -> Iterator[tuple[Address, list[bytes]]]:
+    """Run a proxy that gives one answer; the list holds what it was asked."""
+    asked: list[bytes] = []
+    with socket.create_server((HERE, 0)) as server:
+        server.settimeout(30)
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                asked.append(connection.recv(4096))
+                connection.sendall(f"{status}\r\n\r\n".encode())
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield Address(host=HERE, port=server.getsockname()[1]), asked
+        thread.join(30)
+
+
+def make_cloud(folder: Path, name: str = "west", **keys: object) -> CloudSpec:
+    return CloudSpec.model_validate({"name": name, "certificates": str(folder), **keys})
+
+
+def make_identity(folder: Path, name: str = "west", *, now: datetime = NOW) -> None:
+    make_authority(folder, force=True, now=now)
+    sign_request(make_request(folder, name), cloud=name, folder=folder, now=now)
+
+
+def facts(*, days_left: int, starts: datetime = NOW, kind: str = "cloud") -> CertificateFacts:
+    return CertificateFacts(
+        name="authority" if kind == "authority" else "west",
+        kind="authority" if kind == "authority" else "cloud",
+        starts=starts,
+        expires=NOW + timedelta(days=days_left),
+        days_left=days_left,
+    )
+
+
+def test_python_version() -> None:
+    assert doctor.check_python((3, 11)).verdict is Verdict.OK
+    assert doctor.check_python((4, 0)).verdict is Verdict.OK
+    old = doctor.check_python((3, 10))
+    assert (old.verdict, old.cure) == (Verdict.FAILED, "install Python 3.11 or newer")
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [
+        ("2.6.0", Verdict.OK),
+        ("2.13.0+cpu", Verdict.OK),
+        ("10.0", Verdict.OK),
+        ("2.5.1", Verdict.FAILED),
+        (None, Verdict.FAILED),
+    ],
+)
+def test_torch_version(version: str | None, verdict: Verdict) -> None:
+    finding = doctor.check_torch(version)
+    assert finding.verdict is verdict
+    assert (finding.cure is None) == (verdict is Verdict.OK)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "found", "verdict", "what"),
+    [
+        ("cuda", 8, Devices(kind="cuda", num_devices=8), Verdict.OK, "8 × cuda"),
+        ("auto", 2, Devices(kind="npu", num_devices=4), Verdict.OK, "4 × npu"),
+        ("auto", 2, Devices(), Verdict.OK, "cpu only"),
+        (
+            "cuda",
+            8,
+            Devices(kind="cuda", num_devices=4),
+            Verdict.WARNING,
+            "4 × cuda here, the cloud has 8 ranks",
+        ),
+        (
+            "npu",
+            1,
+            Devices(kind="cuda", num_devices=1),
+            Verdict.FAILED,
+            "npu is asked for, torch finds 1 × cuda",
+        ),
+        ("cuda", 1, Devices(), Verdict.FAILED, "cuda is asked for, torch finds cpu only"),
+        ("xpu", 1, Devices(problem="no driver"), Verdict.FAILED, "torch cannot be used: no driver"),
+    ],
+)
+def test_devices(
+    tmp_path: Path, device: str, ranks: int, found: Devices, verdict: Verdict, what: str
+) -> None:
+    finding = doctor.check_devices(make_cloud(tmp_path, device=device, ranks=ranks), lambda: found)
+    assert (finding.verdict, finding.what) == (verdict, what)
+
+
+def test_cpu_clouds_need_no_look_for_devices(tmp_path: Path) -> None:
+    def unexpected() -> Devices:
+        raise AssertionError
+
+    assert doctor.check_devices(make_cloud(tmp_path, device="cpu"), unexpected).verdict is Verdict.OK
+
+
+def test_port_in_use_is_a_warning_since_the_gateway_may_run(listening: Address) -> None:
+    finding = doctor.check_port(listening)
+    assert finding.verdict is Verdict.WARNING
+    assert "gateway" in str(finding.cure)
+
+
+def test_port_that_is_free() -> None:
+    with socket.create_server((HERE, 0)) as server:
+        port = server.getsockname()[1]
+    assert doctor.check_port(Address(host=HERE, port=port)).verdict is Verdict.OK
+
+
+def test_port_that_this_user_may_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    finding = doctor.check_port(Address(host=HERE, port=80))
+    assert (finding.verdict, finding.cure) == (Verdict.FAILED, "choose a port above 1023")
+
+
+def test_peer_that_listens(tmp_path: Path, listening: Address) -> None:
+    finding = doctor.check_peer(make_cloud(tmp_path), listening, proxy=None)
+    assert finding == Finding(name="reach west", verdict=Verdict.OK, what=str(listening))
+
+
+def test_peer_whose_gateway_is_down(tmp_path: Path, closed: Address) -> None:
+    finding = doctor.check_peer(make_cloud(tmp_path), closed, proxy=None)
+    assert (finding.verdict, finding.what) == (Verdict.FAILED, f"{closed}: connection refused")
+    assert "isthmus gateway JOB --cloud west" in str(finding.cure)
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "cure"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "name or service not known", "host name"),
+        (TimeoutError("timed out"), "no answer", "firewalls"),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "no route to host", "firewalls"),
+    ],
+)
+def test_peer_that_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, what: str, cure: str
+) -> None:
+    def fail(*_: object, **__: object) -> socket.socket:
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    address = Address(host="west.example.com", port=7600)
+    finding = doctor.check_peer(make_cloud(tmp_path), address, proxy=None)
+    assert (finding.verdict, finding.what) == (Verdict.FAILED, f"west.example.com:7600: {what}")
+    assert cure in str(finding.cure)
+
+
+def test_peer_through_a_proxy(tmp_path: Path) -> None:
+    target = Address(host="2001:db8::7", port=7600)
+    with proxy_answering("HTTP/1.1 200 Connection established") as (proxy, asked):
+        finding = doctor.check_peer(make_cloud(tmp_path), target, proxy=proxy)
+    assert finding.verdict is Verdict.OK
+    assert asked == [b"CONNECT [2001:db8::7]:7600 HTTP/1.1\r\nHost: [2001:db8::7]:7600\r\n\r\n"]
+
+
+@pytest.mark.parametrize("status", ["HTTP/1.1 403 Forbidden", "HTTP/1.1 2000 odd", "SSH-2.0-hello", ""])
+def test_peer_that_the_proxy_refuses(tmp_path: Path, status: str) -> None:
+    with proxy_answering(status) as (proxy, _):
+        finding = doctor.check_peer(
+            make_cloud(tmp_path), Address(host="west.example.com", port=1), proxy=proxy
+        )
+    assert finding.verdict is Verdict.FAILED
+    assert f"answers {status!r} for west.example.com:1" in finding.what
+
+
+def test_proxy_that_is_down(tmp_path: Path, closed: Address) -> None:
+    finding = doctor.check_peer(make_cloud(tmp_path), Address(host="west.example.com", port=1), proxy=closed)
+    assert finding.what == f"{closed}: connection refused"
+    assert "proxy" in str(finding.cure)
+
+
+def test_identity_that_is_whole_and_private(tmp_path: Path) -> None:
+    make_identity(tmp_path)
+    assert doctor.check_identity(make_cloud(tmp_path), now=NOW).verdict is Verdict.OK
+
+
+def test_identity_with_a_key_that_all_can_read(tmp_path: Path) -> None:
+    make_identity(tmp_path)
+    (tmp_path / "west.key").chmod(0o644)
+    finding = doctor.check_identity(make_cloud(tmp_path), now=NOW)
+    assert (finding.verdict, finding.cure) == (Verdict.WARNING, f"chmod 600 {tmp_path / 'west.key'}")
+    (tmp_path / "west.key").chmod(stat.S_IRUSR | stat.S_IRGRP)
+    assert doctor.check_identity(make_cloud(tmp_path), now=NOW).verdict is Verdict.OK
+
+
+def test_identity_that_is_missing_starts_with_the_request(tmp_path: Path) -> None:
+    finding = doctor.check_identity(make_cloud(tmp_path / "none"), now=NOW)
+    assert finding.verdict is Verdict.FAILED
+    assert "isthmus certs request west" in str(finding.cure)
+
+
+@pytest.mark.parametrize("kind", ["cloud", "authority"])
+def test_certificates_warn_a_month_ahead(kind: str) -> None:
+    assert doctor.check_certificate(facts(days_left=30, kind=kind)).verdict is Verdict.OK
+    near = doctor.check_certificate(facts(days_left=29, kind=kind))
+    assert near.verdict is Verdict.WARNING
+    assert "operator" in str(near.cure)
+
+
+def test_certificate_with_a_problem_fails() -> None:
+    fact = CertificateFacts(name="west", kind="request", problem="west.crt is missing", cure="sign it")
+    finding = doctor.check_certificate(fact)
+    assert (finding.verdict, finding.what, finding.cure) == (Verdict.FAILED, "west.crt is missing", "sign it")
+
+
+@pytest.mark.parametrize(
+    ("is_synchronised", "verdict"), [(True, Verdict.OK), (None, Verdict.OK), (False, Verdict.WARNING)]
+)
+def test_clock_by_its_time_service(is_synchronised: bool | None, verdict: Verdict) -> None:
+    finding = doctor.check_clock([facts(days_left=1)], is_synchronised=is_synchronised, now=NOW)
+    assert finding.verdict is verdict
+
+
+def test_clock_before_a_certificate_was_made_is_wrong() -> None:
+    future = facts(days_left=9, starts=NOW + timedelta(hours=1))
+    finding = doctor.check_clock([facts(days_left=9), future], is_synchronised=True, now=NOW)
+    assert finding.verdict is Verdict.FAILED
+    assert "set the clock" in str(finding.cure)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [("yes", True), ("no", False), ("", None), ("n/a", None), (None, None)]
+)
+def test_time_service_as_the_system_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, expected: bool | None
+) -> None:
+    if said is not None:
+        command = tmp_path / "timedatectl"
+        command.write_text(f"#!/bin/sh\necho '{said}'\n")
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.read_is_synchronised() is expected
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+@pytest.mark.parametrize(("free_gib", "verdict"), [(20, Verdict.OK), (19, Verdict.WARNING)])
+def test_disk_is_looked_at_where_the_runs_will_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, verdict: Verdict
+) -> None:
+    asked: list[Path] = []
+
+    def usage(folder: Path) -> Usage:
+        asked.append(folder)
+        return Usage(100 * 2**30, 0, free_gib * 2**30)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    assert doctor.check_disk(tmp_path / "runs" / "deep").verdict is verdict
+    assert asked == [tmp_path]
+
+
+def test_open_files() -> None:
+    assert doctor.check_open_files(1024, num_needed=1024).verdict is Verdict.OK
+    assert doctor.check_open_files(-1, num_needed=10**9).what == "no limit"
+    low = doctor.check_open_files(1024, num_needed=1025)
+    assert (low.verdict, low.cure) == (Verdict.WARNING, "ulimit -n 1025")
+
+
+@pytest.fixture
+def _torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.6.0")
+
+
+def make_job(folder: Path, listen: Address, **west: object) -> Job:
+    clouds = [
+        {"name": "east", "device": "cpu", "listen": str(listen), "certificates": str(folder)},
+        {"name": "west", "device": "cpu", "certificates": str(folder), **west},
+    ]
+    links = [{"between": ["east", "west"], "stripes": 4}]
+    return Job.model_validate({"name": "two", "cloud": clouds, "link": links})
+
+
+def examine(job: Job, cloud: str | None, runs: Path) -> dict[str, Finding]:
+    here = job.cloud_named(cloud) if cloud else None
+    found = doctor.examine(job, here, find_devices=Devices, runs=runs, now=NOW)
+    return {finding.name: finding for finding in found}
+
+
+@pytest.mark.usefixtures("_torch")
+def test_a_cloud_that_dials_is_examined_whole(tmp_path: Path, listening: Address) -> None:
+    make_identity(tmp_path)
+    findings = examine(make_job(tmp_path, listening), "west", tmp_path)
+    shared = ["python", "torch", "devices", "port", "reach east", "identity of west"]
+    assert list(findings) == [*shared, "authority", "certificate of west", "clock", "disk", "open files"]
+    assert [name for name, finding in findings.items() if finding.verdict is Verdict.FAILED] == []
+    assert findings["port"].what == "none needed, west only dials out"
+
+
+def test_a_cloud_that_listens_dials_nobody(tmp_path: Path, listening: Address) -> None:
+    make_identity(tmp_path, "east")
+    findings = examine(make_job(tmp_path, listening), "east", tmp_path)
+    assert findings["port"].verdict is Verdict.WARNING
+    assert not [name for name in findings if name.startswith("reach")]
+
+
+@pytest.mark.usefixtures("_torch")
+def test_an_identity_that_fails_is_one_cross(tmp_path: Path, listening: Address) -> None:
+    make_identity(tmp_path, now=NOW - timedelta(days=400))
+    findings = examine(make_job(tmp_path, listening), "west", tmp_path)
+    failed = [finding.name for finding in findings.values() if finding.verdict is Verdict.FAILED]
+    assert failed == ["identity of west"]
+    assert "expired on" in findings["identity of west"].what
+
+
+def test_without_torch_no_device_is_looked_for(
+    tmp_path: Path, listening: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    findings = examine(make_job(tmp_path, listening), "west", tmp_path)
+    assert findings["torch"].what == "not installed"
+    assert "devices" not in findings
+
+
+def test_without_a_cloud_only_what_is_here_is_examined(tmp_path: Path, listening: Address) -> None:
+    make_identity(tmp_path)
+    findings = examine(make_job(tmp_path, listening), None, tmp_path)
+    certificates = ["authority", "certificate of west"]
+    assert list(findings) == ["python", "torch", *certificates, "clock", "disk", "open files"]
+
+
+def test_without_a_cloud_missing_folders_are_no_fault(tmp_path: Path, listening: Address) -> None:
+    findings = examine(make_job(tmp_path / "none", listening), None, tmp_path)
+    assert list(findings) == ["python", "torch", "clock", "disk", "open files"]
+
+
+def test_many_ranks_need_many_open_files(
+    tmp_path: Path, listening: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    job = make_job(tmp_path, listening, ranks=1000)
+    assert examine(job, "west", tmp_path)["open files"].cure == "ulimit -n 10256"
+    assert examine(job, "east", tmp_path)["open files"].verdict is Verdict.OK
