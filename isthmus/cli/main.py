@@ -7,6 +7,7 @@ from rich.console import Console
 
 from isthmus.cli.certs import certs_app
 from isthmus.cli.doctor import doctor
+from isthmus.cli.gateway import gateway
 from isthmus.cli.probe import probe
 from isthmus.cli.schema import schema
 from isthmus.errors import IsthmusError, JobError, UserError
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(schema)
 app.command()(probe)
+app.command()(gateway)
 app.command()(doctor)
 app.add_typer(certs_app, name="certs")
 

@@ -43,7 +43,7 @@ def probe(
     from isthmus.job import load_job, update_job_file
 
     loaded = load_job(job, overrides=overrides or ())
-    notes = Console(stderr=True, highlight=False)
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with notes.status("starting") as status:
         show = functools.partial(_show_progress, status)
         if cloud is None:
@@ -66,11 +66,14 @@ def _show_progress(status: "Status", cloud: str, text: str) -> None:
 
 
 def _probe_here(job: "Job", duration_s: float, faults: Path | None, show: "Show") -> list["Measurement"]:
+    from isthmus.wan.faults import load_faults
     from isthmus.wan.local import LocalWan
     from isthmus.wan.probe import probe_cloud
     from isthmus.wan.processes import run_clouds
 
+    script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
     with LocalWan(job) as wan:
+        wan.play(script)
         work = functools.partial(probe_cloud, duration_s=duration_s)
         found: dict[str, list[Measurement]] = run_clouds(job, work, wan, on_report=show)
     by_link = {one.between: one for measurements in found.values() for one in measurements}
@@ -94,7 +97,7 @@ def _table(job: "Job", found: list["Measurement"]) -> "Table":
 
     from isthmus.units import format_bandwidth, format_duration
 
-    table = Table("link", "", "bandwidth →", "bandwidth ←", "round trip", "jitter", "clock offset", box=None)
+    table = Table("link", "", "there", "back", "round trip", "jitter", "clock", box=None, pad_edge=False)
     for link, one in zip(job.link, found, strict=False):
         there, back = link.bandwidth_bps or (None, None)
         table.add_row(

@@ -1,6 +1,8 @@
 """This rank's end of all its links: one port to listen on, one `Link` for each rank it speaks to."""
 
+import logging
 import math
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +15,10 @@ from isthmus.job.address import format_proxy
 from isthmus.wan.certificates import Identity, server_name
 from isthmus.wan.handshake import Hello, Member, mismatch
 from isthmus.wan.link import Connection, Dial, Link, LinkSettings
+from isthmus.wan.registration import Entry, Registration
 from isthmus.wan.transport import Dialer, Listener, process_loop
+
+log = logging.getLogger(__name__)
 
 MIN_STRIPES = 2
 MAX_STRIPES = 16
@@ -73,15 +78,18 @@ class Endpoint:
         self._job = job
         self._cloud = job.cloud_named(cloud)
         self._identity = identity
-        self._here = Member(cloud=cloud, rank=rank, job_digest=job.digest, epoch=epoch)
+        self.here = Member(cloud=cloud, rank=rank, job_digest=job.digest, epoch=epoch)
         self._site = site or Site()
         self._links: dict[tuple[str, int], Link] = {}
         self._lock = threading.Lock()
         self._loop = process_loop()
         self._listener: Listener | None = None
+        self._registration: Registration | None = None
         self.port: int | None = None
         if self._cloud.listen is not None:
-            self._listen(self._site.bind or Address(host="0.0.0.0", port=self._cloud.listen.port))  # noqa: S104
+            self._listen(self._site.bind or self._usual_bind())
+        if self._is_behind_gateway and self._cloud.gateway is not None:
+            self._register(self._cloud.gateway)
 
     def link(self, cloud: str, rank: int = 0) -> Link:
         """The link to a rank of another cloud, opened when it is first asked for."""
@@ -92,7 +100,7 @@ class Endpoint:
 
     def abort(self, reason: str) -> None:
         """End the run for every peer at once."""
-        self._pass_on(Aborted(self._here.cloud, reason))
+        self._pass_on(Aborted(self.here.cloud, reason))
         for link in self._all_links():
             link.join()
 
@@ -100,6 +108,8 @@ class Endpoint:
         """Close all links and stop listening."""
         for link in self._all_links():
             link.close()
+        if self._registration is not None:
+            self._loop.run(self._registration.close())
         if self._listener is not None:
             self._loop.run(self._listener.close())
 
@@ -116,6 +126,27 @@ class Endpoint:
     def _all_links(self) -> list[Link]:
         with self._lock:
             return list(self._links.values())
+
+    @property
+    def _is_behind_gateway(self) -> bool:
+        """A cloud of several ranks shows its gateway's port alone; so does one that names a gateway."""
+        several = self._cloud.ranks > 1 or self._cloud.gateway != self._cloud.listen
+        return self._cloud.listen is not None and several and self._site.bind is None
+
+    def _usual_bind(self) -> Address:
+        port = 0 if self._is_behind_gateway or self._cloud.listen is None else self._cloud.listen.port
+        return Address(host="0.0.0.0", port=port)  # noqa: S104 (it is there to be reached)
+
+    def _register(self, gateway: Address) -> None:
+        log.info("%s registers at its gateway %s", self.here, gateway)
+        entry = Entry(rank=self.here.rank, address=Address(host=_host_seen_by(gateway), port=self.port or 0))
+
+        async def start() -> Registration:
+            registration = Registration(gateway, identity=self._identity, entry=entry)
+            await registration.start()
+            return registration
+
+        self._registration = self._loop.run(start())
 
     def _listen(self, bind: Address) -> None:
         async def start() -> tuple[Listener, int]:
@@ -140,7 +171,7 @@ class Endpoint:
 
     def _make_link(self, spec: LinkSpec, cloud: str, rank: int) -> Link:
         return Link(
-            here=self._here,
+            here=self.here,
             peer=Member(cloud=cloud, rank=rank),
             settings=link_settings(spec, sender=self._cloud.name),
             loop=self._loop,
@@ -166,7 +197,7 @@ class Endpoint:
 
     def _greet(self, hello: Hello) -> Hello:
         """Our answer to a caller, or Refused with the sentence that both sides will read."""
-        here = Hello.of(self._here, session="")
+        here = Hello.of(self.here, session="")
         reason = mismatch(here, hello)
         if reason is not None:
             raise Refused(reason)
@@ -178,3 +209,11 @@ class Endpoint:
 
     async def _accept(self, hello: Hello, connection: Connection) -> None:
         await self.link(hello.cloud, hello.rank).serve(hello.lane, connection)
+
+
+def _host_seen_by(gateway: Address) -> str:
+    """Our own address on the way to the gateway; nothing is sent."""
+    family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((gateway.host, gateway.port))
+        return str(probe.getsockname()[0])

@@ -123,7 +123,7 @@ class Exchange:
                 self._inbox.repeat_consumed()
                 self._changed.notify_all()
             else:
-                self._outbox.open_lane(lane, now_s=time.monotonic())
+                self._outbox.open_lane(lane, is_express=lane == EXPRESS_LANE, now_s=time.monotonic())
 
     def closed(self, lane: int) -> None:
         """A connection is gone; what it carried must go again."""
@@ -136,7 +136,7 @@ class Exchange:
     def next_chunk(self, lane: int) -> bytes | None:
         """The next chunk for a lane."""
         with self._changed:
-            return self._outbox.next_frame(lane, express=lane == EXPRESS_LANE, now_s=time.monotonic())
+            return self._outbox.next_frame(lane, now_s=time.monotonic())
 
     def next_control(self) -> list[ControlFrame]:
         """All that the control connection has to say now."""

@@ -80,9 +80,13 @@ class Flight:
         wanted = GAIN * self.rate_bytes_per_s * (self.rtt_s + SLACK_S)
         return int(min(max(wanted, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES))
 
-    def chunk_bytes(self, max_bytes: int) -> int:
-        """A size that occupies the line for a few milliseconds, so that what is urgent soon gets its turn."""
-        return int(min(max(self.rate_bytes_per_s * CHUNK_DURATION_S, MIN_CHUNK_BYTES), max_bytes))
+    def chunk_bytes(self, num_lanes: int, max_bytes: int) -> int:
+        """A size that occupies the line for a few milliseconds, so that what is urgent soon gets its turn.
+
+        Small enough, too, for each lane to have several under way: one in service, others on their way.
+        """
+        wanted = min(self.rate_bytes_per_s * CHUNK_DURATION_S, self.window_bytes / (4 * max(num_lanes, 1)))
+        return int(min(max(wanted, MIN_CHUNK_BYTES), max_bytes))
 
     def observe_rtt(self, rtt_s: float, *, now_s: float) -> None:
         """Take a measured round trip in."""

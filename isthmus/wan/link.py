@@ -33,7 +33,7 @@ from isthmus.wan.packet import Packet
 
 log = logging.getLogger(__name__)
 
-ACK_INTERVAL_S = 0.002
+ACK_INTERVAL_S = 0.005
 FAREWELL_S = 2.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
@@ -201,12 +201,12 @@ class Link:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # gRPC may cancel its handler more than once, so nothing that matters comes after an await.
+            self._close(number, lane)
             for task in tasks:
                 task.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             await connection.close()
-            self._close(number, lane)
-        for outcome in outcomes:
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             self._explain(number, outcome)
 
     # Connections.
@@ -236,9 +236,7 @@ class Link:
                 backoff_s = FIRST_BACKOFF_S
                 await self._serve_dialled(number, connection, hello)
             except Refused as refused:
-                if self._exchange.fail(refused):
-                    log.error("link to %s: %s", self.peer, refused.message)
-                    self._wake_all()
+                self._refused(number, refused)
             except ConnectionError as error:
                 self._complain(number, str(error))
             await asyncio.sleep(uniform(0.5, 1.0) * backoff_s)  # noqa: S311 (no secret)
@@ -251,6 +249,14 @@ class Link:
         else:
             await connection.close()
             raise Refused(refusal)
+
+    def _refused(self, number: int, refused: Refused) -> None:
+        if number != CONTROL_LANE:
+            # The peer has ended its link, and its control connection is about to say why.
+            self._complain(number, refused.message)
+        elif self._exchange.fail(refused):
+            log.error("link to %s: %s", self.peer, refused.message)
+            self._wake_all()
 
     def _complain(self, number: int, reason: str) -> None:
         """Say why the peer cannot be reached, once for each reason, for it may just not have started yet."""
@@ -268,6 +274,8 @@ class Link:
         self._idle.clear()
         self._heard_s = lane.heard_s
         self._exchange.opened(number)
+        if self._exchange.failure is not None:
+            lane.hang_up.set()
 
     def _close(self, number: int, lane: _Lane) -> None:
         lane.hang_up.set()
@@ -377,7 +385,9 @@ class Link:
                 break
             # The pause gathers acknowledgements; afterwards a ping is due even if nothing else happens.
             await asyncio.sleep(ACK_INTERVAL_S)
-            await _wait_for(lane.wake, self._exchange.ping_interval_s)
+            ping = asyncio.get_running_loop().call_later(self._exchange.ping_interval_s, lane.wake.set)
+            await lane.wake.wait()
+            ping.cancel()
         await lane.hang_up.wait()
 
     def _wake(self, number: int) -> None:

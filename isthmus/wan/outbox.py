@@ -68,6 +68,15 @@ class _UnderWay:
         )
 
 
+@dataclass(slots=True)
+class _Lane:
+    """A connection: what it carries without acknowledgement, and when it last got one."""
+
+    is_express: bool
+    progress_s: float
+    carried_bytes: int = 0
+
+
 class Outbox:
     """Orders packets by priority, cuts them into chunks and keeps each chunk until it was acknowledged."""
 
@@ -78,8 +87,7 @@ class Outbox:
         self._queues: tuple[deque[_Queued], ...] = tuple(deque() for _ in Priority)
         self._lost: deque[_UnderWay] = deque()
         self._under_way: dict[int, _UnderWay] = {}
-        self._lane_bytes: dict[int, int] = {}
-        self._lane_progress_s: dict[int, float] = {}
+        self._lanes: dict[int, _Lane] = {}
         self._next_sequence = 0
 
     @property
@@ -106,15 +114,13 @@ class Outbox:
         outgoing.counters.packets += 1
         outgoing.counters.payload_bytes += body.payload_bytes
 
-    def open_lane(self, lane: int, *, now_s: float) -> None:
-        """A connection is there to carry chunks."""
-        self._lane_bytes[lane] = 0
-        self._lane_progress_s[lane] = now_s
+    def open_lane(self, lane: int, *, is_express: bool = False, now_s: float) -> None:
+        """A connection is there to carry chunks; an express lane takes nothing but what is urgent."""
+        self._lanes[lane] = _Lane(is_express, now_s)
 
     def close_lane(self, lane: int) -> None:
         """A connection is gone: whatever it carried without acknowledgement goes again, first of all."""
-        self._lane_bytes.pop(lane, None)
-        self._lane_progress_s.pop(lane, None)
+        self._lanes.pop(lane, None)
         lost = [item for item in self._under_way.values() if item.lane == lane]
         for item in lost:
             del self._under_way[item.sequence]
@@ -123,11 +129,12 @@ class Outbox:
 
     def stalled_since_s(self, lane: int) -> float | None:
         """When the lane last made progress, if it carries anything now."""
-        return self._lane_progress_s[lane] if self._lane_bytes.get(lane) else None
+        state = self._lanes.get(lane)
+        return state.progress_s if state is not None and state.carried_bytes else None
 
-    def next_frame(self, lane: int, *, express: bool, now_s: float) -> bytes | None:
-        """The next chunk for this lane as bytes; an express lane takes nothing but what is urgent."""
-        item = self._next_item(lane, express=express, now_s=now_s)
+    def next_frame(self, lane: int, *, now_s: float) -> bytes | None:
+        """The next chunk for this lane as bytes, if there is one that may depart now."""
+        item = self._next_item(lane, now_s=now_s)
         if item is None:
             return None
         frame = item.encode()
@@ -141,9 +148,9 @@ class Outbox:
         for sequence in self._acknowledged(ack):
             item = self._under_way.pop(sequence)
             self.flight.arrived(item.departure, now_s=now_s)
-            if item.lane in self._lane_bytes:
-                self._lane_bytes[item.lane] -= item.num_bytes
-                self._lane_progress_s[item.lane] = now_s
+            if item.lane in self._lanes:
+                self._lanes[item.lane].carried_bytes -= item.num_bytes
+                self._lanes[item.lane].progress_s = now_s
         if self._lost:
             # A chunk may be acknowledged after its connection was given up and before it was sent again.
             self._lost = deque(item for item in self._lost if not _covers(ack, item.sequence))
@@ -166,26 +173,33 @@ class Outbox:
             raise FrameError(f"the peer consumed more of {stream!r} than was sent")
         outgoing.consumed_bytes = max(outgoing.consumed_bytes, consumed_bytes)
 
-    def _next_item(self, lane: int, *, express: bool, now_s: float) -> _UnderWay | None:
-        last = Priority.URGENT if express else self._lowest_priority(lane)
+    def _next_item(self, lane: int, *, now_s: float) -> _UnderWay | None:
+        last = self._lowest_priority(self._lanes[lane])
         for priority in Priority:
             if priority > last:
                 return None
             item = self._again(priority, lane, now_s) or self._fresh(priority, lane, now_s)
             if item is not None:
-                if not self._lane_bytes[lane]:
-                    self._lane_progress_s[lane] = now_s
-                self._lane_bytes[lane] += item.num_bytes
+                self._load(self._lanes[lane], item.num_bytes, now_s)
                 return item
         self.flight.idle()
         return None
 
-    def _lowest_priority(self, lane: int) -> Priority:
+    def _load(self, lane: _Lane, num_bytes: int, now_s: float) -> None:
+        if not lane.carried_bytes:
+            lane.progress_s = now_s
+        lane.carried_bytes += num_bytes
+
+    @property
+    def _num_stripes(self) -> int:
+        return max(sum(not lane.is_express for lane in self._lanes.values()), 1)
+
+    def _lowest_priority(self, lane: _Lane) -> Priority:
         """The least important traffic that the window has room for on this lane."""
         window_bytes, in_flight_bytes = self.flight.window_bytes, self.flight.in_flight_bytes
-        # A slow connection must not gather more than its share, or packets would wait for it.
-        share_bytes = 2 * window_bytes / max(len(self._lane_bytes), 1)
-        if in_flight_bytes >= window_bytes or self._lane_bytes[lane] > share_bytes:
+        # No connection may gather more than its share: others would starve, and packets would wait for it.
+        share_bytes = window_bytes / self._num_stripes
+        if lane.is_express or in_flight_bytes >= window_bytes or lane.carried_bytes >= share_bytes:
             return Priority.URGENT
         # Half of the window is one bandwidth-delay product: background fills the pipe but builds no queue.
         return Priority.NORMAL if 2 * in_flight_bytes >= window_bytes else Priority.BACKGROUND
@@ -203,7 +217,7 @@ class Outbox:
             return None
         queued = queue[0]
         offset, body = queued.offset, queued.body
-        num_bytes = min(self.flight.chunk_bytes(MAX_CHUNK_BYTES), body.num_bytes - offset)
+        num_bytes = min(self.flight.chunk_bytes(self._num_stripes, MAX_CHUNK_BYTES), body.num_bytes - offset)
         queued.offset += num_bytes
         if queued.offset == body.num_bytes:
             queue.popleft()

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
+from isthmus.wan.precise_loop import Alarm
 from isthmus.wan.shaping import End, Flow, Line, Piece, Shape
 from isthmus.wan.sockets import reset_on_close
 
@@ -25,7 +26,7 @@ class Pipe:
         # A receiver that is late now and then must not cost the line its rate.
         self.write_buffer_bytes = max(_WRITE_BUFFER_BYTES, self.line.buffer_bytes)
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self.run)
         self._lateness = _Lateness()
         self._sinks: dict[Flow, Side] = {}
         self._starved: deque[Side] = deque()
@@ -55,7 +56,7 @@ class Pipe:
         came_s = came_s if source.was_pressing(came_s) else now_s
         self.line.offer(source.flow, piece, now_s, came_s=came_s)
         self.run()
-        if self.line.room_bytes(source.flow) < self.line.min_read_bytes:
+        if self.line.room_bytes(source.flow) < self.line.quantum_bytes:
             source.pause_reading()
             self._starved.append(source)
         else:
@@ -79,40 +80,25 @@ class Pipe:
                 self.num_bytes += 0 if isinstance(piece, End) else len(piece)
                 sink.deliver(piece)
         self._feed()
-        self._arm()
+        self._alarm.set(self.line.wake_s())
 
     def close(self) -> None:
         """Stop the clock."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.set(None)
 
     def _look(self) -> float:
         now_s = self._loop.time()
-        due_s = None if self._timer is None else self._timer.when()
-        self._lateness.note(now_s, due_s=due_s, has_caught_up=self.line.is_busy(now_s))
+        self._lateness.note(now_s, due_s=self._alarm.due_s, has_caught_up=self.line.is_busy(now_s))
         return now_s
 
     def _feed(self) -> None:
         for _ in range(len(self._starved)):
             side = self._starved.popleft()
-            if self.line.room_bytes(side.flow) >= self.line.min_read_bytes:
+            if self.line.room_bytes(side.flow) >= self.line.quantum_bytes:
                 side.ready_s = self._loop.time()
                 side.resume_reading()
             else:
                 self._starved.append(side)
-
-    def _arm(self) -> None:
-        wake_s = self.line.wake_s()
-        if self._timer is not None:
-            if wake_s == self._timer.when():
-                return
-            self._timer.cancel()
-        self._timer = None if wake_s is None else self._loop.call_at(wake_s, self._wake)
-
-    def _wake(self) -> None:
-        self._look()
-        self._timer = None
-        self.run()
 
 
 class _Lateness:
@@ -161,8 +147,7 @@ class Side(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         """Return as much buffer as the line has room for."""
-        line = self._inward.line
-        return memoryview(self._buffer)[: max(line.room_bytes(self.flow), line.quantum_bytes)]
+        return memoryview(self._buffer)[: max(self._inward.line.room_bytes(self.flow), 1)]
 
     def buffer_updated(self, num_bytes: int) -> None:
         """Pass on what was read; a small piece is copied, so that it does not keep a large buffer alive."""

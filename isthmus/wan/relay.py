@@ -17,9 +17,17 @@ from isthmus.wan.loop import LoopThread
 from isthmus.wan.pipes import Pipe, Side
 from isthmus.wan.precise_loop import precise_loop
 from isthmus.wan.shaping import Direction, Shape
-from isthmus.wan.sockets import connect, listen, peer_name, reset_on_close, tune
+from isthmus.wan.sockets import (
+    accept_all,
+    connect,
+    is_dialled_by_itself,
+    listen,
+    peer_name,
+    reset_on_close,
+    tune,
+    why,
+)
 
-_ACCEPT_PAUSE_S = 0.1
 _HELLO_READ_BYTES = 4096
 # The kernel's own buffer counts as bottleneck too; above this, what it adds to a fast line does not matter.
 _MAX_RECEIVE_BYTES = 1 << 20
@@ -121,7 +129,7 @@ class Relay:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Listen, on all interfaces if `host` is empty, and return the address that was bound."""
         self._listener = listen(host, port)
-        self._accepting = self._loop.create_task(self._accept(self._listener))
+        self._accepting = self._loop.create_task(accept_all(self._listener, self._receive))
         bound = self._listener.getsockname()
         return Address(host=bound[0], port=bound[1])
 
@@ -183,17 +191,6 @@ class Relay:
                 self._loop.call_later(fault.at_s, partial(inject, fault, self, dialer=dialer))
             )
 
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                client, _ = await self._loop.sock_accept(listener)
-            except OSError as error:
-                # A client that gave up, or no file descriptor left: neither may end the relay.
-                _log.warning("cannot accept a connection: %s", error)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            self._receive(client)
-
     def _receive(self, client: socket.socket) -> None:
         if self._loop.time() < self._cut_until_s:
             self._drop(client, "the link is cut")
@@ -212,7 +209,7 @@ class Relay:
         except (FrameError, Refused) as error:
             self._drop(client, error.message)
         except OSError as error:
-            self._drop(client, str(error) or type(error).__name__)
+            self._drop(client, why(error))
         except asyncio.CancelledError:
             self._drop(client, "the link is cut")
             raise
@@ -258,11 +255,15 @@ class Relay:
     async def _dial(self, address: Address) -> socket.socket:
         try:
             async with asyncio.timeout(self._limits.dial_timeout_s):
-                return await connect(address)
+                server = await connect(address)
         except TimeoutError:
             raise Refused(f"{address} did not answer in {self._limits.dial_timeout_s:g} s") from None
         except OSError as error:
-            raise Refused(f"cannot reach {address}: {error.strerror or error}") from None
+            raise Refused(f"cannot reach {address}: {why(error)}") from None
+        if self._listener is not None and is_dialled_by_itself(server, self._listener):
+            server.close()
+            raise Refused(f"{address} leads back to this relay")
+        return server
 
     def _drop(self, client: socket.socket, reason: str) -> None:
         self._num_dropped += 1

@@ -94,7 +94,6 @@ class Line:
         self.quantum_bytes = quantum_bytes or _quantum_bytes(shape)
         self.buffer_bytes = _buffer_bytes(shape.bandwidth_bps)
         self.max_read_bytes = max(_READ_BYTES // self.quantum_bytes, 1) * self.quantum_bytes
-        self.min_read_bytes = min(max(self.quantum_bytes, self.buffer_bytes // 16), self.max_read_bytes)
         self._flow_buffer_bytes = min(self.buffer_bytes, _buffer_bytes(shape.connection_bps))
         self._max_under_way_bytes = math.inf if shape.bandwidth_bps else _UNBOUND_UNDER_WAY_BYTES
         self._random = random.Random(seed)  # noqa: S311 - jitter is no secret
@@ -110,12 +109,12 @@ class Line:
         self._num_to_corrupt = 0
 
     def room_bytes(self, flow: Flow) -> int:
-        """Return how much of this flow may be read now.
+        """Return how much of this flow may be read now: a quantum always, more while the buffer has room.
 
-        No flow may hold more than what is left free, so that a newcomer always finds a place, however many
-        others are saturated.
+        No flow comes to hold more than is left free, so a newcomer finds a place however many others press.
         """
-        return min(self.buffer_bytes - self.backlog_bytes, self._flow_buffer_bytes) - flow.backlog_bytes
+        free_bytes = min(self.buffer_bytes - self.backlog_bytes, self._flow_buffer_bytes)
+        return max((free_bytes - flow.backlog_bytes) // 2, self.quantum_bytes - flow.backlog_bytes)
 
     def offer(self, flow: Flow, piece: Piece, now_s: float, *, came_s: float | None = None) -> None:
         """Put a piece at the end of the flow's backlog; it came at `came_s`, if that is not now."""

@@ -1,8 +1,11 @@
 """TCP sockets as a relay needs them: prompt, watched, and ended by a reset where that is meant."""
 
 import asyncio
+import logging
+import os
 import socket
 import struct
+from collections.abc import Callable
 
 from isthmus.errors import UserError
 from isthmus.job import Address
@@ -11,6 +14,9 @@ _LISTEN_BACKLOG = 256
 _KEEPALIVE_IDLE_S = 30
 _KEEPALIVE_INTERVAL_S = 10
 _KEEPALIVE_NUM_PROBES = 3
+_ACCEPT_PAUSE_S = 0.1
+
+_log = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -25,11 +31,25 @@ def listen(host: str, port: int) -> socket.socket:
             )
     except OSError as error:
         raise UserError(
-            f"cannot listen at {host or '*'}:{port}: {error.strerror or error}",
+            f"cannot listen at {host or '*'}:{port}: {why(error)}",
             hint="choose a free port of this machine, or end the program that has it",
         ) from None
     listener.setblocking(False)
     return listener
+
+
+async def accept_all(listener: socket.socket, receive: Callable[[socket.socket], None]) -> None:
+    """Hand every connection that comes to `receive`, until cancelled."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            sock, _ = await loop.sock_accept(listener)
+        except OSError as error:
+            # A client that gave up, or no file descriptor left: neither may end the listener.
+            _log.warning("cannot accept a connection: %s", error)
+            await asyncio.sleep(_ACCEPT_PAUSE_S)
+        else:
+            receive(sock)
 
 
 async def connect(address: Address) -> socket.socket:
@@ -51,6 +71,17 @@ async def connect(address: Address) -> socket.socket:
         else:
             return server
     raise failure or OSError(f"{address.host} has no address")
+
+
+def is_dialled_by_itself(sock: socket.socket, listener: socket.socket) -> bool:
+    """Return whether a connection ends at this machine's own listener."""
+    there, here = sock.getpeername(), sock.getsockname()
+    return bool(there[0] == here[0] and there[1] == listener.getsockname()[1])
+
+
+def why(error: OSError) -> str:
+    """Return the reason in an error, in the system's plain words where it has them."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error) or type(error).__name__
 
 
 def peer_name(sock: socket.socket) -> str:

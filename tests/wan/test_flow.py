@@ -27,10 +27,8 @@ def put(outbox: Outbox, stream: str, payload: bytes, priority: Priority = Priori
     outbox.put(stream, pack(Packet({}, (payload,))), priority, now_s=0.0)
 
 
-def next_chunk(
-    outbox: Outbox, lane: int = STRIPE, *, express: bool = False, now_s: float = 0.0
-) -> Chunk | None:
-    frame = outbox.next_frame(lane, express=express, now_s=now_s)
+def next_chunk(outbox: Outbox, lane: int = STRIPE) -> Chunk | None:
+    frame = outbox.next_frame(lane, now_s=0.0)
     if frame is None:
         return None
     chunk = decode(frame)
@@ -92,7 +90,7 @@ class RoughLine:
         kind(lane, now_s)
 
     def send(self, lane: int, now_s: float) -> None:
-        frame = self.outbox.next_frame(lane, express=False, now_s=now_s)
+        frame = self.outbox.next_frame(lane, now_s=now_s)
         if frame is not None:
             self.under_way[lane].append(frame)
 
@@ -140,11 +138,11 @@ def test_an_urgent_packet_overtakes_a_large_one_between_two_chunks() -> None:
 
 def test_the_express_lane_takes_nothing_but_what_is_urgent() -> None:
     outbox = make_outbox()
-    outbox.open_lane(1, now_s=0.0)
+    outbox.open_lane(1, is_express=True, now_s=0.0)
     put(outbox, "bulk", bytes(100))
-    assert next_chunk(outbox, 1, express=True) is None
+    assert next_chunk(outbox, 1) is None
     put(outbox, "stop", b"now", Priority.URGENT)
-    chunk = next_chunk(outbox, 1, express=True)
+    chunk = next_chunk(outbox, 1)
     assert chunk is not None
     assert chunk.stream == "stop"
 
@@ -155,7 +153,9 @@ def test_what_is_under_way_stays_within_the_window_and_background_within_half_of
         put(outbox, "bulk", bytes(64 * WINDOW_BYTES), priority)
         sent_bytes = sum(chunk.payload.nbytes for chunk in all_chunks(outbox))
         window_bytes = outbox.flight.window_bytes
-        assert share * window_bytes <= sent_bytes <= share * window_bytes + outbox.flight.chunk_bytes(1 << 20)
+        assert (
+            share * window_bytes <= sent_bytes <= share * window_bytes + outbox.flight.chunk_bytes(1, 1 << 20)
+        )
 
 
 def test_urgent_packets_pass_even_when_the_window_is_full() -> None:
@@ -171,7 +171,7 @@ def test_a_full_stream_pushes_back_until_its_packets_are_consumed() -> None:
     put(outbox, "bulk", bytes(WINDOW_BYTES // 2))
     assert not outbox.has_room("bulk", WINDOW_BYTES)
     assert outbox.has_room("other", WINDOW_BYTES)
-    while (frame := outbox.next_frame(STRIPE, express=False, now_s=1.0)) is not None or not inbox.has("bulk"):
+    while (frame := outbox.next_frame(STRIPE, now_s=1.0)) is not None or not inbox.has("bulk"):
         if frame is not None:
             deliver(inbox, frame)
         outbox.acknowledge(inbox.ack(), now_s=1.0)
@@ -248,7 +248,7 @@ def drive(flight: Flight, rate_bytes_per_s: float, rtt_s: float, *, duration_s: 
     flight.observe_rtt(rtt_s, now_s=0.0)
     while now_s < duration_s:
         while flight.in_flight_bytes < flight.window_bytes:
-            num_bytes = flight.chunk_bytes(1 << 20)
+            num_bytes = flight.chunk_bytes(1, 1 << 20)
             free_s = max(free_s, now_s) + num_bytes / rate_bytes_per_s
             under_way.append((free_s + rtt_s, flight.departed(num_bytes, now_s=now_s)))
         now_s, departure = under_way.pop(0)

@@ -1,0 +1,270 @@
+"""Measures the WAN emulator: bandwidth and round trip beside what was set, over plain sockets.
+
+python benchmarks/emulator.py
+"""
+
+import json
+import multiprocessing
+import os
+import platform
+import selectors
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from isthmus.job import Address
+from isthmus.wan.relay import RelayThread
+from isthmus.wan.shaping import Shape
+
+BANDWIDTHS_MBPS = (10, 100, 1000)
+RTTS_MS = (0, 20, 60, 200)
+NUM_CONNECTIONS = 4
+NUM_ECHOES = 30
+SEND_S = 3.0
+MAX_BANDWIDTH_ERROR = 0.03
+MAX_RTT_ERROR_MS = 2.0
+MAX_NUM_TRIES = 3
+
+Task = Callable[[Sequence[socket.socket]], float | None]
+
+_CHUNK_BYTES = 262_144
+_ECHO = b"ping" * 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table: what was set, and what plain sockets saw."""
+
+    set_mbps: float
+    set_rtt_ms: float
+    up_mbps: float
+    down_mbps: float
+    rtt_ms: float
+    cpu_s_per_gb: float
+    num_tries: int = 1
+
+    @property
+    def bandwidth_error(self) -> float:
+        """The larger of both directions' errors, as a share of what was set, with its sign."""
+        errors = [measured / self.set_mbps - 1 for measured in (self.up_mbps, self.down_mbps)]
+        return max(errors, key=abs)
+
+    @property
+    def rtt_error_ms(self) -> float:
+        """How much longer a round trip took than what was set."""
+        return self.rtt_ms - self.set_rtt_ms
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the row keeps to both bounds."""
+        return abs(self.bandwidth_error) <= MAX_BANDWIDTH_ERROR and abs(self.rtt_error_ms) <= MAX_RTT_ERROR_MS
+
+
+def send(sockets: Sequence[socket.socket], num_bytes: int) -> None:
+    """Saturate all sockets with `num_bytes` in all, then finish."""
+    chunk = memoryview(bytes(_CHUNK_BYTES))
+    left = {sock: num_bytes // len(sockets) for sock in sockets}
+    with _watching(sockets, selectors.EVENT_WRITE) as selector:
+        while selector.get_map():
+            for key, _ in selector.select():
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                left[sock] -= sock.send(chunk[: left[sock]])
+                if not left[sock]:
+                    selector.unregister(sock)
+                    sock.shutdown(socket.SHUT_WR)
+
+
+def receive_mbps(sockets: Sequence[socket.socket]) -> float:
+    """Return the rate from the first byte that came to the last."""
+    buffer = bytearray(_CHUNK_BYTES)
+    num_bytes, first_s, last_s = 0, 0.0, 0.0
+    with _watching(sockets, selectors.EVENT_READ) as selector:
+        while selector.get_map():
+            for key, _ in selector.select():
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                received = sock.recv_into(buffer)
+                if not received:
+                    selector.unregister(sock)
+                elif first_s:
+                    num_bytes, last_s = num_bytes + received, time.monotonic()
+                else:
+                    first_s = time.monotonic()
+    return num_bytes * 8 / (last_s - first_s) / 1e6
+
+
+def ping_ms(sockets: Sequence[socket.socket]) -> float:
+    """Return the median round trip of small messages on the first socket."""
+    sock = sockets[0]
+    sock.setblocking(True)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    times_ms = []
+    for _ in range(NUM_ECHOES):
+        start_s = time.monotonic()
+        sock.sendall(_ECHO)
+        sock.recv(len(_ECHO), socket.MSG_WAITALL)
+        times_ms.append((time.monotonic() - start_s) * 1e3)
+    return statistics.median(times_ms[1:])
+
+
+def echo(sockets: Sequence[socket.socket]) -> None:
+    """Send back what comes until every socket has ended."""
+    with _watching(sockets, selectors.EVENT_READ) as selector:
+        while selector.get_map():
+            for key, _ in selector.select():
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                if data := sock.recv(len(_ECHO)):
+                    sock.send(data)
+                else:
+                    selector.unregister(sock)
+
+
+def work(orders: Connection, open_sockets: Callable[[], list[socket.socket]]) -> None:
+    """Run each task that is ordered on fresh connections, in a process of its own, until ordered to end."""
+    while (task := orders.recv()) is not None:
+        with ExitStack() as stack:
+            orders.send(task([stack.enter_context(sock) for sock in open_sockets()]))
+
+
+def accept(listener: socket.socket) -> list[socket.socket]:
+    """Take the benchmark's connections."""
+    return [listener.accept()[0] for _ in range(NUM_CONNECTIONS)]
+
+
+def dial(place: tuple[str, int]) -> list[socket.socket]:
+    """Open the benchmark's connections."""
+    return [socket.create_connection(place) for _ in range(NUM_CONNECTIONS)]
+
+
+@contextmanager
+def worker(open_sockets: Callable[[], list[socket.socket]]) -> Iterator[Connection]:
+    """Start a process that works, and end it."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=work, args=(theirs, open_sockets), daemon=True)
+    process.start()
+    yield ours
+    ours.send(None)
+    process.join()
+
+
+def measure_steadily(mbps: float, rtt_ms: float) -> Row:
+    """Measure a link again if it is outside: another program may have taken the processor meanwhile."""
+    for num_tries in range(1, MAX_NUM_TRIES + 1):
+        row = replace(measure(mbps, rtt_ms), num_tries=num_tries)
+        if row.is_within:
+            break
+    return row
+
+
+def measure(mbps: float, rtt_ms: float) -> Row:
+    """Measure one link, both ways one after the other."""
+    shape = Shape(bandwidth_bps=mbps * 1e6, delay_s=rtt_ms / 2e3)
+    num_bytes = int(mbps * 1e6 / 8 * SEND_S)
+    sending = partial(send, num_bytes=num_bytes)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        target = Address(host="127.0.0.1", port=listener.getsockname()[1])
+        relay = stack.enter_context(RelayThread(lambda _: target, up=shape, down=shape, reads_hello=False))
+        server = stack.enter_context(worker(partial(accept, listener)))
+        client = stack.enter_context(worker(partial(dial, (relay.address.host, relay.address.port))))
+        measured_rtt_ms = _ask(ping_ms, of=client, while_other=server, does=echo)
+        start_cpu_s = time.process_time()
+        up_mbps = _ask(receive_mbps, of=server, while_other=client, does=sending)
+        down_mbps = _ask(receive_mbps, of=client, while_other=server, does=sending)
+        cpu_s = time.process_time() - start_cpu_s
+    return Row(
+        set_mbps=mbps,
+        set_rtt_ms=rtt_ms,
+        up_mbps=up_mbps,
+        down_mbps=down_mbps,
+        rtt_ms=measured_rtt_ms,
+        cpu_s_per_gb=cpu_s / (2 * num_bytes / 1e9),
+    )
+
+
+def main() -> None:
+    """Measure every combination, print the table and the line of JSON; exit with 1 if any row is outside."""
+    rows = [measure_steadily(mbps, rtt_ms) for mbps in BANDWIDTHS_MBPS for rtt_ms in RTTS_MS]
+    Console().print(_table(rows))
+    bandwidth_error = max((row.bandwidth_error for row in rows), key=abs)
+    rtt_error_ms = max((row.rtt_error_ms for row in rows), key=abs)
+    within = all(row.is_within for row in rows)
+    bounds = f"bounds {MAX_BANDWIDTH_ERROR:.0%} and {MAX_RTT_ERROR_MS:g} ms"
+    print(f"worst: bandwidth {bandwidth_error:+.2%}, round trip {rtt_error_ms:+.2f} ms; {bounds}")
+    report = {
+        "benchmark": "emulator",
+        "within": within,
+        "worst_bandwidth_error": round(bandwidth_error, 4),
+        "worst_rtt_error_ms": round(rtt_error_ms, 3),
+        "rows": [_rounded(asdict(row)) for row in rows],
+        "num_connections": NUM_CONNECTIONS,
+        "machine": {"cpu": _cpu_name(), "num_cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"isthmus": version("isthmus"), "python": platform.python_version()},
+        "seed": 0,
+    }
+    print(json.dumps(report))
+    sys.exit(0 if within else 1)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(
+        "Mbit/s", "up", "down", "error", "RTT ms", "seen", "error ms", "CPU s/GB", "tries", "within"
+    )
+    for row in rows:
+        table.add_row(
+            f"{row.set_mbps:g}",
+            f"{row.up_mbps:.2f}",
+            f"{row.down_mbps:.2f}",
+            f"{row.bandwidth_error:+.2%}",
+            f"{row.set_rtt_ms:g}",
+            f"{row.rtt_ms:.2f}",
+            f"{row.rtt_error_ms:+.2f}",
+            f"{row.cpu_s_per_gb:.1f}",
+            str(row.num_tries),
+            "yes" if row.is_within else "no",
+        )
+    return table
+
+
+def _rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(figure, 3) for name, figure in figures.items()}
+
+
+def _cpu_name() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else platform.machine()
+
+
+def _ask(question: Task, *, of: Connection, while_other: Connection, does: Task) -> float:
+    of.send(question)
+    while_other.send(does)
+    answer: float = of.recv()
+    while_other.recv()
+    return answer
+
+
+@contextmanager
+def _watching(sockets: Sequence[socket.socket], events: int) -> Iterator[selectors.BaseSelector]:
+    with selectors.DefaultSelector() as selector:
+        for sock in sockets:
+            sock.setblocking(False)
+            selector.register(sock, events)
+        yield selector
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What to do: schedulers, costs, memory, partition, search and simulation, without torch."""

@@ -1,0 +1,175 @@
+"""How clouds reach each other: through a gateway, through an HTTP CONNECT proxy, and which end dials."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import Aborted, Refused, UserError
+from isthmus.job import Address, Job
+from isthmus.job.load import parse_job
+from isthmus.wan.certificates import throwaway
+from isthmus.wan.endpoint import Endpoint, Site, link_settings, num_stripes
+from isthmus.wan.gateway import Gateway
+from isthmus.wan.loop import LoopThread
+from isthmus.wan.packet import Packet
+from tests.wan.clouds import TWO_CLOUDS, two_clouds
+
+LOOPBACK = Site(bind=Address(host="127.0.0.1", port=0))
+
+
+def job_with(*overrides: str) -> Job:
+    return parse_job(TWO_CLOUDS, file=Path("two.toml"), overrides=overrides)
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    with LoopThread(name="between") as loop:
+        yield loop
+
+
+def exchange(near: Endpoint, far: Endpoint, near_rank: int = 0, far_rank: int = 0) -> None:
+    there, back = near.link(far.here.cloud, far_rank), far.link(near.here.cloud, near_rank)
+    there.send("question", Packet({"from": str(near.here)}))
+    assert back.receive("question", timeout_s=20).header == {"from": str(near.here)}
+    back.send("answer", Packet({}))
+    there.receive("answer", timeout_s=20)
+
+
+def test_each_rank_is_reached_through_the_gateways_one_port(loop: LoopThread) -> None:
+    identities = throwaway(["east", "west"])
+    gateway, address = loop.run(start_gateway(Gateway, identities["east"], num_ranks=2))
+    job = job_with("cloud.east.ranks=2", f"cloud.east.listen='{address}'")
+    with (
+        Endpoint(job, cloud="east", rank=0, identity=identities["east"]) as first,
+        Endpoint(job, cloud="east", rank=1, identity=identities["east"]) as second,
+        Endpoint(job, cloud="west", identity=identities["west"]) as west,
+    ):
+        assert {first.port, second.port}.isdisjoint({address.port})
+        for rank, east in enumerate((first, second)):
+            exchange(west, east, far_rank=rank)
+    loop.run(gateway.close())
+
+
+async def start_gateway(kind: type[Gateway], identity: object, *, num_ranks: int) -> tuple[Gateway, Address]:
+    gateway = kind(identity=identity, num_ranks=num_ranks)  # type: ignore[arg-type]
+    return gateway, await gateway.start("127.0.0.1", 0)
+
+
+class Proxy:
+    """An HTTP proxy that knows CONNECT and nothing else."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.requests.append(request.splitlines()[0])
+        host, _, port = request.split()[1].rpartition(":")
+        there, back = await asyncio.open_connection(host, int(port))
+        writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        for source, sink in ((reader, back), (there, writer)):
+            task = asyncio.ensure_future(pump(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await source.read(65536):
+            sink.write(data)
+            await sink.drain()
+    sink.close()
+
+
+def test_a_cloud_dials_out_through_an_http_connect_proxy(loop: LoopThread) -> None:
+    identities = throwaway(["east", "west"])
+    proxy = Proxy()
+    port = loop.run(proxy.start())
+    job = job_with(f"cloud.west.proxy='http://127.0.0.1:{port}'", "link.0.stripes=2")
+    with Endpoint(job, cloud="east", identity=identities["east"], site=LOOPBACK) as east:
+        site = Site(reach={"east": Address(host="127.0.0.1", port=east.port or 0)})
+        with Endpoint(job, cloud="west", identity=identities["west"], site=site) as west:
+            exchange(west, east)
+    assert f"CONNECT 127.0.0.1:{east.port} HTTP/1.1" in proxy.requests
+    loop.run(proxy.close())
+
+
+def test_the_cloud_without_listen_dials_whichever_is_named_first() -> None:
+    identities = throwaway(["east", "west"])
+    job = job_with('link.0.between=["west","east"]')
+    with Endpoint(job, cloud="east", identity=identities["east"], site=LOOPBACK) as east:
+        site = Site(reach={"east": Address(host="127.0.0.1", port=east.port or 0)})
+        with Endpoint(job, cloud="west", identity=identities["west"], site=site) as west:
+            assert west.port is None
+            exchange(west, east)
+
+
+def test_an_abort_is_passed_on_to_clouds_that_do_not_see_each_other() -> None:
+    text = TWO_CLOUDS + '[[cloud]]\nname = "north"\n[[link]]\nbetween = ["east", "north"]\n'
+    job = parse_job(text, file=Path("three.toml"))
+    identities = throwaway(["east", "west", "north"])
+    with Endpoint(job, cloud="east", identity=identities["east"], site=LOOPBACK) as east:
+        site = Site(reach={"east": Address(host="127.0.0.1", port=east.port or 0)})
+        west, north = (
+            Endpoint(job, cloud=name, identity=identities[name], site=site) for name in ("west", "north")
+        )
+        exchange(west, east)
+        exchange(north, east)
+        west.abort("out of memory")
+        with pytest.raises(Aborted, match="'west' aborted the run: out of memory"):
+            north.link("east").receive("never", timeout_s=20)
+        west.close()
+        north.close()
+
+
+def test_a_port_that_is_taken_is_the_users_to_mend() -> None:
+    identities = throwaway(["east"])
+    with Endpoint(two_clouds(), cloud="east", identity=identities["east"], site=LOOPBACK) as east:
+        taken = Site(bind=Address(host="127.0.0.1", port=east.port or 0))
+        with pytest.raises(UserError, match="cannot listen at") as error:
+            Endpoint(two_clouds(), cloud="east", identity=identities["east"], site=taken)
+    assert error.value.hint is not None
+
+
+def test_only_links_of_the_job_can_be_opened() -> None:
+    with (
+        Endpoint(two_clouds(), cloud="east", identity=throwaway(["east"])["east"], site=LOOPBACK) as east,
+        pytest.raises(Refused, match="no link between 'east' and 'mars'"),
+    ):
+        east.link("mars")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), 4),
+        (("stripes=7",), 7),
+        (("bandwidth='10 Mbps'", "rtt='10 ms'"), 2),
+        (("bandwidth='1 Gbps'", "rtt='200 ms'"), 12),
+        (("bandwidth='10 Gbps'", "rtt='200 ms'"), 16),
+        (("bandwidth='1 Gbps'", "rtt='20 ms'", "connection_bandwidth='150 Mbps'"), 7),
+    ],
+)
+def test_stripes_follow_from_the_bandwidth_delay_product(overrides: tuple[str, ...], expected: int) -> None:
+    assert num_stripes(two_clouds(*overrides).link[0]) == expected
+
+
+def test_each_end_expects_the_bandwidth_of_its_own_direction() -> None:
+    link = two_clouds("bandwidth=['10 Gbps', '100 Mbps']", "rtt='200 ms'").link[0]
+    assert link_settings(link, sender="east").bandwidth_bps == 10e9
+    assert link_settings(link, sender="west").bandwidth_bps == 100e6
+    assert link_settings(link, sender="east").stream_window_bytes == int(3 * 10e9 / 8 * 0.2)
