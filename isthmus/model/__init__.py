@@ -1,0 +1,5 @@
+"""What is trained: Hugging Face models cut into stages of contiguous layers.
+
+The way through the room: `blueprint` (which model, which head) → `assembly` (one stage with its weights) →
+`stage` (forward) → `export` (parts, and the model joined from them).
+"""

@@ -1,0 +1,144 @@
+"""From a blueprint to one stage with its weights: fresh, or from a checkpoint of the whole model."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from isthmus.errors import UserError
+from isthmus.model.anatomy import check_layers
+from isthmus.model.blueprint import Blueprint
+from isthmus.model.initial import check_initialised, end_seeding, seed_initialisation
+from isthmus.model.layer_call import LayerCall
+from isthmus.model.randomness import generators_kept
+from isthmus.model.seam import Seam, drop_absent
+from isthmus.model.source import LazyTensor
+from isthmus.model.stage import Stage
+from isthmus.model.transformers_log import quiet_transformers
+
+_CPU = torch.device("cpu")
+
+
+def build_stage(
+    blueprint: Blueprint,
+    layers: range,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+    untie: bool = False,
+) -> Stage:
+    """A stage in training mode, on the CPU; how the model is cut changes no value it starts with.
+
+    Weights that embedding and head share stay shared only in a stage that holds all layers, unless `untie`.
+    """
+    check_layers(layers, blueprint.num_layers)
+    is_whole = layers == range(blueprint.num_layers)
+    untied = blueprint.is_tied_across_layers and (untie or not is_whole)
+    seam = Seam(model_class=blueprint.model_class.__name__)
+    model, new_names = _load(blueprint, layers, seam=seam, seed=seed, dtype=dtype, untied=untied)
+    router = blueprint.family.router if getattr(model.config, "output_router_logits", False) else None
+    for index in layers:
+        layer = model.base_model.get_submodule(f"{blueprint.family.layers}.{index}")
+        layer.forward = LayerCall(
+            layer, index=index, seam=seam, recompute=recompute, router_path=router.path if router else None
+        )
+    return Stage(
+        model.train(),
+        head=blueprint.head,
+        layers=layers,
+        num_layers=blueprint.num_layers,
+        seam=seam,
+        router=router,
+        notes=_notes(untied, new_names),
+    )
+
+
+def _load(
+    blueprint: Blueprint, layers: range, *, seam: Seam, seed: int, dtype: torch.dtype, untied: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """Let transformers' own loader fill what the stage keeps, and initialise what the checkpoint lacks."""
+
+    def prepare(model: PreTrainedModel) -> None:
+        drop_absent(model, blueprint.family, layers, seam)
+        seed_initialisation(model, seed)
+
+    config = copy.deepcopy(blueprint.config)
+    if untied:
+        config.tie_word_embeddings = False
+    stage_class = _prepared_class(blueprint.model_class, prepare)
+    with quiet_transformers(), generators_kept(_CPU):
+        loaded: Any = stage_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=_tensors(blueprint, untied=untied),
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model, report = loaded
+    model.__class__ = blueprint.model_class
+    end_seeding(model)
+    check_initialised(model, report["missing_keys"])
+    if blueprint.checkpoint is None:
+        # The loader's note that it met no other layout would keep exports from using the hub's.
+        del model._weight_conversions
+    return model, _check_report(blueprint, report)
+
+
+def _prepared_class(
+    model_class: type[PreTrainedModel], prepare: Callable[[PreTrainedModel], None]
+) -> type[PreTrainedModel]:
+    """The model's class, prepared as soon as it is built, which its loader does on the meta device."""
+
+    def init(self: PreTrainedModel, config: PreTrainedConfig) -> None:
+        model_class.__init__(self, config)
+        prepare(self)
+
+    return type(
+        model_class.__name__, (model_class,), {"__init__": init, "__module__": model_class.__module__}
+    )
+
+
+def _tensors(blueprint: Blueprint, *, untied: bool) -> Mapping[str, LazyTensor]:
+    if blueprint.checkpoint is None:
+        return {}
+    tensors = blueprint.checkpoint.tensors()
+    if untied:
+        in_base = f"{blueprint.model_class.base_model_prefix}."
+        for taker, giver in blueprint.ties.items():
+            found = tensors.get(giver) or tensors.get(giver.removeprefix(in_base))
+            if taker not in tensors and found is not None:
+                tensors[taker] = found
+    return tensors
+
+
+def _check_report(blueprint: Blueprint, report: Mapping[str, Any]) -> list[str]:
+    """The parameters that start fresh beside a checkpoint: a new head may, anything else is a mistake."""
+    if blueprint.checkpoint is None:
+        return []
+    name = blueprint.checkpoint.source.name
+    for key, found, expected in sorted(report["mismatched_keys"]):
+        raise UserError(
+            f"{key} has shape {tuple(found)} in {name}, not {tuple(expected)} as its configuration says",
+            hint="give the model's configuration the sizes of its weights (num_labels for a classifier)",
+        )
+    missing = sorted(report["missing_keys"])
+    for key in missing:
+        if key not in blueprint.anatomy.last:
+            raise UserError(
+                f"{name} holds no weights for {key} of {blueprint.model_class.__name__}",
+                hint="start from a folder or name that holds the whole model",
+            )
+    return missing
+
+
+def _notes(untied: bool, new_names: list[str]) -> tuple[str, ...]:
+    notes = []
+    if untied:
+        notes.append("embedding and head share weights in this model; they are trained and exported untied")
+    if new_names:
+        notes.append(f"not in the checkpoint, and so started fresh: {', '.join(new_names)}")
+    return tuple(notes)

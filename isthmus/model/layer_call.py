@@ -1,0 +1,66 @@
+"""How a stage calls its own layers: seeded, recomputed if asked, and watched for what a cut would break."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from isthmus.model.seam import Seam, first_input
+
+
+class LayerCall:
+    """Takes the place of a layer's `forward`, so that its name and hooks stay as they are."""
+
+    def __init__(
+        self, layer: nn.Module, *, index: int, seam: Seam, recompute: bool, router_path: str | None
+    ) -> None:
+        self._forward: Callable[..., Any] = layer.forward
+        self._router = None if router_path is None else layer.get_submodule(router_path)
+        self._place = f"layer {index}"
+        self._seam = seam
+        self._recompute = recompute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        passage = self._seam.current()
+        if not _only_hidden_learns(args, kwargs):
+            raise self._seam.misfit("its layers get more than hidden states and what follows from the ids")
+        if passage.moment is not None:
+            # Before the checkpoint, which then keeps the state of the generators for the recomputation.
+            passage.moment.seed_place(self._place, first_input(args, kwargs).device)
+        if self._recompute and torch.is_grad_enabled():
+            output, router_logits = checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+        else:
+            output, router_logits = self._run(*args, **kwargs)
+        if router_logits is not None:
+            passage.router_logits.append(router_logits)
+        passage.left_layer = output if isinstance(output, Tensor) else None
+        return output
+
+    def _run(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
+        if self._router is None:
+            return self._forward(*args, **kwargs), None
+        logits: list[Tensor] = []
+        handle = self._router.register_forward_hook(lambda _module, _args, output: logits.append(output[0]))
+        try:
+            return self._forward(*args, **kwargs), logits[0]
+        finally:
+            handle.remove()
+
+
+def _only_hidden_learns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether each stage can rebuild all that a layer gets beside hidden states: no gradient flows there."""
+    side_inputs = [*args, *kwargs.values()][1:]
+    return not any(tensor.requires_grad for tensor in _tensors(side_inputs))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())

@@ -1,0 +1,186 @@
+"""A model that is cut trains to the bit like the one that is not."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from isthmus.model.anatomy import split_layers
+from isthmus.model.blueprint import Blueprint
+from isthmus.model.boundary import Batch, StageInput
+from isthmus.model.heads import HEADS
+from isthmus.model.randomness import Moment, generators_kept
+from tests.model.cases import (
+    CASES,
+    CONFIGS,
+    MOMENT,
+    Pass,
+    assert_identical,
+    blueprint,
+    build,
+    make_batch,
+    parameters,
+    run_pass,
+)
+
+CPU = torch.device("cpu")
+
+
+def plain_model(plan: Blueprint, values: dict[str, Tensor]) -> PreTrainedModel:
+    """The model as transformers builds it, without a line of ours in it, untied."""
+    config = copy.deepcopy(plan.config)
+    config.tie_word_embeddings = False
+    model: PreTrainedModel = plan.head.auto_class.from_config(config)
+    model.load_state_dict(values, strict=False)
+    model.train()
+    return model
+
+
+def seed_layers(model: PreTrainedModel, path: str, moment: Moment) -> None:
+    def seeding(place: str) -> Callable[..., None]:
+        def seed(_module: nn.Module, _args: object) -> None:
+            moment.seed_place(place, CPU)
+
+        return seed
+
+    for index, layer in enumerate(model.base_model.get_submodule(path).children()):
+        layer.register_forward_pre_hook(seeding(f"layer {index}"))
+
+
+def plain_pass(plan: Blueprint, batch: Batch, values: dict[str, Tensor]) -> Pass:
+    model = plain_model(plan, values)
+    seed_layers(model, plan.family.layers, MOMENT)
+    assert batch.labels is not None
+    extra: dict[str, Any] = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+    with generators_kept(CPU):
+        MOMENT.seed_place("embedding", CPU)
+        output = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False, **extra)
+        loss = plan.head.loss(plan.head.scores(output), batch.labels)
+    torch.autograd.backward(loss, torch.full_like(loss, 1 / batch.num_targets))
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return Pass(loss=loss.detach(), grads=grads, balance=0.0)
+
+
+@pytest.mark.parametrize(("model_type", "head"), CASES)
+def test_every_family_and_head_is_cut_without_a_trace(model_type: str, head: str) -> None:
+    plan = blueprint(model_type, HEADS[head])
+    batch = make_batch(plan.head)
+    values = parameters(build(plan, [range(plan.num_layers)], untie=True))
+    expected = plain_pass(plan, batch, values)
+    for num_stages in range(1, plan.num_layers + 1):
+        cuts = split_layers(plan.num_layers, num_stages)
+        stages = build(plan, cuts, untie=True, recompute=num_stages % 2 == 0)
+        assert_identical(parameters(stages), values)
+        found = run_pass(stages, batch)
+        assert torch.equal(found.loss, expected.loss)
+        assert_identical(found.grads, expected.grads)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_without_dropout_and_with_recomputation(model_type: str, recompute: bool) -> None:
+    off: dict[str, Any] = {key: 0.0 for key in CONFIGS[model_type] if "drop" in key}
+    plan = blueprint(model_type, **off)
+    batch = make_batch(plan.head, lengths=(5, 8))
+    values = parameters(build(plan, [range(plan.num_layers)], untie=True))
+    expected = plain_pass(plan, batch, values)
+    found = run_pass(build(plan, split_layers(plan.num_layers, 2), recompute=recompute), batch)
+    assert torch.equal(found.loss, expected.loss)
+    assert_identical(found.grads, expected.grads)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sets(st.integers(1, 3)), st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_any_cut_and_any_lengths(cuts_at: set[int], lengths: list[int]) -> None:
+    plan = blueprint("llama")
+    batch = make_batch(plan.head, lengths=[*lengths, 9])
+    edges = [0, *sorted(cuts_at), 4]
+    ranges = [range(start, stop) for start, stop in itertools.pairwise(edges)]
+    expected = run_pass(build(plan, [range(4)]), batch)
+    found = run_pass(build(plan, ranges), batch)
+    assert torch.equal(found.loss, expected.loss)
+    assert_identical(found.grads, expected.grads)
+
+
+def test_positions_that_start_anew_are_rebuilt_at_every_stage() -> None:
+    plan = blueprint("llama")
+    padded = make_batch(plan.head, lengths=(8, 8))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]] * 2)
+    batch = Batch(
+        ids=padded.ids, labels=padded.labels, num_targets=padded.num_targets, position_ids=positions
+    )
+    values = parameters(build(plan, [range(4)]))
+    expected = plain_pass(plan, batch, values)
+    found = run_pass(build(plan, split_layers(4, 3)), batch)
+    assert torch.equal(found.loss, expected.loss)
+    assert_identical(found.grads, expected.grads)
+    straight = Batch(ids=batch.ids, labels=batch.labels, num_targets=batch.num_targets)
+    assert not torch.equal(run_pass(build(plan, split_layers(4, 3)), straight).loss, expected.loss)
+
+
+def test_token_types_reach_the_embedding() -> None:
+    plan = blueprint("bert")
+    batch = make_batch(plan.head)
+    typed = Batch(
+        ids=batch.ids,
+        mask=batch.mask,
+        labels=batch.labels,
+        num_targets=batch.num_targets,
+        token_type_ids=(torch.arange(9) > 3).long().expand(3, 9),
+    )
+    cut, whole = split_layers(4, 2), [range(4)]
+    assert torch.equal(
+        run_pass(build(plan, cut), typed).loss, run_pass(build(plan, whole, untie=True), typed).loss
+    )
+    assert not torch.equal(run_pass(build(plan, cut), typed).loss, run_pass(build(plan, cut), batch).loss)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "bert"])
+def test_autocast_changes_nothing_at_a_cut(model_type: str) -> None:
+    plan = blueprint(model_type)
+    batch = make_batch(plan.head)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = run_pass(build(plan, [range(plan.num_layers)], untie=True), batch)
+        found = run_pass(build(plan, split_layers(plan.num_layers, 3), recompute=True), batch)
+    assert torch.equal(found.loss, expected.loss)
+    assert_identical(found.grads, expected.grads)
+
+
+def test_dropout_depends_on_the_moment_alone() -> None:
+    plan = blueprint("gpt2")
+    batch = make_batch(plan.head)
+    stages = build(plan, split_layers(4, 2))
+    first = run_pass(stages, batch).loss
+    torch.rand(100)
+    assert torch.equal(run_pass(stages, batch).loss, first)
+    for other in (
+        Moment(seed=8, step=3, microbatch=2),
+        Moment(seed=7, step=4, microbatch=2),
+        Moment(seed=7, step=3, microbatch=1),
+    ):
+        assert not torch.equal(run_pass(stages, batch, moment=other).loss, first)
+
+
+def test_recomputation_of_an_older_micro_batch_draws_its_own_masks() -> None:
+    plan = blueprint("bert")
+    batch = make_batch(plan.head)
+    expected = run_pass(build(plan, [range(4)], untie=True), batch)
+    (stage,) = build(plan, [range(4)], untie=True, recompute=True)
+    older = stage(StageInput(batch=batch, moment=MOMENT))
+    stage(StageInput(batch=batch, moment=Moment(seed=7, step=3, microbatch=3)))
+    older.backward(loss_weight=1 / batch.num_targets)
+    assert_identical({name: p.grad for name, p in stage.model.named_parameters()}, expected.grads)
+
+
+def test_the_generators_of_the_process_are_left_as_found() -> None:
+    plan = blueprint("bert")
+    before = torch.random.get_rng_state()
+    run_pass(build(plan, split_layers(4, 2), recompute=True), make_batch(plan.head))
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,0 +1,219 @@
+"""Weights from a checkpoint: each stage reads its own tensors and no others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from isthmus.errors import UserError
+from isthmus.model import source
+from isthmus.model.anatomy import split_layers
+from isthmus.model.assembly import build_stage
+from isthmus.model.blueprint import pretrained_blueprint
+from isthmus.model.heads import HEADS
+from isthmus.model.source import INDEX_FILE, WEIGHTS_FILE, LazyTensor
+from tests.model.cases import (
+    CONFIGS,
+    NUM_LABELS,
+    assert_identical,
+    blueprint,
+    build,
+    language_head,
+    make_batch,
+    parameters,
+    run_pass,
+)
+
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def save_model(
+    model_type: str, folder: Path, *, max_shard_size: int | str = "1GB", **changes: Any
+) -> PreTrainedModel:
+    """A model as transformers makes and saves it, with random weights."""
+    plan = blueprint(model_type, **changes)
+    torch.manual_seed(1)
+    model: PreTrainedModel = plan.head.auto_class.from_config(plan.config)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def expected_values(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_pretrained_weights_arrive_where_they_belong(model_type: str, tmp_path: Path) -> None:
+    model = save_model(model_type, tmp_path)
+    plan = pretrained_blueprint(str(tmp_path), head=language_head(model_type))
+    stages = build(plan, split_layers(plan.num_layers, 3))
+    assert_identical(parameters(stages), expected_values(model))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "bert", "mixtral"])
+def test_a_stage_needs_no_shard_of_another(model_type: str, tmp_path: Path) -> None:
+    model = save_model(model_type, tmp_path, max_shard_size=1)
+    plan = pretrained_blueprint(str(tmp_path), head=language_head(model_type))
+    layers = split_layers(plan.num_layers, 3)[1]
+    files = json.loads((tmp_path / INDEX_FILE).read_text())["weight_map"]
+    own = {file for name, file in files.items() if f".{layers[0]}." in name}
+    assert 0 < len(own) < len(files)
+    for file in set(files.values()) - own:
+        (tmp_path / file).unlink()
+    stages = build(plan, [layers])
+    expected = expected_values(model)
+    assert_identical(parameters(stages), {name: expected[name] for name in plan.anatomy.owned_by(layers)})
+    with pytest.raises(UserError, match="lacks model-"):
+        build(plan, [range(1)])
+
+
+def test_a_stage_fetches_only_its_own_shards_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model("llama", tmp_path, max_shard_size=1)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    fetched: list[str] = []
+
+    def fetch(name: str, file: str) -> str:
+        assert name == "someone/tiny"
+        if not (tmp_path / file).is_file():
+            raise EntryNotFoundError(f"no {file}")
+        fetched.append(file)
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(source, "hf_hub_download", fetch)
+    plan = pretrained_blueprint("someone/tiny", head=HEADS["causal-lm"])
+    assert fetched == ["config.json"]
+    stages = build(plan, [range(1, 2)])
+    files = json.loads((tmp_path / INDEX_FILE).read_text())["weight_map"]
+    own = plan.anatomy.owned_by(range(1, 2))
+    assert set(fetched) == {"config.json", INDEX_FILE, *(files[name] for name in own)}
+    assert_identical(parameters(stages), {name: expected_values(model)[name] for name in own})
+    assert [path.name for path in source.Source("someone/tiny").companions()] == [
+        "generation_config.json",
+        "tokenizer.json",
+    ]
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "electra"])
+def test_no_tensor_of_another_stage_is_read(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(model_type, tmp_path)
+    plan = pretrained_blueprint(str(tmp_path), head=language_head(model_type))
+    read: list[str] = []
+    original = LazyTensor.__getitem__
+
+    def reading(self: LazyTensor, index: Any) -> Tensor:
+        read.append(self.name)
+        return original(self, index)
+
+    monkeypatch.setattr(LazyTensor, "__getitem__", reading)
+    first, middle, last = split_layers(3, 3)
+    build(plan, [first])
+    assert set(read) == set(plan.anatomy.owned_by(first))
+    read.clear()
+    build(plan, [middle])
+    assert set(read) == set(plan.anatomy.owned_by(middle))
+    read.clear()
+    build(plan, [last])
+    givers = set(plan.ties.values()) - set(plan.anatomy.last)
+    assert set(read) == (set(plan.anatomy.owned_by(last)) - set(plan.ties)) | givers
+
+
+def test_tied_weights_stay_tied_in_one_stage_and_are_untied_by_a_cut(tmp_path: Path) -> None:
+    save_model("qwen3", tmp_path)
+    plan = pretrained_blueprint(str(tmp_path), head=HEADS["causal-lm"])
+    assert plan.is_tied_across_layers
+    (whole,) = build(plan, [range(3)])
+    assert whole.model.get_parameter(EMBEDDING) is whole.model.get_parameter(OUTPUT)
+    assert whole.notes == ()
+    first, last = build(plan, split_layers(3, 2))
+    assert "untied" in first.notes[0]
+    assert "untied" in last.notes[0]
+    assert torch.equal(first.model.get_parameter(EMBEDDING), last.model.get_parameter(OUTPUT))
+    assert not last.model.config.tie_word_embeddings
+
+
+def test_a_new_head_starts_fresh_and_alike_in_every_cut(tmp_path: Path) -> None:
+    plan = blueprint("bert")
+    torch.manual_seed(1)
+    plan.head.auto_class.from_config(plan.config).base_model.save_pretrained(tmp_path)
+    head = HEADS["sequence-classification"]
+    plan = pretrained_blueprint(str(tmp_path), head=head, num_labels=NUM_LABELS)
+    whole = build(plan, [range(4)])
+    cut = build(plan, split_layers(4, 2))
+    assert_identical(parameters(cut), parameters(whole))
+    assert all(name in cut[1].notes[0] for name in ("bert.pooler.dense.weight", "classifier.weight"))
+    assert cut[0].notes == ()
+    batch = make_batch(head)
+    assert torch.equal(run_pass(cut, batch).loss, run_pass(whole, batch).loss)
+
+
+def test_the_weights_may_have_another_type_than_the_file(tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path)
+    plan = pretrained_blueprint(str(tmp_path), head=HEADS["causal-lm"])
+    (stage,) = build(plan, [range(4)], dtype=torch.bfloat16)
+    for name, value in expected_values(model).items():
+        assert torch.equal(parameters([stage])[name], value.bfloat16())
+
+
+def test_fresh_weights_depend_on_the_seed() -> None:
+    plan = blueprint("llama")
+
+    one, same, other = (build_stage(plan, range(4), seed=seed) for seed in (1, 1, 2))
+    assert_identical(parameters([one]), parameters([same]))
+    name = "model.layers.2.mlp.up_proj.weight"
+    assert not torch.equal(parameters([one])[name], parameters([other])[name])
+    assert not torch.equal(parameters([one])[name], parameters([one])[name.replace("2", "1")])
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    plan = blueprint("bert", HEADS["token-classification"])
+    plan.head.auto_class.from_config(plan.config).save_pretrained(tmp_path)
+    plan = pretrained_blueprint(str(tmp_path), head=plan.head, num_labels=7)
+    with pytest.raises(UserError, match=r"classifier\.\w+ has shape \(3,.*\) in .*, not \(7") as caught:
+        build(plan, split_layers(4, 2))
+    assert "num_labels" in str(caught.value.hint)
+
+
+def test_a_missing_layer_is_refused(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
+    plan = pretrained_blueprint(str(tmp_path), head=HEADS["causal-lm"])
+    with pytest.raises(UserError, match=r"no weights for model\.layers\.4\..* of LlamaForCausalLM"):
+        build(plan, split_layers(5, 2))
+
+
+def test_pickled_weights_are_never_loaded(tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path)
+    (tmp_path / WEIGHTS_FILE).unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    plan = pretrained_blueprint(str(tmp_path), head=HEADS["causal-lm"])
+    with pytest.raises(UserError, match="no safetensors") as caught:
+        build(plan, [range(4)])
+    assert "save_pretrained" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x10\0\0\0\0\0\0\0{broken"])
+def test_broken_weights_are_named(content: bytes, tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    (tmp_path / WEIGHTS_FILE).write_bytes(content)
+    plan = pretrained_blueprint(str(tmp_path), head=HEADS["causal-lm"])
+    with pytest.raises(UserError, match="no safetensors file"):
+        build(plan, [range(4)])
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+def test_a_broken_index_is_named(content: str, tmp_path: Path) -> None:
+    save_model("llama", tmp_path, max_shard_size=1)
+    (tmp_path / INDEX_FILE).write_text(content)
+    plan = pretrained_blueprint(str(tmp_path), head=HEADS["causal-lm"])
+    with pytest.raises(UserError, match="no index"):
+        build(plan, [range(4)])
