@@ -1,4 +1,4 @@
-"""Measures the link, mutual TLS on: share of the line rate, gain of stripes, loopback beside other transports.
+"""Measures the link, mutual TLS on: share of the line rate, gain of stripes, loopback beside others.
 
 python benchmarks/link.py [--quick]
 

@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -39,6 +40,17 @@ class Fault:
     sender: str | None = None
 
 
+_EXAMPLE: Final = '[[fault]] at = "30 s", kind = "cut", between = ["east", "west"], duration = "5 s"'
+_COMMON_KEYS: Final = ("at", "kind", "between")
+_KEYS: Final[Mapping[FaultKind, tuple[str, ...]]] = {
+    FaultKind.CUT: (*_COMMON_KEYS, "duration"),
+    FaultKind.BLACKHOLE: (*_COMMON_KEYS, "duration"),
+    FaultKind.SLOW_DOWN: (*_COMMON_KEYS, "duration", "factor"),
+    FaultKind.CORRUPT: (*_COMMON_KEYS, "bytes", "from"),
+}
+_MAX_CORRUPT_BYTES: Final = 1024
+
+
 class Disturbed(Protocol):
     """A link that can be disturbed at any time."""
 
@@ -71,32 +83,29 @@ def inject(fault: Fault, link: Disturbed, *, dialer: str) -> None:
 
 def load_faults(path: Path, *, links: Collection[tuple[str, str]] | None = None) -> tuple[Fault, ...]:
     """Return the faults of a TOML file by time; `links` are the pairs of clouds that it may name."""
-    tables = _read(path)
-    problems = [
-        Problem(key=key, what="is not a known key", cure="write [[fault]] tables only")
-        for key in tables
-        if key != "fault"
-    ]
-    entries = tables.get("fault")
-    if not isinstance(entries, list) or not entries:
-        problems.append(Problem(key="fault", what="is missing", cure=_EXAMPLE))
-        entries = []
-    known = None if links is None else {frozenset(pair) for pair in links}
-    faults = [_Entry(number, table, problems, known).fault() for number, table in enumerate(entries)]
+    problems: list[Problem] = []
+    pairs = None if links is None else {frozenset(pair) for pair in links}
+    tables = _tables(_read(path), problems)
+    faults = [_Entry(number, table, problems, pairs).fault() for number, table in tables]
     if problems:
         raise JobError(path, tuple(problems))
-    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return tuple(sorted((fault for fault in faults if fault), key=lambda fault: fault.at_s))
 
 
-_EXAMPLE: Final = '[[fault]] at = "30 s", kind = "cut", between = ["east", "west"], duration = "5 s"'
-_COMMON_KEYS: Final = ("at", "kind", "between")
-_KEYS: Final[Mapping[FaultKind, tuple[str, ...]]] = {
-    FaultKind.CUT: (*_COMMON_KEYS, "duration"),
-    FaultKind.BLACKHOLE: (*_COMMON_KEYS, "duration"),
-    FaultKind.SLOW_DOWN: (*_COMMON_KEYS, "duration", "factor"),
-    FaultKind.CORRUPT: (*_COMMON_KEYS, "bytes", "from"),
-}
-_MAX_CORRUPT_BYTES: Final = 1024
+def _tables(document: dict[str, object], problems: list[Problem]) -> list[tuple[int, dict[str, object]]]:
+    """Return the [[fault]] tables with their numbers, and note whatever else there is."""
+    entries = document.pop("fault", None)
+    problems += [Problem(key=key, what="is not a known key", cure=_EXAMPLE) for key in document]
+    if not isinstance(entries, list) or not entries:
+        problems.append(Problem(key="fault", what="is missing", cure=_EXAMPLE))
+        return []
+    numbered = list(enumerate(entries))
+    problems += [
+        Problem(key=f"fault[{number}]", what="must be a table", cure=_EXAMPLE)
+        for number, entry in numbered
+        if not isinstance(entry, dict)
+    ]
+    return [(number, entry) for number, entry in numbered if isinstance(entry, dict)]
 
 
 class _Entry:
@@ -105,24 +114,21 @@ class _Entry:
     def __init__(
         self,
         number: int,
-        table: object,
+        table: dict[str, object],
         problems: list[Problem],
-        links: Collection[frozenset[str]] | None,
+        pairs: Collection[frozenset[str]] | None,
     ) -> None:
-        self._place = f"fault[{number}]"
+        self._number = number
+        self._table = table
         self._problems = problems
-        self._links = links
-        self._table: dict[str, object] = table if isinstance(table, dict) else {}
-        if not isinstance(table, dict):
-            self._note(None, "must be a table", _EXAMPLE)
+        self._pairs = pairs
 
-    def fault(self) -> Fault:
-        kind = self._read("kind", _kind, cure=f"use one of {', '.join(FaultKind)}") or FaultKind.CUT
+    def fault(self) -> Fault | None:
+        kind = self._read("kind", _kind, cure=f"use one of {', '.join(FaultKind)}")
+        if kind is None:
+            return None
         allowed = _KEYS[kind]
-        for key in self._table.keys() - set(allowed):
-            meant = closest(key, allowed)
-            cure = f"did you mean {meant!r}?" if meant else f"a {kind} takes {', '.join(allowed)}"
-            self._note(key, f"is not a key of a {kind}", cure)
+        self._refuse_others(kind, allowed)
         between = self._read("between", self._pair, cure='such as between = ["east", "west"]') or ("", "")
         return Fault(
             at_s=self._read("at", _duration_s, cure='such as at = "30 s"') or 0.0,
@@ -130,15 +136,18 @@ class _Entry:
             between=between,
             duration_s=self._if(allowed, "duration", _positive_s, cure='such as duration = "5 s"') or 0.0,
             factor=self._if(allowed, "factor", _factor, cure="such as factor = 10") or 1.0,
-            num_bytes=self._optional("bytes", _num_bytes, cure="such as bytes = 1") or 1,
-            sender=self._optional("from", lambda text: _one_of(text, between), cure="name one of `between`"),
+            num_bytes=self._if(self._table, "bytes", _num_bytes, cure="such as bytes = 1") or 1,
+            sender=self._if(self._table, "from", partial(_one_of, between), cure="name one of `between`"),
         )
 
-    def _if(self, allowed: Collection[str], key: str, parse: Callable[[object], T], *, cure: str) -> T | None:
-        return self._read(key, parse, cure=cure) if key in allowed else None
+    def _refuse_others(self, kind: FaultKind, allowed: Collection[str]) -> None:
+        for key in sorted(self._table.keys() - set(allowed)):
+            meant = closest(key, allowed)
+            cure = f"did you mean {meant!r}?" if meant else f"a {kind} takes {', '.join(allowed)}"
+            self._note(key, f"is not a key of a {kind}", cure)
 
-    def _optional(self, key: str, parse: Callable[[object], T], *, cure: str) -> T | None:
-        return self._read(key, parse, cure=cure) if key in self._table else None
+    def _if(self, present: Collection[str], key: str, parse: Callable[[object], T], *, cure: str) -> T | None:
+        return self._read(key, parse, cure=cure) if key in present else None
 
     def _read(self, key: str, parse: Callable[[object], T], *, cure: str) -> T | None:
         if key not in self._table:
@@ -150,15 +159,13 @@ class _Entry:
             self._note(key, str(error), cure)
             return None
 
-    def _note(self, key: str | None, what: str, cure: str) -> None:
-        self._problems.append(
-            Problem(key=f"{self._place}: {key}" if key else self._place, what=what, cure=cure)
-        )
+    def _note(self, key: str, what: str, cure: str) -> None:
+        self._problems.append(Problem(key=f"fault[{self._number}]: {key}", what=what, cure=cure))
 
     def _pair(self, value: object) -> tuple[str, str]:
         match value:
             case [str(first), str(second)] if first != second:
-                if self._links is not None and frozenset((first, second)) not in self._links:
+                if self._pairs is not None and frozenset((first, second)) not in self._pairs:
                     raise ValueError(f"the job has no link between {first!r} and {second!r}")
                 return first, second
         raise ValueError(f"must name two clouds, not {value!r}")
@@ -206,7 +213,7 @@ def _num_bytes(value: object) -> int:
     return value
 
 
-def _one_of(value: object, clouds: Collection[str]) -> str:
+def _one_of(clouds: Collection[str], value: object) -> str:
     if value not in clouds:
         raise ValueError(f"must be one of the two clouds, not {value!r}")
     return str(value)

@@ -8,15 +8,16 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address
 from isthmus.wan.certificates import Identity, gateway_name, parse_server_name
 from isthmus.wan.registration import LIFE_SIGN, MAX_LINE_BYTES, Entry, KeepAlive, answer_line, read_line
 from isthmus.wan.relay import Relay
-from isthmus.wan.sockets import accept_all, listen
+from isthmus.wan.sockets import Acceptor, listen, why
 
 _GREETING_TIMEOUT_S = 5.0
 
@@ -63,22 +64,25 @@ class Gateway:
         self._holders: dict[int, _Holder] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = listen("127.0.0.1", 0)
+        self._acceptor: Acceptor | None = None
         self._relay = Relay(self.route)
 
     async def start(self, host: str, port: int) -> Address:
         """Listen, on all interfaces if `host` is empty, and return the address that was bound."""
         context = self._identity.ssl_server_context()
-        self._spawn(accept_all(self._listener, lambda sock: self._spawn(self._serve(sock, context))))
+        self._acceptor = Acceptor(self._listener, lambda sock, _: self._receive(sock, context))
         return await self._relay.start(host, port)
 
     async def close(self) -> None:
         """Reset what is relayed and let go of all registrations."""
         await self._relay.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
+        self._listener.close()
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._listener.close()
 
     def route(self, name: str) -> Address:
         """Return where a server name leads, or raise Refused with the reason."""
@@ -95,24 +99,30 @@ class Gateway:
             raise Refused(f"rank {rank} of {cloud} has not registered")
         return self._holders[rank].entry.address
 
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(coroutine)
+    def _receive(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        task = asyncio.create_task(self._serve(sock, context))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._settle, sock))
+
+    def _settle(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            # It may have been cancelled before its first step, which would have taken care of the socket.
+            sock.close()
 
     async def _serve(self, sock: socket.socket, context: ssl.SSLContext) -> None:
         try:
             reader, writer = await _open_streams(sock, context)
         except OSError as error:
-            _log.warning("refused a registration: %s", error)
+            _log.warning("refused a registration: %s", why(error))
             return
         try:
             await self._register(reader, writer)
         except (FrameError, Refused) as error:
             _log.warning("refused a registration: %s", error.message)
             writer.write(answer_line(error.message))
-        except (OSError, TimeoutError) as error:
-            _log.info("a registration ended: %s", error or "the rank is silent")
+        except OSError as error:
+            _log.info("a registration ended: %s", why(error))
         finally:
             writer.close()
 
@@ -130,7 +140,7 @@ class Gateway:
             self._release(holder)
 
     def _check_cloud(self, writer: asyncio.StreamWriter) -> None:
-        names = [name for _, name in writer.get_extra_info("peercert")["subjectAltName"]]
+        names = [name for _, name in writer.get_extra_info("peercert").get("subjectAltName", ())]
         if f"{self._identity.cloud}.isthmus" not in names:
             raise Refused(f"only ranks of {self._identity.cloud} register here, not {', '.join(names)}")
 

@@ -24,7 +24,9 @@ class Pipe:
         self.line = Line(shape, seed=seed)
         self.num_bytes = 0
         # A receiver that is late now and then must not cost the line its rate.
-        self.write_buffer_bytes = max(_WRITE_BUFFER_BYTES, self.line.buffer_bytes)
+        self.write_buffer_bytes = _WRITE_BUFFER_BYTES
+        if shape.bandwidth_bps is not None:
+            self.write_buffer_bytes = max(_WRITE_BUFFER_BYTES, self.line.buffer_bytes)
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self.run)
         self._lateness = _Lateness()

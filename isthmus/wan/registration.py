@@ -18,6 +18,7 @@ from typing import Self
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address, parse_address
 from isthmus.wan.certificates import Identity, gateway_name
+from isthmus.wan.sockets import why
 
 MAX_LINE_BYTES = 1024
 LIFE_SIGN = b"\n"
@@ -96,7 +97,7 @@ class Registration:
         """Leave the gateway."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait([self._task])
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -114,8 +115,15 @@ class Registration:
             self._registered.clear()
             try:
                 await self._register(context)
-            except (OSError, FrameError, TimeoutError) as error:
-                _log.warning("gateway %s: %s; trying again", self._gateway, error)
+            except OSError as error:
+                _log.warning("gateway %s: %s; trying again", self._gateway, why(error))
+            except FrameError as error:
+                _log.warning("gateway %s: %s; trying again", self._gateway, error.message)
+            except Refused as error:
+                _log.error(
+                    "gateway %s turned rank %d down: %s", self._gateway, self._entry.rank, error.message
+                )
+                raise
             # Ranks that lost the same gateway must not come back all at once.
             retry_s = _MIN_RETRY_S if self._registered.is_set() else min(2 * retry_s, _MAX_RETRY_S)
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
@@ -186,7 +194,7 @@ def _failure(error: ssl.SSLError, gateway: Address) -> ConnectionError | Refused
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return ConnectionError("it ended the connection")
     return Refused(
-        f"the certificate shown by or to the gateway at {gateway} was turned down: {error.reason or error}",
+        f"the certificate shown by or to the gateway at {gateway} was turned down: {why(error)}",
         hint="look at both folders with: isthmus certs show",
     )
 

@@ -18,9 +18,9 @@ from isthmus.wan.pipes import Pipe, Side
 from isthmus.wan.precise_loop import precise_loop
 from isthmus.wan.shaping import Direction, Shape
 from isthmus.wan.sockets import (
-    accept_all,
+    Acceptor,
     connect,
-    is_dialled_by_itself,
+    ends_at,
     listen,
     peer_name,
     reset_on_close,
@@ -89,7 +89,7 @@ class _Connection:
 
     def _lose(self) -> None:
         self._num_lost += 1
-        if self._num_lost == 2:
+        if self._num_lost == 2 and not self.closed.done():
             self.closed.set_result(None)
 
 
@@ -117,9 +117,10 @@ class Relay:
         self._down = Pipe(down or Shape(), seed=2 * seed + 1)
         self._loop = asyncio.get_running_loop()
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._acceptor: Acceptor | None = None
         self._waiting: set[asyncio.Task[None]] = set()
         self._open: set[_Connection] = set()
+        self._own_ends: set[object] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._num_relayed = 0
         self._num_dropped = 0
@@ -129,7 +130,7 @@ class Relay:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Listen, on all interfaces if `host` is empty, and return the address that was bound."""
         self._listener = listen(host, port)
-        self._accepting = self._loop.create_task(accept_all(self._listener, self._receive))
+        self._acceptor = Acceptor(self._listener, self._receive)
         bound = self._listener.getsockname()
         return Address(host=bound[0], port=bound[1])
 
@@ -137,11 +138,8 @@ class Relay:
         """Stop listening and reset every connection."""
         for timer in self._timers:
             timer.cancel()
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.wait([self._accepting])
-        if self._listener is not None:
-            self._listener.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         ends = [*self._waiting, *(connection.closed for connection in self._open)]
         self._reset_all()
         await asyncio.gather(*ends, return_exceptions=True)
@@ -186,33 +184,35 @@ class Relay:
         if any(fault.kind is FaultKind.SLOW_DOWN for fault in faults):
             self._check_can_slow_down()
         for fault in faults:
-            _log.info("%s in %g s", fault.kind, fault.at_s)
-            self._timers.append(
-                self._loop.call_later(fault.at_s, partial(inject, fault, self, dialer=dialer))
-            )
+            self._timers.append(self._loop.call_later(fault.at_s, self._happen, fault, dialer))
 
-    def _receive(self, client: socket.socket) -> None:
-        if self._loop.time() < self._cut_until_s:
+    def _receive(self, client: socket.socket, place: object) -> None:
+        if place in self._own_ends:
+            self._own_ends.discard(place)
+            client.close()
+        elif self._loop.time() < self._cut_until_s:
             self._drop(client, "the link is cut")
         elif len(self._waiting) >= self._limits.max_num_waiting:
             self._drop(client, f"{len(self._waiting)} connections are waiting already")
         elif len(self._open) >= self._limits.max_num_open:
             self._drop(client, f"{len(self._open)} connections are open already")
         else:
-            task = self._loop.create_task(self._admit(client))
+            task = self._loop.create_task(self._join(client))
             self._waiting.add(task)
-            task.add_done_callback(self._waiting.discard)
+            task.add_done_callback(partial(self._settle, client))
 
-    async def _admit(self, client: socket.socket) -> None:
-        try:
-            await self._join(client)
-        except (FrameError, Refused) as error:
-            self._drop(client, error.message)
-        except OSError as error:
-            self._drop(client, why(error))
-        except asyncio.CancelledError:
-            self._drop(client, "the link is cut")
-            raise
+    def _settle(self, client: socket.socket, task: asyncio.Task[None]) -> None:
+        # Not in the task itself: one that is cancelled before its first step would leave the socket open.
+        self._waiting.discard(task)
+        error = ConnectionError("the link is cut") if task.cancelled() else task.exception()
+        match error:
+            case FrameError() | Refused():
+                self._drop(client, error.message)
+            case OSError():
+                self._drop(client, why(error))
+            case BaseException():
+                client.close()
+                raise error
 
     async def _join(self, client: socket.socket) -> None:
         tune(client, receive_bytes=_receive_bytes(self._up))
@@ -260,7 +260,8 @@ class Relay:
             raise Refused(f"{address} did not answer in {self._limits.dial_timeout_s:g} s") from None
         except OSError as error:
             raise Refused(f"cannot reach {address}: {why(error)}") from None
-        if self._listener is not None and is_dialled_by_itself(server, self._listener):
+        if self._listener is not None and ends_at(server, self._listener):
+            self._own_ends.add(server.getsockname())
             server.close()
             raise Refused(f"{address} leads back to this relay")
         return server
@@ -270,6 +271,10 @@ class Relay:
         _log.warning("dropped a connection from %s: %s", peer_name(client), reason)
         reset_on_close(client)
         client.close()
+
+    def _happen(self, fault: Fault, dialer: str) -> None:
+        _log.info("fault: %s", fault.kind)
+        inject(fault, self, dialer=dialer)
 
     def _check_can_slow_down(self) -> None:
         if not any(pipe.line.shape.has_limit for pipe in (self._up, self._down)):

@@ -1,8 +1,8 @@
 """What a WAN does to bytes, without clock or sockets: a shared bottleneck, then a delay.
 
-flow ─┐                          ┌─ flow
-flow ─┼─▶ backlog ─▶ line ─▶ under way ─┼─ flow
-flow ─┘   (bounded)  (bps)   (delay)    └─ flow
+flow ─┐                                 ┌─▶ flow
+flow ─┼─▶ backlog ─▶ line ─▶ under way ─┼─▶ flow
+flow ─┘   (bounded)  (bps)   (delay)    └─▶ flow
 """
 
 import heapq

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import struct
 from collections.abc import Callable
 
@@ -38,18 +39,44 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def accept_all(listener: socket.socket, receive: Callable[[socket.socket], None]) -> None:
-    """Hand every connection that comes to `receive`, until cancelled."""
-    loop = asyncio.get_running_loop()
-    while True:
+class Acceptor:
+    """Hands every connection that comes to a listener to `receive`, with where it comes from, until closed.
+
+    It does so in a callback: a task that awaits the next connection would lose the one that comes while the
+    task is cancelled.
+    """
+
+    def __init__(self, listener: socket.socket, receive: Callable[[socket.socket, object], None]) -> None:
+        self._listener = listener
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._resume()
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
         try:
-            sock, _ = await loop.sock_accept(listener)
+            sock, place = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
         except OSError as error:
-            # A client that gave up, or no file descriptor left: neither may end the listener.
-            _log.warning("cannot accept a connection: %s", error)
-            await asyncio.sleep(_ACCEPT_PAUSE_S)
+            # No file descriptor is left, say: that must not end the listener, nor keep it spinning.
+            _log.warning("cannot accept a connection: %s", why(error))
+            self._loop.remove_reader(self._listener)
+            self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
         else:
-            receive(sock)
+            sock.setblocking(False)
+            self._receive(sock, place)
 
 
 async def connect(address: Address) -> socket.socket:
@@ -66,6 +93,7 @@ async def connect(address: Address) -> socket.socket:
             server.close()
             failure = error
         except asyncio.CancelledError:
+            reset_on_close(server)
             server.close()
             raise
         else:
@@ -73,14 +101,16 @@ async def connect(address: Address) -> socket.socket:
     raise failure or OSError(f"{address.host} has no address")
 
 
-def is_dialled_by_itself(sock: socket.socket, listener: socket.socket) -> bool:
-    """Return whether a connection ends at this machine's own listener."""
+def ends_at(sock: socket.socket, listener: socket.socket) -> bool:
+    """Return whether a connection that was dialled here ends at a listener of this machine."""
     there, here = sock.getpeername(), sock.getsockname()
     return bool(there[0] == here[0] and there[1] == listener.getsockname()[1])
 
 
 def why(error: OSError) -> str:
-    """Return the reason in an error, in the system's plain words where it has them."""
+    """Return the reason in an error, in plain words where TLS or the system has them."""
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or str(error)).replace("_", " ").lower()
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error) or type(error).__name__
 
 

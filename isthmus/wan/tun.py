@@ -99,18 +99,16 @@ class TunWan:
         _ip("netns", "add", namespace)
         stack.callback(_ip, "netns", "delete", namespace)
         _ip("link", "set", device, "netns", namespace)
-        _ip("-n", namespace, "link", "set", device, "mtu", str(self._mtu_bytes), "txqueuelen", _TX_QUEUE_PACKETS, "up")
+        _ip("-n", namespace, "link", "set", device, "mtu", str(self._mtu_bytes))
+        _ip("-n", namespace, "link", "set", device, "txqueuelen", _TX_QUEUE_PACKETS, "up")
         _ip("-n", namespace, "link", "set", "lo", "up")
         _ip("-n", namespace, "address", "add", f"{self.address(place)}/30", "dev", device)
         return tun
 
     async def _join(self, near: int, far: int) -> tuple["_Wire", "_Wire"]:
-        ab, ba = (
-            _Wire(source, sink, shape, queue_bytes=self._queue_bytes, seed=self._seed + number)
-            for number, (source, sink, shape) in enumerate(
-                [(near, far, self._shapes[0]), (far, near, self._shapes[1])]
-            )
-        )
+        there, back = self._shapes
+        ab = _Wire(near, far, there, queue_bytes=self._queue_bytes, seed=2 * self._seed)
+        ba = _Wire(far, near, back, queue_bytes=self._queue_bytes, seed=2 * self._seed + 1)
         return ab, ba
 
     async def _stop(self) -> None:

@@ -58,6 +58,7 @@ def test_any_start_of_a_hello_only_asks_for_more() -> None:
     assert all(parse_client_hello(HELLO[:length]) is None for length in range(len(HELLO)))
 
 
+@settings(deadline=None)
 @given(size=st.integers(min_value=40, max_value=600))
 def test_a_hello_may_span_records(size: int) -> None:
     assert parse_client_hello(records(HELLO[5:], size=size)) == NAME
@@ -98,6 +99,7 @@ def test_a_hello_that_never_ends_is_refused_at_the_bound() -> None:
         parse_client_hello(endless)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_give_a_name_or_one_error(data: bytes) -> None:
     _parse_any(data)

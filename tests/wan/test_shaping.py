@@ -2,7 +2,7 @@ import math
 from collections import defaultdict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
@@ -29,7 +29,7 @@ def piece(num_bytes: int) -> memoryview:
 
 def drain(line: Line, now_s: float = 0.0, *, late_s: float = 0.0) -> list[tuple[float, Flow, Piece]]:
     """Look whenever the line asks to be looked at, `late_s` late; return what came, and when it was seen."""
-    arrived = []
+    arrived: list[tuple[float, Flow, Piece]] = []
     for _ in range(100_000):
         wake_s = line.wake_s()
         if wake_s is None:
@@ -47,12 +47,14 @@ def num_bytes_of(arrived: list[tuple[float, Flow, Piece]], flow: Flow) -> int:
     return sum(len(came) for _, of, came in arrived if of is flow and not isinstance(came, End))
 
 
+@settings(deadline=None)
 @given(shape=shapes, offers=offers, seed=st.integers(0, 9), late_s=st.floats(0, 0.05))
 def test_every_byte_comes_once_and_in_order(
     shape: Shape, offers: list[tuple[int, bytes, float]], seed: int, late_s: float
 ) -> None:
     line, flows, now_s = Line(shape, seed=seed), [Flow() for _ in range(4)], 0.0
-    sent, came = defaultdict(bytes), defaultdict(bytes)
+    sent: dict[Flow, bytes] = defaultdict(bytes)
+    came: dict[Flow, bytes] = defaultdict(bytes)
     for number, data, pause_s in offers:
         now_s += pause_s
         line.offer(flows[number], memoryview(data), now_s)
@@ -65,6 +67,7 @@ def test_every_byte_comes_once_and_in_order(
     assert line.backlog_bytes == 0
 
 
+@settings(deadline=None)
 @given(
     mbps=st.floats(10, 1000),
     delay_s=st.floats(0, 0.2),
@@ -103,13 +106,14 @@ def test_a_small_message_is_not_stuck_behind_bulk() -> None:
     assert last_s(arrived, bulk) == pytest.approx(65_636 * 8 / 10e6, abs=0.002)
 
 
+@settings(deadline=None)
 @given(num_flows=st.integers(2, 8), mbps=st.floats(10, 1000))
 def test_saturated_flows_share_evenly(num_flows: int, mbps: float) -> None:
     line, flows = Line(Shape(bandwidth_bps=mbps * MBPS)), [Flow() for _ in range(num_flows)]
     for flow in flows:
         line.offer(flow, piece(400_000), 0.0)
     middle_s = num_flows * 400_000 * 8 / (mbps * MBPS) / 2
-    shares = defaultdict(int)
+    shares: dict[Flow, int] = defaultdict(int)
     for flow, came in line.advance(middle_s):
         shares[flow] += len(came) if isinstance(came, memoryview) else 0
     assert max(shares.values()) - min(shares.values()) <= 2 * line.quantum_bytes
@@ -131,6 +135,7 @@ def test_more_capped_connections_than_fit_fill_the_line() -> None:
     assert max(last_s(drain(line), flow) for flow in [flows[-1]]) == pytest.approx(0.08, abs=0.003)
 
 
+@settings(deadline=None)
 @given(num_flows=st.integers(1, 20), mbps=st.floats(1, 1000))
 def test_readers_that_keep_to_the_room_keep_to_the_buffer_and_a_newcomer_finds_room(
     num_flows: int, mbps: float
@@ -203,7 +208,7 @@ def test_corruption_flips_as_many_bytes_of_bulk_as_asked_and_no_small_message() 
     line.offer(small, piece(100), 0.0)
     line.offer(bulk, piece(5_000), 0.0)
     line.offer(bulk, piece(5_000), 0.0)
-    came = {flow: b"" for flow in (small, bulk)}
+    came = dict.fromkeys((small, bulk), b"")
     for _, flow, part in drain(line):
         came[flow] += bytes(part) if isinstance(part, memoryview) else b""
     assert came[small] == bytes(100)

@@ -1,0 +1,204 @@
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import JobError, UserError
+from isthmus.wan.faults import Fault, FaultKind, inject, load_faults
+from isthmus.wan.shaping import Direction
+
+GOOD = """
+[[fault]]
+at = "30 s"
+kind = "blackhole"
+between = ["east", "west"]
+duration = "500 ms"
+
+[[fault]]
+at = "1 s"
+kind = "slow-down"
+between = ["west", "east"]
+duration = "1 min"
+factor = 10
+
+[[fault]]
+at = "40 s"
+kind = "corrupt"
+between = ["east", "west"]
+from = "west"
+bytes = 3
+
+[[fault]]
+at = "2 s"
+kind = "cut"
+between = ["east", "west"]
+duration = "5 s"
+"""
+CUT = 'kind = "cut"\nbetween = ["east", "west"]\nduration = "5 s"\n'
+
+
+class Recorder:
+    """A link that only notes what is done to it."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[object, ...]] = []
+
+    def cut(self, duration_s: float) -> None:
+        self.done.append(("cut", duration_s))
+
+    def blackhole(self, duration_s: float) -> None:
+        self.done.append(("blackhole", duration_s))
+
+    def slow_down(self, factor: float, duration_s: float) -> None:
+        self.done.append(("slow_down", factor, duration_s))
+
+    def corrupt(self, direction: Direction, num_bytes: int = 1) -> None:
+        self.done.append(("corrupt", direction, num_bytes))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "faults.toml"
+    path.write_text(text)
+    return path
+
+
+def test_faults_are_read_in_the_order_of_their_times(tmp_path: Path) -> None:
+    faults = load_faults(write(tmp_path, GOOD), links=[("east", "west")])
+    assert [(fault.at_s, fault.kind) for fault in faults] == [
+        (1.0, FaultKind.SLOW_DOWN),
+        (2.0, FaultKind.CUT),
+        (30.0, FaultKind.BLACKHOLE),
+        (40.0, FaultKind.CORRUPT),
+    ]
+    assert faults[0] == Fault(
+        at_s=1.0, kind=FaultKind.SLOW_DOWN, between=("west", "east"), duration_s=60.0, factor=10.0
+    )
+    assert (faults[3].sender, faults[3].num_bytes) == ("west", 3)
+
+
+def test_a_fault_does_to_the_link_what_it_says(tmp_path: Path) -> None:
+    link = Recorder()
+    for fault in load_faults(write(tmp_path, GOOD)):
+        inject(fault, link, dialer="west")
+    assert link.done == [
+        ("slow_down", 10.0, 60.0),
+        ("cut", 5.0),
+        ("blackhole", 0.5),
+        ("corrupt", Direction.UP, 3),
+    ]
+
+
+def test_corruption_comes_from_the_first_cloud_unless_told(tmp_path: Path) -> None:
+    text = '[[fault]]\nat = "1 s"\nkind = "corrupt"\nbetween = ["east", "west"]\n'
+    link = Recorder()
+    inject(load_faults(write(tmp_path, text))[0], link, dialer="west")
+    assert link.done == [("corrupt", Direction.DOWN, 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "what", "cure"),
+    [
+        ("", "fault", "is missing", "[[fault]] at ="),
+        ("fault = 3", "fault", "is missing", "[[fault]] at ="),
+        ("fault = [3]", "fault[0]", "must be a table", "[[fault]] at ="),
+        (f'[[fault]]\nat = "1 s"\n{CUT}\n[other]', "other", "is not a known key", "[[fault]] at ="),
+        (f"[[fault]]\n{CUT}", "fault[0]: at", "is missing", 'such as at = "30 s"'),
+        (f"[[fault]]\nat = 5\n{CUT}", "fault[0]: at", "must be a text with a unit, not 5", "such as at"),
+        (f'[[fault]]\nat = "5"\n{CUT}', "fault[0]: at", "it has no unit", "such as at"),
+        (
+            '[[fault]]\nat = "5 s"\nkind = "cutt"\nbetween = ["east", "west"]\nduration = "1 s"',
+            "fault[0]: kind",
+            "'cutt' is no kind of fault",
+            "use one of cut, blackhole, slow-down, corrupt",
+        ),
+        (
+            f'[[fault]]\nat = "5 s"\ndurations = "1 s"\n{CUT}',
+            "fault[0]: durations",
+            "is not a key of a cut",
+            "did you mean 'duration'?",
+        ),
+        (
+            f'[[fault]]\nat = "5 s"\nfactor = 2\n{CUT}',
+            "fault[0]: factor",
+            "is not a key of a cut",
+            "a cut takes at, kind, between, duration",
+        ),
+        (
+            '[[fault]]\nat = "5 s"\nkind = "cut"\nbetween = ["east", "west"]\nduration = "0 s"',
+            "fault[0]: duration",
+            "must be more than 0",
+            'such as duration = "5 s"',
+        ),
+        (
+            '[[fault]]\nat = "5 s"\nkind = "cut"\nbetween = ["east"]\nduration = "1 s"',
+            "fault[0]: between",
+            "must name two clouds, not ['east']",
+            "such as between",
+        ),
+        (
+            '[[fault]]\nat = "5 s"\nkind = "cut"\nbetween = ["east", "north"]\nduration = "1 s"',
+            "fault[0]: between",
+            "the job has no link between 'east' and 'north'",
+            "such as between",
+        ),
+        (
+            f'[[fault]]\nat = "5 s"\nfactor = 1\n{CUT.replace("cut", "slow-down")}',
+            "fault[0]: factor",
+            "must be a number above 1 and below a million, not 1",
+            "such as factor = 10",
+        ),
+        (
+            '[[fault]]\nat = "5 s"\nkind = "corrupt"\nbetween = ["east", "west"]\nbytes = true',
+            "fault[0]: bytes",
+            "must be a whole number from 1 to 1024, not True",
+            "such as bytes = 1",
+        ),
+        (
+            '[[fault]]\nat = "5 s"\nkind = "corrupt"\nbetween = ["east", "west"]\nfrom = "north"',
+            "fault[0]: from",
+            "must be one of the two clouds, not 'north'",
+            "name one of `between`",
+        ),
+    ],
+)
+def test_a_wrong_fault_is_named_with_its_cure(
+    tmp_path: Path, text: str, key: str, what: str, cure: str
+) -> None:
+    with pytest.raises(JobError) as raised:
+        load_faults(write(tmp_path, text), links=[("east", "west")])
+    (problem,) = raised.value.problems
+    assert problem.key == key
+    assert what in problem.what
+    assert problem.cure is not None
+    assert cure in problem.cure
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(JobError) as raised:
+        load_faults(
+            write(tmp_path, '[[fault]]\nat = 5\nkind = "cut"\n[[fault]]\nkind = "corrupt"\nat = "1 s"')
+        )
+    assert [problem.key for problem in raised.value.problems] == [
+        "fault[0]: between",
+        "fault[0]: at",
+        "fault[0]: duration",
+        "fault[1]: between",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff\xfe", "cannot be read: it is not UTF-8 text"),
+        (b"[[fault", "is not TOML: "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_sentence(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "faults.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as raised:
+        load_faults(path)
+    assert raised.value.hint

@@ -1,0 +1,360 @@
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from isthmus.cli.gateway import gateway as gateway_verb
+from isthmus.errors import FrameError, Refused, UserError
+from isthmus.job import Address
+from isthmus.wan.certificates import (
+    Identity,
+    make_authority,
+    make_request,
+    server_name,
+    sign_request,
+    throwaway,
+)
+from isthmus.wan.gateway import Gateway, RankChange
+from isthmus.wan.registration import Entry, KeepAlive, Registration
+
+PATIENCE_S = 20.0
+CALM = KeepAlive(interval_s=0.2, timeout_s=PATIENCE_S)
+HASTY = KeepAlive(interval_s=0.05, timeout_s=1.5)
+IDENTITIES = throwaway(["east", "west"])
+EAST, WEST = IDENTITIES["east"], IDENTITIES["west"]
+STRANGER = throwaway(["east"])["east"]
+
+
+class Running:
+    """A gateway of east with four ranks, and what it has told."""
+
+    def __init__(
+        self, gateway: Gateway, address: Address, changes: list[RankChange], keep_alive: KeepAlive
+    ) -> None:
+        self.gateway = gateway
+        self.address = address
+        self.changes = changes
+        self.keep_alive = keep_alive
+
+    def registration(self, rank: int, address: Address, identity: Identity = EAST) -> Registration:
+        entry = Entry(rank=rank, address=address)
+        return Registration(self.address, identity=identity, entry=entry, keep_alive=self.keep_alive)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_so():  # noqa: ASYNC110 - a test may look
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(*, port: int = 0, keep_alive: KeepAlive = CALM) -> AsyncIterator[Running]:
+    changes: list[RankChange] = []
+    gateway = Gateway(identity=EAST, num_ranks=4, on_change=changes.append, keep_alive=keep_alive)
+    address = await gateway.start("127.0.0.1", port)
+    try:
+        yield Running(gateway, address, changes, keep_alive)
+    finally:
+        await gateway.close()
+
+
+@asynccontextmanager
+async def rank_server(identity: Identity = EAST) -> AsyncIterator[Address]:
+    """A rank that sends back, over its own TLS, one line with the caller's cloud in front."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        names = [name for _, name in writer.get_extra_info("peercert")["subjectAltName"]]
+        writer.write(names[0].encode() + b" said " + await reader.readline())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=identity.ssl_server_context())
+    async with server:
+        yield Address(host="127.0.0.1", port=server.sockets[0].getsockname()[1])
+
+
+async def say(gateway: Address, name: str, line: bytes, identity: Identity = WEST) -> bytes:
+    """Dial a name through a gateway, say one line, and return the answer."""
+    async with asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection(
+            gateway.host, gateway.port, ssl=identity.ssl_client_context(), server_hostname=name
+        )
+        try:
+            writer.write(line)
+            return await reader.readline()
+        finally:
+            writer.close()
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(2 * PATIENCE_S):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+def test_a_registered_rank_is_reached_by_name_with_tls_from_end_to_end() -> None:
+    async def scenario() -> None:
+        async with running() as here, rank_server() as rank, here.registration(3, rank):
+            answer = await say(here.address, server_name("east", 3), b"hello\n")
+            assert answer == b"west.isthmus said hello\n"
+            assert here.changes == [RankChange(rank=3, address=rank, num_registered=1)]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("rank-2.east.isthmus", "rank 2 of east has not registered"),
+        ("rank-3.west.isthmus", "this is the gateway of east, not of west"),
+        ("example.com", "'example.com' is not the name of a rank"),
+    ],
+)
+def test_a_name_without_a_rank_behind_it_is_dropped_with_the_reason(
+    name: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with running() as here:
+            with pytest.raises(OSError, match=r"reset|SSL"):
+                await say(here.address, name, b"hello\n")
+
+    run(scenario)
+    assert reason in caplog.text
+
+
+def test_a_rank_that_leaves_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with running() as here, rank_server() as rank:
+            async with here.registration(0, rank):
+                pass
+            await here.until(lambda: len(here.changes) == 2)
+            assert here.changes[1] == RankChange(rank=0, address=None, num_registered=0)
+            with pytest.raises(Refused, match="rank 0 of east has not registered"):
+                here.gateway.route("rank-0.east.isthmus")
+
+    run(scenario)
+
+
+def test_a_rank_that_falls_silent_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with running(keep_alive=HASTY) as here:
+            reader, writer = await asyncio.open_connection(
+                here.address.host,
+                here.address.port,
+                ssl=EAST.ssl_client_context(),
+                server_hostname="gateway.east.isthmus",
+            )
+            writer.write(b'{"rank": 1, "address": "10.0.0.5:4000"}\n')
+            assert json.loads(await reader.readline()) == {"ok": True}
+            assert await reader.readline() == b""
+            assert [change.address is None for change in here.changes] == [False, True]
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_rank_stays_registered_while_it_shows_life() -> None:
+    async def scenario() -> None:
+        async with running(keep_alive=HASTY) as here, rank_server() as rank, here.registration(1, rank):
+            await asyncio.sleep(2 * HASTY.timeout_s)
+            assert here.gateway.route("rank-1.east.isthmus") == rank
+            assert len(here.changes) == 1
+
+    run(scenario)
+
+
+def test_of_two_registrations_the_newer_holds_and_the_older_is_told() -> None:
+    async def scenario() -> None:
+        old, new = Address(host="10.0.0.5", port=4000), Address(host="10.0.0.6", port=4000)
+        async with running() as here, here.registration(1, old) as older, here.registration(1, new):
+            with pytest.raises(Refused, match=r"rank 1 has been registered anew, at 10\.0\.0\.6:4000"):
+                await older.wait_refused()
+            assert here.gateway.route("rank-1.east.isthmus") == new
+            assert [change.address for change in here.changes] == [old, new]
+
+    run(scenario)
+
+
+def test_a_registration_outlives_its_gateway(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with rank_server() as rank:
+            async with running() as first:
+                port = first.address.port
+                registration = first.registration(2, rank)
+                await registration.start()
+            async with running(port=port) as second:
+                await second.until(lambda: len(second.changes) == 1)
+                assert await say(second.address, server_name("east", 2), b"again\n") == (
+                    b"west.isthmus said again\n"
+                )
+                await registration.close()
+
+    run(scenario)
+    assert "trying again" in caplog.text
+
+
+def test_a_registration_waits_for_a_gateway_that_comes_later() -> None:
+    async def scenario() -> None:
+        async with running() as early:
+            address = early.address
+        here = Address(host="10.0.0.5", port=4000)
+        entry = Entry(rank=0, address=here)
+        registration = Registration(address, identity=EAST, entry=entry, keep_alive=CALM)
+        starting = asyncio.create_task(registration.start())
+        await asyncio.sleep(0.1)
+        assert not starting.done()
+        async with running(port=address.port) as late:
+            await starting
+            assert late.gateway.route("rank-0.east.isthmus") == here
+            await registration.close()
+
+    run(scenario)
+
+
+def test_only_ranks_of_the_cloud_itself_register(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with running() as here:
+            line = b'{"rank": 1, "address": "10.0.0.5:4000"}\n'
+            answer = json.loads(await say(here.address, "gateway.east.isthmus", line, WEST))
+            reason = "only ranks of east register here, not west.isthmus, *.west.isthmus"
+            assert answer == {"error": reason}
+            assert here.changes == []
+
+    run(scenario)
+    assert "only ranks of east register here" in caplog.text
+
+
+def test_a_certificate_of_another_authority_is_refused_on_both_sides(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with running() as here:
+            with pytest.raises(Refused, match="certificate shown by or to the gateway"):
+                await here.registration(1, here.address, STRANGER).start()
+            await here.until(lambda: "refused a registration" in caplog.text)
+            assert here.changes == []
+
+    run(scenario)
+
+
+def test_a_caller_without_certificate_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(cadata=EAST.authority_pem.decode())
+        async with running() as here:
+            reader, writer = await asyncio.open_connection(
+                here.address.host, here.address.port, ssl=context, server_hostname="gateway.east.isthmus"
+            )
+            writer.write(b'{"rank": 1, "address": "10.0.0.5:4000"}\n')
+            with contextlib.suppress(OSError):
+                assert await reader.readline() == b""
+            writer.close()
+            await here.until(lambda: "peer did not return a certificate" in caplog.text)
+            assert here.changes == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"hello\n", "a line that is not JSON"),
+        (b"[" * 900 + b"\n", "a line that is not JSON"),
+        (b"\xff\n", "a line that is not JSON"),
+        (b"3\n", "a registration is a rank and an address"),
+        (b'{"rank": true, "address": "10.0.0.5:4000"}\n', "a registration is a rank and an address"),
+        (b'{"rank": 1}\n', "a registration is a rank and an address"),
+        (b'{"rank": 1, "address": "10.0.0.5"}\n', "'10.0.0.5' is no address"),
+        (b'{"rank": 1, "address": "10.0.0.5:0"}\n', "'10.0.0.5:0' has port 0"),
+        (b'{"rank": 4, "address": "10.0.0.5:4000"}\n', "east has no rank 4, only 0 to 3"),
+        (b'{"rank": -1, "address": "10.0.0.5:4000"}\n', "east has no rank -1, only 0 to 3"),
+        (b"x" * 2000 + b"\n", "a line is longer than 1024 bytes"),
+    ],
+)
+def test_a_bad_registration_is_answered_with_one_sentence(line: bytes, reason: str) -> None:
+    async def scenario() -> None:
+        async with running() as here, rank_server() as rank, here.registration(3, rank):
+            answer = await say(here.address, "gateway.east.isthmus", line, EAST)
+            assert json.loads(answer) == {"error": reason}
+            assert await say(here.address, server_name("east", 3), b"fine\n") == b"west.isthmus said fine\n"
+
+    run(scenario)
+
+
+def test_an_entry_survives_its_line() -> None:
+    entry = Entry(rank=7, address=Address(host="2001:db8::7", port=4000))
+    assert Entry.from_line(entry.to_line()) == entry
+    with pytest.raises(FrameError):
+        Entry.from_line(b'{"rank": 1.5, "address": "10.0.0.5:4000"}\n')
+
+
+JOB = """
+name = "two"
+[[cloud]]
+name = "east"
+ranks = 4
+listen = "127.0.0.1:7600"
+certificates = "{folder}"
+[[cloud]]
+name = "west"
+[[link]]
+between = ["east", "west"]
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    folder = tmp_path / "certs"
+    make_authority(folder)
+    sign_request(make_request(folder, "east"), cloud="east", folder=folder)
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.format(folder=folder))
+    return path
+
+
+def test_the_command_says_where_it_listens_and_ends_cleanly_when_told(job: Path) -> None:
+    command = "import typer; from isthmus.cli.gateway import gateway; typer.run(gateway)"
+    bind = f"127.0.0.1:{_free_port()}"
+    arguments = [str(job), "--cloud", "east", "--bind", bind, "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", command, *arguments], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"event": "listening", "address": bind}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cloud", "west"], "cloud 'west' has no `listen`: it only dials out and needs no gateway"),
+        (["--cloud", "eats"], "the job has no cloud 'eats'"),
+        (["--cloud", "east", "--bind", "10.0.0.5:x"], "--bind: '10.0.0.5:x' is no address"),
+        (["--cloud", "east", "--bind", "192.0.2.1"], "cannot listen at 192.0.2.1:7600"),
+    ],
+)
+def test_a_gateway_that_cannot_be_is_one_sentence(job: Path, arguments: list[str], message: str) -> None:
+    app = typer.Typer()
+    app.command()(gateway_verb)
+    result = CliRunner().invoke(app, [str(job), *arguments])
+    assert isinstance(result.exception, UserError)
+    assert message in result.exception.message
+    assert result.exception.hint
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
