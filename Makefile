@@ -5,8 +5,9 @@ INSTALLED := .venv/.installed
 
 .PHONY: demo test check bench soak clean
 
-demo: $(INSTALLED)  ## two local clouds over an emulated WAN: what is measured beside what was set
+demo: $(INSTALLED)  ## what probe measures on an emulated WAN, then a small language model trained across it
 	$(BIN)/isthmus probe examples/two-clouds.toml
+	$(BIN)/isthmus run examples/demo.toml --resume never
 
 test: check  ## all that CI runs
 	$(BIN)/pytest -n 2 --dist worksteal

@@ -58,13 +58,13 @@ async def _serve(spec: "CloudSpec", identity: "Identity", place: tuple[str, int]
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    gateway = Gateway(identity=identity, num_ranks=spec.ranks, on_change=partial(_tell, spec, say))
+    served = Gateway(identity=identity, num_ranks=spec.ranks, on_change=partial(_tell, spec, say))
     try:
-        address = await gateway.start(*place)
+        address = await served.start(*place)
         say(f"gateway of {spec.name} listens at {address}", {"event": "listening", "address": str(address)})
         await stop.wait()
     finally:
-        await gateway.close()
+        await served.close()
 
 
 def _tell(spec: "CloudSpec", say: Say, change: "RankChange") -> None:

@@ -9,6 +9,7 @@ from isthmus.cli.certs import certs_app
 from isthmus.cli.doctor import doctor
 from isthmus.cli.gateway import gateway
 from isthmus.cli.probe import probe
+from isthmus.cli.run import run
 from isthmus.cli.schema import schema
 from isthmus.errors import IsthmusError, JobError, UserError
 
@@ -19,11 +20,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(schema)
+app.command()(run)
 app.command()(probe)
 app.command()(gateway)
 app.command()(doctor)
 app.add_typer(certs_app, name="certs")
+app.command()(schema)
 
 
 def main() -> None:

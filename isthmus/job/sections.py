@@ -59,15 +59,78 @@ class ModelSpec(Frozen):
         return self
 
 
+Task = Literal[
+    "causal-lm", "masked-lm", "sequence-classification", "token-classification", "question-answering"
+]
+
+
 class DataSpec(Frozen):
     """What is trained on."""
 
     source: str = Field(
         min_length=1,
-        description='files, a Hugging Face dataset, or "builtin:..." which ships with the package',
+        description='files, a Hugging Face dataset as "hf:...", or "builtin:...", which the package brings',
         examples=["corpus/*.jsonl"],
     )
-    sequence_length: int = Field(default=1024, ge=1, description="tokens per sequence", examples=[1024])
+    sequence_length: int = Field(
+        default=1024, ge=1, description="tokens per sequence, at most for a task that pads", examples=[1024]
+    )
+    task: Task = Field(
+        default="causal-lm", description="what the model learns to do", examples=["sequence-classification"]
+    )
+    tokenizer: str = Field(
+        default="auto",
+        min_length=1,
+        description='folder or Hugging Face name, "trained" on this data, or "auto": the model\'s own if any',
+        examples=["Qwen/Qwen3-0.6B"],
+    )
+    text_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description='column of the text, or of the words for token classification; "text" or "tokens"',
+        examples=["sentence"],
+    )
+    pair_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="column of the second text, where pairs are classified",
+        examples=["hypothesis"],
+    )
+    label_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description='column of the label, or of the tags of the words; "label" or "tags"',
+        examples=["topic"],
+    )
+    validation_source: str | None = Field(
+        default=None,
+        min_length=1,
+        description="what is evaluated on, as source; a share of source unless given",
+        examples=["corpus/held-out.jsonl"],
+    )
+    validation_share: float = Field(
+        default=0.05,
+        ge=0,
+        le=0.5,
+        description="share of source that is never trained on; unused with validation_source",
+        examples=[0.05],
+    )
+
+    @model_validator(mode="after")
+    def _columns_fit_the_task(self) -> Self:
+        labelled = ("sequence-classification", "token-classification")
+        readers = {
+            "text_column": ("causal-lm", "masked-lm", *labelled),
+            "pair_column": ("sequence-classification",),
+            "label_column": labelled,
+        }
+        for key, tasks in readers.items():
+            if getattr(self, key) is not None and self.task not in tasks:
+                raise FieldError(
+                    f"has a {key}, which {self.task} does not read",
+                    cure=f"leave it out, or set task to {' or '.join(tasks)}",
+                )
+        return self
 
 
 class AutoStrategy(Frozen):
@@ -87,6 +150,17 @@ class PipelineStrategy(Frozen):
         ge=1,
         description="micro-batches per step; chosen by the planner unless given",
         examples=[16],
+    )
+    max_in_flight: int | None = Field(
+        default=None,
+        ge=1,
+        description="the most micro-batches whose activations a stage keeps; all of a step unless given",
+        examples=[8],
+    )
+    policy: Literal["wan-1f1b", "1f1b", "gpipe"] = Field(
+        default="wan-1f1b",
+        description="which pass goes first; only wan-1f1b hides the round trip",
+        examples=["wan-1f1b"],
     )
 
 
@@ -118,6 +192,36 @@ class TrainSpec(Frozen):
         default=524288, ge=1, description="tokens per step, of all clouds together", examples=[524288]
     )
     learning_rate: float = Field(default=3e-4, gt=0, le=1, description="peak learning rate", examples=[3e-4])
+    warmup_share: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="share of the steps in which the learning rate rises to its peak",
+        examples=[0.05],
+    )
+    decay: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine",
+        description="how the learning rate then falls to a tenth, or does not",
+        examples=["cosine"],
+    )
+    weight_decay: float = Field(default=0.1, ge=0, le=10, description="weight decay of AdamW", examples=[0.1])
+    max_norm: float = Field(
+        default=1.0,
+        ge=0,
+        description="norm to which the gradient of all stages is clipped; 0 for no clipping",
+        examples=[1.0],
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of the computation; weights are float32", examples=["bfloat16"]
+    )
+    recompute: bool = Field(
+        default=False,
+        description="recompute activations in the backward pass instead of keeping them",
+        examples=[True],
+    )
+    evaluate_every: int = Field(
+        default=100, ge=0, description="steps between two evaluations; 0 for none", examples=[100]
+    )
 
 
 class CheckpointSpec(Frozen):
@@ -128,4 +232,10 @@ class CheckpointSpec(Frozen):
         alias="every",
         description="time between two checkpoints; 1 s to 7 d",
         examples=["5 min"],
+    )
+    keep: int = Field(
+        default=2,
+        ge=2,
+        description="how many checkpoints are kept; a crash may fall between the saves of two clouds",
+        examples=[2],
     )

@@ -54,6 +54,18 @@ config_values = st.recursive(
 models = st.builds(ModelSpec, source=texts) | st.builds(
     ModelSpec, config=st.dictionaries(texts, config_values, max_size=3)
 )
+datasets = st.builds(
+    DataSpec,
+    source=texts,
+    sequence_length=st.integers(1, 10**6),
+    task=st.just("sequence-classification"),
+    tokenizer=texts,
+    text_column=st.none() | texts,
+    pair_column=st.none() | texts,
+    label_column=st.none() | texts,
+    validation_source=st.none() | texts,
+    validation_share=st.floats(0, 0.5),
+) | st.builds(DataSpec, source=texts, task=st.sampled_from(["causal-lm", "question-answering"]))
 plans = (
     st.just(AutoStrategy(kind="auto"))
     | st.just(DataStrategy(kind="data"))
@@ -104,7 +116,7 @@ def jobs(draw: st.DrawFn) -> Job:
         name=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True)),
         seed=draw(st.integers(0, 2**63 - 1)),
         model=draw(st.none() | models),
-        data=draw(st.none() | st.builds(DataSpec, source=texts, sequence_length=st.integers(1, 10**6))),
+        data=draw(st.none() | datasets),
         cloud=tuple(draw(clouds(name, 7600 + index)) for index, name in enumerate(names)),
         link=tuple(draw(links(first, second)) for first, second in pairwise(names)),
         strategy=draw(plans),

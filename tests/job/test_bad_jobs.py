@@ -344,6 +344,18 @@ WRONG = [
         'for example source = "corpus/*.jsonl"',
     ),
     (
+        "a column that the task does not read",
+        f'{GOOD}[data]\nsource = "x.txt"\nlabel_column = "topic"\n',
+        "data: has a label_column, which causal-lm does not read",
+        "leave it out, or set task to sequence-classification or token-classification",
+    ),
+    (
+        "more validation than training",
+        f'{GOOD}[data]\nsource = "x.txt"\nvalidation_share = 0.6\n',
+        "data.validation_share: must be at most 0.5, not 0.6",
+        "for example validation_share = 0.05",
+    ),
+    (
         "mistyped strategy",
         f'{GOOD}[strategy]\nkind = "pipelin"\n',
         "strategy.kind: must be one of 'auto', 'pipeline', 'data', 'generator-discriminator', not 'pipelin'",

@@ -7,7 +7,7 @@ from hypothesis import given
 from pydantic import ValidationError
 
 from isthmus.errors import UserError
-from isthmus.job import Address, CloudSpec, CodecSpecs, Job, LinkSpec, load_job, parse_codec
+from isthmus.job import Address, CloudSpec, CodecSpecs, Job, LinkSpec, PipelineStrategy, load_job, parse_codec
 from isthmus.job.load import parse_job
 from tests.job.strategies import jobs, with_jobs
 
@@ -89,7 +89,7 @@ def test_every_key_arrives_in_si_units() -> None:
     assert (link.rtt_s, link.jitter_s, link.connection_bps) == (0.06, 0.0, 150e6)
     assert (link.stripes, link.heartbeat_timeout_s, link.usd_per_gib) == (8, 60.0, 0.08)
     assert link.codec == CodecSpecs(forward=parse_codec("rotate | int4"), backward="auto")
-    assert job.strategy.model_dump() == {"kind": "pipeline", "microbatches": 16}
+    assert job.strategy == PipelineStrategy(kind="pipeline", microbatches=16)
     assert (job.train.steps, job.train.batch_tokens, job.train.learning_rate) == (10, 4096, 1e-3)
     assert job.checkpoint.every_s == 90.0
     assert job.data is not None

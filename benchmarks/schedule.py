@@ -1,0 +1,366 @@
+"""Measures the pipeline's schedule over a WAN, with stages that sleep, beside torch's own over Gloo.
+
+python benchmarks/schedule.py [--quick] [--no-torch]
+
+Both sides pass the same micro-batches between two processes through the same emulated WAN; torch's side needs
+root, since a foreign program is put behind it by network namespaces.
+"""
+
+import argparse
+import functools
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from isthmus.events import Span
+from isthmus.job.load import parse_job
+from isthmus.model.boundary import Batch, StageInput
+from isthmus.train.device import Device
+from isthmus.train.messages import Evaluated
+from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.pipeline import Course, Post, pipeline_worker
+from isthmus.train.session import SWITCH_INTERVAL_S
+from isthmus.train.worker import StepEnded
+from isthmus.wan.endpoint import Endpoint
+from isthmus.wan.local import LocalWan
+from isthmus.wan.processes import Report, run_clouds
+from isthmus.wan.shaping import Shape
+from isthmus.wan.tun import TunWan
+
+NUM_TOKENS, WIDTH = 64, 1024  # 256 KiB of float32
+MESSAGE_BITS = 8 * 4 * NUM_TOKENS * WIDTH
+FORWARD_S, BACKWARD_S = 0.010, 0.020
+NUM_WARM_UP_STEPS = 2
+TORCH_SCHEDULES = {"Schedule1F1B": Schedule1F1B, "ScheduleGPipe": ScheduleGPipe}
+PORT = 29_511
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One WAN and one step."""
+
+    rtt_s: float
+    bandwidth_bps: float
+    num_microbatches: int
+    num_steps: int
+
+    @property
+    def compute_s(self) -> float:
+        """What one stage computes in a step."""
+        return self.num_microbatches * (FORWARD_S + BACKWARD_S)
+
+    @property
+    def closed_form_s(self) -> float:
+        """`m·τ + (p-1)·t + 2·Σ tt` for two stages."""
+        on_line_s = MESSAGE_BITS / self.bandwidth_bps
+        interval_s = max(FORWARD_S + BACKWARD_S, on_line_s)
+        travel_s = on_line_s + self.rtt_s / 2
+        return self.num_microbatches * interval_s + FORWARD_S + BACKWARD_S + 2 * travel_s
+
+
+class SleepingOutput:
+    """What a sleeping stage gives; its backward sleeps too."""
+
+    def __init__(self, arrived: Tensor | None, *, is_last: bool) -> None:
+        self.crossing = None if is_last else torch.zeros(1, NUM_TOKENS, WIDTH)
+        self.loss = torch.zeros(()) if is_last else None
+        self.num_correct = None
+        self._arrived = arrived
+
+    def backward(self, *, grad: Tensor | None = None, loss_weight: float = 1.0) -> None:
+        """Sleep, and give a gradient to the stage before."""
+        del grad, loss_weight
+        time.sleep(BACKWARD_S)
+        if self._arrived is not None:
+            self._arrived.grad = torch.zeros_like(self._arrived)
+
+
+class SleepingStage(nn.Module):
+    """Takes the time of a stage and no processor."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        super().__init__()
+        self.model = type("Model", (), {"config": type("Config", (), {"hidden_size": WIDTH})})
+        self._is_last = is_last
+
+    def forward(self, inputs: StageInput) -> SleepingOutput:
+        """Sleep as long as a forward pass takes."""
+        time.sleep(FORWARD_S)
+        return SleepingOutput(inputs.crossing, is_last=self._is_last)
+
+
+class Timer:
+    """An observer that keeps the duration of each step."""
+
+    def __init__(self) -> None:
+        self.durations_s: list[float] = []
+
+    def span(self, span: Span) -> None:
+        """Nothing."""
+
+    def evaluated(self, found: Evaluated) -> None:
+        """Nothing."""
+
+    def step_ended(self, ended: StepEnded) -> None:
+        """Note how long it took."""
+        self.durations_s.append(ended.duration_s)
+
+
+@dataclass(frozen=True)
+class Ids:
+    """The same micro-batches in every step."""
+
+    num_microbatches: int
+
+    def training(self, _: int) -> list[Batch]:
+        """Sequences of one token over and over."""
+        batch = Batch(ids=torch.zeros(1, NUM_TOKENS, dtype=torch.int64), num_targets=1)
+        return [batch] * self.num_microbatches
+
+    def validation(self) -> list[Batch]:
+        """None."""
+        return []
+
+
+def be_cloud(_: Any, endpoint: Endpoint, *, cloud: str, report: Report, case: Case) -> list[float]:
+    """One stage of ours; gives the durations of its steps."""
+    del report
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    is_first = cloud == "east"
+    link = endpoint.link("west" if is_first else "east")
+    link.wait_ready()
+    course = Course(
+        num_stages=2,
+        num_steps=case.num_steps + NUM_WARM_UP_STEPS,
+        num_microbatches=case.num_microbatches,
+        seed=0,
+        max_in_flight=case.num_microbatches,
+    )
+    stage: Any = SleepingStage(is_last=not is_first)
+    timer = Timer()
+    worker, traffic = pipeline_worker(
+        course=course,
+        post=Post(
+            cloud=cloud,
+            index=0 if is_first else 1,
+            up=None if is_first else link,
+            down=link if is_first else None,
+        ),
+        stage=stage,
+        optimizer=Optimizer({"none": nn.Parameter(torch.zeros(1))}, schedule=Schedule(peak=0.1, num_steps=1)),
+        device=Device("cpu"),
+        source=Ids(case.num_microbatches) if is_first else None,
+        observer=timer,
+    )
+    with traffic:
+        worker.run(course.turns())
+    return timer.durations_s[NUM_WARM_UP_STEPS:]
+
+
+def measure_ours(case: Case) -> float:
+    """The median step of ours, in seconds, at the first stage."""
+    job = parse_job(
+        f"""
+        name = "schedule"
+        [[cloud]]
+        name = "east"
+        listen = "127.0.0.1:7600"
+        [[cloud]]
+        name = "west"
+        [[link]]
+        between = ["east", "west"]
+        bandwidth = "{case.bandwidth_bps / 1e6:g} Mbps"
+        rtt = "{1000 * case.rtt_s:g} ms"
+        """,
+        file=Path("schedule.toml"),
+    )
+    with LocalWan(job) as wan:
+        work = functools.partial(be_cloud, case=case)
+        found = run_clouds(job, work, wan, on_report=lambda *_: None)
+    durations_s: list[float] = found["east"]
+    return statistics.median(durations_s)
+
+
+class Slow(torch.autograd.Function):
+    """Sleeps forward and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG004
+        """Sleep as long as a forward pass takes."""
+        time.sleep(FORWARD_S)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        """Sleep as long as a backward pass takes."""
+        time.sleep(BACKWARD_S)
+        return grads[0], grads[0].sum().reshape(1)
+
+
+class SlowModule(nn.Module):
+    """A stage for torch's own schedules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pass on, in its time."""
+        slow: Tensor = Slow.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return slow
+
+
+def be_torch_rank(rank: int, name: str, case: Case) -> None:
+    """One rank of torch's schedule; the first prints the durations of its steps."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    stage = PipelineStage(SlowModule(), rank, 2, torch.device("cpu"))
+    schedule = TORCH_SCHEDULES[name](
+        stage,
+        n_microbatches=case.num_microbatches,
+        loss_fn=lambda output, target: (output - target).square().sum(),
+    )
+    whole = torch.zeros(case.num_microbatches, NUM_TOKENS, WIDTH)
+    durations_s = []
+    for _ in range(case.num_steps + 1):
+        dist.barrier()
+        started_s = time.monotonic()
+        _ = schedule.step(whole) if rank == 0 else schedule.step(target=whole, losses=[])
+        dist.barrier()
+        durations_s.append(time.monotonic() - started_s - case.rtt_s)
+    if rank == 0:
+        print(json.dumps(durations_s[1:]), flush=True)
+    dist.destroy_process_group()
+
+
+def measure_torch(name: str, case: Case) -> float:
+    """The median step of torch's schedule behind the TUN form of the same WAN, in seconds."""
+    shape = Shape(bandwidth_bps=case.bandwidth_bps, delay_s=case.rtt_s / 2)
+    with TunWan(shape, shape) as wan:
+        ranks = []
+        for rank, place in enumerate(("a", "b")):
+            script = [sys.executable, __file__, "--rank", str(rank), "--schedule", name]
+            script += ["--case", json.dumps(asdict(case))]
+            command = wan.command("a" if place == "a" else "b", script)
+            environment = {"MASTER_ADDR": wan.address("a"), "MASTER_PORT": str(PORT)}
+            ranks.append(
+                subprocess.Popen(
+                    command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+                )
+            )
+        outputs = [process.communicate(timeout=300)[0] for process in ranks]
+    durations_s: list[float] = json.loads(outputs[0].splitlines()[-1])
+    return statistics.median(durations_s)
+
+
+def use_the_wan() -> None:
+    """Tell Gloo which interface leads out of this namespace."""
+    names = [name for _, name in socket.if_nameindex() if name != "lo"]
+    os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+
+
+def compare(case: Case, *, with_torch: bool) -> dict[str, float]:
+    """Ours beside torch's, one WAN."""
+    found = {"isthmus": measure_ours(case)}
+    if with_torch:
+        found |= {name: measure_torch(name, case) for name in TORCH_SCHEDULES}
+    return found
+
+
+def show_comparison(console: Console, case: Case, found: dict[str, float]) -> None:
+    """The first table."""
+    table = Table(
+        "schedule", "step", "of compute-bound speed", "bubble", "closed form", "Schedule1F1B is slower by"
+    )
+    for name, step_s in found.items():
+        ratio = found["Schedule1F1B"] / step_s if "Schedule1F1B" in found else float("nan")
+        table.add_row(
+            name,
+            f"{step_s:.3f} s",
+            f"{case.compute_s / step_s:.0%}",
+            f"{1 - case.compute_s / step_s:.1%}",
+            f"{1 - case.compute_s / case.closed_form_s:.1%}" if name == "isthmus" else "",
+            f"{ratio:.2f}×",
+        )
+    console.print(table)
+
+
+def show_sweep(console: Console, rows: list[tuple[Case, float]]) -> None:
+    """The second table."""
+    table = Table("round trip", "bandwidth", "micro-batches", "step", "closed form", "bubble", "closed form")
+    for case, step_s in rows:
+        table.add_row(
+            f"{1000 * case.rtt_s:g} ms",
+            f"{case.bandwidth_bps / 1e6:g} Mbit/s",
+            str(case.num_microbatches),
+            f"{step_s:.3f} s",
+            f"{case.closed_form_s:.3f} s",
+            f"{1 - case.compute_s / step_s:.1%}",
+            f"{1 - case.compute_s / case.closed_form_s:.1%}",
+        )
+    console.print(table)
+
+
+def sweep(*, is_quick: bool) -> list[tuple[Case, float]]:
+    """Ours over many WANs."""
+    rtts_s = (0.0, 0.1) if is_quick else (0.0, 0.04, 0.1, 0.2)
+    bandwidths_bps = (100e6,) if is_quick else (20e6, 100e6, 500e6, 1000e6)
+    counts = (8,) if is_quick else (8, 32, 64)
+    cases = [
+        Case(rtt_s=rtt_s, bandwidth_bps=bandwidth_bps, num_microbatches=count, num_steps=3)
+        for rtt_s, bandwidth_bps, count in product(rtts_s, bandwidths_bps, counts)
+    ]
+    return [(case, measure_ours(case)) for case in cases]
+
+
+def main() -> None:
+    """Measure, print the tables and a JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--schedule", help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        use_the_wan()
+        be_torch_rank(options.rank, options.schedule, Case(**json.loads(options.case)))
+        return
+    console = Console(width=120)
+    num_steps = 3 if options.quick else 7
+    case = Case(rtt_s=0.040, bandwidth_bps=500e6, num_microbatches=32, num_steps=num_steps)
+    found = compare(case, with_torch=not options.no_torch)
+    show_comparison(console, case, found)
+    rows = sweep(is_quick=options.quick)
+    show_sweep(console, rows)
+    machine = {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "grpcio": version("grpcio"),
+    }
+    results = [{**asdict(one), "step_s": step_s, "closed_form_s": one.closed_form_s} for one, step_s in rows]
+    print(json.dumps({**machine, "case": asdict(case), "step_s": found, "sweep": results}))
+
+
+if __name__ == "__main__":
+    main()

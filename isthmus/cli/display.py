@@ -1,0 +1,118 @@
+"""What a user sees of a run: a live table or plain lines, and the figures at the end."""
+
+import json
+import time
+from types import TracebackType
+from typing import Any, Final, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from isthmus.observe.summary import Summary
+from isthmus.units import format_bytes, format_duration
+
+_LINE_EVERY_S: Final = 2.0
+
+
+class Display:
+    """Shows the words that clouds send while they train."""
+
+    def __init__(self, console: Console, *, num_steps: int) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        self._step: dict[str, Any] = {}
+        self._evaluation: dict[str, Any] = {}
+        self._clouds: dict[str, dict[str, Any]] = {}
+        self._printed_s = 0.0
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._table)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def hear(self, cloud: str, text: str) -> None:
+        """Take in what a cloud has reported."""
+        values = json.loads(text)
+        match values.pop("kind"):
+            case "step":
+                self._hear_step(cloud, values)
+            case "evaluation":
+                self._evaluation = values
+                self._console.print(
+                    f"step {values['step']}: validation loss {values['loss']:.4f}", style="cyan"
+                )
+            case "note":
+                self._console.print(f"{cloud}: {values['text']}", style="dim")
+
+    def _hear_step(self, cloud: str, values: dict[str, Any]) -> None:
+        self._clouds[cloud] = values
+        if "loss" not in values:
+            return
+        self._step = values
+        is_due = time.monotonic() - self._printed_s > _LINE_EVERY_S
+        is_edge = values["step"] in (0, self._num_steps - 1)
+        if not self._console.is_terminal and (is_due or is_edge):
+            self._printed_s = time.monotonic()
+            self._console.print(self._line(), soft_wrap=True)
+
+    def _line(self) -> str:
+        one = self._step
+        return (
+            f"step {one['step'] + 1}/{self._num_steps}  loss {one['loss']:.4f}  "
+            f"{one['tokens_per_s']:.0f} tokens/s  {format_duration(_short(one['duration_s']))}/step  "
+            f"bubble {one['bubble']:.0%}  hidden {self._hidden()}  {self._left()} left"
+        )
+
+    def _hidden(self) -> str:
+        shares = [one["hidden_share"] for one in self._clouds.values() if one["hidden_share"] is not None]
+        return f"{sum(shares) / len(shares):.0%}" if shares else "–"
+
+    def _left(self) -> str:
+        num_left = self._num_steps - 1 - int(self._step["step"])
+        return format_duration(_short(num_left * float(self._step["duration_s"])))
+
+    def _table(self) -> Group | Text:
+        if not self._step:
+            return Text("starting the clouds", style="dim")
+        table = Table("link", "sent", "hidden on arrival", "reconnects", box=None)
+        for cloud, values in self._clouds.items():
+            share = values["hidden_share"]
+            hidden = "–" if share is None else f"{share:.0%}"
+            for peer, sent_bytes in values["sent_bytes"].items():
+                sent = format_bytes(_rounded_bytes(sent_bytes))
+                table.add_row(f"{cloud} → {peer}", sent, hidden, str(values["reconnects"]))
+        return Group(Text(self._line()), table)
+
+
+def show_summary(console: Console, summary: Summary) -> None:
+    """Print what the run came to."""
+    table = Table("", "", box=None, show_header=False)
+    if summary.first_loss is not None and summary.last_loss is not None:
+        table.add_row("loss", f"{summary.first_loss:.3f} → {summary.last_loss:.3f}")
+    if summary.validation_loss is not None:
+        table.add_row("validation loss", f"{summary.validation_loss:.3f}")
+    if summary.step_s is not None:
+        table.add_row("step time", format_duration(_short(summary.step_s)))
+    if summary.bubble is not None:
+        each = ", ".join(f"{one.cloud} {one.bubble:.0%}" for one in summary.clouds)
+        table.add_row("bubble", f"{summary.bubble:.0%} ({each})")
+    if summary.hidden_share is not None:
+        table.add_row("WAN time hidden", f"{summary.hidden_share:.0%}")
+    table.add_row("crossed the WAN", format_bytes(_rounded_bytes(summary.num_bytes)))
+    console.print(table)
+
+
+def _short(seconds: float) -> float:
+    return float(f"{max(seconds, 0.0):.3g}")
+
+
+def _rounded_bytes(num_bytes: int) -> int:
+    return int(float(f"{num_bytes:.3g}"))

@@ -1,0 +1,106 @@
+"""What happens in a run, simulated or real: spans and facts, one JSON object a line."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from isthmus.errors import UserError
+
+EVENTS_FOLDER: Final = "events"
+COMPUTE_KINDS: Final = frozenset({"forward", "backward", "evaluation", "optimize"})
+"""The kinds of spans in which a device is at work; `transfer` is another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that took from one time to another at one place, by the first cloud's clock."""
+
+    track: str
+    name: str
+    kind: str
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+
+    @property
+    def duration_s(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that was found at one time, such as the loss of a step."""
+
+    kind: str
+    at_s: float
+    values: Mapping[str, object]
+
+
+Event = Span | Fact
+
+
+class EventLog:
+    """Appends events to a file, from any thread; `clock_offset_s` leads to the first cloud's clock."""
+
+    def __init__(self, path: Path, *, clock_offset_s: float = 0.0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._clock_offset_s = clock_offset_s
+        self._file = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def span(self, span: Span) -> None:
+        """Write a span whose times are of this cloud's clock."""
+        shifted = asdict(span)
+        for key in ("start_s", "end_s"):
+            shifted[key] = round(shifted[key] + self._clock_offset_s, 6)
+        self._write({"event": "span", **shifted})
+
+    def fact(self, kind: str, values: Mapping[str, object]) -> None:
+        """Write something found now."""
+        at_s = round(time.time() + self._clock_offset_s, 6)
+        self._write({"event": "fact", "kind": kind, "at_s": at_s, "values": dict(values)})
+        with self._lock:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write out what is left."""
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, record: Mapping[str, object]) -> None:
+        line = json.dumps(record, separators=(",", ":"))
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(line + "\n")
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of one file; a last line that a crash has cut short is left out."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            yield _parse(line, path, number)
+
+
+def _parse(line: str, path: Path, number: int) -> Event:
+    try:
+        record = json.loads(line)
+        kind = record.pop("event")
+        return Span(**record) if kind == "span" else Fact(**record)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"line {number} of {path} is no event", hint="delete the line, or the file") from None

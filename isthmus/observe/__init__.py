@@ -1,0 +1,1 @@
+"""Seeing it: what a run did, from its events."""

@@ -1,0 +1,98 @@
+"""What a run came to, read from its events: step time, bubble, hidden share of WAN time, bytes."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from isthmus.errors import UserError
+from isthmus.events import COMPUTE_KINDS, EVENTS_FOLDER, Event, Fact, Span, read_events
+from isthmus.intervals import shared_s, total_s, union
+
+_NUM_WARM_UP_STEPS: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudSummary:
+    """One cloud: the share of time it did not compute, and of incoming transfers that it computed through."""
+
+    cloud: str
+    bubble: float
+    hidden_share: float | None
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A whole run; the first step, in which everything warms up, does not count for times."""
+
+    num_steps: int
+    step_s: float | None
+    first_loss: float | None
+    last_loss: float | None
+    validation_loss: float | None
+    clouds: tuple[CloudSummary, ...]
+
+    @property
+    def bubble(self) -> float | None:
+        """The mean over clouds."""
+        return statistics.fmean(one.bubble for one in self.clouds) if self.clouds else None
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The mean over clouds that receive something."""
+        shares = [one.hidden_share for one in self.clouds if one.hidden_share is not None]
+        return statistics.fmean(shares) if shares else None
+
+    @property
+    def num_bytes(self) -> int:
+        """What crossed all links, without headers."""
+        return sum(one.received_bytes for one in self.clouds)
+
+
+def summarize(run: Path) -> Summary:
+    """Read the events of all clouds that are here."""
+    files = sorted((run / EVENTS_FOLDER).glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{run} holds no events", hint="give the folder of a run, runs/<name>/<id>")
+    by_cloud = {file.stem: list(read_events(file)) for file in files}
+    facts = [event for events in by_cloud.values() for event in events if isinstance(event, Fact)]
+    steps = [fact.values for fact in facts if fact.kind == "step"]
+    losses = [_number(step["loss"]) for step in steps]
+    durations_s = [_number(step["duration_s"]) for step in steps][_NUM_WARM_UP_STEPS:]
+    validation = [_number(fact.values["loss"]) for fact in facts if fact.kind == "evaluation"]
+    return Summary(
+        num_steps=len(steps),
+        step_s=statistics.median(durations_s) if durations_s else None,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        validation_loss=validation[-1] if validation else None,
+        clouds=tuple(summarize_cloud(cloud, events) for cloud, events in by_cloud.items()),
+    )
+
+
+def summarize_cloud(cloud: str, events: Iterable[Event]) -> CloudSummary:
+    """What one cloud's spans say, from the end of its first step to the end of its last."""
+    spans = [event for event in events if isinstance(event, Span)]
+    updates = [span.end_s for span in spans if span.kind == "optimize"]
+    measured = _within(spans, updates)
+    busy = union((one.start_s, one.end_s) for one in measured if one.kind in COMPUTE_KINDS)
+    moving = union((one.start_s, one.end_s) for one in measured if one.kind == "transfer")
+    elapsed_s = updates[-1] - updates[0] if len(updates) > _NUM_WARM_UP_STEPS else 0.0
+    return CloudSummary(
+        cloud=cloud,
+        bubble=max(0.0, 1 - total_s(busy) / elapsed_s) if elapsed_s else 0.0,
+        hidden_share=shared_s(moving, busy) / total_s(moving) if moving else None,
+        received_bytes=sum(span.num_bytes for span in spans if span.kind == "transfer"),
+    )
+
+
+def _within(spans: Sequence[Span], updates: Sequence[float]) -> list[Span]:
+    if len(updates) <= _NUM_WARM_UP_STEPS:
+        return []
+    return [span for span in spans if updates[0] <= span.start_s and span.end_s <= updates[-1]]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")

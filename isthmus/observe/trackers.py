@@ -1,0 +1,87 @@
+"""Metrics for trackers that users have already: TensorBoard, Weights & Biases, MLflow, trackio."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+from isthmus.errors import UserError
+
+
+class Tracker(Protocol):
+    """Takes numbers by name, step by step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note what a step gave."""
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+def open_trackers(run: Path, *, names: Sequence[str], project: str) -> list[Tracker]:
+    """The trackers of these names, for one run."""
+    return [open_tracker(name, run=run, project=project) for name in names]
+
+
+def open_tracker(name: str, *, run: Path, project: str) -> Tracker:
+    """The tracker of that name, for one run."""
+    if name not in _TRACKERS:
+        raise UserError(f"there is no tracker {name!r}", hint=f"choose one of {', '.join(_TRACKERS)}")
+    return _TRACKERS[name](run, project)
+
+
+class _TensorBoard:
+    def __init__(self, run: Path, _: str) -> None:
+        self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(run / "tensorboard")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Run:
+    """Weights & Biases, and trackio, which has the same interface."""
+
+    def __init__(self, package: str, run: Path, project: str) -> None:
+        self._run = _module(package, package).init(project=project, name=run.name)
+        self._finish = _module(package, package).finish if package == "trackio" else self._run.finish
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._finish()
+
+
+class _MLflow:
+    def __init__(self, run: Path, project: str) -> None:
+        self._mlflow = _module("mlflow", "mlflow")
+        self._mlflow.set_experiment(project)
+        self._mlflow.start_run(run_name=run.name)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _module(name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(f"{package} is not installed", hint=f"pip install {package}") from None
+
+
+_TRACKERS: Final[Mapping[str, Callable[[Path, str], Tracker]]] = MappingProxyType(
+    {
+        "tensorboard": _TensorBoard,
+        "wandb": lambda run, project: _Run("wandb", run, project),
+        "mlflow": _MLflow,
+        "trackio": lambda run, project: _Run("trackio", run, project),
+    }
+)

@@ -1,0 +1,1 @@
+"""Doing it: data in, stages driven by their schedulers, a trained model out."""

@@ -1,0 +1,124 @@
+"""What one cloud notes while it trains: events on disk, words for the display, and checkpoints in time."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Protocol
+
+from isthmus.events import COMPUTE_KINDS, EventLog, Span
+from isthmus.intervals import shared_s, total_s, union
+from isthmus.train.messages import Evaluated
+from isthmus.train.worker import StepEnded
+from isthmus.wan.link import Link
+
+Report = Callable[[str], None]
+
+
+class Tracker(Protocol):
+    """Takes numbers by name, step by step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note what a step gave."""
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+class Journal:
+    """An observer of the worker; `save` is called where the verdict on a step says so."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        *,
+        is_first: bool,
+        links: Sequence[Link],
+        report: Report,
+        save: Callable[[int], None],
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
+        self._log = log
+        self._is_first = is_first
+        self._links = links
+        self._report = report
+        self._save = save
+        self._trackers = trackers
+        self._spans: list[Span] = []
+        self._lock = threading.Lock()
+
+    def span(self, span: Span) -> None:
+        """Write a span; those of this turn are kept for the display."""
+        self._log.span(span)
+        with self._lock:
+            self._spans.append(span)
+
+    def step_ended(self, ended: StepEnded) -> None:
+        """Tell how the step went, and save if it is time."""
+        values = {**self._traffic(), "step": ended.step}
+        if self._is_first:
+            values |= _figures(ended)
+            self._log.fact("step", values)
+            self._track(ended.step, values)
+        self._tell("step", values)
+        if ended.save:
+            started_s = time.time()
+            self._save(ended.step + 1)
+            name = f"save {ended.step + 1}"
+            self.span(Span(track="disk", name=name, kind="save", start_s=started_s, end_s=time.time()))
+
+    def evaluated(self, found: Evaluated) -> None:
+        """Tell what an evaluation gave."""
+        values = {
+            **asdict(found),
+            "loss": found.loss,
+            "accuracy": found.num_correct / max(found.num_targets, 1),
+        }
+        self._log.fact("evaluation", values)
+        self._tell("evaluation", values)
+        self._track(
+            found.step, {"validation/loss": values["loss"], "validation/accuracy": values["accuracy"]}
+        )
+
+    def note(self, text: str) -> None:
+        """Tell something in words."""
+        self._tell("note", {"text": text})
+
+    def _traffic(self) -> dict[str, object]:
+        """What crossed this cloud's links so far, and how much of this turn's incoming was hidden."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+        moving = union((one.start_s, one.end_s) for one in spans if one.kind == "transfer")
+        busy = [(one.start_s, one.end_s) for one in spans if one.kind in COMPUTE_KINDS]
+        counters = {link.peer.cloud: link.counters() for link in self._links}
+        return {
+            "sent_bytes": {
+                peer: sum(stream.wire_bytes for stream in one.sent.values()) for peer, one in counters.items()
+            },
+            "reconnects": sum(one.reconnects for one in counters.values()),
+            "hidden_share": shared_s(moving, busy) / total_s(moving) if moving else None,
+        }
+
+    def _tell(self, kind: str, values: Mapping[str, object]) -> None:
+        self._report(json.dumps({"kind": kind, **values}))
+
+    def _track(self, step: int, values: Mapping[str, object]) -> None:
+        numbers = {key: float(one) for key, one in values.items() if isinstance(one, int | float)}
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
+
+
+def _figures(ended: StepEnded) -> dict[str, object]:
+    bubbles = [max(0.0, 1 - busy_s / ended.duration_s) for busy_s in ended.busy_s]
+    return {
+        "loss": ended.loss,
+        "norm": ended.norm,
+        "learning_rate": ended.learning_rate,
+        "num_tokens": ended.num_tokens,
+        "duration_s": ended.duration_s,
+        "tokens_per_s": ended.num_tokens / ended.duration_s,
+        "bubble": sum(bubbles) / len(bubbles),
+        "bubbles": bubbles,
+        "windows": list(ended.windows),
+    }

@@ -1,0 +1,128 @@
+"""The end of a step over all stages, without a round trip that anyone waits for.
+
+When a stage has run its last backward it sends a tally up: the norms of its own gradients and of all behind
+it, beside its last gradient. The first stage has them all when its own last backward ends, and sends its
+verdict down at once. It overtakes the next step's first activation, without which no later stage could go on
+anyhow; so every stage knows the norm before it updates its weights, and none has waited for it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from isthmus.errors import IsthmusError
+from isthmus.plan.pipeline import Policy
+from isthmus.plan.types import ScheduleError
+from isthmus.plan.window import Hop, windows
+from isthmus.train.courier import Courier, Mailbox
+from isthmus.train.messages import (
+    TALLY,
+    VERDICT,
+    Tally,
+    Verdict,
+    pack_tally,
+    pack_verdict,
+    unpack_tally,
+    unpack_verdict,
+)
+from isthmus.train.optimizer import total_norm
+from isthmus.wan.outbox import Priority
+from isthmus.wan.packet import Packet
+
+_MIN_INTERVAL_S = 1e-6
+# Round trips are the shortest that were measured: half an interval more makes up for jitter.
+_SPARE_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the first stage decides by."""
+
+    num_microbatches: int
+    max_in_flight: int
+    policy: Policy = Policy.WAN_ONE_F_ONE_B
+    should_save: Callable[[int], bool] = field(default=lambda _: False)
+
+
+class Settlement:
+    """One stage's part in it; the first stage has no one above, the last no one behind."""
+
+    def __init__(self, *, terms: Terms) -> None:
+        self._terms = terms
+        self._tallies: Mailbox[Tally] = Mailbox()
+        self._verdicts: Mailbox[Verdict] = Mailbox()
+
+    def on_tally(self, packet: Packet) -> None:
+        """Take in the tally of the stage behind."""
+        self._tallies.put(unpack_tally(packet))
+
+    def on_verdict(self, packet: Packet) -> None:
+        """Take in the verdict of the first stage."""
+        self._verdicts.put(unpack_verdict(packet))
+
+    def fail(self, error: BaseException) -> None:
+        """Let whoever waits here know that nothing more will come."""
+        self._tallies.fail(error)
+        self._verdicts.fail(error)
+
+    def settle(
+        self, own: Tally, *, gradient_travel_s: float, up: Courier | None, down: Courier | None
+    ) -> tuple[Tally, Verdict]:
+        """Give the tally of this stage and all behind it, and the verdict on the step."""
+        tally = own if down is None else self._join(own, gradient_travel_s, down.rtt_s)
+        if up is None:
+            verdict = self._judge(tally)
+        else:
+            up.send(TALLY, lambda: pack_tally(tally), priority=Priority.URGENT)
+            verdict = self._verdicts.take()
+            _check_step(verdict.step, own.step)
+        if down is not None:
+            down.send(VERDICT, lambda: pack_verdict(verdict), priority=Priority.URGENT)
+        return tally, verdict
+
+    def _join(self, own: Tally, gradient_travel_s: float, rtt_s: float) -> Tally:
+        behind = self._tallies.take()
+        _check_step(behind.step, own.step)
+        hop = _hop(behind.travel_s, gradient_travel_s, rtt_s)
+        return replace(
+            own,
+            loss_sum=behind.loss_sum,
+            squared_norms=own.squared_norms + behind.squared_norms,
+            busy_s=own.busy_s + behind.busy_s,
+            hops=(hop, *behind.hops),
+        )
+
+    def _judge(self, tally: Tally) -> Verdict:
+        norm = total_norm(tally.squared_norms)
+        if not math.isfinite(norm) or not math.isfinite(tally.loss_sum):
+            raise IsthmusError(
+                f"the loss or its gradient is not finite any more at step {tally.step}",
+                hint="lower train.learning_rate; the weights are as the last checkpoint has them",
+            )
+        terms = self._terms
+        interval_s = max(
+            _MIN_INTERVAL_S,
+            *(busy_s / terms.num_microbatches for busy_s in tally.busy_s),
+            *(max(hop.forward_s, hop.backward_s) for hop in tally.hops),
+        )
+        spare_s = _SPARE_SHARE * interval_s
+        sizes = windows(
+            policy=terms.policy,
+            num_microbatches=terms.num_microbatches,
+            hops=[replace(hop, latency_s=hop.latency_s + spare_s / 2) for hop in tally.hops],
+            interval_s=interval_s,
+            max_in_flight=[terms.max_in_flight] * len(tally.busy_s),
+        )
+        return Verdict(step=tally.step, norm=norm, windows=sizes, save=terms.should_save(tally.step))
+
+
+def _hop(forward_travel_s: float, backward_travel_s: float, rtt_s: float) -> Hop:
+    """Travel less latency is time on the line; errors of the clocks cancel in the round trip."""
+    latency_s = rtt_s / 2
+    on_line_s = max(0.0, (forward_travel_s + backward_travel_s) / 2 - latency_s)
+    return Hop(forward_s=on_line_s, backward_s=on_line_s, latency_s=latency_s)
+
+
+def _check_step(found: int, expected: int) -> None:
+    if found != expected:
+        raise ScheduleError(f"word of step {found} has come at the end of step {expected}")

@@ -1,0 +1,279 @@
+"""The main path: one stage of a pipeline at work.
+
+The scheduler decides, the worker does. This thread computes and nothing else; couriers carry tensors to and
+from the neighbouring stages on threads of their own, and what they bring waits in one mailbox as events:
+
+    events ──► scheduler ──► Run       forward or backward, here and now, then Done into the mailbox
+       ▲                 ──► Send      to a courier, then Done into the mailbox
+       │                 ──► Optimize  settle the step with the other stages, update the weights
+       └── couriers: Arrived           the next turn
+
+A turn is one training step, or one evaluation. What arrived while a pass ran is seen before the next is
+chosen, so a gradient is taken as soon as it has come.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from isthmus.errors import PeerLost
+from isthmus.events import Span
+from isthmus.model.boundary import Batch
+from isthmus.plan.pipeline import PipelineScheduler
+from isthmus.plan.types import (
+    Action,
+    Arrived,
+    Done,
+    Event,
+    Optimize,
+    Pass,
+    Report,
+    Resized,
+    Run,
+    Send,
+    Started,
+    Stop,
+)
+from isthmus.train.courier import Mailbox
+from isthmus.train.device import Device
+from isthmus.train.messages import Evaluated, Gradient, Microbatch, Tally, Verdict
+from isthmus.train.optimizer import Optimizer
+from isthmus.train.passes import Passes
+from isthmus.train.settlement import Settlement
+from isthmus.train.traffic import Delivery, Traffic
+
+
+class Source(Protocol):
+    """Where the first stage gets its micro-batches from."""
+
+    def training(self, step: int) -> Sequence[Batch]:
+        """The micro-batches of a step."""
+
+    def validation(self) -> Sequence[Batch]:
+        """The micro-batches of every evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnded:
+    """What a stage knows at the end of a step; the loss, per target, is known to the first stage alone."""
+
+    step: int
+    loss: float
+    norm: float
+    learning_rate: float
+    num_targets: int
+    num_tokens: int
+    duration_s: float
+    busy_s: tuple[float, ...]
+    windows: tuple[int, ...]
+    save: bool
+
+
+class Observer(Protocol):
+    """Who wants to know what happens."""
+
+    def span(self, span: Span) -> None:
+        """Something took its time; times are of this cloud's clock."""
+
+    def step_ended(self, ended: StepEnded) -> None:
+        """The weights are updated."""
+
+    def evaluated(self, found: Evaluated) -> None:
+        """An evaluation has come to the first stage."""
+
+
+class Worker:
+    """Drives one stage through turns."""
+
+    def __init__(
+        self,
+        *,
+        cloud: str,
+        passes: Passes,
+        optimizer: Optimizer,
+        scheduler: PipelineScheduler,
+        settlement: Settlement,
+        traffic: Traffic,
+        events: "Mailbox[Event | Delivery]",
+        device: Device,
+        source: Source | None,
+        observer: Observer,
+        index: int,
+        window: int,
+    ) -> None:
+        self._cloud = cloud
+        self._index = index
+        self._window = window
+        self._passes = passes
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._settlement = settlement
+        self._traffic = traffic
+        self._events = events
+        self._device = device
+        self._source = source
+        self._observer = observer
+        self._microbatches: dict[Arrived, Microbatch] = {}
+        self._gradients: dict[Arrived, Tensor] = {}
+        self._outgoing: dict[Send, Microbatch | Gradient] = {}
+        self._ending: Optimize | Report | None = None
+        self._busy_s = 0.0
+        self._num_targets = 0
+        self._num_tokens = 0
+
+    def run(self, turns: Iterable[Started]) -> None:
+        """Take every turn, one after the other."""
+        num_evaluations = 0
+        for turn in turns:
+            num_evaluations += turn.evaluation
+            started_s = time.monotonic()
+            self._begin(turn)
+            while self._ending is None:
+                self._feed(self._next_event())
+            self._end(self._ending, started_s)
+        self._traffic.await_evaluations(num_evaluations)
+
+    def _begin(self, turn: Started) -> None:
+        self._ending = None
+        self._busy_s = 0.0
+        self._num_targets = 0
+        self._traffic.forget_travels()
+        self._passes.set_training(not turn.evaluation)
+        if self._source is not None:
+            self._read(turn, self._source)
+        self._feed(turn)
+
+    def _read(self, turn: Started, source: Source) -> None:
+        batches = source.validation() if turn.evaluation else source.training(turn.step)
+        self._num_targets = sum(batch.num_targets for batch in batches)
+        self._num_tokens = sum(_num_tokens(batch) for batch in batches)
+        kind = Pass.EVALUATION if turn.evaluation else Pass.FORWARD
+        for number, batch in zip(turn.microbatches, batches, strict=True):
+            key = Arrived(kind=kind, step=turn.step, microbatch=number)
+            self._microbatches[key] = Microbatch(batch=batch, num_step_targets=self._num_targets)
+
+    def _next_event(self) -> Event:
+        found = self._events.take()
+        if not isinstance(found, Delivery):
+            return found
+        if isinstance(found.content, Microbatch):
+            self._microbatches[found.arrived] = found.content
+        else:
+            self._gradients[found.arrived] = found.content
+        return found.arrived
+
+    def _feed(self, event: Event) -> None:
+        for action in self._scheduler.on(event):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Run():
+                self._compute(action)
+                self._events.put(Done(action=action))
+            case Send():
+                then = functools.partial(self._events.put, Done(action=action))
+                self._traffic.send(action, self._outgoing.pop(action), then=then)
+            case Optimize() | Report():
+                self._ending = action
+            case Stop(peer=peer):
+                raise PeerLost(peer, "it left the pipeline")
+
+    # A pass.
+
+    def _compute(self, run: Run) -> None:
+        started_s = time.time()
+        result: Microbatch | Gradient | None
+        result = self._backward(run) if run.kind is Pass.BACKWARD else self._forward(run)
+        self._device.synchronize()
+        self._note_span(run.kind.value, f"{run.kind.value} {run.step}.{run.microbatch}", started_s)
+        if result is not None:
+            self._outgoing[Send(kind=run.kind, step=run.step, microbatch=run.microbatch)] = result
+
+    def _forward(self, run: Run) -> Microbatch | None:
+        microbatch = self._microbatches.pop(_needed_by(run))
+        if self._source is None:
+            self._num_targets += microbatch.batch.num_targets
+        crossing = self._passes.forward(run, microbatch)
+        return None if crossing is None else replace(microbatch, crossing=crossing.detach())
+
+    def _backward(self, run: Run) -> Gradient | None:
+        return self._passes.backward(run, self._gradients.pop(_needed_by(run), None))
+
+    def _note_span(self, kind: str, name: str, started_s: float) -> None:
+        ended_s = time.time()
+        self._busy_s += ended_s - started_s
+        self._observer.span(Span(track=self._cloud, name=name, kind=kind, start_s=started_s, end_s=ended_s))
+
+    # The end of a turn.
+
+    def _end(self, ending: Optimize | Report, started_s: float) -> None:
+        if isinstance(ending, Report):
+            self._report(ending.step)
+            self._feed(Done(action=ending))
+            return
+        tally, verdict = self._settle(ending.step)
+        updating_s = time.time()
+        self._optimizer.update(ending.step, norm=verdict.norm)
+        self._device.synchronize()
+        self._note_span("optimize", f"optimize {ending.step}", updating_s)
+        self._feed(Done(action=ending))
+        self._resize(verdict.windows[self._index])
+        self._observer.step_ended(self._ended(tally, verdict, time.monotonic() - started_s))
+
+    def _resize(self, window: int) -> None:
+        if window != self._window:
+            self._window = window
+            self._feed(Resized(window=window))
+
+    def _settle(self, step: int) -> tuple[Tally, Verdict]:
+        own = Tally(
+            step=step,
+            loss_sum=math.fsum(self._passes.losses()),
+            squared_norms=self._optimizer.squared_norms(),
+            busy_s=(self._busy_s,),
+            hops=(),
+            travel_s=self._traffic.shortest_travel_s(Pass.FORWARD),
+        )
+        gradient_travel_s = self._traffic.shortest_travel_s(Pass.BACKWARD)
+        return self._settlement.settle(
+            own, gradient_travel_s=gradient_travel_s, up=self._traffic.up, down=self._traffic.down
+        )
+
+    def _ended(self, tally: Tally, verdict: Verdict, duration_s: float) -> StepEnded:
+        return StepEnded(
+            step=tally.step,
+            loss=tally.loss_sum / max(self._num_targets, 1),
+            norm=verdict.norm,
+            learning_rate=self._optimizer.schedule.at(tally.step),
+            num_targets=self._num_targets,
+            num_tokens=self._num_tokens,
+            duration_s=duration_s,
+            busy_s=tally.busy_s,
+            windows=verdict.windows,
+            save=verdict.save,
+        )
+
+    def _report(self, step: int) -> None:
+        if self._traffic.down is not None:
+            return
+        found = Evaluated(
+            step=step,
+            loss_sum=math.fsum(self._passes.losses()),
+            num_correct=self._passes.num_correct(),
+            num_targets=self._num_targets,
+        )
+        self._traffic.evaluated(found)
+
+
+def _needed_by(run: Run) -> Arrived:
+    return Arrived(kind=run.kind, step=run.step, microbatch=run.microbatch)
+
+
+def _num_tokens(batch: Batch) -> int:
+    return batch.ids.numel() if batch.mask is None else int(batch.mask.sum())

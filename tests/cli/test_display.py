@@ -1,0 +1,68 @@
+"""What a user sees of a run, elsewhere than on a terminal and on one."""
+
+import io
+import json
+from typing import Any
+
+from rich.console import Console
+
+from isthmus.cli.display import Display, show_summary
+from isthmus.observe.summary import CloudSummary, Summary
+
+TRAFFIC: dict[str, Any] = {
+    "kind": "step",
+    "sent_bytes": {"west": 2_000_000},
+    "reconnects": 1,
+    "hidden_share": 0.75,
+}
+FIGURES = {"loss": 2.5, "tokens_per_s": 1234.0, "duration_s": 0.5, "bubble": 0.1}
+
+
+def step(number: int, **values: Any) -> str:
+    return json.dumps({**TRAFFIC, "step": number, **values})
+
+
+def console(*, is_terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=is_terminal, width=120, highlight=False)
+
+
+def text_of(shown: Console) -> str:
+    assert isinstance(shown.file, io.StringIO)
+    return shown.file.getvalue()
+
+
+def test_plain_lines_for_the_first_and_the_last_step() -> None:
+    shown = console(is_terminal=False)
+    with Display(shown, num_steps=3) as display:
+        for number in range(3):
+            display.hear("east", step(number, **FIGURES))
+            display.hear("west", step(number))
+        display.hear("east", json.dumps({"kind": "evaluation", "step": 3, "loss": 2.25}))
+        display.hear("west", json.dumps({"kind": "note", "text": "all is well"}))
+    lines = text_of(shown).splitlines()
+    assert [line.split()[1] for line in lines[:2]] == ["1/3", "3/3"]
+    assert "loss 2.5000" in lines[0]
+    assert "1234 tokens/s" in lines[0]
+    assert "hidden 75%" in lines[0]
+    assert "1 s left" in lines[0]
+    assert lines[2:] == ["step 3: validation loss 2.2500", "west: all is well"]
+
+
+def test_a_live_table_names_every_link() -> None:
+    shown = console(is_terminal=True)
+    with Display(shown, num_steps=3) as display:
+        display.hear("east", step(0, **FIGURES))
+    assert "east → west" in text_of(shown)
+    assert "75%" in text_of(shown)
+
+
+def test_the_summary_has_every_figure() -> None:
+    shown = console(is_terminal=False)
+    clouds = (CloudSummary(cloud="east", bubble=0.25, hidden_share=0.5, received_bytes=1_000_000),)
+    found = Summary(
+        num_steps=3, step_s=0.5, first_loss=4.0, last_loss=2.0, validation_loss=2.5, clouds=clouds
+    )
+    show_summary(shown, found)
+    text = text_of(shown)
+    for figure in ("4.000 → 2.000", "2.500", "500 ms", "25%", "50%", "KiB"):
+        assert figure in text, figure

@@ -1,0 +1,139 @@
+"""Real processes, real links, an emulated WAN: `isthmus run` from job to exported model."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from isthmus.cli.run import run
+from isthmus.events import Fact, read_events
+from isthmus.job import load_job
+from isthmus.model.assembly import build_stage
+from isthmus.train.data import open_data
+from isthmus.train.feed import Feed
+from isthmus.train.session import make_optimizer
+from isthmus.train.setup import blueprint_of, set_up
+from tests.train.reference import train_alone
+from tests.train.test_setup import TINY, clouds, links
+
+NUM_STEPS = 12
+CHANGES = [
+    f"train.steps={NUM_STEPS}",
+    "train.evaluate_every=6",
+    "strategy.microbatches=4",
+    "model.config.attention_dropout=0.1",
+    "link.0.rtt=100 ms",
+    "link.0.bandwidth=20 Mbps",
+    "checkpoint.every=1 s",
+]
+
+
+def invoke(job: Path, *options: str) -> Any:
+    app = typer.Typer()
+    app.command()(run)
+    changes = [text for change in CHANGES for text in ("--set", change)]
+    return CliRunner().invoke(app, [str(job), "--json", *changes, *options])
+
+
+@pytest.fixture(scope="module")
+def job_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("job") / "tiny.toml"
+    path.write_text(TINY + clouds("east", "west") + links(("east", "west")))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(job_file: Path) -> dict[str, Any]:
+    result = invoke(job_file, "--runs", str(job_file.parent / "runs"))
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    return dict(model.state_dict())
+
+
+def assert_equal_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def train_here(job_file: Path, tmp_path: Path) -> dict[str, Tensor]:
+    """The same job in this process, without stages or links."""
+    job = load_job(job_file, overrides=CHANGES)
+    setup = set_up(job)
+    data = open_data(job, tokenizer_folder=tmp_path / "tokenizer")
+    blueprint = blueprint_of(job, config=data.facts.config, num_labels=None)
+    stage = build_stage(blueprint, range(blueprint.num_layers), seed=job.seed)
+    with Feed(data, setup.layout) as feed:
+        steps: Sequence[Any] = [feed.training(step) for step in range(NUM_STEPS)]
+    rates = [make_optimizer(job, stage).schedule.at(step) for step in range(NUM_STEPS)]
+    torch.set_num_threads(1)
+    train_alone(stage, steps, seed=job.seed, learning_rates=rates, weight_decay=0.1, max_norm=1.0)
+    return dict(stage.model.state_dict())
+
+
+def test_two_processes_give_the_weights_of_one(
+    finished: dict[str, Any], job_file: Path, tmp_path: Path
+) -> None:
+    folder = Path(finished["run"])
+    assert_equal_weights(weights(folder), train_here(job_file, tmp_path))
+
+
+def test_the_run_directory_tells_what_happened(finished: dict[str, Any]) -> None:
+    folder = Path(finished["run"])
+    assert finished["num_steps"] == NUM_STEPS
+    assert finished["last_loss"] < finished["first_loss"]
+    assert {one["cloud"] for one in finished["clouds"]} == {"east", "west"}
+    assert all(one["received_bytes"] > 0 for one in finished["clouds"])
+    assert all(0 <= one["hidden_share"] <= 1 for one in finished["clouds"])
+    assert AutoTokenizer.from_pretrained(folder / "model").vocab_size <= 300
+    assert not list(folder.glob(".parts*"))
+    assert len(list((folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}/*/COMPLETE"))) == 2
+
+
+def test_a_run_that_was_cut_short_goes_on_where_all_clouds_had_saved(
+    finished: dict[str, Any], job_file: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(job_file.parent / "runs", root)
+    (folder,) = (root / "tiny").iterdir()
+    shutil.rmtree(folder / "model")
+    # One cloud had saved the last step, the other had not.
+    shutil.rmtree(folder / "checkpoints" / f"step-{NUM_STEPS:08d}" / "west")
+    result = invoke(job_file, "--runs", str(root))
+    assert result.exit_code == 0, result.output
+    assert Path(json.loads(result.stdout)["run"]) == folder
+    assert "resumed at step" in result.output
+    assert_equal_weights(weights(folder), weights(Path(finished["run"])))
+
+
+def test_a_link_that_is_cut_in_mid_step_changes_nothing(
+    finished: dict[str, Any], job_file: Path, tmp_path: Path
+) -> None:
+    faults = tmp_path / "faults.toml"
+    cut = '[[fault]]\nat = "{} s"\nbetween = ["east", "west"]\nkind = "cut"\nduration = "1 s"\n'
+    faults.write_text("".join(cut.format(at) for at in range(4, 60, 3)))
+    result = invoke(job_file, "--runs", str(tmp_path / "runs"), "--resume", "never", "--faults", str(faults))
+    assert result.exit_code == 0, result.output
+    folder = Path(json.loads(result.stdout)["run"])
+    events = list(read_events(folder / "events" / "east.jsonl"))
+    steps = [event.values for event in events if isinstance(event, Fact) and event.kind == "step"]
+    assert int(str(steps[-1]["reconnects"])) > 0
+    assert_equal_weights(weights(folder), weights(Path(finished["run"])))
+
+
+def test_a_mistake_ends_the_command_before_anything_starts(job_file: Path, tmp_path: Path) -> None:
+    result = invoke(job_file, "--runs", str(tmp_path / "runs"), "--set", "train.batch_tokens=8192000")
+    assert result.exit_code == 1
+    assert "one step reads" in str(result.exception)
+    assert not (tmp_path / "runs").exists()

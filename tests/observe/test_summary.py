@@ -1,0 +1,100 @@
+"""Figures of a run whose spans are known."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.errors import UserError
+from isthmus.events import EventLog, Span
+from isthmus.intervals import shared_s, total_s, union
+from isthmus.observe.summary import summarize, summarize_cloud
+from isthmus.observe.trackers import open_tracker
+
+times = st.integers(0, 40)
+intervals = st.lists(
+    st.tuples(times, times).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=8
+)
+
+
+def covers(found: list[tuple[float, float]], moment: float) -> bool:
+    return any(start <= moment < end for start, end in found)
+
+
+@given(intervals, intervals)
+def test_overlap_counts_each_moment_once(
+    first: list[tuple[float, float]], second: list[tuple[float, float]]
+) -> None:
+    moments = [moment + 0.5 for moment in range(40)]
+    assert total_s(union(first)) == sum(covers(first, moment) for moment in moments)
+    both = sum(covers(first, moment) and covers(second, moment) for moment in moments)
+    assert shared_s(first, second) == both == shared_s(second, first)
+
+
+def span(kind: str, start_s: float, end_s: float, num_bytes: int = 0) -> Span:
+    return Span(track="east", name=kind, kind=kind, start_s=start_s, end_s=end_s, num_bytes=num_bytes)
+
+
+def test_bubble_and_hidden_share_of_a_cloud() -> None:
+    spans = [
+        span("transfer", 0.0, 0.5, 100),
+        span("optimize", 0.5, 1.0),
+        span("transfer", 1.0, 3.0, 100),
+        span("forward", 2.0, 4.0),
+        span("transfer", 4.0, 4.5, 100),
+        span("optimize", 4.5, 5.0),
+    ]
+    found = summarize_cloud("east", spans)
+    assert found.bubble == pytest.approx(1 - 2.5 / 4)
+    assert found.hidden_share == pytest.approx(1.0 / 2.5)
+    assert found.received_bytes == 300
+
+
+def test_a_cloud_of_one_step_has_no_times() -> None:
+    found = summarize_cloud("east", [span("optimize", 0.5, 1.0)])
+    assert (found.bubble, found.hidden_share) == (0.0, None)
+
+
+def test_a_run_is_summed_up_from_its_files(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events" / "east.jsonl") as log:
+        for step, loss in enumerate((4.0, 3.0, 2.0)):
+            log.fact("step", {"loss": loss, "duration_s": 1.0 + step})
+            log.span(span("optimize", step, step + 0.5))
+        log.fact("evaluation", {"loss": 2.5})
+    with EventLog(tmp_path / "events" / "west.jsonl") as log:
+        log.span(span("transfer", 1.0, 2.0, 50))
+    found = summarize(tmp_path)
+    assert (found.num_steps, found.step_s, found.num_bytes) == (3, 2.5, 50)
+    assert (found.first_loss, found.last_loss, found.validation_loss) == (4.0, 2.0, 2.5)
+    assert [one.cloud for one in found.clouds] == ["east", "west"]
+    assert found.hidden_share is None
+
+
+def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no events"):
+        summarize(tmp_path)
+
+
+def test_trackers_that_are_unknown_or_missing_have_a_cure(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tracker") as caught:
+        open_tracker("tensorbord", run=tmp_path, project="x")
+    assert "tensorboard" in str(caught.value.hint)
+
+
+def test_a_tracker_gets_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "mlflow.py"
+    package.write_text(
+        "calls = []\n"
+        "set_experiment = lambda name: calls.append(name)\n"
+        "start_run = lambda run_name: calls.append(run_name)\n"
+        "log_metrics = lambda metrics, step: calls.append((metrics, step))\n"
+        "end_run = lambda: calls.append('end')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tracker = open_tracker("mlflow", run=tmp_path / "7", project="demo")
+    tracker.log(3, {"loss": 1.0})
+    tracker.close()
+    import mlflow  # type: ignore[import-not-found]
+
+    assert mlflow.calls == ["demo", "7", ({"loss": 1.0}, 3), "end"]

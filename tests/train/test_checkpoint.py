@@ -1,0 +1,106 @@
+"""A run that was stopped and resumed at any step ends to the bit like one that never stopped."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.train.checkpoint import COMPLETE, Checkpoints, State
+from isthmus.train.order import Cursor
+from isthmus.train.worker import StepEnded
+from tests.model.cases import blueprint
+from tests.train.chain import CLOUDS, Chain, Given, chain, course
+from tests.train.reference import assert_same, parameters_of
+from tests.train.test_exactness import batches
+
+
+def save_all(found: Chain, folder: Path, *, keep: int = 9) -> None:
+    """Let every stage save after every step."""
+    for index, record in enumerate(found.records):
+        record.on_step = functools.partial(
+            save, found, index, Checkpoints(folder, cloud=CLOUDS[index], keep=keep)
+        )
+
+
+def save(found: Chain, index: int, checkpoints: Checkpoints, ended: StepEnded) -> None:
+    stage = found.stages[index]
+    state = State(
+        step=ended.step + 1,
+        layers=(stage.layers.start, stage.layers.stop),
+        cursor=Cursor(epoch=1, position=ended.step),
+    )
+    checkpoints.save(state, stage=stage, optimizer=found.optimizers[index])
+
+
+def load_all(found: Chain, folder: Path, step: int) -> list[State]:
+    return [
+        Checkpoints(folder, cloud=CLOUDS[index]).load(step, stage=stage, optimizer=found.optimizers[index])
+        for index, stage in enumerate(found.stages)
+    ]
+
+
+def test_resuming_at_any_step_equals_never_stopping(tmp_path: Path) -> None:
+    plan = blueprint("llama")
+    steps = batches(plan, 2)
+    with chain(plan, course(2, 2)) as whole:
+        save_all(whole, tmp_path)
+        whole.run(Given(steps))
+    expected = parameters_of(whole.stages)
+    assert Checkpoints(tmp_path, cloud="north").steps() == (1, 2, 3, 4, 5)
+    for step in (1, 3, 4):
+        with chain(plan, course(2, 2)) as resumed:
+            states = load_all(resumed, tmp_path, step)
+            resumed.run(Given(steps), first_step=step)
+        assert [state.cursor for state in states] == [Cursor(epoch=1, position=step - 1)] * 2
+        assert_same(parameters_of(resumed.stages), expected)
+
+
+def test_only_the_newest_are_kept_and_only_whole_ones_count(tmp_path: Path) -> None:
+    plan = blueprint("gpt2")
+    with chain(plan, course(1, 1)) as found:
+        save_all(found, tmp_path, keep=2)
+        found.run(Given(batches(plan, 1)))
+    checkpoints = Checkpoints(tmp_path, cloud="north")
+    assert checkpoints.steps() == (4, 5)
+    (tmp_path / "checkpoints" / "step-00000005" / "north" / COMPLETE).unlink()
+    assert checkpoints.steps() == (4,)
+    names = {path.name for path in tmp_path.rglob("*")}
+    assert not any(name.startswith(".") for name in names)
+
+
+def test_what_is_damaged_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    plan = blueprint("llama")
+    with chain(plan, course(1, 1)) as found:
+        save_all(found, tmp_path)
+        found.run(Given(batches(plan, 1)))
+    folder = tmp_path / "checkpoints" / "step-00000005" / "north"
+    with chain(blueprint("qwen2"), course(1, 1)) as other, pytest.raises(UserError, match="cannot be used"):
+        load_all(other, tmp_path, 5)
+    with chain(plan, course(2, 1)) as other, pytest.raises(UserError, match="layers"):
+        load_all(other, tmp_path, 5)
+    (folder / "weights.safetensors").write_bytes(b"\x00" * 64)
+    with chain(plan, course(1, 1)) as other, pytest.raises(UserError, match="cannot be used"):
+        load_all(other, tmp_path, 5)
+
+
+def test_a_save_that_crashed_half_way_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = blueprint("llama")
+    with chain(plan, course(1, 1)) as found:
+        save_all(found, tmp_path)
+        found.run(Given(batches(plan, 1)))
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("isthmus.train.checkpoint.save_file", full)
+        checkpoints = Checkpoints(tmp_path, cloud="north")
+        state = State(step=5, layers=(0, 4), cursor=None)
+        with pytest.raises(UserError, match="No space left"):
+            checkpoints.save(state, stage=found.stages[0], optimizer=found.optimizers[0])
+    assert checkpoints.steps() == (1, 2, 3, 4, 5)
+    with chain(plan, course(1, 1)) as again:
+        load_all(again, tmp_path, 5)
+    assert_same(parameters_of(again.stages), parameters_of(found.stages))
