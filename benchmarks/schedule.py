@@ -106,11 +106,19 @@ class SleepingStage(nn.Module):
         return SleepingOutput(inputs.crossing, is_last=self._is_last)
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How long a step took, and how much of it the first stage computed."""
+
+    duration_s: float
+    busy_s: float
+
+
 class Timer:
-    """An observer that keeps the duration of each step."""
+    """An observer that keeps each step."""
 
     def __init__(self) -> None:
-        self.durations_s: list[float] = []
+        self.steps: list[Step] = []
 
     def span(self, span: Span) -> None:
         """Nothing."""
@@ -120,7 +128,7 @@ class Timer:
 
     def step_ended(self, ended: StepEnded) -> None:
         """Note how long it took."""
-        self.durations_s.append(ended.duration_s)
+        self.steps.append(Step(ended.duration_s, ended.busy_s[0]))
 
 
 @dataclass(frozen=True)
@@ -139,8 +147,8 @@ class Ids:
         return []
 
 
-def be_cloud(_: Any, endpoint: Endpoint, *, cloud: str, report: Report, case: Case) -> list[float]:
-    """One stage of ours; gives the durations of its steps."""
+def be_cloud(_: Any, endpoint: Endpoint, *, cloud: str, report: Report, case: Case) -> list[Step]:
+    """One stage of ours; gives its steps."""
     del report
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -172,11 +180,20 @@ def be_cloud(_: Any, endpoint: Endpoint, *, cloud: str, report: Report, case: Ca
     )
     with traffic:
         worker.run(course.turns())
-    return timer.durations_s[NUM_WARM_UP_STEPS:]
+    return timer.steps[NUM_WARM_UP_STEPS:]
 
 
-def measure_ours(case: Case) -> float:
-    """The median step of ours, in seconds, at the first stage."""
+def measure_alone(case: Case) -> float:
+    """What the passes of one stage take, in seconds, with nothing between them."""
+    stage = SleepingStage(is_last=False)
+    started_s = time.monotonic()
+    for batch in Ids(case.num_microbatches).training(0):
+        stage(StageInput(batch=batch)).backward()
+    return time.monotonic() - started_s
+
+
+def measure_ours(case: Case) -> Step:
+    """The median step of ours at the first stage."""
     job = parse_job(
         f"""
         name = "schedule"
@@ -195,8 +212,8 @@ def measure_ours(case: Case) -> float:
     with LocalWan(job) as wan:
         work = functools.partial(be_cloud, case=case)
         found = run_clouds(job, work, wan, on_report=lambda *_: None)
-    durations_s: list[float] = found["east"]
-    return statistics.median(durations_s)
+    steps: list[Step] = sorted(found["east"], key=lambda step: step.duration_s)
+    return steps[len(steps) // 2]
 
 
 class Slow(torch.autograd.Function):
@@ -277,49 +294,48 @@ def use_the_wan() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
 
-def compare(case: Case, *, with_torch: bool) -> dict[str, float]:
-    """Ours beside torch's, one WAN."""
-    found = {"isthmus": measure_ours(case)}
+def compare(case: Case, *, with_torch: bool) -> dict[str, Step]:
+    """Compute alone, ours and torch's, in one run."""
+    alone_s = statistics.median(measure_alone(case) for _ in range(3))
+    found = {"compute alone": Step(alone_s, alone_s), "isthmus": measure_ours(case)}
     if with_torch:
-        found |= {name: measure_torch(name, case) for name in TORCH_SCHEDULES}
+        found |= {name: Step(measure_torch(name, case), alone_s) for name in TORCH_SCHEDULES}
     return found
 
 
-def show_comparison(console: Console, case: Case, found: dict[str, float]) -> None:
-    """The first table."""
-    table = Table(
-        "schedule", "step", "of compute-bound speed", "bubble", "closed form", "Schedule1F1B is slower by"
-    )
-    for name, step_s in found.items():
-        ratio = found["Schedule1F1B"] / step_s if "Schedule1F1B" in found else float("nan")
+def show_comparison(console: Console, case: Case, found: dict[str, Step]) -> None:
+    """The first table; a stage's bubble is the share of the step in which it does not compute."""
+    table = Table("schedule", "step", "of compute alone", "bubble", "closed form", "Schedule1F1B takes")
+    for name, step in found.items():
+        reference = found.get("Schedule1F1B")
         table.add_row(
             name,
-            f"{step_s:.3f} s",
-            f"{case.compute_s / step_s:.0%}",
-            f"{1 - case.compute_s / step_s:.1%}",
+            f"{step.duration_s:.3f} s",
+            f"{found['compute alone'].duration_s / step.duration_s:.1%}",
+            f"{1 - step.busy_s / step.duration_s:.1%}",
             f"{1 - case.compute_s / case.closed_form_s:.1%}" if name == "isthmus" else "",
-            f"{ratio:.2f}×",
+            f"{reference.duration_s / step.duration_s:.2f}×" if reference else "",
         )
     console.print(table)
 
 
-def show_sweep(console: Console, rows: list[tuple[Case, float]]) -> None:
+def show_sweep(console: Console, rows: list[tuple[Case, Step]]) -> None:
     """The second table."""
     table = Table("round trip", "bandwidth", "micro-batches", "step", "closed form", "bubble", "closed form")
-    for case, step_s in rows:
+    for case, step in rows:
         table.add_row(
             f"{1000 * case.rtt_s:g} ms",
             f"{case.bandwidth_bps / 1e6:g} Mbit/s",
             str(case.num_microbatches),
-            f"{step_s:.3f} s",
+            f"{step.duration_s:.3f} s",
             f"{case.closed_form_s:.3f} s",
-            f"{1 - case.compute_s / step_s:.1%}",
+            f"{1 - step.busy_s / step.duration_s:.1%}",
             f"{1 - case.compute_s / case.closed_form_s:.1%}",
         )
     console.print(table)
 
 
-def sweep(*, is_quick: bool) -> list[tuple[Case, float]]:
+def sweep(*, is_quick: bool) -> list[tuple[Case, Step]]:
     """Ours over many WANs."""
     rtts_s = (0.0, 0.1) if is_quick else (0.0, 0.04, 0.1, 0.2)
     bandwidths_bps = (100e6,) if is_quick else (20e6, 100e6, 500e6, 1000e6)
@@ -358,8 +374,13 @@ def main() -> None:
         "torch": version("torch"),
         "grpcio": version("grpcio"),
     }
-    results = [{**asdict(one), "step_s": step_s, "closed_form_s": one.closed_form_s} for one, step_s in rows]
-    print(json.dumps({**machine, "case": asdict(case), "step_s": found, "sweep": results}))
+    results = [{**asdict(one), **asdict(step), "closed_form_s": one.closed_form_s} for one, step in rows]
+    steps = {name: asdict(step) for name, step in found.items()}
+    print(
+        json.dumps(
+            {"benchmark": "schedule", **machine, "case": asdict(case), "steps": steps, "sweep": results}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -251,5 +251,5 @@ def test_round_trip_and_clock_offset_are_estimated_by_both_ends() -> None:
     ):
         figures = [east.result(), west.result()]
     for rtt_s, offset_s in figures:
-        assert 0.06 <= rtt_s < 0.1
-        assert abs(offset_s) < 0.03
+        assert 0.06 <= rtt_s < 0.2
+        assert abs(offset_s) < 0.1
