@@ -46,6 +46,7 @@ from isthmus.wan.tun import TunWan
 
 NUM_TOKENS, WIDTH = 64, 1024  # 256 KiB of float32
 MESSAGE_BITS = 8 * 4 * NUM_TOKENS * WIDTH
+HIDDEN = torch.zeros(1, NUM_TOKENS, WIDTH)
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 NUM_WARM_UP_STEPS = 2
 TORCH_SCHEDULES = {"Schedule1F1B": Schedule1F1B, "ScheduleGPipe": ScheduleGPipe}
@@ -79,7 +80,7 @@ class SleepingOutput:
     """What a sleeping stage gives; its backward sleeps too."""
 
     def __init__(self, arrived: Tensor | None, *, is_last: bool) -> None:
-        self.crossing = None if is_last else torch.zeros(1, NUM_TOKENS, WIDTH)
+        self.crossing = None if is_last else HIDDEN
         self.loss = torch.zeros(()) if is_last else None
         self.num_correct = None
         self._arrived = arrived
@@ -89,7 +90,7 @@ class SleepingOutput:
         del grad, loss_weight
         time.sleep(BACKWARD_S)
         if self._arrived is not None:
-            self._arrived.grad = torch.zeros_like(self._arrived)
+            self._arrived.grad = HIDDEN
 
 
 class SleepingStage(nn.Module):
@@ -212,8 +213,7 @@ def measure_ours(case: Case) -> Step:
     with LocalWan(job) as wan:
         work = functools.partial(be_cloud, case=case)
         found = run_clouds(job, work, wan, on_report=lambda *_: None)
-    steps: list[Step] = sorted(found["east"], key=lambda step: step.duration_s)
-    return steps[len(steps) // 2]
+    return _median(found["east"])
 
 
 class Slow(torch.autograd.Function):
@@ -294,13 +294,22 @@ def use_the_wan() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
 
-def compare(case: Case, *, with_torch: bool) -> dict[str, Step]:
-    """Compute alone, ours and torch's, in one run."""
-    alone_s = statistics.median(measure_alone(case) for _ in range(3))
+def compare(case: Case, *, with_torch: bool, num_rounds: int) -> dict[str, Step]:
+    """Compute alone, ours and torch's: medians over rounds in which each has its turn."""
+    rounds = [_one_round(case, with_torch=with_torch) for _ in range(num_rounds)]
+    return {name: _median([found[name] for found in rounds]) for name in rounds[0]}
+
+
+def _one_round(case: Case, *, with_torch: bool) -> dict[str, Step]:
+    alone_s = measure_alone(case)
     found = {"compute alone": Step(alone_s, alone_s), "isthmus": measure_ours(case)}
     if with_torch:
         found |= {name: Step(measure_torch(name, case), alone_s) for name in TORCH_SCHEDULES}
     return found
+
+
+def _median(steps: list[Step]) -> Step:
+    return sorted(steps, key=lambda step: step.duration_s)[len(steps) // 2]
 
 
 def show_comparison(console: Console, case: Case, found: dict[str, Step]) -> None:
@@ -361,9 +370,9 @@ def main() -> None:
         be_torch_rank(options.rank, options.schedule, Case(**json.loads(options.case)))
         return
     console = Console(width=120)
-    num_steps = 3 if options.quick else 7
+    num_steps, num_rounds = (3, 1) if options.quick else (5, 3)
     case = Case(rtt_s=0.040, bandwidth_bps=500e6, num_microbatches=32, num_steps=num_steps)
-    found = compare(case, with_torch=not options.no_torch)
+    found = compare(case, with_torch=not options.no_torch, num_rounds=num_rounds)
     show_comparison(console, case, found)
     rows = sweep(is_quick=options.quick)
     show_sweep(console, rows)
