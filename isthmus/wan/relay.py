@@ -191,7 +191,7 @@ class Relay:
             self._own_ends.discard(place)
             client.close()
         elif self._loop.time() < self._cut_until_s:
-            self._drop(client, "the link is cut")
+            self._drop(client, "the link is cut", level=logging.INFO)
         elif len(self._waiting) >= self._limits.max_num_waiting:
             self._drop(client, f"{len(self._waiting)} connections are waiting already")
         elif len(self._open) >= self._limits.max_num_open:
@@ -209,7 +209,8 @@ class Relay:
             case FrameError() | Refused():
                 self._drop(client, error.message)
             case OSError():
-                self._drop(client, why(error))
+                # A rank that has not started yet, or a client that has left, is nobody's misdeed.
+                self._drop(client, why(error), level=logging.INFO)
             case BaseException():
                 client.close()
                 raise error
@@ -257,18 +258,18 @@ class Relay:
             async with asyncio.timeout(self._limits.dial_timeout_s):
                 server = await connect(address)
         except TimeoutError:
-            raise Refused(f"{address} did not answer in {self._limits.dial_timeout_s:g} s") from None
+            raise ConnectionError(f"{address} did not answer in {self._limits.dial_timeout_s:g} s") from None
         except OSError as error:
-            raise Refused(f"cannot reach {address}: {why(error)}") from None
+            raise ConnectionError(f"cannot reach {address}: {why(error)}") from None
         if self._listener is not None and ends_at(server, self._listener):
             self._own_ends.add(server.getsockname())
             server.close()
             raise Refused(f"{address} leads back to this relay")
         return server
 
-    def _drop(self, client: socket.socket, reason: str) -> None:
+    def _drop(self, client: socket.socket, reason: str, *, level: int = logging.WARNING) -> None:
         self._num_dropped += 1
-        _log.warning("dropped a connection from %s: %s", peer_name(client), reason)
+        _log.log(level, "dropped a connection from %s: %s", peer_name(client), reason)
         reset_on_close(client)
         client.close()
 

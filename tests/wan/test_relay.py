@@ -166,6 +166,7 @@ def test_a_client_that_leaves_in_its_hello_is_dropped(
 def test_a_target_that_does_not_answer_resets_the_client(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     target.listener.close()
     with RelayThread(target.route, reads_hello=False) as relay:
         assert is_turned_away(relay)
@@ -283,7 +284,7 @@ def test_a_small_message_overtakes_bulk_of_another_connection(target: Target) ->
 def test_a_cut_resets_all_and_refuses_new_ones_until_it_is_over(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.INFO)
     with joined(target) as (relay, client, server):
         relay.cut(0.5)
         assert is_reset(client)
