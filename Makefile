@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check bench soak clean
+.PHONY: demo test check bench clean
 
 demo: $(INSTALLED)  ## what probe measures on an emulated WAN, then a small language model trained across it
 	$(BIN)/isthmus probe examples/two-clouds.toml
@@ -21,9 +21,7 @@ check: $(INSTALLED)  ## style, types and the rooms' import contracts
 bench: $(INSTALLED)  ## every claim of docs/results.md, measured again
 	$(BIN)/python benchmarks/emulator.py
 	$(BIN)/python benchmarks/link.py
-
-soak: $(INSTALLED)  ## long and rough: cuts, kills and garbage for minutes
-	$(BIN)/pytest -m soak tests
+	$(BIN)/python benchmarks/schedule.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -41,8 +41,9 @@ def _checked_cloud_name(name: str) -> str:
         raise FieldError(
             f"{name!r} is no DNS label", cure="use up to 63 of a-z, 0-9 and '-', with no '-' at either end"
         )
-    if name == "isthmus":
-        raise FieldError("'isthmus' is reserved", cure="choose another name")
+    # The first would make a strange server name; the second names the authority's own files.
+    if name in ("isthmus", "authority"):
+        raise FieldError(f"{name!r} is reserved", cure="choose another name")
     return name
 
 

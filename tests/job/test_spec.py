@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from pydantic import ValidationError
 
-from isthmus.errors import UserError
+from isthmus.errors import JobError, UserError
 from isthmus.job import Address, CloudSpec, CodecSpecs, Job, LinkSpec, PipelineStrategy, load_job, parse_codec
 from isthmus.job.load import parse_job
 from tests.job.strategies import jobs, with_jobs
@@ -214,3 +214,10 @@ def test_digest_does_not_depend_on_layout_or_spelling() -> None:
     respelled = DESIGN.replace('"1 min"', '"60 s"').replace("learning_rate = 1e-3", "learning_rate = 0.001")
     assert parse(respelled).digest == parse(DESIGN).digest
     assert len(parse(DESIGN).digest) == 64
+
+
+@pytest.mark.parametrize("name", ["isthmus", "authority"])
+def test_names_that_would_clash_are_reserved(name: str) -> None:
+    with pytest.raises(JobError) as error:
+        parse_job(f'name = "one"\n[[cloud]]\nname = "{name}"\n', file=Path("one.toml"))
+    assert [problem.what for problem in error.value.problems] == [f"{name!r} is reserved"]
