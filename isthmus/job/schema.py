@@ -31,5 +31,5 @@ class _TomlSchema(GenerateJsonSchema):
             json_schema["properties"][key]["default"] = default
         return json_schema
 
-    def field_title_should_be_set(self, schema: object) -> bool:  # noqa: ARG002
+    def field_title_should_be_set(self, schema: object) -> bool:  # noqa: ARG002 pydantic's signature
         return False

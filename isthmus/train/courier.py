@@ -1,7 +1,6 @@
 """Carries packets to and from a neighbouring stage, on threads of its own, so that compute never waits."""
 
 import queue
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -67,10 +66,6 @@ class Courier:
     ) -> None:
         """Make a packet and send it, off this thread; `then` follows when the link has taken it over."""
         self._watch(self._outward.submit(self._send, stream, make, priority, then))
-
-    def now_s(self) -> float:
-        """The time by the peer's clock."""
-        return time.time() + (self._link.counters().clock_offset_s or 0.0)
 
     @property
     def rtt_s(self) -> float:

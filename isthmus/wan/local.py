@@ -1,7 +1,6 @@
 """All clouds of a job on one machine: throw-away certificates, and each link through an emulated WAN."""
 
 import socket
-import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
@@ -9,7 +8,7 @@ from typing import Self
 from isthmus.job import Address, Job, LinkSpec
 from isthmus.wan.certificates import Identity, parse_server_name, throwaway
 from isthmus.wan.endpoint import Site
-from isthmus.wan.faults import Fault, inject
+from isthmus.wan.faults import Fault
 from isthmus.wan.relay import RelayThread
 from isthmus.wan.shaping import Shape
 
@@ -23,7 +22,6 @@ class LocalWan:
         self._job = job
         self._identities = throwaway([cloud.name for cloud in job.cloud])
         self._reserved = {cloud.name: _reserve_port() for cloud in job.cloud if cloud.listen is not None}
-        self._timers: list[threading.Timer] = []
         self._relays: dict[frozenset[str], RelayThread] = {}
         for number, link in enumerate(job.link):
             self._relays[frozenset(link.between)] = self._emulate(link, seed=job.seed + number)
@@ -46,17 +44,14 @@ class LocalWan:
         return self._relays[frozenset((first, second))]
 
     def play(self, faults: Iterable[Fault]) -> None:
-        """Let faults happen, each at its time from now on."""
-        for fault in faults:
-            timer = threading.Timer(fault.at_s, self._inject, (fault,))
-            timer.daemon = True
-            timer.start()
-            self._timers.append(timer)
+        """Let faults happen, each on its link and at its time from now on."""
+        script = tuple(faults)
+        for link in self._job.link:
+            own = [fault for fault in script if set(fault.between) == set(link.between)]
+            self.relay(*link.between).play(own, dialer=self._job.dialer(link).name)
 
     def close(self) -> None:
         """End all relays."""
-        for timer in self._timers:
-            timer.cancel()
         for relay in self._relays.values():
             relay.close()
         for reserved in self._reserved.values():
@@ -69,11 +64,6 @@ class LocalWan:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _inject(self, fault: Fault) -> None:
-        dialers = {link.between: self._job.dialer(link).name for link in self._job.link}
-        pair = next(between for between in dialers if set(between) == set(fault.between))
-        inject(fault, self.relay(*pair), dialer=dialers[pair])
 
     def _bind(self, cloud: str) -> Address | None:
         reserved = self._reserved.get(cloud)

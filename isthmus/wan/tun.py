@@ -190,6 +190,6 @@ def _ip(*arguments: str) -> None:
     program = which("ip")
     if program is None:
         raise UserError("the program `ip` is missing", hint="install iproute2")
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)  # noqa: S603 ours
     if done.returncode:
         raise UserError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}", hint="run this as root")
