@@ -14,6 +14,8 @@ from isthmus.errors import UserError
 EVENTS_FOLDER: Final = "events"
 COMPUTE_KINDS: Final = frozenset({"forward", "backward", "evaluation", "optimize"})
 """The kinds of spans in which a device is at work; `transfer` is another."""
+CODING_KINDS: Final = frozenset({"encode", "decode"})
+"""The kinds of spans in which what crosses is coded, beside the computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

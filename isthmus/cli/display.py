@@ -46,8 +46,9 @@ class Display:
                 self._hear_step(cloud, values)
             case "evaluation":
                 self._evaluation = values
+                without = " without codecs" if values.get("is_plain") else ""
                 self._console.print(
-                    f"step {values['step']}: validation loss {values['loss']:.4f}", style="cyan"
+                    f"step {values['step']}: validation loss {values['loss']:.4f}{without}", style="cyan"
                 )
             case "note":
                 self._console.print(f"{cloud}: {values['text']}", style="dim")
@@ -98,7 +99,9 @@ def show_summary(console: Console, summary: Summary) -> None:
     if summary.first_loss is not None and summary.last_loss is not None:
         table.add_row("loss", f"{summary.first_loss:.3f} → {summary.last_loss:.3f}")
     if summary.validation_loss is not None:
-        table.add_row("validation loss", f"{summary.validation_loss:.3f}")
+        plain = summary.plain_validation_loss
+        without = "" if plain is None else f" ({plain:.3f} without codecs)"
+        table.add_row("validation loss", f"{summary.validation_loss:.3f}{without}")
     if summary.step_s is not None:
         table.add_row("step time", format_duration(_short(summary.step_s)))
     if summary.bubble is not None:
@@ -107,7 +110,19 @@ def show_summary(console: Console, summary: Summary) -> None:
     if summary.hidden_share is not None:
         table.add_row("WAN time hidden", f"{summary.hidden_share:.0%}")
     table.add_row("crossed the WAN", format_bytes(_rounded_bytes(summary.num_bytes)))
+    if summary.bits_per_element is not None:
+        table.add_row("compression", _compression(summary))
+    if any(one.coding_share for one in summary.clouds):
+        each = ", ".join(f"{one.cloud} {one.coding_share:.1%}" for one in summary.clouds)
+        table.add_row("coding, beside the computation", each)
     console.print(table)
+
+
+def _compression(summary: Summary) -> str:
+    return (
+        f"{summary.bits_per_element:.2f} bits per element, {summary.ratio_to_float32:.1f}× to float32, "
+        f"{summary.ratio_to_bfloat16:.1f}× to bfloat16"
+    )
 
 
 def _short(seconds: float) -> float:

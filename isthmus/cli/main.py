@@ -8,9 +8,13 @@ from rich.console import Console
 from isthmus.cli.certs import certs_app
 from isthmus.cli.doctor import doctor
 from isthmus.cli.gateway import gateway
+from isthmus.cli.plan import plan
 from isthmus.cli.probe import probe
+from isthmus.cli.profile import profile
+from isthmus.cli.report import report
 from isthmus.cli.run import run
 from isthmus.cli.schema import schema
+from isthmus.cli.simulate import simulate
 from isthmus.errors import IsthmusError, JobError, UserError
 
 app = typer.Typer(
@@ -21,9 +25,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(run)
+app.command()(plan)
+app.command()(simulate)
 app.command()(probe)
+app.command()(profile)
 app.command()(gateway)
 app.command()(doctor)
+app.command()(report)
 app.add_typer(certs_app, name="certs")
 app.command()(schema)
 

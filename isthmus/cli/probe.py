@@ -66,7 +66,7 @@ def _show_progress(status: "Status", cloud: str, text: str) -> None:
 
 
 def _probe_here(job: "Job", duration_s: float, faults: Path | None, show: "Show") -> list["Measurement"]:
-    from isthmus.wan.faults import load_faults
+    from isthmus.plan.faults import load_faults
     from isthmus.wan.local import LocalWan
     from isthmus.wan.probe import probe_cloud
     from isthmus.wan.processes import run_clouds

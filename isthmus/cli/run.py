@@ -48,7 +48,7 @@ def run(
     from isthmus.job import load_job
     from isthmus.observe.summary import summarize
 
-    loaded = load_job(job, overrides=overrides or ())
+    loaded = load_job(job, overrides=overrides or ()).used()
     console = Console(stderr=as_json, highlight=False)
     with Display(console, num_steps=loaded.train.steps) as display:
         if cloud is None:
@@ -67,8 +67,8 @@ def _run_here(
     job: "Job", root: Path, resume: bool, trackers: tuple[str, ...], faults: Path | None, display: "Display"
 ) -> Path:
     from isthmus.observe.trackers import open_trackers
+    from isthmus.plan.faults import load_faults
     from isthmus.train.session import Place, choose_run
-    from isthmus.wan.faults import load_faults
     from isthmus.wan.local import LocalWan
     from isthmus.wan.processes import run_clouds
 

@@ -1,15 +1,16 @@
-"""The one-line text of a codec, such as "rotate | int4(group=64)", and its parsed form."""
+"""The one-line text of a codec, such as "rotate | int4(group=32)", and its parsed form."""
 
 import math
 import re
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
+from isthmus.job.codec_reading import READERS, CodecValue, StepText
+from isthmus.job.codec_sizes import CodeState, part_bytes
+from isthmus.job.codec_steps import CodecStep, Raw, check_order, gradient_steps
 from isthmus.job.findings import FieldError, suggest
 
-CodecValue = int | float | str
-
-CODEC_NAMES: Final = ("raw", "fp16", "bf16", "int8", "int4", "topk", "svd", "rotate", "subspace")
+CODEC_NAMES: Final = tuple(READERS)
 
 _TOKEN: Final = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)|(?P<word>[A-Za-z_]\w*)|(?P<mark>[|(),=]))", re.ASCII
@@ -17,26 +18,51 @@ _TOKEN: Final = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodecStep:
-    """One step of a codec: its name, positional arguments, and named options."""
-
-    name: str
-    arguments: tuple[CodecValue, ...] = ()
-    options: tuple[tuple[str, CodecValue], ...] = ()
-
-    def __str__(self) -> str:
-        inside = [*map(str, self.arguments), *(f"{name}={value}" for name, value in self.options)]
-        return f"{self.name}({', '.join(inside)})" if inside else self.name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec:
-    """The steps that turn a tensor into bytes, in the order in which they are applied."""
+    """The steps that turn a matrix into bytes, in the order in which they are applied."""
 
     steps: tuple[CodecStep, ...]
 
+    def __post_init__(self) -> None:
+        check_order(self.steps)
+
     def __str__(self) -> str:
         return " | ".join(map(str, self.steps))
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether elements cross as they are."""
+        return self.steps == (Raw(),)
+
+    def part_bytes(
+        self, num_rows: int, width: int, *, state: CodeState = CodeState.STEADY, element_bytes: int = 4
+    ) -> tuple[int, ...]:
+        """Sizes of the parts of a payload; `element_bytes` is the size of an element where all is raw."""
+        return part_bytes(
+            self.steps, num_rows=num_rows, width=width, state=state, element_bytes=element_bytes
+        )
+
+    def wire_bytes(
+        self, num_rows: int, width: int, *, state: CodeState = CodeState.STEADY, element_bytes: int = 4
+    ) -> int:
+        """Bytes of a payload of so many tokens, exactly."""
+        return sum(self.part_bytes(num_rows, width, state=state, element_bytes=element_bytes))
+
+    def bits_per_element(self, num_rows: int, width: int, *, element_bytes: int = 4) -> float:
+        """Bits that one element of the matrix takes on the wire."""
+        return 8 * self.wire_bytes(num_rows, width, element_bytes=element_bytes) / (num_rows * width)
+
+
+def gradient_codec(forward: CodecSpec, backward: CodecSpec) -> CodecSpec:
+    """How gradients cross: the backward codec, less what the activation has settled for both directions."""
+    return CodecSpec(steps=gradient_steps(forward.steps, backward.steps))
+
+
+def gradient_wire_bytes(
+    forward: CodecSpec, backward: CodecSpec, num_rows: int, width: int, *, element_bytes: int = 4
+) -> int:
+    """Bytes of the payload of a gradient of so many tokens, exactly."""
+    return gradient_codec(forward, backward).wire_bytes(num_rows, width, element_bytes=element_bytes)
 
 
 def parse_codec(text: str) -> CodecSpec:
@@ -70,7 +96,7 @@ class _Parser:
                 cure=suggest(name, CODEC_NAMES),
             )
         arguments, options = self._items() if self._accept("(") else ([], {})
-        return CodecStep(name=name, arguments=tuple(arguments), options=tuple(options.items()))
+        return READERS[name](StepText(name=name, arguments=arguments, options=options))
 
     def _items(self) -> tuple[list[CodecValue], dict[str, CodecValue]]:
         arguments: list[CodecValue] = []

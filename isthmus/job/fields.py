@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from isthmus.job.address import Address, format_proxy, parse_address, parse_proxy, parse_public_address
+from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec, parse_boundary
 from isthmus.job.codec import CodecSpec, parse_codec
 from isthmus.job.findings import FieldError, show_value
 from isthmus.units import (
@@ -88,6 +89,22 @@ _MEMORY: Final = _Bounded(parse=parse_bytes, format=format_bytes, least=1)
 _FLOPS: Final = _Bounded(parse=parse_flops, format=format_flops, least=1)
 _HEARTBEAT_TIMEOUT: Final = replace(_DURATION, least=1, most=3600)
 _CHECKPOINT_INTERVAL: Final = replace(_DURATION, least=1, most=7 * 86400)
+_CACHE: Final = replace(_MEMORY, least=0)
+_DEADLINE: Final = replace(_DURATION, least=1)
+
+
+def _parse_bytes_per_s(text: str) -> float:
+    size, slash, second = text.rpartition("/")
+    if not slash or second.strip() != "s":
+        raise ValueError(f"{text!r} is not a speed of memory such as '3.35 TB/s'")
+    return parse_bytes(size)
+
+
+def _format_bytes_per_s(bytes_per_s: float, *, exact: bool = False) -> str:
+    return f"{format_bytes(round(bytes_per_s), exact=exact)}/s"
+
+
+_MEMORY_BANDWIDTH: Final = _Bounded(parse=_parse_bytes_per_s, format=_format_bytes_per_s, least=1)
 
 
 def _read_directions(value: object, info: ValidationInfo) -> tuple[float, ...]:
@@ -120,6 +137,14 @@ def read_codec(value: object) -> CodecSpec | Literal["auto"]:
     if not isinstance(value, str):
         raise FieldError(f"must be the text of a codec, not {show_value(value)}")
     return "auto" if value == "auto" else parse_codec(value)
+
+
+def _read_boundary(value: object) -> BoundarySpec:
+    if isinstance(value, HiddenSpec | BottleneckSpec):
+        return value
+    if not isinstance(value, str):
+        raise FieldError(f"must be the text of a boundary, not {show_value(value)}")
+    return parse_boundary(value)
 
 
 def _read_stripes(value: object) -> int | Literal["auto"]:
@@ -161,8 +186,19 @@ CheckpointInterval = Annotated[
     BeforeValidator(_CHECKPOINT_INTERVAL.read, json_schema_input_type=str),
     PlainSerializer(_DURATION.write),
 ]
+Deadline = Annotated[
+    float, BeforeValidator(_DEADLINE.read, json_schema_input_type=str), PlainSerializer(_DURATION.write)
+]
+MemoryBandwidth = Annotated[
+    float,
+    BeforeValidator(_MEMORY_BANDWIDTH.read, json_schema_input_type=str),
+    PlainSerializer(_MEMORY_BANDWIDTH.write),
+]
 Memory = Annotated[
     int, BeforeValidator(_MEMORY.read, json_schema_input_type=str), PlainSerializer(_MEMORY.write)
+]
+CacheMemory = Annotated[
+    int, BeforeValidator(_CACHE.read, json_schema_input_type=str | Literal[0]), PlainSerializer(_CACHE.write)
 ]
 Flops = Annotated[
     float, BeforeValidator(_FLOPS.read, json_schema_input_type=str), PlainSerializer(_FLOPS.write)
@@ -172,6 +208,9 @@ Gateway = Annotated[Address, _address(parse_address), PlainSerializer(str)]
 Proxy = Annotated[Address, _address(parse_proxy), PlainSerializer(format_proxy)]
 CodecChoice = Annotated[
     CodecSpec | Literal["auto"], PlainValidator(read_codec, json_schema_input_type=str), PlainSerializer(str)
+]
+BoundaryChoice = Annotated[
+    BoundarySpec, PlainValidator(_read_boundary, json_schema_input_type=str), PlainSerializer(str)
 ]
 Stripes = Annotated[
     int | Literal["auto"],

@@ -1,7 +1,7 @@
 """The clouds of a job and the links between them."""
 
 import re
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -10,12 +10,15 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     ValidationInfo,
     WrapSerializer,
+    model_validator,
 )
 
 from isthmus.job.address import Address
-from isthmus.job.codec import parse_codec
+from isthmus.job.boundary import HiddenSpec
+from isthmus.job.codec import CodecSpec, gradient_codec, parse_codec
 from isthmus.job.fields import (
     Bandwidth,
+    BoundaryChoice,
     CodecChoice,
     Directions,
     Duration,
@@ -67,6 +70,18 @@ class CloudSpec(Frozen):
     flops: Flops | None = Field(
         default=None, description="computing speed of one device", examples=["312 TFLOPS"]
     )
+    accelerator: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the device's name in the catalogue or in an [[accelerator]] table",
+        examples=["h100"],
+    )
+    profile: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file that `isthmus profile` wrote on this cloud; its figures override the catalogue's",
+        examples=["east.profile.json"],
+    )
     listen: Listen | None = Field(
         default=None,
         description="where other clouds reach this one; a cloud without it only dials out",
@@ -101,6 +116,12 @@ class CodecSpecs(Frozen):
     backward: CodecChoice = Field(
         default=_RAW, description='codec of gradients, or "auto"', examples=["rotate | int4(stochastic)"]
     )
+
+    @model_validator(mode="after")
+    def _fit_each_other(self) -> Self:
+        if isinstance(self.forward, CodecSpec) and isinstance(self.backward, CodecSpec):
+            gradient_codec(self.forward, self.backward)
+        return self
 
 
 def _read_codecs(value: object) -> object:
@@ -158,6 +179,24 @@ class LinkSpec(Frozen):
         default=CodecSpecs(),
         description='codec of both directions, a table with `forward` and `backward`, or "auto"',
         examples=["rotate | int4"],
+    )
+    boundary: BoundaryChoice = Field(
+        default=HiddenSpec(),
+        description='what crosses between stages: "hidden" states, or a trained bottleneck',
+        examples=["bottleneck(64, warmup=100)"],
+    )
+    guard_every: int = Field(
+        default=50,
+        ge=0,
+        description="every so many-th coded message is measured by its sender; 0 for none",
+        examples=[50],
+    )
+    guard_cosine: float = Field(
+        default=0.98,
+        ge=-1,
+        le=1,
+        description="a codec is made milder when what arrives has a lower cosine to what was sent",
+        examples=[0.98],
     )
 
     @property

@@ -5,8 +5,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from isthmus.job.fields import CheckpointInterval, Frozen
+from isthmus.job.fields import CacheMemory, CheckpointInterval, Frozen, Memory
 from isthmus.job.findings import FieldError, show_value
+from isthmus.job.lora import LoraSpec
 
 
 def _checked_config(config: dict[str, object]) -> dict[str, object]:
@@ -48,6 +49,23 @@ class ModelSpec(Frozen):
         description="configuration of a model with fresh weights",
         examples=[{"model_type": "llama"}],
     )
+    frozen_layers: int = Field(
+        default=0,
+        ge=0,
+        description="layers, from the first on, that are not trained, and the embedding with them",
+        examples=[12],
+    )
+    cache_frozen_bytes: CacheMemory = Field(
+        default=2 * 1024**3,
+        alias="cache_frozen",
+        description="host memory for what frozen stages gave, so that it crosses once; 0 for none",
+        examples=["4 GiB"],
+    )
+    lora: LoraSpec | None = Field(
+        default=None,
+        description="train low-rank adapters instead of the weights; needs `peft`",
+        examples=[{"r": 16}],
+    )
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
@@ -55,6 +73,11 @@ class ModelSpec(Frozen):
             which = "neither source nor config" if self.source is None else "both source and config"
             raise FieldError(
                 f"has {which}", cure='give one: source = "Qwen/Qwen3-0.6B", or a [model.config] table'
+            )
+        if self.lora is not None and self.source is None:
+            raise FieldError(
+                "has adapters for fresh weights, which would never learn anything themselves",
+                cure="start from weights by source, or leave the [model.lora] table out",
             )
         return self
 
@@ -133,6 +156,22 @@ class DataSpec(Frozen):
         return self
 
 
+def _checked_counts(counts: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if counts is not None and (not counts or min(counts) < 1):
+        raise FieldError("must be a list of whole numbers of at least 1", cure="for example [12, 20]")
+    return counts
+
+
+def _checked_names(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if names is not None and (not names or len(set(names)) < len(names)):
+        raise FieldError("must name clouds, each of them once", cure='for example ["east", "west"]')
+    return names
+
+
+Counts = Annotated[tuple[int, ...], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
 class AutoStrategy(Frozen):
     """The planner chooses, and says why."""
 
@@ -162,12 +201,54 @@ class PipelineStrategy(Frozen):
         description="which pass goes first; only wan-1f1b hides the round trip",
         examples=["wan-1f1b"],
     )
+    clouds: Annotated[Names | None, AfterValidator(_checked_names)] = Field(
+        default=None,
+        description="the clouds in the order of their stages; chosen by the planner unless given",
+        examples=[["east", "west"]],
+    )
+    layers: Annotated[Counts | None, AfterValidator(_checked_counts)] = Field(
+        default=None,
+        description="layers of each stage, in the order of the stages; chosen by the planner unless given",
+        examples=[[12, 20]],
+    )
+    windows: Annotated[Counts | None, AfterValidator(_checked_counts)] = Field(
+        default=None,
+        description="micro-batches in flight at a rank of each stage, for planning; workers measure theirs",
+        examples=[[6, 1]],
+    )
+
+    @model_validator(mode="after")
+    def _lists_fit(self) -> Self:
+        lists = {"clouds": self.clouds, "layers": self.layers, "windows": self.windows}
+        given = {key: one for key, one in lists.items() if one is not None}
+        if len({len(one) for one in given.values()}) > 1:
+            counts = ", ".join(f"{len(one)} {key}" for key, one in given.items())
+            raise FieldError(f"has {counts}", cure="give one entry for each stage")
+        return self
 
 
 class DataStrategy(Frozen):
     """Each cloud holds the whole model; parameters or gradients cross the links."""
 
     kind: Literal["data"] = Field(description="each cloud holds the whole model", examples=["data"])
+    inner_steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="steps of each cloud between two synchronisations; chosen by the planner unless given",
+        examples=[30],
+    )
+    fragments: int | None = Field(
+        default=None,
+        ge=1,
+        description="parts of the model that are synchronised in turn; about 3 layers each unless given",
+        examples=[8],
+    )
+    bits: Literal[4, 8, 16, 32] | None = Field(
+        default=None,
+        description="bits per parameter that cross the links; chosen by the planner unless given",
+        examples=[4],
+    )
 
 
 class GeneratorDiscriminatorStrategy(Frozen):
@@ -175,6 +256,17 @@ class GeneratorDiscriminatorStrategy(Frozen):
 
     kind: Literal["generator-discriminator"] = Field(
         description="one cloud generates, another discriminates", examples=["generator-discriminator"]
+    )
+    generator: ModelSpec | None = Field(
+        default=None,
+        description="the generator; the model with a third of its layers unless given",
+        examples=[{"source": "xlm-roberta-base"}],
+    )
+    discriminator_cloud: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the cloud that the others feed; chosen by the planner unless given",
+        examples=["west"],
     )
 
 
@@ -214,14 +306,47 @@ class TrainSpec(Frozen):
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of the computation; weights are float32", examples=["bfloat16"]
     )
-    recompute: bool = Field(
+    recompute: bool | Literal["auto"] = Field(
         default=False,
-        description="recompute activations in the backward pass instead of keeping them",
-        examples=[True],
+        description='recompute activations instead of keeping them; "auto": as memory_budget asks for',
+        examples=["auto"],
     )
+    memory_budget_bytes: Memory | None = Field(
+        default=None,
+        alias="memory_budget",
+        description='memory of a device for all that it holds, with recompute = "auto"; '
+        "limits.memory_share of it unless given",
+        examples=["40 GiB"],
+    )
+    optimizer_bits: Literal[32, 8] = Field(
+        default=32, description="bits of each moment of AdamW; 8 needs `torchao`", examples=[8]
+    )
+    offload_optimizer: bool = Field(
+        default=False, description="keep the moments of AdamW in memory of the host", examples=[True]
+    )
+    compile: bool = Field(default=False, description="compile the layers with torch.compile", examples=[True])
     evaluate_every: int = Field(
         default=100, ge=0, description="steps between two evaluations; 0 for none", examples=[100]
     )
+    evaluate_without_codec: bool = Field(
+        default=False,
+        description="evaluate a second time with everything crossing raw",
+        examples=[True],
+    )
+
+    @model_validator(mode="after")
+    def _savers_fit(self) -> Self:
+        if self.memory_budget_bytes is not None and self.recompute != "auto":
+            raise FieldError(
+                "has a memory_budget, which nothing keeps to unless layers recompute as it asks for",
+                cure='set recompute = "auto", or leave memory_budget out',
+            )
+        if self.optimizer_bits == 8 and self.offload_optimizer:
+            raise FieldError(
+                "has moments in 8 bits and on the host, and both together are not offered",
+                cure="leave out optimizer_bits or offload_optimizer",
+            )
+        return self
 
 
 class CheckpointSpec(Frozen):

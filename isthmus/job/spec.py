@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from typing import Annotated, Final, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,8 +12,17 @@ from isthmus.errors import UserError
 from isthmus.job.conflicts import find_conflicts
 from isthmus.job.fields import Frozen
 from isthmus.job.findings import FieldError, describe_place, suggest
+from isthmus.job.limits import AcceleratorSpec, LimitsSpec
 from isthmus.job.network import CloudSpec, LinkSpec
-from isthmus.job.sections import AutoStrategy, CheckpointSpec, DataSpec, ModelSpec, Strategy, TrainSpec
+from isthmus.job.sections import (
+    AutoStrategy,
+    CheckpointSpec,
+    DataSpec,
+    ModelSpec,
+    PipelineStrategy,
+    Strategy,
+    TrainSpec,
+)
 
 _JOB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_SEED: Final = 2**63 - 1
@@ -21,9 +30,11 @@ _MAX_SEED: Final = 2**63 - 1
 CONFLICT: Final = "conflict"
 """Type of the validation error that carries what `find_conflicts` found."""
 
-# What a site may set for itself, and what `isthmus probe` measures, do not make it another job.
-_NOT_IN_DIGEST: Final = {
-    "cloud": {"__all__": {"certificates", "proxy", "gateway"}},
+# What a site may set for itself, what is measured, and what a plan must keep to do not make it another job.
+_NOT_IN_DIGEST: Final[dict[str, Any]] = {
+    "accelerator": True,
+    "limits": True,
+    "cloud": {"__all__": {"certificates", "proxy", "gateway", "profile"}},
     "link": {"__all__": {"bandwidth_bps", "rtt_s", "jitter_s", "connection_bps"}},
 }
 
@@ -69,6 +80,16 @@ class Job(Frozen):
         default=CheckpointSpec(), description="when the state is saved", examples=[{"every": "5 min"}]
     )
 
+    limits: LimitsSpec = Field(
+        default=LimitsSpec(), description="what the planner must keep to", examples=[{"budget_usd": 500.0}]
+    )
+    accelerator: tuple[AcceleratorSpec, ...] = Field(
+        default=(),
+        strict=False,
+        description="devices that the catalogue does not have, or has with other figures",
+        examples=[[{"name": "mine"}]],
+    )
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         tables = self.tables()
@@ -91,6 +112,15 @@ class Job(Frozen):
     def links_of(self, cloud_name: str) -> tuple[LinkSpec, ...]:
         """Return the links that end at a cloud."""
         return tuple(link for link in self.link if cloud_name in link.between)
+
+    def used(self) -> Self:
+        """The job with only the clouds that take part, where the strategy names them."""
+        named = self.strategy.clouds if isinstance(self.strategy, PipelineStrategy) else None
+        if named is None:
+            return self
+        clouds = tuple(cloud for cloud in self.cloud if cloud.name in named)
+        links = tuple(link for link in self.link if set(link.between) <= set(named))
+        return self.model_copy(update={"cloud": clouds, "link": links})
 
     def dialer(self, link: LinkSpec) -> CloudSpec:
         """Return the end that opens the link's connections: the one that does not listen, else the first."""

@@ -50,6 +50,19 @@ def update_job_file(path: Path, changes: Mapping[tuple[str, str], LinkFigures]) 
     replace_file(path, updated)
 
 
+def update_job_sections(path: Path, sections: Mapping[str, Mapping[str, object]]) -> None:
+    """Put keys into sections of a job file, such as a plan's choice into `strategy`, and keep its layout."""
+    document: Any = tomlkit.parse(read_job_text(path))
+    for section, values in sections.items():
+        if section not in document:
+            document[section] = tomlkit.table()
+        for key, value in values.items():
+            document[section][key] = value
+    updated = tomlkit.dumps(document)
+    parse_job(updated, file=path)
+    replace_file(path, updated)
+
+
 def replace_file(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash at any moment, meets the old text or the new one whole."""
     target = path.resolve()

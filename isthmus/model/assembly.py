@@ -1,24 +1,33 @@
 """From a blueprint to one stage with its weights: fresh, or from a checkpoint of the whole model."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from isthmus.errors import UserError
+from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
+from isthmus.job.lora import LoraSpec
 from isthmus.model.anatomy import check_layers
 from isthmus.model.blueprint import Blueprint
+from isthmus.model.bottleneck import Down, Up
+from isthmus.model.boundary import boundary_of
+from isthmus.model.freeze import freeze_below
 from isthmus.model.initial import check_initialised, end_seeding, seed_initialisation
 from isthmus.model.layer_call import LayerCall
-from isthmus.model.randomness import generators_kept
+from isthmus.model.lora import Adapters, add_adapters
+from isthmus.model.randomness import generators_kept, seed_from
+from isthmus.model.recompute import Fixed
 from isthmus.model.seam import Seam, drop_absent
 from isthmus.model.source import LazyTensor
 from isthmus.model.stage import Stage
 from isthmus.model.transformers_log import quiet_transformers
 
 _CPU = torch.device("cpu")
+_HIDDEN = HiddenSpec()
 
 
 def build_stage(
@@ -29,10 +38,16 @@ def build_stage(
     dtype: torch.dtype = torch.float32,
     recompute: bool = False,
     untie: bool = False,
+    inbound: BoundarySpec = _HIDDEN,
+    outbound: BoundarySpec = _HIDDEN,
+    num_frozen_layers: int = 0,
+    lora: LoraSpec | None = None,
 ) -> Stage:
     """A stage in training mode, on the CPU; how the model is cut changes no value it starts with.
 
     Weights that embedding and head share stay shared only in a stage that holds all layers, unless `untie`.
+    `inbound` and `outbound` are the boundaries at its cuts; frozen layers count from the model's first. With
+    `lora` only adapters learn, the halves of bottlenecks, and a head that the checkpoint lacks.
     """
     check_layers(layers, blueprint.num_layers)
     is_whole = layers == range(blueprint.num_layers)
@@ -40,20 +55,73 @@ def build_stage(
     seam = Seam(model_class=blueprint.model_class.__name__)
     model, new_names = _load(blueprint, layers, seam=seam, seed=seed, dtype=dtype, untied=untied)
     router = blueprint.family.router if getattr(model.config, "output_router_logits", False) else None
-    for index in layers:
-        layer = model.base_model.get_submodule(f"{blueprint.family.layers}.{index}")
-        layer.forward = LayerCall(
-            layer, index=index, seam=seam, recompute=recompute, router_path=router.path if router else None
-        )
-    return Stage(
+    layer_modules = [model.base_model.get_submodule(f"{blueprint.family.layers}.{index}") for index in layers]
+    adapters = _adapters(blueprint, model, layer_modules, lora, new_names, seed=seed) if lora else None
+    for index, layer in zip(layers, layer_modules, strict=True):
+        layer.forward = LayerCall(layer, index=index, seam=seam, router_path=router.path if router else None)
+    stage = Stage(
         model.train(),
         head=blueprint.head,
         layers=layers,
         num_layers=blueprint.num_layers,
         seam=seam,
+        family=blueprint.family,
         router=router,
-        notes=_notes(untied, new_names),
+        notes=_notes(blueprint, untied=untied, new_names=new_names, num_frozen_layers=num_frozen_layers),
+        up=_up(blueprint, layers, inbound),
+        down=_down(blueprint, layers, outbound, seed=seed),
+        recompute=Fixed(frozenset(layers if recompute else ())),
+        adapters=adapters,
     )
+    freeze_below(stage, num_frozen_layers)
+    return stage
+
+
+def _adapters(
+    blueprint: Blueprint,
+    model: PreTrainedModel,
+    layers: Sequence[nn.Module],
+    lora: LoraSpec,
+    new_names: Sequence[str],
+    *,
+    seed: int,
+) -> Adapters:
+    names = {module: name for name, module in model.named_modules()}
+    present = {name for name, _ in model.named_parameters()}
+    return add_adapters(
+        model,
+        lora,
+        layer_paths=[names[layer] for layer in layers],
+        head=blueprint.head,
+        fresh_names=[name for name in new_names if name in present],
+        seed=seed,
+    )
+
+
+def _up(blueprint: Blueprint, layers: range, spec: BoundarySpec) -> Up | None:
+    if not isinstance(spec, BottleneckSpec):
+        return None
+    _check_cut(blueprint, spec, at_layer=layers.start)
+    config = blueprint.config
+    return Up(spec, width=config.hidden_size, vocabulary_size=config.vocab_size)
+
+
+def _down(blueprint: Blueprint, layers: range, spec: BoundarySpec, *, seed: int) -> Down | None:
+    if not isinstance(spec, BottleneckSpec):
+        return None
+    _check_cut(blueprint, spec, at_layer=layers.stop)
+    return Down(
+        spec,
+        width=blueprint.config.hidden_size,
+        vocabulary_size=blueprint.config.vocab_size,
+        seed=seed_from("bottleneck", seed, layers.stop),
+    )
+
+
+def _check_cut(blueprint: Blueprint, spec: BottleneckSpec, *, at_layer: int) -> None:
+    if not 0 < at_layer < blueprint.num_layers:
+        raise ValueError("a bottleneck lies between two stages, not at an end of the model")
+    boundary_of(spec, hidden_width=blueprint.config.hidden_size)
 
 
 def _load(
@@ -135,10 +203,14 @@ def _check_report(blueprint: Blueprint, report: Mapping[str, Any]) -> list[str]:
     return missing
 
 
-def _notes(untied: bool, new_names: list[str]) -> tuple[str, ...]:
+def _notes(
+    blueprint: Blueprint, *, untied: bool, new_names: list[str], num_frozen_layers: int
+) -> tuple[str, ...]:
     notes = []
     if untied:
         notes.append("embedding and head share weights in this model; they are trained and exported untied")
+    elif blueprint.is_tied_across_layers and num_frozen_layers:
+        notes.append("embedding and head share weights in this model; both are frozen")
     if new_names:
         notes.append(f"not in the checkpoint, and so started fresh: {', '.join(new_names)}")
     return tuple(notes)

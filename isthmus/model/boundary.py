@@ -1,13 +1,16 @@
 """What goes into a stage and what comes out: the integers of a micro-batch, and what crosses a cut."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isthmus.errors import UserError
+from isthmus.job.boundary import Anchor, BottleneckSpec, BoundarySpec
 from isthmus.model.randomness import Moment
+from isthmus.model.recompute import Stay
 
 
 class BoundaryKind(StrEnum):
@@ -15,6 +18,8 @@ class BoundaryKind(StrEnum):
 
     HIDDEN = "hidden"
     """The residual stream, of shape (batch, tokens, width)."""
+    BOTTLENECK = "bottleneck"
+    """A trained projection of it to fewer numbers, of shape (batch, tokens, rank)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,36 @@ class Boundary:
 
     kind: BoundaryKind
     width: int
+    """Numbers per token that cross; for a bottleneck, once its warm-up is over."""
+    hidden_width: int
+    """Numbers per token of the hidden states, which cross during a warm-up."""
+    shares_ids: bool = True
+    """Whether the receiver gets the token ids too; where it must not, nothing there may depend on them."""
+
+    def crossing_width(self, *, is_warming_up: bool) -> int:
+        """Numbers per token that cross now."""
+        return self.hidden_width if is_warming_up else self.width
+
+
+def boundary_of(spec: BoundarySpec, *, hidden_width: int, shares_ids: bool = True) -> Boundary:
+    """The boundary that a job names, or why there can be none at this cut."""
+    if not isinstance(spec, BottleneckSpec):
+        return Boundary(
+            kind=BoundaryKind.HIDDEN, width=hidden_width, hidden_width=hidden_width, shares_ids=shares_ids
+        )
+    if spec.rank >= hidden_width:
+        raise UserError(
+            f"{spec} is no bottleneck where hidden states are {hidden_width} wide",
+            hint=f'use fewer numbers than {hidden_width}, or boundary = "hidden"',
+        )
+    if spec.anchor is Anchor.TOKENS and not shares_ids:
+        raise UserError(
+            f"{spec} needs the token ids at the receiver, and they must not reach it",
+            hint="set anchor=none",
+        )
+    return Boundary(
+        kind=BoundaryKind.BOTTLENECK, width=spec.rank, hidden_width=hidden_width, shares_ids=shares_ids
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +80,7 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **(values | moved))
 
@@ -58,6 +93,10 @@ class StageInput:
     crossing: Tensor | None = None
     moment: Moment | None = None
     """Needed while training, for dropout."""
+    is_warming_up: bool = False
+    """Whether hidden states still cross as they are where a bottleneck is to begin; in both directions."""
+    window: int = 1
+    """The most micro-batches that are in flight at a time, this one included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +111,27 @@ class StageOutput:
     """The loss that balances the experts of this stage's layers, as if summed over targets."""
     num_correct: Tensor | None = None
     """Targets with the highest score; from the last stage, and only in evaluation."""
+    stay: Stay = field(default_factory=Stay)
+    """What the micro-batch keeps in memory until its backward has ended."""
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether the gradient of what crosses is to come back; not from behind frozen layers."""
+        return self.crossing is not None and self.crossing.requires_grad
 
     def backward(self, *, grad: Tensor | None = None, loss_weight: float = 1.0) -> None:
         """Back-propagate the gradient that came back over the cut, and this stage's own losses."""
         roots: list[Tensor] = []
         grads: list[Tensor] = []
-        if self.crossing is not None:
+        if self.crossing is not None and self.wants_gradient:
             if grad is None:
                 raise ValueError("a stage that is not the last needs the gradient of what crossed")
             roots.append(self.crossing)
             grads.append(grad)
         for loss in (self.loss, self.balance):
-            if loss is not None:
+            if loss is not None and loss.requires_grad:
                 roots.append(loss)
                 grads.append(torch.full_like(loss, loss_weight))
-        torch.autograd.backward(roots, grads)
+        if roots:
+            torch.autograd.backward(roots, grads)
+        self.stay.end()

@@ -7,19 +7,27 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from isthmus.errors import UserError
+from isthmus.model.bottleneck import Half
+from isthmus.model.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Adapters
 from isthmus.model.source import INDEX_FILE, WEIGHTS_FILE
 from isthmus.model.stage import Stage
 from isthmus.model.transformers_log import quiet_transformers
 
 PART_FILE: Final = "part.json"
 CONFIG_FILE: Final = "config.json"
+_UP_FILE: Final = "up.safetensors"
+_DOWN_FILE: Final = "down.safetensors"
+_ADAPTER_FOLDER: Final = "adapter"
 _HEADER_LENGTH_BYTES: Final = 8
 
 
@@ -41,29 +49,43 @@ def write_part(
     tensors: Mapping[str, Tensor] | None = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a stage's weights and configuration, all or nothing.
+    """Write a stage's weights or adapters, its configuration, and its halves of bottlenecks, all or nothing.
 
     `tensors` are its weights by their names in `stage.model`, where several ranks hold them.
     """
     with _all_or_nothing(folder) as new, quiet_transformers():
-        stage.model.save_pretrained(
-            new, state_dict=None if tensors is None else dict(tensors), max_shard_size=max_file_bytes
-        )
+        if stage.adapters is None:
+            stage.model.save_pretrained(
+                new, state_dict=None if tensors is None else dict(tensors), max_shard_size=max_file_bytes
+            )
+        else:
+            weights = tensors if tensors is not None else stage.model.state_dict()
+            _write_adapted(stage.model, stage.adapters, weights, new, max_file_bytes)
+        for half, file in ((stage.up, _UP_FILE), (stage.down, _DOWN_FILE)):
+            if half is not None and half.has_begun:
+                _write_half(half, new / file)
         about = {"layers": [stage.layers.start, stage.layers.stop], "num_layers": stage.num_layers}
         (new / PART_FILE).write_text(json.dumps(about))
 
 
-def merge(parts: Sequence[Path], folder: Path, *, companions: Iterable[Path] = ()) -> None:
-    """Join the parts of all stages, all or nothing; companions, the tokenizer's files say, go along."""
+def merge(parts: Sequence[Path], folder: Path, *, companions: Iterable[Path] = ()) -> tuple[str, ...]:
+    """Join the parts of all stages, all or nothing; companions, the tokenizer's files say, go along.
+
+    A bottleneck has no place in the model as transformers knows it: it is written beside it, and noted. Where
+    only adapters were trained the folder is one that peft loads; with merged weights, they lie in `adapter/`.
+    """
     read = sorted((_read_part(part) for part in parts), key=lambda part: part.layers.start)
     _check_whole(read)
     with _all_or_nothing(folder) as new:
-        _join_weights(read, new)
-        for file in read[-1].folder.glob("*.json"):
-            if file.name not in {PART_FILE, INDEX_FILE}:
-                shutil.copyfile(file, new / file.name)
+        if read[0].files:
+            _join_weights(read, new)
+            for file in read[-1].folder.glob("*.json"):
+                if file.name not in {PART_FILE, INDEX_FILE, ADAPTER_CONFIG_FILE}:
+                    shutil.copyfile(file, new / file.name)
+        _join_adapters(read, new / _ADAPTER_FOLDER if read[0].files else new)
         for companion in companions:
             shutil.copyfile(companion, new / companion.name)
+        return _join_boundaries(read, new)
 
 
 def _read_part(folder: Path) -> Part:
@@ -96,7 +118,7 @@ def _check_whole(parts: Sequence[Part]) -> None:
         raise UserError("a model is joined from at least one part", hint="name what the clouds wrote")
     expected = 0
     for part in parts:
-        if part.layers.start != expected or not part.files:
+        if part.layers.start != expected or not (part.files or _is_adapted(part)):
             raise UserError(
                 f"{part.folder} holds layers from {part.layers.start} on, where {expected} is due",
                 hint="name each cloud's part once",
@@ -135,6 +157,61 @@ def _join_weights(parts: Sequence[Part], folder: Path) -> None:
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
+def _write_adapted(
+    model: PreTrainedModel,
+    adapters: Adapters,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    max_file_bytes: int,
+) -> None:
+    adapters.write(weights, folder)
+    if adapters.spec.merge:
+        model.save_pretrained(folder, state_dict=adapters.merged(weights), max_shard_size=max_file_bytes)
+    else:
+        model.config.save_pretrained(folder)
+
+
+def _is_adapted(part: Part) -> bool:
+    return (part.folder / ADAPTER_FILE).is_file()
+
+
+def _join_adapters(parts: Sequence[Part], folder: Path) -> None:
+    """Write the adapters of all parts into one file; the last part knows the head that goes with them."""
+    if not all(map(_is_adapted, parts)):
+        return
+    folder.mkdir(exist_ok=True)
+    tensors = {name: one for part in parts for name, one in load_file(part.folder / ADAPTER_FILE).items()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    shutil.copyfile(parts[-1].folder / ADAPTER_CONFIG_FILE, folder / ADAPTER_CONFIG_FILE)
+
+
+def _write_half(half: Half, file: Path) -> None:
+    tensors = {name: one.detach().contiguous() for name, one in half.named_parameters()}
+    save_file(tensors, file, metadata={"boundary": str(half.spec)})
+
+
+def _join_boundaries(parts: Sequence[Part], folder: Path) -> tuple[str, ...]:
+    """Write both halves of each bottleneck into one file, numbered as the stage behind it."""
+    notes = []
+    for index, (before, behind) in enumerate(pairwise(parts), start=1):
+        halves = {"down": before.folder / _DOWN_FILE, "up": behind.folder / _UP_FILE}
+        if not all(file.is_file() for file in halves.values()):
+            continue
+        with safe_open(halves["up"], framework="pt") as up:
+            text = up.metadata()["boundary"]
+        name = f"boundary-{index}.safetensors"
+        note = (
+            f"the model was trained with {text} before layer {behind.layers.start}, which transformers "
+            f"leaves out: its weights are in {name}"
+        )
+        tensors = {
+            f"{half}.{key}": one for half, file in halves.items() for key, one in load_file(file).items()
+        }
+        save_file(tensors, folder / name, metadata={"boundary": text, "note": note})
+        notes.append(note)
+    return tuple(notes)
+
+
 def _place(file: Path, target: Path) -> None:
     try:
         os.link(file, target)
@@ -158,7 +235,7 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
             new = Path(temporary) / "new"
             new.mkdir()
             yield new
-            for path in [*new.iterdir(), new]:
+            for path in [*new.rglob("*"), new]:
                 _sync(path)
             if folder.exists():
                 folder.rename(Path(temporary) / "old")

@@ -7,30 +7,37 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from isthmus.model.meter import Meter
+from isthmus.model.randomness import Moment
 from isthmus.model.seam import Seam, first_input
 
 
 class LayerCall:
     """Takes the place of a layer's `forward`, so that its name and hooks stay as they are."""
 
-    def __init__(
-        self, layer: nn.Module, *, index: int, seam: Seam, recompute: bool, router_path: str | None
-    ) -> None:
+    def __init__(self, layer: nn.Module, *, index: int, seam: Seam, router_path: str | None) -> None:
+        self._layer = layer
         self._forward: Callable[..., Any] = layer.forward
         self._router = None if router_path is None else layer.get_submodule(router_path)
-        self._place = f"layer {index}"
+        self._index = index
         self._seam = seam
-        self._recompute = recompute
+
+    def compile(self, *, dynamic: bool | None, backend: str) -> None:
+        """Compile the layer's own forward, but nothing of what is done around it."""
+        self._forward = torch.compile(self._forward, dynamic=dynamic, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
         passage = self._seam.current()
         if not _only_hidden_learns(args, kwargs):
             raise self._seam.misfit("its layers get more than hidden states and what follows from the ids")
-        if passage.moment is not None:
-            # Before the checkpoint, which then keeps the state of the generators for the recomputation.
-            passage.moment.seed_place(self._place, first_input(args, kwargs).device)
-        if self._recompute and torch.is_grad_enabled():
+        hidden = first_input(args, kwargs)
+        if passage.meter is not None:
+            self._measure(passage.meter, passage.moment, hidden, args, kwargs)
+        # Before the checkpoint, which then keeps the state of the generators for the recomputation.
+        self._seed(passage.moment, hidden.device)
+        is_recomputed = passage.meter is not None or self._index in passage.recomputed
+        if is_recomputed and torch.is_grad_enabled():
             output, router_logits = checkpoint(self._run, *args, use_reentrant=False, **kwargs)
         else:
             output, router_logits = self._run(*args, **kwargs)
@@ -48,6 +55,27 @@ class LayerCall:
             return self._forward(*args, **kwargs), logits[0]
         finally:
             handle.remove()
+
+    def _measure(
+        self,
+        meter: Meter,
+        moment: Moment | None,
+        hidden: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        side_inputs = [one for one in _tensors([*args, *kwargs.values()]) if one is not hidden]
+        meter.run_layer(
+            self._index,
+            lambda: self._run(*args, **kwargs),
+            hidden=hidden,
+            others=[*side_inputs, *self._layer.parameters(), *self._layer.buffers()],
+            seed=lambda: self._seed(moment, hidden.device),
+        )
+
+    def _seed(self, moment: Moment | None, device: torch.device) -> None:
+        if moment is not None:
+            moment.seed_place(f"layer {self._index}", device)
 
 
 def _only_hidden_learns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from isthmus.errors import UserError
 from isthmus.model.families import HOW_TO_ADD
 from isthmus.model.families.family import Family
+from isthmus.model.meter import Meter
 from isthmus.model.randomness import Moment
 
 
@@ -31,6 +32,9 @@ class Passage:
 
     arrived: Tensor | None
     moment: Moment | None
+    recomputed: frozenset[int] = frozenset()
+    """Layers that compute again in the backward pass instead of keeping their activations."""
+    meter: Meter | None = None
     left_layer: Tensor | None = None
     """What the last layer that ran has returned."""
     departed: Tensor | None = None

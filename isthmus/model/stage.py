@@ -1,22 +1,31 @@
 """A stage: some contiguous layers of a model, with its embedding or head at the ends."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from isthmus.model.boundary import Batch, Boundary, BoundaryKind, StageInput, StageOutput
-from isthmus.model.families.family import Router
+from isthmus.job.boundary import BoundarySpec, HiddenSpec
+from isthmus.model.bottleneck import Down, Up
+from isthmus.model.boundary import Batch, Boundary, StageInput, StageOutput, boundary_of
+from isthmus.model.families.family import Family, Router
 from isthmus.model.heads import Head
+from isthmus.model.layer_call import LayerCall
+from isthmus.model.lora import Adapters
 from isthmus.model.randomness import Moment, generators_kept
+from isthmus.model.recompute import Fixed, InputSize, Recompute, Stay
 from isthmus.model.seam import Passage, Seam
 
 
 class Stage(nn.Module):
-    """Runs its layers within the model's own forward; `model` keeps Hugging Face's parameter names."""
+    """Runs its layers within the model's own forward; `model` keeps Hugging Face's parameter names.
+
+    `up` and `down` are its halves of the bottlenecks at the cuts before and behind it, where there are any.
+    `recompute` chooses, for each micro-batch, the layers that do not keep their activations.
+    """
 
     def __init__(
         self,
@@ -26,15 +35,27 @@ class Stage(nn.Module):
         layers: range,
         num_layers: int,
         seam: Seam,
+        family: Family,
         router: Router | None,
         notes: tuple[str, ...],
+        up: Up | None = None,
+        down: Down | None = None,
+        recompute: Recompute | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        self.up = up
+        self.down = down
         self.head = head
         self.layers = layers
         self.num_layers = num_layers
+        self.num_frozen_layers = 0
+        self.family = family
         self.notes = notes
+        self.recompute: Recompute = recompute or Fixed()
+        self.adapters = adapters
+        self._frozen: tuple[nn.Module, ...] = ()
         self._seam = seam
         self._router = router
 
@@ -49,22 +70,67 @@ class Stage(nn.Module):
         return self.layers.stop == self.num_layers
 
     @property
+    def is_trained(self) -> bool:
+        """Whether it has anything to learn; a stage of frozen layers has not."""
+        return any(parameter.requires_grad for parameter in self.parameters())
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether a gradient goes back over the cut before it: not where all before that is frozen."""
+        return self.layers.start > self.num_frozen_layers
+
+    @property
     def inbound(self) -> Boundary | None:
         """The cut before this stage."""
-        return None if self.is_first else self._boundary()
+        return None if self.is_first else self._boundary(self.up.spec if self.up else HiddenSpec())
 
     @property
     def outbound(self) -> Boundary | None:
         """The cut behind this stage."""
-        return None if self.is_last else self._boundary()
+        return None if self.is_last else self._boundary(self.down.spec if self.down else HiddenSpec())
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """All that it trains: the model's by Hugging Face's names, and those of `down` and `up`."""
+        return {_short(name): one for name, one in self.named_parameters() if one.requires_grad}
+
+    def tensors_by_name(self) -> dict[str, Tensor]:
+        """All that a checkpoint holds of it, under the same names; what is shared, once."""
+        own = {*dict(self.named_parameters()), *dict(self.named_buffers())}
+        return {_short(name): tensor for name, tensor in self.state_dict().items() if name in own}
+
+    def compile_layers(self, *, dynamic: bool | None = None, backend: str = "inductor") -> None:
+        """Compile each layer by itself, so that all that lies between layers, and every cut, stays as it is.
+
+        `dynamic` is for inputs of changing length: one program then serves them all.
+        """
+        for call in (getattr(module, "forward", None) for module in self.model.modules()):
+            if isinstance(call, LayerCall):
+                call.compile(dynamic=dynamic, backend=backend)
+
+    def freeze(self, modules: Sequence[nn.Module], *, num_layers: int) -> None:
+        """Train these modules no more, and draw no dropout in them; see `freeze_below`."""
+        self.num_frozen_layers = num_layers
+        self._frozen = tuple(modules)
+        for module in self._frozen:
+            module.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch between training and evaluation; what is frozen stays in evaluation."""
+        super().train(mode)
+        for module in self._frozen:
+            module.eval()
+        return self
 
     def forward(self, inputs: StageInput) -> StageOutput:
         """Run this stage's part of the model on one micro-batch."""
-        with self._passage(inputs) as passage:
+        stay = self._stay(inputs)
+        with self._passage(inputs, stay) as passage:
             if not self.is_last:
                 self.model.base_model(**self._arguments(inputs.batch))
                 return StageOutput(
-                    crossing=passage.departed, balance=self._balance(inputs.batch, passage.router_logits)
+                    crossing=self._depart(passage, inputs),
+                    balance=self._balance(inputs.batch, passage.router_logits),
+                    stay=stay,
                 )
             scores = self.head.scores(self.model(**self._arguments(inputs.batch)))
             labels = inputs.batch.labels
@@ -74,29 +140,78 @@ class Stage(nn.Module):
                 loss=self.head.loss(scores, labels),
                 balance=self._balance(inputs.batch, passage.router_logits),
                 num_correct=None if self.training else self.head.num_correct(scores, labels),
+                stay=stay,
             )
 
     def scores(self, inputs: StageInput) -> Tensor:
         """The scores, classes last, that the last stage gives without looking at labels."""
-        with self._passage(inputs):
+        with self._passage(inputs, Stay()):
             return self.head.scores(self.model(**self._arguments(inputs.batch)))
 
+    def _stay(self, inputs: StageInput) -> Stay:
+        """Let a micro-batch into the memory; one that no backward follows keeps nothing there."""
+        if not self._learns:
+            return Stay()
+        num_sequences, length = inputs.batch.ids.shape
+        return self.recompute.begin(InputSize(num_sequences, length), window=inputs.window)
+
+    @property
+    def _learns(self) -> bool:
+        return torch.is_grad_enabled() and self.is_trained
+
     @contextmanager
-    def _passage(self, inputs: StageInput) -> Iterator[Passage]:
+    def _passage(self, inputs: StageInput, stay: Stay) -> Iterator[Passage]:
         if self.is_first != (inputs.crossing is None):
             raise ValueError("the first stage takes ids alone, every other one what crossed as well")
         if self.training and inputs.moment is None:
             raise ValueError("a stage in training needs the moment, for dropout")
         moment = inputs.moment if self.training else None
-        # A view: autocast casts a leaf once for all its readers, and would add their gradients in bfloat16.
-        arrived = None if inputs.crossing is None else inputs.crossing.view_as(inputs.crossing)
-        passage = Passage(arrived=arrived, moment=moment)
-        self._seam.passage = passage
-        try:
-            with _seeded(moment, inputs.batch.ids.device):
+        with (
+            torch.set_grad_enabled(self._learns),
+            _seeded(moment, inputs.batch.ids.device),
+            self._measured(stay),
+        ):
+            passage = Passage(
+                arrived=self._arrive(inputs), moment=moment, recomputed=stay.recomputed, meter=stay.meter
+            )
+            self._seam.passage = passage
+            try:
                 yield passage
-        finally:
-            self._seam.passage = None
+            finally:
+                self._seam.passage = None
+
+    @contextmanager
+    def _measured(self, stay: Stay) -> Iterator[None]:
+        if stay.meter is None:
+            yield
+            return
+        with stay.meter.beside([*self.parameters(), *self.buffers()]):
+            yield
+        stay.measured(stay.meter)
+
+    def _arrive(self, inputs: StageInput) -> Tensor | None:
+        """Hidden states, from what crossed the cut before."""
+        if inputs.crossing is None:
+            return None
+        if self.up is None or inputs.is_warming_up:
+            # A view: autocast casts a leaf once for all its readers, and would add gradients in bfloat16.
+            return inputs.crossing.view_as(inputs.crossing)
+        hidden: Tensor = self.up(inputs.crossing, inputs.batch.ids)
+        return hidden.to(self.model.dtype)
+
+    def _depart(self, passage: Passage, inputs: StageInput) -> Tensor | None:
+        """What crosses the next cut, from the hidden states that leave."""
+        if passage.meter is not None and passage.departed is not None:
+            passage.meter.keep(passage.departed)
+        if self.down is None or passage.departed is None:
+            return passage.departed
+        batch = inputs.batch
+        if not inputs.is_warming_up:
+            crossing: Tensor = self.down(passage.departed, batch.ids)
+            return crossing
+        if self.training:
+            self.down.observe(passage.departed, batch.ids, batch.mask)
+        return passage.departed
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
         arguments: dict[str, Any] = {"input_ids": batch.ids, "attention_mask": batch.mask, "use_cache": False}
@@ -116,8 +231,13 @@ class Stage(nn.Module):
         losses = [self._router.balancing_loss(logits, config, batch.mask) for logits in router_logits]
         return torch.stack(losses).sum() * (batch.num_targets / self.num_layers)
 
-    def _boundary(self) -> Boundary:
-        return Boundary(kind=BoundaryKind.HIDDEN, width=self.model.config.hidden_size)
+    def _boundary(self, spec: BoundarySpec) -> Boundary:
+        return boundary_of(spec, hidden_width=self.model.config.hidden_size)
+
+
+def _short(name: str) -> str:
+    """A name without this class's own part of it: the model's is Hugging Face's."""
+    return name.removeprefix("model.")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.events import COMPUTE_KINDS, EVENTS_FOLDER, Event, Fact, Span, read_events
+from isthmus.events import CODING_KINDS, COMPUTE_KINDS, EVENTS_FOLDER, Event, Fact, Span, read_events
 from isthmus.intervals import shared_s, total_s, union
 
 _NUM_WARM_UP_STEPS: Final = 1
@@ -21,6 +21,8 @@ class CloudSummary:
     bubble: float
     hidden_share: float | None
     received_bytes: int
+    coding_share: float = 0.0
+    """Of the time, beside the computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,12 @@ class Summary:
     last_loss: float | None
     validation_loss: float | None
     clouds: tuple[CloudSummary, ...]
+    plain_validation_loss: float | None = None
+    """With everything crossing raw."""
+    bits_per_element: float | None = None
+    """Of what crossed between stages, with all that goes around it on the line."""
+    ratio_to_float32: float | None = None
+    ratio_to_bfloat16: float | None = None
 
     @property
     def bubble(self) -> float | None:
@@ -61,7 +69,10 @@ def summarize(run: Path) -> Summary:
     steps = [fact.values for fact in facts if fact.kind == "step"]
     losses = [_number(step["loss"]) for step in steps]
     durations_s = [_number(step["duration_s"]) for step in steps][_NUM_WARM_UP_STEPS:]
-    validation = [_number(fact.values["loss"]) for fact in facts if fact.kind == "evaluation"]
+    evaluations = [fact.values for fact in facts if fact.kind == "evaluation"]
+    validation = [_number(one["loss"]) for one in evaluations if not one.get("is_plain")]
+    plain = [_number(one["loss"]) for one in evaluations if one.get("is_plain")]
+    bits = bits_per_element(facts)
     return Summary(
         num_steps=len(steps),
         step_s=statistics.median(durations_s) if durations_s else None,
@@ -69,7 +80,18 @@ def summarize(run: Path) -> Summary:
         last_loss=losses[-1] if losses else None,
         validation_loss=validation[-1] if validation else None,
         clouds=tuple(summarize_cloud(cloud, events) for cloud, events in by_cloud.items()),
+        plain_validation_loss=plain[-1] if plain else None,
+        bits_per_element=bits,
+        ratio_to_float32=32 / bits if bits else None,
+        ratio_to_bfloat16=16 / bits if bits else None,
     )
+
+
+def bits_per_element(facts: Iterable[Fact]) -> float | None:
+    """What one number that crossed between stages took on the line; None if nothing crossed."""
+    sent = [fact.values for fact in facts if fact.kind == "sent"]
+    num_elements = sum(_number(one["num_elements"]) for one in sent)
+    return 8 * sum(_number(one["num_bytes"]) for one in sent) / num_elements if num_elements else None
 
 
 def summarize_cloud(cloud: str, events: Iterable[Event]) -> CloudSummary:
@@ -79,12 +101,14 @@ def summarize_cloud(cloud: str, events: Iterable[Event]) -> CloudSummary:
     measured = _within(spans, updates)
     busy = union((one.start_s, one.end_s) for one in measured if one.kind in COMPUTE_KINDS)
     moving = union((one.start_s, one.end_s) for one in measured if one.kind == "transfer")
+    coding_s = sum(one.duration_s for one in measured if one.kind in CODING_KINDS)
     elapsed_s = updates[-1] - updates[0] if len(updates) > _NUM_WARM_UP_STEPS else 0.0
     return CloudSummary(
         cloud=cloud,
         bubble=max(0.0, 1 - total_s(busy) / elapsed_s) if elapsed_s else 0.0,
         hidden_share=shared_s(moving, busy) / total_s(moving) if moving else None,
         received_bytes=sum(span.num_bytes for span in spans if span.kind == "transfer"),
+        coding_share=coding_s / elapsed_s if elapsed_s else 0.0,
     )
 
 

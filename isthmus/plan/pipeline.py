@@ -20,6 +20,7 @@ until the link has taken its activation over, so a slow link or a slow peer slow
 """
 
 import enum
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 
@@ -203,7 +204,9 @@ class PipelineScheduler:
         step = self._step
         if self._is_last or step is None or not step.has_backwards or arrived.step != step.started.step:
             return False
-        return arrived.microbatch in step.started.microbatches[: step.num_forwards]
+        microbatches = step.started.microbatches
+        place = bisect_left(microbatches, arrived.microbatch, hi=step.num_forwards)
+        return place < step.num_forwards and microbatches[place] == arrived.microbatch
 
     def _resize(self, window: int) -> None:
         if self._policy is not Policy.WAN_ONE_F_ONE_B:

@@ -25,6 +25,8 @@ class Offer:
     config: Mapping[str, Any]
     num_labels: int | None
     num_validation_microbatches: int
+    decisions: Mapping[str, Any] | None = None
+    """Of its plan; each site may have measured other figures, so only one of them plans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

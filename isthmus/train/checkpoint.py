@@ -2,7 +2,8 @@
 
     checkpoints/step-00000120/<cloud>/weights.safetensors
                                       optimizer.safetensors
-                                      state.json             step, layers, where the data goes on
+                                      codecs.safetensors     what the next message of each cut depends on
+                                      state.json             step, layers, codecs, where the data goes on
                                       COMPLETE               written last
 
 Dropout is drawn from seed, step, micro-batch and layer, and the learning rate follows from the step, so
@@ -13,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -21,26 +22,35 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isthmus.errors import UserError
+from isthmus.errors import FrameError, UserError
 from isthmus.model.stage import Stage
+from isthmus.train.cut import CodeState, SavedCuts, read_pair, texts_of
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.order import Cursor
+from isthmus.train.steering import Standing
 
 CHECKPOINTS_FOLDER: Final = "checkpoints"
 COMPLETE: Final = "COMPLETE"
 _PREFIX: Final = "step-"
 _WEIGHTS: Final = "weights.safetensors"
 _OPTIMIZER: Final = "optimizer.safetensors"
+_CODECS: Final = "codecs.safetensors"
 _STATE: Final = "state.json"
+_VERSION: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What is saved beside tensors; `step` is the next one, `cursor` is where its data begins."""
+    """What is saved beside weights; `step` is the next one, `cursor` is where its data begins.
+
+    `standings` of all cuts are at the first stage, which chooses codecs.
+    """
 
     step: int
     layers: tuple[int, int]
     cursor: Cursor | None = None
+    cuts: SavedCuts = field(default_factory=SavedCuts)
+    standings: tuple[Standing, ...] = ()
 
 
 class Checkpoints:
@@ -62,7 +72,7 @@ class Checkpoints:
         """Write a checkpoint, then delete those that are older than the ones to keep."""
         folder = self._place(state.step)
         try:
-            _write(folder, state, tensors_of(stage), optimizer.tensors())
+            _write(folder, state, stage.tensors_by_name(), optimizer.tensors())
         except OSError as error:
             raise UserError(
                 f"the checkpoint {folder} cannot be written: {error.strerror or error}",
@@ -77,12 +87,12 @@ class Checkpoints:
         folder = self._place(step)
         try:
             weights, moments = load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER)
-            state = _read_state(folder / _STATE)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            state = _read_state(folder / _STATE, load_file(folder / _CODECS))
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError, FrameError) as error:
             raise _unusable(folder, str(error)) from error
         if state.layers != (stage.layers.start, stage.layers.stop):
             raise _unusable(folder, f"it holds layers {state.layers}")
-        own = tensors_of(stage)
+        own = stage.tensors_by_name()
         if weights.keys() != own.keys():
             raise _unusable(folder, "it is of another model")
         for name, tensor in own.items():
@@ -101,20 +111,14 @@ class Checkpoints:
             folder.parent.rmdir()
 
 
-def tensors_of(stage: Stage) -> dict[str, Tensor]:
-    """All that a stage holds, by name; what is shared, once."""
-    model = stage.model
-    own = {*dict(model.named_parameters()), *dict(model.named_buffers())}
-    return {name: tensor for name, tensor in model.state_dict().items() if name in own}
-
-
 def _write(folder: Path, state: State, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
     new = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     save_file(_contiguous(weights), new / _WEIGHTS)
     save_file(_contiguous(moments), new / _OPTIMIZER)
-    (new / _STATE).write_text(json.dumps(asdict(state)))
+    save_file(_contiguous(_codec_tensors(state.cuts)), new / _CODECS)
+    (new / _STATE).write_text(json.dumps(_state_values(state)))
     for path in new.iterdir():
         _sync(path)
     (new / COMPLETE).touch()
@@ -129,15 +133,48 @@ def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _read_state(path: Path) -> State:
+def _state_values(state: State) -> dict[str, object]:
+    cuts = {"up": state.cuts.up, "down": state.cuts.down}
+    return {
+        "version": _VERSION,
+        "step": state.step,
+        "layers": state.layers,
+        "cursor": None if state.cursor is None else asdict(state.cursor),
+        "codecs": {name: texts_of(code.pair) for name, code in cuts.items() if code is not None},
+        "standings": [{**asdict(standing), "pair": texts_of(standing.pair)} for standing in state.standings],
+    }
+
+
+def _codec_tensors(cuts: SavedCuts) -> dict[str, Tensor]:
+    codes = {"up": cuts.up, "down": cuts.down}
+    return {
+        f"{name}/{key}": tensor
+        for name, code in codes.items()
+        if code is not None
+        for key, tensor in code.tensors.items()
+    }
+
+
+def _read_state(path: Path, codec_tensors: Mapping[str, Tensor]) -> State:
     values = json.loads(path.read_bytes())
+    if values.get("version") != _VERSION:
+        raise ValueError("another version of Isthmus has written it")
     start, stop = values["layers"]
     cursor = values["cursor"]
     return State(
         step=int(values["step"]),
         layers=(int(start), int(stop)),
         cursor=None if cursor is None else Cursor(**{key: int(value) for key, value in cursor.items()}),
+        cuts=SavedCuts(
+            **{name: _read_code(name, texts, codec_tensors) for name, texts in values["codecs"].items()}
+        ),
+        standings=tuple(Standing(**{**one, "pair": read_pair(one["pair"])}) for one in values["standings"]),
     )
+
+
+def _read_code(name: str, texts: object, tensors: Mapping[str, Tensor]) -> CodeState:
+    own = {key.removeprefix(f"{name}/"): one for key, one in tensors.items() if key.startswith(f"{name}/")}
+    return CodeState(pair=read_pair(texts), tensors=own)
 
 
 def _unusable(folder: Path, reason: str) -> UserError:

@@ -67,6 +67,10 @@ class Courier:
         """Make a packet and send it, off this thread; `then` follows when the link has taken it over."""
         self._watch(self._outward.submit(self._send, stream, make, priority, then))
 
+    def call(self, function: Callable[[], T]) -> T:
+        """What a function gives on the thread that sends, behind what is still to be sent; waits for it."""
+        return self._outward.submit(function).result()
+
     @property
     def rtt_s(self) -> float:
         """The shortest of the latest round trips."""

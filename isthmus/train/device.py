@@ -1,4 +1,8 @@
-"""The device that a cloud computes on, and the way of tensors between it and the host."""
+"""The device that a cloud computes on, and work beside the computation: codecs, and copies to the host."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -6,37 +10,37 @@ from torch import Tensor
 from isthmus.errors import UserError
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point in what a device computes, reached when all that was started before it is done."""
+
+    event: torch.Event | None = None
+    """None on the CPU, where everything is done at once."""
+
+    def wait(self) -> None:
+        """Wait on the host; work beside the computation is not waited for."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
 class Device:
-    """A device through `torch.accelerator`, or the CPU; copies run beside the computation, not behind it."""
+    """A device through `torch.accelerator`, or the CPU."""
 
     def __init__(self, kind: str = "auto") -> None:
         self.torch_device = _find(kind)
         self.is_accelerator = self.torch_device.type != "cpu"
-        self._copies = torch.Stream(device=self.torch_device) if self.is_accelerator else None
 
-    def synchronize(self) -> None:
-        """Wait until all that was started has been computed, so that spans tell the truth."""
-        if self.is_accelerator:
-            torch.accelerator.synchronize(self.torch_device)
+    def mark(self) -> Mark:
+        """The point that the computation started by this thread has come to."""
+        if not self.is_accelerator:
+            return Mark()
+        event = torch.Event(device=self.torch_device)
+        event.record(torch.accelerator.current_stream(self.torch_device))
+        return Mark(event)
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned host memory; the tensor must have been computed. On the CPU, the tensor itself."""
-        if self._copies is None:
-            return tensor
-        with self._copies:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            host.copy_(tensor, non_blocking=True)
-        self._copies.synchronize()
-        return host
-
-    def from_host(self, tensor: Tensor) -> Tensor:
-        """A copy on the device, ready for use. On the CPU, the tensor itself."""
-        if self._copies is None:
-            return tensor
-        with self._copies:
-            copy = tensor.pin_memory().to(self.torch_device, non_blocking=True)
-        self._copies.synchronize()
-        return copy
+    def lane(self) -> "Lane":
+        """A new lane beside the computation."""
+        return Lane(self)
 
     def peak_bytes(self) -> int | None:
         """The most memory that tensors have taken so far; unknown on the CPU."""
@@ -44,6 +48,53 @@ class Device:
             return None
         module = torch.get_device_module(self.torch_device)
         return int(module.max_memory_allocated(self.torch_device))
+
+
+class Lane:
+    """Work beside the computation, on a stream of its own: what one cut codes and copies.
+
+    All of a cut's work is in one lane, so that what a codec keeps on the device is only ever used in order.
+    A lane belongs to the thread that makes it, which computes.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.torch_device = device.torch_device
+        self._device = device
+        self._stream = torch.Stream(device=device.torch_device) if device.is_accelerator else None
+        self._computing = torch.accelerator.current_stream(device.torch_device) if self._stream else None
+
+    @contextmanager
+    def work(self, *, after: Mark | None = None) -> Iterator[None]:
+        """Work that begins on the device once `after` is reached, and is done when the block ends."""
+        with torch.no_grad():
+            if self._stream is None:
+                yield
+                return
+            with self._stream:
+                if after is not None and after.event is not None:
+                    self._stream.wait_event(after.event)
+                yield
+                done = self._device.mark()
+        done.wait()
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned host memory, there when the work is done; on the CPU the tensor itself."""
+        if self._stream is None:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A copy on the device; on the CPU the tensor itself."""
+        if self._stream is None:
+            return tensor
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def hand_over(self, tensor: Tensor) -> Tensor:
+        """Let the computation use a tensor that was made here: its memory is not given away before that."""
+        if self._computing is not None:
+            tensor.record_stream(self._computing)
+        return tensor
 
 
 def _find(kind: str) -> torch.device:

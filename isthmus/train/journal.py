@@ -36,7 +36,7 @@ class Journal:
         is_first: bool,
         links: Sequence[Link],
         report: Report,
-        save: Callable[[int], None],
+        save: Callable[[StepEnded], None],
         trackers: Sequence[Tracker] = (),
     ) -> None:
         self._log = log
@@ -57,6 +57,8 @@ class Journal:
     def step_ended(self, ended: StepEnded) -> None:
         """Tell how the step went, and save if it is time."""
         values = {**self._traffic(), "step": ended.step}
+        if ended.sent.num_elements:
+            self._log.fact("sent", {"step": ended.step, **asdict(ended.sent)})
         if self._is_first:
             values |= _figures(ended)
             self._log.fact("step", values)
@@ -64,7 +66,7 @@ class Journal:
         self._tell("step", values)
         if ended.save:
             started_s = time.time()
-            self._save(ended.step + 1)
+            self._save(ended)
             name = f"save {ended.step + 1}"
             self.span(Span(track="disk", name=name, kind="save", start_s=started_s, end_s=time.time()))
 
@@ -77,12 +79,12 @@ class Journal:
         }
         self._log.fact("evaluation", values)
         self._tell("evaluation", values)
-        self._track(
-            found.step, {"validation/loss": values["loss"], "validation/accuracy": values["accuracy"]}
-        )
+        where = "validation/plain" if found.is_plain else "validation"
+        self._track(found.step, {f"{where}/{key}": values[key] for key in ("loss", "accuracy")})
 
     def note(self, text: str) -> None:
         """Tell something in words."""
+        self._log.fact("note", {"text": text})
         self._tell("note", {"text": text})
 
     def _traffic(self) -> dict[str, object]:

@@ -1,13 +1,14 @@
-"""What stages tell each other, as packets: micro-batches, gradients, and the words at the end of a step.
+"""What stages tell each other, as packets: micro-batches, gradients, and the words around a step.
 
-    forward, evaluation   down   the integers of a micro-batch, and what crosses the cut      NORMAL
-    backward              up     the gradient of what crossed                                 NORMAL
-    tally                 up     loss, norms and times of a step, from this stage on          URGENT
-    verdict               down   the norm over all stages, windows, whether to save           URGENT
-    evaluated             up     loss of an evaluation                                        URGENT
+    forward      down   the integers of a micro-batch, and what crosses the cut; evaluations too     NORMAL
+    backward     up     the gradient of what crossed                                                 NORMAL
+    begin        down   what a bottleneck begins with, once                                          NORMAL
+    tally        up     loss, norms, times and coding errors of a step, from this stage on           URGENT
+    verdict      down   the norm over all stages, windows, codecs, whether to save                   URGENT
+    evaluated    up     loss of an evaluation                                                        URGENT
 
-Tensors cross as their bytes, without the rows of padding. Numbers that may not be finite travel as float64,
-since JSON has no word for them.
+Activations of training and of evaluation share one stream: what codecs learn from them depends on the order.
+Numbers that may not be finite travel as float64, since JSON has no word for them.
 """
 
 import math
@@ -16,34 +17,59 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from isthmus.errors import FrameError
 from isthmus.model.boundary import Batch
+from isthmus.plan.ladder import Pair
 from isthmus.plan.types import Arrived, Pass, Send
 from isthmus.plan.window import Hop
+from isthmus.train.coded import Coded, as_buffer, describe_tensor, flat_bytes, read_coded, read_tensor
+from isthmus.train.cut import read_pair, texts_of
 from isthmus.train.integers import pack_batch, unpack_batch
-from isthmus.wan.packet import Buffer, Packet
+from isthmus.wan.packet import Packet
 
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+BEGIN: Final = "begin"
 TALLY: Final = "tally"
 VERDICT: Final = "verdict"
 EVALUATED: Final = "evaluated"
-
-_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MAX_NUM_DIMENSIONS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
     """A micro-batch between stages: integers on the host, what crosses on the device.
 
-    `num_step_targets` are the targets of the whole step.
+    `num_step_targets` are the targets of the whole step. The activations of the sequences in `held` are in
+    the cache of the first trained stage; where that is all of them, nothing crosses.
     """
 
     batch: Batch
     num_step_targets: int
     crossing: Tensor | None = None
+    held: tuple[int, ...] = ()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is nothing to compute below the first trained stage."""
+        return len(self.held) == len(self.batch.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """The gradient of what crossed; with a mask, the rows of padding stay behind."""
+
+    values: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cosines:
+    """The lowest cosine of what crossed a cut, each way, to what was decoded; NaN where none was measured."""
+
+    forward: float = math.nan
+    backward: float = math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +83,10 @@ class Tally:
     hops: tuple[Hop, ...]
     travel_s: float
     """The shortest way of an activation to this stage."""
+    cosines: tuple[Cosines, ...] = ()
+    """Of the cuts behind this stage."""
+    gradient_cosine: float = math.nan
+    """The lowest cosine of what this stage sent to the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +97,19 @@ class Verdict:
     norm: float
     windows: tuple[int, ...]
     save: bool
+    codecs: tuple[Pair, ...] = ()
+    """Of all cuts, from the next step on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """The evaluation of the weights that a step starts from."""
+    """The evaluation of the weights that a step starts from; plain if everything crossed raw for it."""
 
     step: int
     loss_sum: float
     num_correct: int
     num_targets: int
+    is_plain: bool = False
 
     @property
     def loss(self) -> float:
@@ -84,73 +117,72 @@ class Evaluated:
         return self.loss_sum / max(self.num_targets, 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gradient:
-    """The gradient of what crossed; with a mask, the rows of padding stay behind."""
-
-    values: Tensor
-    mask: Tensor | None
-
-
-def pack_microbatch(
-    microbatch: Microbatch, *, about: Send, sent_s: float, keeps_padding: bool = False
-) -> Packet:
-    """The integers of a micro-batch, and what crosses the cut, both on the host."""
-    if microbatch.crossing is None:
-        raise ValueError("a micro-batch leaves a stage with what crosses the cut")
+def pack_microbatch(microbatch: Microbatch, coded: Coded | None, *, about: Send, sent_s: float) -> Packet:
+    """The integers of a micro-batch, and what crosses the cut, if anything does."""
     packed = pack_batch(microbatch.batch)
-    mask = None if keeps_padding else microbatch.batch.mask
-    crossing = drop_padding(microbatch.crossing, mask)
     header = {
         **_address(about, sent_s),
         **packed.header,
+        "evaluation": about.kind is Pass.EVALUATION,
         "num_step_targets": microbatch.num_step_targets,
-        "crossing": _describe(crossing),
+        "held": list(microbatch.held),
+        "crossing": None if coded is None else coded.describe(),
     }
-    return Packet(header, (*packed.buffers, _bytes_of(crossing)))
+    return Packet(header, (*packed.buffers, *(coded.buffers() if coded is not None else ())))
 
 
-def unpack_microbatch(packet: Packet, *, width: int) -> Microbatch:
-    """A micro-batch whose crossing fits its ids, of shape (batch, tokens, width)."""
-    batch = unpack_batch(packet.header, packet.buffers[:-1])
-    rows = _tensor(packet.header.get("crossing"), packet.buffers[-1:])
-    return Microbatch(
+def unpack_microbatch(packet: Packet) -> tuple[Microbatch, Coded | None]:
+    """The integers of a micro-batch, and what crossed, as it came."""
+    about, coded, buffers = packet.header.get("crossing"), None, packet.buffers
+    if about is not None:
+        coded, buffers = read_coded(about, buffers)
+    batch = unpack_batch(packet.header, buffers)
+    found = Microbatch(
         batch=batch,
         num_step_targets=_count(packet.header, "num_step_targets"),
-        crossing=restore_padding(rows, batch.mask, shape=(*batch.ids.shape, width)),
+        held=_held(packet.header.get("held"), num_sequences=len(batch.ids)),
     )
+    if (coded is None) != found.is_held:
+        raise FrameError("a micro-batch without what crosses, or with what is held already")
+    return found, coded
 
 
-def pack_gradient(gradient: Gradient, *, about: Send, sent_s: float) -> Packet:
-    """The gradient of what crossed, on the host."""
-    rows = drop_padding(gradient.values, gradient.mask)
-    return Packet({**_address(about, sent_s), "crossing": _describe(rows)}, (_bytes_of(rows),))
+def pack_gradient(coded: Coded, *, about: Send, sent_s: float) -> Packet:
+    """The gradient of what crossed."""
+    return Packet({**_address(about, sent_s), "crossing": coded.describe()}, coded.buffers())
 
 
-def unpack_gradient(packet: Packet) -> Tensor:
-    """A gradient without its padding; whoever sent the activation knows where that is."""
-    return _tensor(packet.header.get("crossing"), packet.buffers)
+def unpack_gradient(packet: Packet) -> Coded:
+    """A gradient as it came; whoever sent the activation knows its shape."""
+    coded, rest = read_coded(packet.header.get("crossing"), packet.buffers)
+    if rest:
+        raise FrameError("a gradient with buffers that it does not speak of")
+    return coded
 
 
-def drop_padding(x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:  # noqa: N803
-    """Only the rows of tokens, of shape (tokens of all, width), if anything is padded."""
-    return x_BTD if mask_BT is None else x_BTD[mask_BT.bool()]
+def pack_begin(tensors: Mapping[str, Tensor]) -> Packet:
+    """What a bottleneck begins with: tensors by name, on the host."""
+    header = {"tensors": {name: describe_tensor(tensor) for name, tensor in tensors.items()}}
+    return Packet(header, [as_buffer(flat_bytes(tensor)) for tensor in tensors.values()])
 
 
-def restore_padding(rows: Tensor, mask_BT: Tensor | None, *, shape: tuple[int, ...]) -> Tensor:  # noqa: N803
-    """The rows at their places among zeros, unless the padding has crossed too."""
-    if tuple(rows.shape) == shape:
-        return rows
-    if mask_BT is None or tuple(rows.shape) != (int(mask_BT.sum()), shape[-1]):
-        raise FrameError(f"what crossed has shape {tuple(rows.shape)}, which does not fit {shape}")
-    whole = rows.new_zeros(shape)
-    whole[mask_BT.bool()] = rows
-    return whole
+def unpack_begin(packet: Packet) -> dict[str, Tensor]:
+    """The tensors by name."""
+    about = packet.header.get("tensors")
+    if not isinstance(about, dict) or len(about) != len(packet.buffers):
+        raise FrameError("a bottleneck that begins with other tensors than it says")
+    return {
+        name: read_tensor(one, buffer)
+        for (name, one), buffer in zip(about.items(), packet.buffers, strict=True)
+    }
 
 
-def read_address(packet: Packet, kind: Pass) -> Arrived:
+def read_address(packet: Packet, stream: str) -> Arrived:
     """What has arrived, as the scheduler is told."""
     header = packet.header
+    kind = Pass.BACKWARD
+    if stream == FORWARD:
+        kind = Pass.EVALUATION if header.get("evaluation") is True else Pass.FORWARD
     return Arrived(kind=kind, step=_count(header, "step"), microbatch=_count(header, "microbatch"))
 
 
@@ -165,19 +197,21 @@ def read_sent_s(packet: Packet) -> float:
 def pack_tally(tally: Tally) -> Packet:
     """A tally as a packet."""
     hops = [value for hop in tally.hops for value in (hop.forward_s, hop.backward_s, hop.latency_s)]
+    cosines = [value for one in tally.cosines for value in (one.forward, one.backward)]
     rows: Sequence[Sequence[float]] = (
-        (tally.loss_sum, tally.travel_s),
+        (tally.loss_sum, tally.travel_s, tally.gradient_cosine),
         tally.squared_norms,
         tally.busy_s,
         hops,
+        cosines,
     )
     return Packet({"step": tally.step}, [np.asarray(row, dtype=np.float64).data for row in rows])
 
 
 def unpack_tally(packet: Packet) -> Tally:
     """A tally from a packet."""
-    ends, norms, busy_s, hops = _rows(packet, 4)
-    if len(ends) != 2 or len(hops) % 3:
+    ends, norms, busy_s, hops, cosines = _rows(packet, 5)
+    if len(ends) != 3 or len(hops) % 3 or len(cosines) % 2:
         raise FrameError("a tally of the wrong size")
     return Tally(
         step=_count(packet.header, "step"),
@@ -189,12 +223,22 @@ def unpack_tally(packet: Packet) -> Tally:
             Hop(forward_s=forward_s, backward_s=backward_s, latency_s=latency_s)
             for forward_s, backward_s, latency_s in zip(hops[::3], hops[1::3], hops[2::3], strict=True)
         ),
+        cosines=tuple(
+            Cosines(forward=forward, backward=backward)
+            for forward, backward in zip(cosines[::2], cosines[1::2], strict=True)
+        ),
+        gradient_cosine=ends[2],
     )
 
 
 def pack_verdict(verdict: Verdict) -> Packet:
     """A verdict as a packet."""
-    header = {"step": verdict.step, "windows": list(verdict.windows), "save": verdict.save}
+    header = {
+        "step": verdict.step,
+        "windows": list(verdict.windows),
+        "save": verdict.save,
+        "codecs": [list(texts_of(pair)) for pair in verdict.codecs],
+    }
     return Packet(header, [np.asarray([verdict.norm], dtype=np.float64).data])
 
 
@@ -204,13 +248,26 @@ def unpack_verdict(packet: Packet) -> Verdict:
     windows = packet.header.get("windows")
     if not isinstance(windows, list) or not all(isinstance(one, int) and one >= 1 for one in windows):
         raise FrameError("a verdict without windows")
-    save = packet.header.get("save") is True
-    return Verdict(step=_count(packet.header, "step"), norm=norm, windows=tuple(windows), save=save)
+    codecs = packet.header.get("codecs")
+    if not isinstance(codecs, list):
+        raise FrameError("a verdict without codecs")
+    return Verdict(
+        step=_count(packet.header, "step"),
+        norm=norm,
+        windows=tuple(windows),
+        save=packet.header.get("save") is True,
+        codecs=tuple(map(read_pair, codecs)),
+    )
 
 
 def pack_evaluated(found: Evaluated) -> Packet:
     """The result of an evaluation as a packet."""
-    header = {"step": found.step, "num_correct": found.num_correct, "num_targets": found.num_targets}
+    header = {
+        "step": found.step,
+        "num_correct": found.num_correct,
+        "num_targets": found.num_targets,
+        "is_plain": found.is_plain,
+    }
     return Packet(header, [np.asarray([found.loss_sum], dtype=np.float64).data])
 
 
@@ -220,34 +277,24 @@ def unpack_evaluated(packet: Packet) -> Evaluated:
     step, num_correct, num_targets = (
         _count(packet.header, key) for key in ("step", "num_correct", "num_targets")
     )
-    return Evaluated(step=step, loss_sum=loss_sum, num_correct=num_correct, num_targets=num_targets)
+    return Evaluated(
+        step=step,
+        loss_sum=loss_sum,
+        num_correct=num_correct,
+        num_targets=num_targets,
+        is_plain=packet.header.get("is_plain") is True,
+    )
 
 
 def _address(about: Send, sent_s: float) -> dict[str, object]:
     return {"step": about.step, "microbatch": about.microbatch, "sent_s": sent_s}
 
 
-def _describe(tensor: Tensor) -> list[object]:
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-
-
-def _tensor(about: object, buffers: Sequence[Buffer]) -> Tensor:
-    match about:
-        case [str(kind), list(shape)] if kind in _DTYPES and len(shape) <= _MAX_NUM_DIMENSIONS:
-            dtype = _DTYPES[kind]
-        case _:
-            raise FrameError(f"no tensor is described by {str(about)[:100]}")
-    if len(buffers) != 1 or not all(type(size) is int and size > 0 for size in shape):
-        raise FrameError(f"a tensor of shape {shape} in {len(buffers)} buffers")
-    if math.prod(shape) * dtype.itemsize != memoryview(buffers[0]).nbytes:
-        raise FrameError(f"a tensor of shape {shape} in {memoryview(buffers[0]).nbytes} bytes")
-    return torch.frombuffer(buffers[0], dtype=dtype).view(shape)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = flat.numpy()
-    return array.data
+def _held(found: object, *, num_sequences: int) -> tuple[int, ...]:
+    is_list = isinstance(found, list) and all(type(one) is int for one in found)
+    if not isinstance(found, list) or not is_list or not set(found) <= set(range(num_sequences)):
+        raise FrameError("a micro-batch that does not say which of its sequences are held")
+    return tuple(sorted(set(found)))
 
 
 def _count(header: Mapping[str, object], key: str) -> int:

@@ -2,14 +2,16 @@
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-_BETAS = (0.9, 0.95)
-_EPSILON = 1e-8
+from isthmus.plan.memory import OptimizerState
+from isthmus.train.adamw import EightBit, Group, Moments, OnDevice
+from isthmus.train.offload import OnHost
+
 _NORM_EPSILON = 1e-6
 
 
@@ -50,7 +52,10 @@ class Schedule:
 
 
 class Optimizer:
-    """Updates the parameters of one stage; `max_norm` bounds the norm of the gradients of all stages."""
+    """Updates the parameters of one stage; `max_norm` bounds the norm of the gradients of all stages.
+
+    The moments lie beside the weights, as `state` says, or all of them in float32 on the host.
+    """
 
     def __init__(
         self,
@@ -59,16 +64,15 @@ class Optimizer:
         schedule: Schedule,
         weight_decay: float = 0.0,
         max_norm: float | None = None,
+        state: OptimizerState = OptimizerState.FLOAT32,
+        offload: bool = False,
     ) -> None:
         self.schedule = schedule
         self._max_norm = max_norm
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
-        decayed = [one for one in self._parameters.values() if one.ndim > 1]
-        others = [one for one in self._parameters.values() if one.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=schedule.peak, betas=_BETAS, eps=_EPSILON
-        )
+        groups = _groups(self._parameters.values(), weight_decay)
+        # A stage of frozen layers has nothing to update.
+        self._moments = _make_moments(groups, state, offload=offload) if groups else None
 
     def squared_norms(self) -> tuple[float, ...]:
         """The squared norm of each parameter's gradient."""
@@ -85,17 +89,19 @@ class Optimizer:
             for parameter in self._parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        for group in self._adamw.param_groups:
-            group["lr"] = self.schedule.at(step)
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        if self._moments is not None:
+            self._moments.step(self.schedule.at(step))
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The state as tensors by name, such as `exp_avg/model.norm.weight`."""
+        if self._moments is None:
+            return {}
         return {
             f"{key}/{name}": value
             for name, parameter in self._parameters.items()
-            for key, value in self._adamw.state[parameter].items()
+            for key, value in self._moments.state(parameter).items()
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -105,8 +111,8 @@ class Optimizer:
             key, _, parameter = name.partition("/")
             by_parameter.setdefault(parameter, {})[key] = tensor
         for name, state in by_parameter.items():
-            owner = self._parameters[name]
-            self._adamw.state[owner] = {key: _placed(key, one, owner) for key, one in state.items()}
+            if self._moments is not None:
+                self._moments.load(self._parameters[name], state)
 
 
 def total_norm(squared_norms: Sequence[float]) -> float:
@@ -116,6 +122,21 @@ def total_norm(squared_norms: Sequence[float]) -> float:
     return math.sqrt(math.fsum(squared_norms))
 
 
-def _placed(key: str, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    # AdamW counts its steps on the host.
-    return tensor if key == "step" else tensor.to(parameter.device)
+def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[Group]:
+    """Matrices decay, vectors do not."""
+    present = list(parameters)
+    groups = [
+        Group(parameters=[one for one in present if one.ndim > 1], weight_decay=weight_decay),
+        Group(parameters=[one for one in present if one.ndim <= 1], weight_decay=0.0),
+    ]
+    return [group for group in groups if group.parameters]
+
+
+def _make_moments(groups: Sequence[Group], state: OptimizerState, *, offload: bool) -> Moments:
+    match state:
+        case OptimizerState.EIGHT_BIT:
+            if offload:
+                raise ValueError("moments in 8 bits stay on the device")
+            return EightBit(groups)
+        case OptimizerState.FLOAT32:
+            return OnHost(groups) if offload else OnDevice(groups)

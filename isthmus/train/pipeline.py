@@ -2,21 +2,33 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
+from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
+from isthmus.codec.meter import Meter
+from isthmus.model.randomness import seed_from
 from isthmus.model.stage import Stage
+from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import PipelineScheduler, Policy
-from isthmus.plan.types import Event, Started
+from isthmus.plan.types import Arrived, Event, Pass, Run, Send, Started
 from isthmus.plan.window import Hop, windows
+from isthmus.train.bench import Bench
+from isthmus.train.cache import Admission, Cache, Foresight
 from isthmus.train.courier import Mailbox
-from isthmus.train.device import Device
+from isthmus.train.crossing import DownCut, UpCut
+from isthmus.train.cut import Codebook, Cut
+from isthmus.train.device import Device, Lane
+from isthmus.train.messages import Tally
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.passes import Passes
 from isthmus.train.settlement import Settlement, Terms
 from isthmus.train.traffic import Delivery, Traffic
 from isthmus.train.worker import Observer, Source, Worker
 from isthmus.wan.link import Link
+
+_FLOAT32_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +45,32 @@ class Course:
     num_validation_microbatches: int = 0
     keeps_padding: bool = False
     """Whether padding crosses too: experts sort tokens by kind, and padding that is zero changes the rows."""
+    cuts: tuple[Cut, ...] = ()
+    """One for each cut, in order; none where hidden states cross raw everywhere."""
+    evaluates_plain: bool = False
+    """Whether each evaluation is done a second time with everything raw."""
+    first_trained: int = 0
+    """The first stage with anything to learn."""
+    cache_bytes: int = 0
+    """The most that the first trained stage keeps of what frozen layers gave."""
+
+    def cut(self, number: int) -> Cut:
+        """The cut behind the stage of that number."""
+        return self.cuts[number] if self.cuts else Cut()
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps before bottlenecks begin, all at once."""
+        return max((cut.num_warmup_steps for cut in self.cuts), default=0)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether what frozen layers give is kept."""
+        return self.first_trained > 0 and self.cache_bytes > 0
+
+    def is_plain(self, about: Run | Send | Arrived) -> bool:
+        """Whether something belongs to the second, plain, round of an evaluation."""
+        return about.kind is Pass.EVALUATION and about.microbatch >= self.num_validation_microbatches
 
     def turns(self, first_step: int = 0) -> Iterator[Started]:
         """Every step, an evaluation after each so many, and one at the end."""
@@ -49,7 +87,8 @@ class Course:
         return step % self.evaluate_every == 0
 
     def _evaluation(self, step: int) -> Started:
-        numbers = tuple(range(self.num_validation_microbatches))
+        num_rounds = 1 + self.evaluates_plain
+        numbers = tuple(range(num_rounds * self.num_validation_microbatches))
         return Started(step=step, microbatches=numbers, evaluation=True)
 
     def first_windows(self) -> tuple[int, ...]:
@@ -85,6 +124,7 @@ def pipeline_worker(
     observer: Observer,
     autocast: torch.dtype | None = None,
     should_save: Callable[[int], bool] = lambda _: False,
+    steer: Callable[[Tally], tuple[Pair, ...]] = lambda _: (),
 ) -> tuple[Worker, Traffic]:
     """The worker of one stage, and its traffic, within which it runs."""
     window = course.first_windows()[post.index]
@@ -94,27 +134,42 @@ def pipeline_worker(
         max_in_flight=course.max_in_flight,
         policy=course.policy,
         should_save=should_save,
+        steer=steer,
     )
     settlement = Settlement(terms=terms)
+    width = stage.model.config.hidden_size
     traffic = Traffic(
         cloud=post.cloud,
+        index=post.index,
         up=post.up,
         down=post.down,
+        up_cut=None if post.up is None else _up_cut(course, post, post.up, device, width, observer),
+        down_cut=None if post.down is None else _down_cut(course, post, post.down, device, width, observer),
         events=events,
         settlement=settlement,
-        device=device,
-        width=stage.model.config.hidden_size,
-        keeps_padding=course.keeps_padding,
         on_span=observer.span,
         on_evaluated=observer.evaluated,
     )
+    is_frozen = post.index < course.first_trained
     worker = Worker(
         cloud=post.cloud,
         index=post.index,
-        passes=Passes(stage, device=device.torch_device, seed=course.seed, autocast=autocast),
+        passes=Passes(
+            stage,
+            device=device.torch_device,
+            seed=course.seed,
+            autocast=autocast,
+            is_frozen=is_frozen,
+            sends_gradients=post.index > course.first_trained,
+            num_warmup_steps=course.num_warmup_steps,
+        ),
         optimizer=optimizer,
         scheduler=PipelineScheduler(
-            stage=post.index, num_stages=course.num_stages, policy=course.policy, window=window
+            stage=post.index,
+            num_stages=course.num_stages,
+            policy=course.policy,
+            window=window,
+            first_trained=course.first_trained,
         ),
         window=window,
         settlement=settlement,
@@ -123,5 +178,76 @@ def pipeline_worker(
         device=device,
         source=source,
         observer=observer,
+        is_plain=course.is_plain,
+        begins_at=course.num_warmup_steps or None,
+        is_frozen=is_frozen,
+        foresight=_foresight(course, width) if post.index == 0 else None,
     )
     return worker, traffic
+
+
+def _down_cut(
+    course: Course, post: Post, link: Link, device: Device, width: int, observer: Observer
+) -> DownCut:
+    cut = course.cut(post.index)
+    lane = device.lane()
+
+    def make(codecs: Codecs) -> SendingEnd:
+        with lane.work():
+            return sending_end(codecs, device=lane.torch_device)
+
+    return DownCut(
+        book=Codebook(cut, hidden_width=width, make=make, seed=_cut_seed(course, post.index)),
+        bench=_bench(post, link, lane, width, observer),
+        meter=Meter(every=cut.guard_every, num_microbatches=course.num_microbatches),
+        is_plain=course.is_plain,
+        keeps_padding=course.keeps_padding,
+        awaits_gradients=post.index >= course.first_trained,
+        drops_held=course.is_cached and post.index + 1 == course.first_trained,
+    )
+
+
+def _up_cut(course: Course, post: Post, link: Link, device: Device, width: int, observer: Observer) -> UpCut:
+    cut = course.cut(post.index - 1)
+    lane = device.lane()
+
+    def make(codecs: Codecs) -> ReceivingEnd:
+        with lane.work():
+            return receiving_end(codecs, device=lane.torch_device)
+
+    caches = course.is_cached and post.index == course.first_trained
+    return UpCut(
+        book=Codebook(cut, hidden_width=width, make=make, seed=_cut_seed(course, post.index - 1)),
+        bench=_bench(post, link, lane, width, observer),
+        meter=Meter(every=cut.guard_every, num_microbatches=course.num_microbatches),
+        is_plain=course.is_plain,
+        keeps_padding=course.keeps_padding,
+        sends_gradients=post.index > course.first_trained,
+        cache=Cache(_admission(course, width)) if caches else None,
+    )
+
+
+def _bench(post: Post, link: Link, lane: Lane, width: int, observer: Observer) -> Bench:
+    peer = link.peer.cloud
+    return Bench(
+        lane=lane,
+        leaves=f"{post.cloud}→{peer}",
+        arrives=f"{peer}→{post.cloud}",
+        hidden_width=width,
+        on_span=observer.span,
+    )
+
+
+def _cut_seed(course: Course, number: int) -> int:
+    """Cuts round by themselves, or their errors would add up."""
+    return seed_from("cut", course.seed, number)
+
+
+def _admission(course: Course, width: int) -> Admission:
+    return Admission(max_bytes=course.cache_bytes, row_bytes=_FLOAT32_BYTES * width)
+
+
+def _foresight(course: Course, width: int) -> Foresight | None:
+    if not course.is_cached:
+        return None
+    return Foresight(admission=_admission(course, width), keeps_padding=course.keeps_padding)

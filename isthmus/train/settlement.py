@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from isthmus.errors import IsthmusError
+from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.types import ScheduleError
 from isthmus.plan.window import Hop, windows
@@ -18,12 +19,12 @@ from isthmus.train.courier import Courier, Mailbox
 from isthmus.train.messages import (
     TALLY,
     VERDICT,
+    Cosines,
     Tally,
     Verdict,
     pack_tally,
     pack_verdict,
     unpack_tally,
-    unpack_verdict,
 )
 from isthmus.train.optimizer import total_norm
 from isthmus.wan.outbox import Priority
@@ -42,6 +43,20 @@ class Terms:
     max_in_flight: int
     policy: Policy = Policy.WAN_ONE_F_ONE_B
     should_save: Callable[[int], bool] = field(default=lambda _: False)
+    steer: Callable[[Tally], tuple[Pair, ...]] = field(default=lambda _: ())
+    """The codecs of all cuts from the next step on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a stage has measured of its two cuts in a step; None and NaN where there was nothing."""
+
+    gradient_travel_s: float | None = None
+    """The shortest way of a gradient to this stage."""
+    activation_cosine: float = math.nan
+    """The lowest of what left for the stage behind."""
+    gradient_cosine: Callable[[], float] = field(default=lambda: math.nan)
+    """The lowest of what left for the stage before."""
 
 
 class Settlement:
@@ -56,9 +71,9 @@ class Settlement:
         """Take in the tally of the stage behind."""
         self._tallies.put(unpack_tally(packet))
 
-    def on_verdict(self, packet: Packet) -> None:
+    def on_verdict(self, verdict: Verdict) -> None:
         """Take in the verdict of the first stage."""
-        self._verdicts.put(unpack_verdict(packet))
+        self._verdicts.put(verdict)
 
     def fail(self, error: BaseException) -> None:
         """Let whoever waits here know that nothing more will come."""
@@ -66,30 +81,37 @@ class Settlement:
         self._verdicts.fail(error)
 
     def settle(
-        self, own: Tally, *, gradient_travel_s: float, up: Courier | None, down: Courier | None
+        self, own: Tally, *, seen: Seen, up: Courier | None, down: Courier | None
     ) -> tuple[Tally, Verdict]:
         """Give the tally of this stage and all behind it, and the verdict on the step."""
-        tally = own if down is None else self._join(own, gradient_travel_s, down.rtt_s)
+        tally = own if down is None else self._join(own, seen, down.rtt_s)
         if up is None:
             verdict = self._judge(tally)
         else:
-            up.send(TALLY, lambda: pack_tally(tally), priority=Priority.URGENT)
+            # Made on the courier's thread, by when the last gradient is coded and so measured.
+            up.send(
+                TALLY,
+                lambda: pack_tally(replace(tally, gradient_cosine=seen.gradient_cosine())),
+                priority=Priority.URGENT,
+            )
             verdict = self._verdicts.take()
             _check_step(verdict.step, own.step)
         if down is not None:
             down.send(VERDICT, lambda: pack_verdict(verdict), priority=Priority.URGENT)
         return tally, verdict
 
-    def _join(self, own: Tally, gradient_travel_s: float, rtt_s: float) -> Tally:
+    def _join(self, own: Tally, seen: Seen, rtt_s: float) -> Tally:
         behind = self._tallies.take()
         _check_step(behind.step, own.step)
-        hop = _hop(behind.travel_s, gradient_travel_s, rtt_s)
+        hop = _hop(behind.travel_s, seen.gradient_travel_s, rtt_s)
+        here = Cosines(forward=seen.activation_cosine, backward=behind.gradient_cosine)
         return replace(
             own,
             loss_sum=behind.loss_sum,
             squared_norms=own.squared_norms + behind.squared_norms,
             busy_s=own.busy_s + behind.busy_s,
             hops=(hop, *behind.hops),
+            cosines=(here, *behind.cosines),
         )
 
     def _judge(self, tally: Tally) -> Verdict:
@@ -113,13 +135,21 @@ class Settlement:
             interval_s=interval_s,
             max_in_flight=[terms.max_in_flight] * len(tally.busy_s),
         )
-        return Verdict(step=tally.step, norm=norm, windows=sizes, save=terms.should_save(tally.step))
+        return Verdict(
+            step=tally.step,
+            norm=norm,
+            windows=sizes,
+            save=terms.should_save(tally.step),
+            codecs=terms.steer(tally),
+        )
 
 
-def _hop(forward_travel_s: float, backward_travel_s: float, rtt_s: float) -> Hop:
+def _hop(forward_travel_s: float, backward_travel_s: float | None, rtt_s: float) -> Hop:
     """Travel less latency is time on the line; errors of the clocks cancel in the round trip."""
     latency_s = rtt_s / 2
-    on_line_s = max(0.0, (forward_travel_s + backward_travel_s) / 2 - latency_s)
+    # To frozen layers nothing comes back.
+    travel_s = forward_travel_s if backward_travel_s is None else (forward_travel_s + backward_travel_s) / 2
+    on_line_s = max(0.0, travel_s - latency_s)
     return Hop(forward_s=on_line_s, backward_s=on_line_s, latency_s=latency_s)
 
 

@@ -1,17 +1,22 @@
 """From a job to what every stage must know, and all that can be wrong with it before anything starts."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from isthmus.errors import UserError
-from isthmus.job import AutoStrategy, CloudSpec, Job, PipelineStrategy
+from isthmus.job import AutoStrategy, CloudSpec, Job, PipelineStrategy, parse_codec
 from isthmus.model.anatomy import split_layers
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.heads import HEADS
+from isthmus.plan.choice import Decisions, PipelineSettings, Plan
+from isthmus.plan.facts import model_config
+from isthmus.plan.families import FAMILIES
+from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import Policy
+from isthmus.plan.planner import plan
 from isthmus.train.batches import Layout, divide_batch
 from isthmus.units import format_bytes
 
@@ -28,40 +33,140 @@ class Setup:
     layout: Layout
     policy: Policy
     max_in_flight: int
+    recompute: bool
     notes: tuple[str, ...]
+    layers: tuple[int, ...] | None = None
+    """Of each stage; None for as even as can be."""
+    codecs: tuple[Pair, ...] | None = None
+    """Of each cut, to begin with where the job leaves them open; None for raw."""
+    decisions: Decisions | None = None
+    """What the other clouds must know of the plan; None where nothing was planned."""
+    plan: Plan | None = None
+
+    def stage_layers(self, num_layers: int) -> tuple[range, ...]:
+        """The layers of each stage."""
+        if self.layers is None:
+            return split_layers(num_layers, len(self.clouds))
+        if sum(self.layers) != num_layers:
+            raise UserError(
+                f"the stages were planned with {sum(self.layers)} layers, but the model has {num_layers}",
+                hint="set strategy.layers, or leave it out",
+            )
+        return tuple(range(start, stop) for start, stop in pairwise((0, *accumulate(self.layers))))
 
 
-def set_up(job: Job) -> Setup:
-    """Choose what the job leaves open, with reasons, and refuse what cannot run."""
+def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) -> Setup:
+    """Choose what the job leaves open, with reasons, and refuse what cannot run.
+
+    A cloud that does not plan takes the decisions of the one that has, or those that the run began with.
+    """
     if job.data is None or job.model is None:
         missing = "[data]" if job.data is None else "[model]"
         raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
-    notes: list[str] = []
-    strategy = _pipeline(job, notes)
+    strategy = _pipeline(job)
     clouds = stage_order(job)
     _check_supported(job)
-    num_microbatches = strategy.microbatches
-    if num_microbatches is None:
-        num_microbatches = _choose_microbatches(job, job.data.sequence_length, len(clouds), notes)
-    layout = divide_batch(
-        batch_tokens=job.train.batch_tokens,
-        sequence_length=job.data.sequence_length,
-        num_microbatches=num_microbatches,
-    )
+    if decisions is not None:
+        return _decided(job, strategy, clouds, decisions)
+    why_not = _why_not_planned(job)
+    if plans and why_not is None:
+        return _planned(job, strategy, clouds)
+    return _unplanned(job, strategy, clouds, why_not)
+
+
+def _planned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...]) -> Setup:
+    fixed = job.model_copy(update={"strategy": strategy.model_copy(update={"clouds": clouds})})
+    chosen = plan(fixed, runnable_only=True)
+    chosen = replace(chosen, notes=tuple(_reasons(job, strategy, chosen)))
+    if chosen.decisions is None:
+        raise ValueError("a pipeline was asked for and something else planned")
+    return replace(_decided(job, strategy, clouds, chosen.decisions), plan=chosen)
+
+
+def _reasons(job: Job, strategy: PipelineStrategy, chosen: Plan) -> Iterator[str]:
+    """What was chosen and not given, and why."""
+    if not isinstance(job.strategy, PipelineStrategy):
+        yield "strategy: pipeline, since it is the only one that can be run so far"
+    if strategy.layers is None and len(chosen.stages) > 1:
+        cut = ", ".join(f"{stage.cloud} {stage.holds}" for stage in chosen.stages)
+        yield f"cut: {cut}, by which no stage is slower than it must be"
+    if strategy.microbatches is None and isinstance(chosen.settings, PipelineSettings):
+        number, size = chosen.settings.num_microbatches, chosen.settings.microbatch_sequences
+        yield f"micro-batches: {number} of {size} sequences, the best of all that divide a step"
+    if "recompute" in chosen.savers and not job.train.recompute:
+        yield "recompute: on, since activations do not fit otherwise"
+    if isinstance(chosen.settings, PipelineSettings) and chosen.settings.max_in_flight is not None:
+        yield f"in flight: at most {chosen.settings.max_in_flight}, which is what memory holds"
+    free = {link.name for link in job.link if "auto" in (link.codec.forward, link.codec.backward)}
+    for link in chosen.links:
+        if {"-".join(link.between), "-".join(reversed(link.between))} & free:
+            yield f"codec of {'-'.join(link.between)}: {link.reason}"
+    yield f"planned: {chosen.reason}"
+
+
+def _decided(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], decisions: Decisions) -> Setup:
+    number = decisions.num_microbatches
     return Setup(
         clouds=clouds,
-        layout=layout,
+        layout=_layout(job, number),
         policy=Policy(strategy.policy),
-        max_in_flight=strategy.max_in_flight or num_microbatches,
-        notes=tuple(notes),
+        max_in_flight=strategy.max_in_flight or decisions.max_in_flight or number,
+        recompute=decisions.recompute or job.train.recompute is True,
+        notes=decisions.reasons,
+        layers=decisions.layers,
+        codecs=tuple(
+            Pair(forward=parse_codec(forward), backward=parse_codec(backward))
+            for forward, backward in decisions.codecs
+        ),
+        decisions=decisions,
     )
+
+
+def _unplanned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], why_not: str | None) -> Setup:
+    notes = [] if why_not is None else [f"layers are dealt out evenly, for nothing can be planned: {why_not}"]
+    number = strategy.microbatches
+    if number is None:
+        number = _choose_microbatches(job, len(clouds), notes)
+    return Setup(
+        clouds=clouds,
+        layout=_layout(job, number),
+        policy=Policy(strategy.policy),
+        max_in_flight=strategy.max_in_flight or number,
+        recompute=job.train.recompute is True,
+        notes=tuple(notes),
+        layers=strategy.layers,
+    )
+
+
+def _layout(job: Job, num_microbatches: int) -> Layout:
+    return divide_batch(
+        batch_tokens=job.train.batch_tokens,
+        sequence_length=1 if job.data is None else job.data.sequence_length,
+        num_microbatches=num_microbatches,
+    )
+
+
+def _why_not_planned(job: Job) -> str | None:
+    """What the planner would have to know, None where it knows enough."""
+    for link in job.link:
+        if link.bandwidth_bps is None or link.rtt_s is None:
+            return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"
+    for cloud in job.cloud:
+        is_known = cloud.device == "cpu" or cloud.profile is not None or cloud.accelerator is not None
+        if not is_known and (cloud.flops is None or cloud.memory_bytes is None):
+            return f"cloud {cloud.name} does not say what its devices are; set its accelerator"
+    model_type = model_config(job).get("model_type")
+    if model_type not in FAMILIES:
+        return f"the costs of model_type {model_type!r} are not known"
+    return None
 
 
 def stage_order(job: Job) -> tuple[str, ...]:
     """The clouds in a row, each linked to the next: in the job's order, else along the links."""
     names = tuple(cloud.name for cloud in job.cloud)
     linked = {frozenset(link.between) for link in job.link}
-    for order in (names, _along_links(names, linked)):
+    given = job.strategy.clouds if isinstance(job.strategy, PipelineStrategy) else None
+    for order in (names, _along_links(names, linked)) if given is None else (given,):
         if len(order) == len(names) and all(frozenset(pair) in linked for pair in pairwise(order)):
             return order
     raise UserError(
@@ -82,8 +187,7 @@ def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None)
 
 def check_fits(job: Job, setup: Setup, blueprint: Blueprint) -> None:
     """Refuse a stage whose weights, gradients and moments alone are over the memory of its cloud."""
-    cuts = split_layers(blueprint.num_layers, len(setup.clouds))
-    for name, layers in zip(setup.clouds, cuts, strict=True):
+    for name, layers in zip(setup.clouds, setup.stage_layers(blueprint.num_layers), strict=True):
         needed_bytes = _STATE_BYTES_PER_PARAMETER * sum(blueprint.anatomy.owned_by(layers).values())
         memory_bytes = _memory_bytes(job.cloud_named(name))
         if memory_bytes is not None and needed_bytes > memory_bytes:
@@ -94,12 +198,11 @@ def check_fits(job: Job, setup: Setup, blueprint: Blueprint) -> None:
             )
 
 
-def _pipeline(job: Job, notes: list[str]) -> PipelineStrategy:
+def _pipeline(job: Job) -> PipelineStrategy:
     match job.strategy:
         case PipelineStrategy():
             return job.strategy
         case AutoStrategy():
-            notes.append("strategy: pipeline, since it is the only one so far")
             return PipelineStrategy(kind="pipeline")
     raise UserError(
         f"strategy {job.strategy.kind!r} cannot be run yet", hint='set strategy.kind to "pipeline"'
@@ -113,16 +216,10 @@ def _check_supported(job: Job) -> None:
                 f"cloud {cloud.name!r} has {cloud.ranks} ranks, but a stage runs on one so far",
                 hint=f"set cloud.{cloud.name}.ranks to 1",
             )
-    for link in job.link:
-        for codec in (link.codec.forward, link.codec.backward):
-            if str(codec) not in ("raw", "auto"):
-                raise UserError(
-                    f'link {link.name} has codec "{codec}", but only "raw" can be run so far',
-                    hint=f'set link.{link.name}.codec to "raw"',
-                )
 
 
-def _choose_microbatches(job: Job, sequence_length: int, num_stages: int, notes: list[str]) -> int:
+def _choose_microbatches(job: Job, num_stages: int, notes: list[str]) -> int:
+    sequence_length = 1 if job.data is None else job.data.sequence_length
     num_sequences = max(1, job.train.batch_tokens // sequence_length)
     most = _MICROBATCHES_PER_STAGE * num_stages
     chosen = max(one for one in range(1, min(most, num_sequences) + 1) if num_sequences % one == 0)

@@ -15,8 +15,9 @@ chosen, so a gradient is taken as soon as it has come.
 import functools
 import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Protocol
 
 from torch import Tensor
@@ -39,8 +40,11 @@ from isthmus.plan.types import (
     Started,
     Stop,
 )
+from isthmus.train.bench import Volume
+from isthmus.train.cache import Foresight
 from isthmus.train.courier import Mailbox
-from isthmus.train.device import Device
+from isthmus.train.cut import SavedCuts
+from isthmus.train.device import Device, Mark
 from isthmus.train.messages import Evaluated, Gradient, Microbatch, Tally, Verdict
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.passes import Passes
@@ -72,6 +76,10 @@ class StepEnded:
     busy_s: tuple[float, ...]
     windows: tuple[int, ...]
     save: bool
+    cuts: SavedCuts | None = None
+    """Where it is time to save: the codes of the next step."""
+    sent: Volume = field(default_factory=Volume)
+    """What has crossed from this stage since the step before."""
 
 
 class Observer(Protocol):
@@ -105,11 +113,16 @@ class Worker:
         observer: Observer,
         index: int,
         window: int,
+        is_plain: Callable[[Run], bool] = lambda _: False,
+        begins_at: int | None = None,
+        is_frozen: bool = False,
+        foresight: Foresight | None = None,
     ) -> None:
         self._cloud = cloud
         self._index = index
         self._window = window
         self._passes = passes
+        self._passes.window = window
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._settlement = settlement
@@ -118,42 +131,59 @@ class Worker:
         self._device = device
         self._source = source
         self._observer = observer
+        self._is_plain = is_plain
+        self._begins_at = begins_at
+        self._is_frozen = is_frozen
+        self._foresight = foresight
         self._microbatches: dict[Arrived, Microbatch] = {}
         self._gradients: dict[Arrived, Tensor] = {}
-        self._outgoing: dict[Send, Microbatch | Gradient] = {}
+        self._outgoing: dict[Send, tuple[Microbatch | Gradient, Mark]] = {}
         self._ending: Optimize | Report | None = None
+        self._evaluated: list[Run] = []
         self._busy_s = 0.0
         self._num_targets = 0
         self._num_tokens = 0
 
     def run(self, turns: Iterable[Started]) -> None:
         """Take every turn, one after the other."""
-        num_evaluations = 0
+        num_reports = 0
         for turn in turns:
-            num_evaluations += turn.evaluation
             started_s = time.monotonic()
             self._begin(turn)
             while self._ending is None:
                 self._feed(self._next_event())
-            self._end(self._ending, started_s)
-        self._traffic.await_evaluations(num_evaluations)
+            num_reports += self._end(self._ending, started_s)
+        self._traffic.await_evaluations(num_reports)
 
     def _begin(self, turn: Started) -> None:
         self._ending = None
         self._busy_s = 0.0
         self._num_targets = 0
+        self._evaluated.clear()
         self._traffic.forget_travels()
+        self._begin_bottlenecks(turn)
         self._passes.set_training(not turn.evaluation)
         if self._source is not None:
             self._read(turn, self._source)
         self._feed(turn)
+
+    def _begin_bottlenecks(self, turn: Started) -> None:
+        """Begin with what was observed, before anything of that step is computed."""
+        if turn.step != self._begins_at:
+            return
+        self._begins_at = None
+        tensors = self._passes.begin_sending()
+        if tensors is not None:
+            self._traffic.send_beginning(tensors)
+        self._passes.begin_receiving(self._traffic.take_beginning)
 
     def _read(self, turn: Started, source: Source) -> None:
         batches = source.validation() if turn.evaluation else source.training(turn.step)
         self._num_targets = sum(batch.num_targets for batch in batches)
         self._num_tokens = sum(_num_tokens(batch) for batch in batches)
         kind = Pass.EVALUATION if turn.evaluation else Pass.FORWARD
-        for number, batch in zip(turn.microbatches, batches, strict=True):
+        num_rounds = max(1, len(turn.microbatches) // max(1, len(batches)))
+        for number, batch in zip(turn.microbatches, [*batches] * num_rounds, strict=True):
             key = Arrived(kind=kind, step=turn.step, microbatch=number)
             self._microbatches[key] = Microbatch(batch=batch, num_step_targets=self._num_targets)
 
@@ -178,7 +208,8 @@ class Worker:
                 self._events.put(Done(action=action))
             case Send():
                 then = functools.partial(self._events.put, Done(action=action))
-                self._traffic.send(action, self._outgoing.pop(action), then=then)
+                content, mark = self._outgoing.pop(action)
+                self._traffic.send(action, content, after=mark, then=then)
             case Optimize() | Report():
                 self._ending = action
             case Stop(peer=peer):
@@ -190,15 +221,23 @@ class Worker:
         started_s = time.time()
         result: Microbatch | Gradient | None
         result = self._backward(run) if run.kind is Pass.BACKWARD else self._forward(run)
-        self._device.synchronize()
+        mark = self._device.mark()
+        mark.wait()
         self._note_span(run.kind.value, f"{run.kind.value} {run.step}.{run.microbatch}", started_s)
         if result is not None:
-            self._outgoing[Send(kind=run.kind, step=run.step, microbatch=run.microbatch)] = result
+            send = Send(kind=run.kind, step=run.step, microbatch=run.microbatch)
+            self._outgoing[send] = (result, mark)
 
     def _forward(self, run: Run) -> Microbatch | None:
         microbatch = self._microbatches.pop(_needed_by(run))
-        if self._source is None:
+        if self._source is None and not self._is_plain(run):
             self._num_targets += microbatch.batch.num_targets
+        if self._foresight is not None and not self._is_plain(run):
+            microbatch = replace(microbatch, held=self._foresight.held(microbatch.batch))
+        if run.kind is Pass.EVALUATION:
+            self._evaluated.append(run)
+        if self._is_frozen and microbatch.is_held:
+            return microbatch
         crossing = self._passes.forward(run, microbatch)
         return None if crossing is None else replace(microbatch, crossing=crossing.detach())
 
@@ -212,23 +251,27 @@ class Worker:
 
     # The end of a turn.
 
-    def _end(self, ending: Optimize | Report, started_s: float) -> None:
+    def _end(self, ending: Optimize | Report, started_s: float) -> int:
+        """End a turn; gives how many results of evaluations the stages behind will report."""
         if isinstance(ending, Report):
-            self._report(ending.step)
+            num_reports = self._report(ending.step)
             self._feed(Done(action=ending))
-            return
+            return num_reports
         tally, verdict = self._settle(ending.step)
+        self._traffic.switch_down(verdict.codecs, step=ending.step + 1)
         updating_s = time.time()
         self._optimizer.update(ending.step, norm=verdict.norm)
-        self._device.synchronize()
+        self._device.mark().wait()
         self._note_span("optimize", f"optimize {ending.step}", updating_s)
         self._feed(Done(action=ending))
         self._resize(verdict.windows[self._index])
         self._observer.step_ended(self._ended(tally, verdict, time.monotonic() - started_s))
+        return 0
 
     def _resize(self, window: int) -> None:
         if window != self._window:
             self._window = window
+            self._passes.window = window
             self._feed(Resized(window=window))
 
     def _settle(self, step: int) -> tuple[Tally, Verdict]:
@@ -238,11 +281,10 @@ class Worker:
             squared_norms=self._optimizer.squared_norms(),
             busy_s=(self._busy_s,),
             hops=(),
-            travel_s=self._traffic.shortest_travel_s(Pass.FORWARD),
+            travel_s=self._traffic.shortest_travel_s(Pass.FORWARD) or 0.0,
         )
-        gradient_travel_s = self._traffic.shortest_travel_s(Pass.BACKWARD)
         return self._settlement.settle(
-            own, gradient_travel_s=gradient_travel_s, up=self._traffic.up, down=self._traffic.down
+            own, seen=self._traffic.seen(), up=self._traffic.up, down=self._traffic.down
         )
 
     def _ended(self, tally: Tally, verdict: Verdict, duration_s: float) -> StepEnded:
@@ -257,18 +299,26 @@ class Worker:
             busy_s=tally.busy_s,
             windows=verdict.windows,
             save=verdict.save,
+            cuts=self._traffic.saved_cuts(tally.step + 1) if verdict.save else None,
+            sent=self._traffic.take_volume(),
         )
 
-    def _report(self, step: int) -> None:
-        if self._traffic.down is not None:
-            return
-        found = Evaluated(
-            step=step,
-            loss_sum=math.fsum(self._passes.losses()),
-            num_correct=self._passes.num_correct(),
-            num_targets=self._num_targets,
-        )
-        self._traffic.evaluated(found)
+    def _report(self, step: int) -> int:
+        """Report the losses of an evaluation, if they are here: with codecs, and then plain if it is so."""
+        num_rounds = 1 + any(self._is_plain(run) for run in self._evaluated)
+        if self._traffic.down is None:
+            losses, num_correct = self._passes.losses(), self._passes.num_correct()
+            for plain in range(num_rounds):
+                own = [bool(plain) == self._is_plain(run) for run in self._evaluated]
+                found = Evaluated(
+                    step=step,
+                    loss_sum=math.fsum(compress(losses, own)),
+                    num_correct=sum(compress(num_correct, own)),
+                    num_targets=self._num_targets,
+                    is_plain=bool(plain),
+                )
+                self._traffic.evaluated(found)
+        return num_rounds
 
 
 def _needed_by(run: Run) -> Arrived:

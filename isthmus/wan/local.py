@@ -6,9 +6,9 @@ from types import TracebackType
 from typing import Self
 
 from isthmus.job import Address, Job, LinkSpec
+from isthmus.plan.faults import Fault
 from isthmus.wan.certificates import Identity, parse_server_name, throwaway
 from isthmus.wan.endpoint import Site
-from isthmus.wan.faults import Fault
 from isthmus.wan.relay import RelayThread
 from isthmus.wan.shaping import Shape
 

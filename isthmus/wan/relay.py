@@ -11,8 +11,9 @@ from typing import Self, TypeVar
 
 from isthmus.errors import FrameError, IsthmusError, Refused, UserError
 from isthmus.job import Address
+from isthmus.plan.faults import Fault, FaultKind
 from isthmus.wan.client_hello import parse_client_hello
-from isthmus.wan.faults import Fault, FaultKind, inject
+from isthmus.wan.faults import inject
 from isthmus.wan.loop import LoopThread
 from isthmus.wan.pipes import Pipe, Side
 from isthmus.wan.precise_loop import precise_loop

@@ -38,6 +38,8 @@ def test_plain_lines_for_the_first_and_the_last_step() -> None:
             display.hear("east", step(number, **FIGURES))
             display.hear("west", step(number))
         display.hear("east", json.dumps({"kind": "evaluation", "step": 3, "loss": 2.25}))
+        plain = {"kind": "evaluation", "step": 3, "loss": 2.125, "is_plain": True}
+        display.hear("east", json.dumps(plain))
         display.hear("west", json.dumps({"kind": "note", "text": "all is well"}))
     lines = text_of(shown).splitlines()
     assert [line.split()[1] for line in lines[:2]] == ["1/3", "3/3"]
@@ -45,7 +47,11 @@ def test_plain_lines_for_the_first_and_the_last_step() -> None:
     assert "1234 tokens/s" in lines[0]
     assert "hidden 75%" in lines[0]
     assert "1 s left" in lines[0]
-    assert lines[2:] == ["step 3: validation loss 2.2500", "west: all is well"]
+    assert lines[2:] == [
+        "step 3: validation loss 2.2500",
+        "step 3: validation loss 2.1250 without codecs",
+        "west: all is well",
+    ]
 
 
 def test_a_live_table_names_every_link() -> None:
@@ -58,11 +64,25 @@ def test_a_live_table_names_every_link() -> None:
 
 def test_the_summary_has_every_figure() -> None:
     shown = console(is_terminal=False)
-    clouds = (CloudSummary(cloud="east", bubble=0.25, hidden_share=0.5, received_bytes=1_000_000),)
+    clouds = (
+        CloudSummary(
+            cloud="east", bubble=0.25, hidden_share=0.5, received_bytes=1_000_000, coding_share=0.03
+        ),
+    )
     found = Summary(
-        num_steps=3, step_s=0.5, first_loss=4.0, last_loss=2.0, validation_loss=2.5, clouds=clouds
+        num_steps=3,
+        step_s=0.5,
+        first_loss=4.0,
+        last_loss=2.0,
+        validation_loss=2.5,
+        clouds=clouds,
+        plain_validation_loss=2.25,
+        bits_per_element=4.0,
+        ratio_to_float32=8.0,
+        ratio_to_bfloat16=4.0,
     )
     show_summary(shown, found)
     text = text_of(shown)
-    for figure in ("4.000 → 2.000", "2.500", "500 ms", "25%", "50%", "KiB"):
+    figures = ("4.000 → 2.000", "2.500 (2.250 without codecs)", "500 ms", "25%", "50%", "KiB", "3.0%")
+    for figure in (*figures, "4.00 bits per element, 8.0× to float32, 4.0× to bfloat16"):
         assert figure in text, figure

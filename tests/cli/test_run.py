@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from isthmus.cli.run import run
-from isthmus.events import Fact, read_events
+from isthmus.events import Fact, Span, read_events
 from isthmus.job import load_job
 from isthmus.model.assembly import build_stage
 from isthmus.train.data import open_data
@@ -24,6 +24,7 @@ from isthmus.train.setup import blueprint_of, set_up
 from tests.train.reference import train_alone
 from tests.train.test_setup import TINY, clouds, links
 
+THIN_LINK = Path(__file__).parents[2] / "examples" / "thin-link.toml"
 NUM_STEPS = 12
 CHANGES = [
     f"train.steps={NUM_STEPS}",
@@ -36,11 +37,11 @@ CHANGES = [
 ]
 
 
-def invoke(job: Path, *options: str) -> Any:
+def invoke(job: Path, *options: str, changes: Sequence[str] = CHANGES) -> Any:
     app = typer.Typer()
     app.command()(run)
-    changes = [text for change in CHANGES for text in ("--set", change)]
-    return CliRunner().invoke(app, [str(job), "--json", *changes, *options])
+    sets = [text for change in changes for text in ("--set", change)]
+    return CliRunner().invoke(app, [str(job), "--json", *sets, *options])
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +138,53 @@ def test_a_mistake_ends_the_command_before_anything_starts(job_file: Path, tmp_p
     assert result.exit_code == 1
     assert "one step reads" in str(result.exception)
     assert not (tmp_path / "runs").exists()
+
+
+CODED = [
+    "train.steps=5",
+    "train.evaluate_every=5",
+    "strategy.microbatches=4",
+    "train.batch_tokens=2048",
+    "checkpoint.every=1 s",
+    "link.0.guard_every=1",
+]
+
+
+def test_the_thin_link_is_coded_and_a_resumed_run_ends_the_same(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    whole = invoke(THIN_LINK, "--runs", str(root), changes=CODED)
+    assert whole.exit_code == 0, whole.output
+    found = json.loads(whole.stdout)
+    folder = Path(found["run"])
+    assert 4.25 < found["bits_per_element"] < 4.6
+    assert found["plain_validation_loss"] not in (None, found["validation_loss"])
+    assert all(one["coding_share"] > 0 for one in found["clouds"])
+    spans = [event for event in read_events(folder / "events" / "west.jsonl") if isinstance(event, Span)]
+    assert {"encode", "decode"} <= {span.kind for span in spans}
+    expected = weights(folder)
+    shutil.rmtree(folder / "model")
+    shutil.rmtree(folder / "checkpoints" / "step-00000005" / "west")
+    again = invoke(THIN_LINK, "--runs", str(root), changes=CODED)
+    assert again.exit_code == 0, again.output
+    assert "resumed at step" in again.output
+    assert_equal_weights(weights(folder), expected)
+
+
+def test_codecs_are_chosen_while_frozen_layers_cross_once(job_file: Path, tmp_path: Path) -> None:
+    changes = [
+        "train.steps=12",
+        "train.evaluate_every=0",
+        "strategy.microbatches=4",
+        "model.frozen_layers=1",
+        "link.0.codec=auto",
+        "link.0.bandwidth=1 Mbps",
+        "link.0.rtt=10 ms",
+    ]
+    result = invoke(job_file, "--runs", str(tmp_path / "runs"), changes=changes)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "codec of east-west: activations rotate | int4" in text
+    assert "sequences of frozen layers in" in text
+    folder = Path(json.loads(result.stdout)["run"])
+    transfers = [event for event in read_events(folder / "events" / "east.jsonl") if isinstance(event, Span)]
+    assert not any(span.kind == "transfer" for span in transfers)

@@ -1,6 +1,7 @@
 """Hypothesis strategies for whole jobs."""
 
 from itertools import pairwise
+from typing import Literal
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from isthmus.job import (
     CloudSpec,
     CodecSpec,
     CodecSpecs,
-    CodecStep,
     DataSpec,
     DataStrategy,
     GeneratorDiscriminatorStrategy,
@@ -21,8 +21,24 @@ from isthmus.job import (
     ModelSpec,
     PipelineStrategy,
     TrainSpec,
+    gradient_codec,
 )
-from isthmus.job.codec import CODEC_NAMES
+from isthmus.job.codec_steps import (
+    Anchor,
+    Bf16,
+    CodecStep,
+    Feedback,
+    Format,
+    Fp16,
+    Integers,
+    Raw,
+    Rotate,
+    Subspace,
+    Svd,
+    TopK,
+    Transform,
+)
+from isthmus.job.findings import FieldError
 
 with_jobs = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 """Settings of tests that draw whole jobs, which takes a while."""
@@ -36,15 +52,69 @@ positive = st.floats(min_value=1, max_value=1e18)
 prices = st.floats(min_value=0, max_value=1e6)
 durations = st.floats(min_value=0, max_value=1e6)
 
-codec_values = st.integers(min_value=0, max_value=10**9) | finite.map(abs) | words
-codec_steps = st.builds(
-    CodecStep,
-    name=st.sampled_from(CODEC_NAMES),
-    arguments=st.lists(codec_values, max_size=3).map(tuple),
-    options=st.dictionaries(words, codec_values, max_size=3).map(lambda options: tuple(options.items())),
+shares = st.floats(min_value=0, max_value=1, exclude_min=True)
+casts: tuple[Format, ...] = (Raw(), Fp16(), Bf16())
+codec_formats = (
+    st.sampled_from(casts)
+    | st.builds(
+        Integers,
+        bits=st.sampled_from([4, 8]),
+        group=st.none() | st.integers(8, 512),
+        is_stochastic=st.booleans(),
+    )
+    | st.builds(Integers, bits=st.just(2), group=st.none() | st.integers(8, 512))
 )
-codec_specs = st.builds(CodecSpec, steps=st.lists(codec_steps, min_size=1, max_size=3).map(tuple))
-codec_choices = st.just("auto") | codec_specs
+codec_transforms = (
+    st.just(())
+    | st.tuples(st.builds(TopK, ratio=shares))
+    | st.tuples(st.builds(Svd, ratio=shares))
+    | st.tuples(st.builds(TopK, ratio=shares), st.builds(Svd, ratio=shares))
+    | st.tuples(st.builds(Svd, ratio=shares), st.builds(TopK, ratio=shares))
+    | st.tuples(
+        st.builds(
+            Subspace, rank=st.integers(1, 99), anchor=st.sampled_from(Anchor), every=st.integers(1, 999)
+        )
+    )
+)
+
+
+@st.composite
+def codecs(
+    draw: st.DrawFn, transforms: st.SearchStrategy[tuple[Transform, ...]] = codec_transforms
+) -> CodecSpec:
+    """A codec that makes sense."""
+    last = draw(codec_formats)
+    steps: list[CodecStep] = list(draw(transforms))
+    steps.append(last)
+    if isinstance(last, Integers) and draw(st.booleans()):
+        steps.insert(-1, Rotate())
+    if last != Raw() and draw(st.booleans()):
+        steps.insert(0, draw(st.builds(Feedback, decay=shares)))
+    return CodecSpec(steps=tuple(steps))
+
+
+codec_specs = codecs()
+auto: Literal["auto"] = "auto"
+codec_choices = st.just(auto) | codec_specs
+
+
+def go_together(pair: tuple[CodecSpec | Literal["auto"], CodecSpec | Literal["auto"]]) -> bool:
+    """Whether a link can have both."""
+    forward, backward = pair
+    if isinstance(forward, str) or isinstance(backward, str):
+        return True
+    try:
+        gradient_codec(forward, backward)
+    except FieldError:
+        return False
+    return True
+
+
+codec_pairs = (
+    st.tuples(codec_choices, codec_choices)
+    .filter(go_together)
+    .map(lambda pair: CodecSpecs(forward=pair[0], backward=pair[1]))
+)
 
 config_values = st.recursive(
     st.booleans() | st.integers(min_value=-(2**63), max_value=2**63 - 1) | finite | st.text(max_size=5),
@@ -104,7 +174,7 @@ def links(first: str, second: str) -> st.SearchStrategy[LinkSpec]:
         stripes=st.just("auto") | st.integers(1, 64),
         heartbeat_timeout_s=st.floats(1, 3600),
         usd_per_gib=st.none() | prices,
-        codec=st.builds(CodecSpecs, forward=codec_choices, backward=codec_choices),
+        codec=codec_pairs,
     )
 
 

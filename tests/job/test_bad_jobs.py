@@ -52,7 +52,7 @@ WRONG = [
         "unknown key, like no other",
         f"zzz = 1\n{GOOD}",
         "zzz: is not a known key",
-        "choose from name, seed, model, data, cloud, link, strategy, train, checkpoint",
+        "choose from name, seed, model, data, cloud, link, strategy, train, checkpoint, limits, accelerator",
     ),
     (
         "unknown section",
@@ -302,6 +302,39 @@ WRONG = [
         'a codec reads like "svd(0.6) | fp16"',
     ),
     (
+        "a gradient's subspace without the activation's",
+        f'{GOOD}codec = {{ forward = "raw", backward = "subspace(8) | int4" }}\n',
+        (
+            'link "east-west": codec: a gradient has a subspace only where its activation has one: '
+            "it is the same basis"
+        ),
+        "give the forward codec the subspace too",
+    ),
+    (
+        "unknown boundary",
+        f'{GOOD}boundary = "botleneck(8)"\n',
+        "link \"east-west\": boundary: unknown boundary 'botleneck'",
+        "did you mean 'bottleneck'?",
+    ),
+    (
+        "boundary is a number",
+        f"{GOOD}boundary = 8\n",
+        'link "east-west": boundary: must be the text of a boundary, not 8',
+        'for example boundary = "bottleneck(64, warmup=100)"',
+    ),
+    (
+        "a guard that asks for more than all",
+        f"{GOOD}guard_cosine = 1.5\n",
+        'link "east-west": guard_cosine: must be at most 1.0, not 1.5',
+        "for example guard_cosine = 0.98",
+    ),
+    (
+        "a guard that looks backwards",
+        f"{GOOD}guard_every = -1\n",
+        'link "east-west": guard_every: must be at least 0, not -1',
+        "for example guard_every = 50",
+    ),
+    (
         "unknown direction of a codec",
         f'{GOOD}codec = {{ foward = "fp16" }}\n',
         'link "east-west": codec.foward: is not a known key',
@@ -371,7 +404,7 @@ WRONG = [
         "key of another strategy",
         f'{GOOD}[strategy]\nkind = "data"\nmicrobatches = 4\n',
         "strategy.microbatches: is not a known key",
-        "choose from kind",
+        "choose from kind, inner_steps, fragments, bits",
     ),
     (
         "mistyped key of a strategy",

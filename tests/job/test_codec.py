@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.job import CodecSpec, CodecStep, parse_codec
+from isthmus.job import CodecSpec, gradient_codec, gradient_wire_bytes, parse_codec
+from isthmus.job.codec_steps import Anchor, Integers, Rotate, Subspace, Svd
 from isthmus.job.findings import FieldError
 from tests.job.strategies import codec_specs
 
@@ -35,17 +36,17 @@ def test_any_text_is_a_codec_or_a_field_error(text: str) -> None:
 
 
 def test_parts() -> None:
-    assert parse_codec("svd(0.6) | int4(stochastic, group=64)") == CodecSpec(
-        steps=(
-            CodecStep(name="svd", arguments=(0.6,)),
-            CodecStep(name="int4", arguments=("stochastic",), options=(("group", 64),)),
-        )
+    assert parse_codec("svd(0.6) | int4(stochastic, group=32)") == CodecSpec(
+        steps=(Svd(ratio=0.6), Integers(bits=4, group=32, is_stochastic=True))
+    )
+    assert parse_codec("subspace(64, anchor=tokens, every=9) | rotate | int8(scale=tensor)") == CodecSpec(
+        steps=(Subspace(rank=64, anchor=Anchor.TOKENS, every=9), Rotate(), Integers(bits=8, group=None))
     )
 
 
-def test_a_whole_number_stays_whole() -> None:
-    (step,) = parse_codec("subspace(64)").steps
-    assert isinstance(step.arguments[0], int)
+def test_defaults_are_not_written() -> None:
+    assert str(parse_codec("subspace(8, anchor=none, every=100) | int4(group=64)")) == "subspace(8) | int4"
+    assert str(parse_codec("svd(1)")) == "svd(1.0)"
 
 
 @pytest.mark.parametrize(
@@ -73,4 +74,170 @@ def test_a_whole_number_stays_whole() -> None:
 def test_errors_say_where(text: str, what: str) -> None:
     with pytest.raises(FieldError) as caught:
         parse_codec(text)
+    assert caught.value.what == what
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("int4 | svd(0.5)", "svd cannot follow int4: after int4 there are only bytes"),
+        ("fp16 | int8", "int8 cannot follow fp16: after fp16 there are only bytes"),
+        ("raw | raw", "raw cannot follow raw: after raw there are only bytes"),
+        ("topk(0.5) | topk(0.5) | int8", "topk is there twice"),
+        (
+            "topk(0.1) | feedback(0.9)",
+            "feedback must be the first step, since it gives back what all the others lost",
+        ),
+        ("feedback(0.9) | raw", "feedback needs a step behind it that loses something"),
+        (
+            "topk(0.1) | subspace(8)",
+            "subspace cannot follow topk: it learns the basis of the tensors themselves",
+        ),
+        (
+            "subspace(8) | svd(0.5)",
+            "svd cannot follow subspace, which has already kept the directions that matter",
+        ),
+        (
+            "rotate | fp16",
+            (
+                "rotate must stand directly before int8, int4 or int2: it spreads outliers among those that "
+                "share a scale, and no other step has scales"
+            ),
+        ),
+    ],
+)
+def test_order(text: str, what: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        parse_codec(text)
+    assert caught.value.what == what
+    assert caught.value.cure
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("svd", "svd takes one number, the share of elements kept, not svd"),
+        ("topk(some)", "topk takes one number, the share of elements kept, not topk(some)"),
+        ("topk(0)", "topk(0) must have a number above 0 and at most 1"),
+        ("svd(1.5)", "svd(1.5) must have a number above 0 and at most 1"),
+        ("svd(0.5, rank=3)", "svd has no option 'rank'"),
+        ("rotate(4) | int4", "rotate takes no arguments, not rotate(4)"),
+        ("fp16(fast=1)", "fp16 has no option 'fast'"),
+        ("int8(64)", 'int8 takes "stochastic", group=… or scale=tensor, not int8(64)'),
+        ("int8(group=4)", "group of int8 must be a whole number from 8 to 65536, not 4"),
+        ("int8(group=64.5)", "group of int8 must be a whole number from 8 to 65536, not 64.5"),
+        ("int4(group=64, scale=tensor)", "scale=tensor leaves no groups"),
+        ("int4(scale=row)", "scale must be tensor, not row"),
+        (
+            "int2(stochastic)",
+            "int2 cannot be stochastic: its levels clip what is large, which no rounding makes unbiased",
+        ),
+        ("subspace(0.5)", "subspace(0.5) must keep a whole number of directions, from 1 to 65536"),
+        ("subspace(8, anchor=ids)", "anchor must be none or tokens, not ids"),
+        ("subspace(8, every=0)", "every of subspace must be a whole number from 1 to 1000000, not 0"),
+        ("feedback(2) | int4", "feedback(2) must have a number above 0 and at most 1"),
+    ],
+)
+def test_bounds(text: str, what: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        parse_codec(text)
+    assert caught.value.what == what
+
+
+def test_a_misspelt_option_is_suggested() -> None:
+    with pytest.raises(FieldError) as caught:
+        parse_codec("int4(grup=64)")
+    assert caught.value.cure == "did you mean 'group'?"
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("raw", 32),
+        ("fp16", 16),
+        ("bf16", 16),
+        ("int8", 8.25),
+        ("rotate | int8", 8.25),
+        ("rotate | int4", 4.25),
+        ("rotate | int4(group=128)", 4.125),
+        ("int2", 2.25),
+        ("topk(0.1) | int8", 1.84375),
+        ("svd(0.6) | fp16", 16 * 115 / 192),
+    ],
+)
+def test_bits_per_element(text: str, bits: float) -> None:
+    assert parse_codec(text).bits_per_element(256, 768) == bits
+
+
+def test_one_scale_per_tensor_is_four_bytes() -> None:
+    assert parse_codec("int8(scale=tensor)").part_bytes(256, 768) == (4, 256 * 768)
+
+
+def test_no_rows_take_no_bytes() -> None:
+    for text in ("raw", "int8(scale=tensor)", "rotate | int4", "topk(0.1) | svd(0.5) | int2"):
+        assert parse_codec(text).wire_bytes(0, 768) == 0
+
+
+def test_raw_elements_are_as_large_as_they_are() -> None:
+    assert parse_codec("raw").wire_bytes(3, 5, element_bytes=2) == 30
+    assert parse_codec("svd(0.5)").wire_bytes(3, 5, element_bytes=2) == parse_codec("svd(0.5)").wire_bytes(
+        3, 5
+    )
+
+
+def test_factors_are_sent_only_where_they_are_smaller() -> None:
+    assert parse_codec("svd(0.5) | fp16").part_bytes(100, 100) == (25 * 100 * 2, 25 * 100 * 2)
+    assert parse_codec("svd(1) | fp16").part_bytes(100, 100) == (100 * 100 * 2,)
+    assert parse_codec("svd(0.5) | fp16").part_bytes(1, 100) == (200,)
+
+
+def test_indices_or_bitmap_whichever_is_smaller() -> None:
+    assert parse_codec("topk(0.01)").part_bytes(3, 1000) == (3 * 13, 3 * 10 * 4)  # 10 indices of 10 bits
+    assert parse_codec("topk(0.5)").part_bytes(3, 1000) == (3 * 125, 3 * 500 * 4)
+
+
+def gradient(forward: str, backward: str) -> str:
+    return str(gradient_codec(parse_codec(forward), parse_codec(backward)))
+
+
+def test_a_gradient_takes_what_its_activation_has_settled() -> None:
+    assert gradient("int4", "rotate | int8") == "rotate | int8"
+    assert gradient("topk(0.1) | int4", "topk(0.1) | int8") == "same-indices(0.1) | int8"
+    assert gradient("topk(0.1) | int4", "topk(0.2) | int8") == "topk(0.2) | int8"
+    assert gradient("svd(0.5) | topk(0.1)", "topk(0.1)") == "topk(0.1)"
+    assert gradient("topk(0.1)", "feedback(0.9) | topk(0.1)") == "feedback(0.9) | same-indices(0.1)"
+    assert gradient("subspace(8) | int4", "int4(stochastic)") == "same-basis(8) | int4(stochastic)"
+    assert gradient("subspace(8) | int4", "subspace(8) | rotate | int4") == "same-basis(8) | rotate | int4"
+
+
+def test_sizes_of_gradients() -> None:
+    topk = parse_codec("topk(0.1) | int8")
+    assert gradient_wire_bytes(topk, topk, 256, 768) == topk.wire_bytes(256, 768) - 256 * 96
+    subspace = parse_codec("subspace(64) | int4")
+    assert gradient_wire_bytes(subspace, parse_codec("int4"), 10, 768) == 10 * (32 + 2)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "what"),
+    [
+        (
+            "subspace(8)",
+            "topk(0.1)",
+            "topk has no place behind a subspace: the gradient already crosses in its basis",
+        ),
+        (
+            "subspace(8)",
+            "subspace(4)",
+            "a gradient crosses in the basis of its activation, subspace(8), not in that of subspace(4)",
+        ),
+        (
+            "int4",
+            "subspace(8)",
+            "a gradient has a subspace only where its activation has one: it is the same basis",
+        ),
+    ],
+)
+def test_codecs_that_do_not_go_together(forward: str, backward: str, what: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        gradient(forward, backward)
     assert caught.value.what == what

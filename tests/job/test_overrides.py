@@ -56,7 +56,7 @@ def test_the_last_override_wins() -> None:
 
 
 def test_a_value_may_hold_an_equals_sign() -> None:
-    assert str(load("link.0.codec=int4(group=64)").link[0].codec.forward) == "int4(group=64)"
+    assert str(load("link.0.codec=int4(group=32)").link[0].codec.forward) == "int4(group=32)"
 
 
 def test_a_line_break_brings_no_further_key() -> None:

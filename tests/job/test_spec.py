@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from isthmus.errors import JobError, UserError
 from isthmus.job import Address, CloudSpec, CodecSpecs, Job, LinkSpec, PipelineStrategy, load_job, parse_codec
+from isthmus.job.boundary import BottleneckSpec, HiddenSpec
 from isthmus.job.load import parse_job
 from tests.job.strategies import jobs, with_jobs
 
@@ -50,6 +51,9 @@ stripes = 8
 heartbeat_timeout = "1 min"
 usd_per_gib = 0.08
 codec = { forward = "rotate | int4", backward = "auto" }
+boundary = "bottleneck(32, warmup=20)"
+guard_every = 10
+guard_cosine = 0.95
 
 [strategy]
 kind = "pipeline"
@@ -89,6 +93,8 @@ def test_every_key_arrives_in_si_units() -> None:
     assert (link.rtt_s, link.jitter_s, link.connection_bps) == (0.06, 0.0, 150e6)
     assert (link.stripes, link.heartbeat_timeout_s, link.usd_per_gib) == (8, 60.0, 0.08)
     assert link.codec == CodecSpecs(forward=parse_codec("rotate | int4"), backward="auto")
+    assert link.boundary == BottleneckSpec(rank=32, num_warmup_steps=20)
+    assert (link.guard_every, link.guard_cosine) == (10, 0.95)
     assert job.strategy == PipelineStrategy(kind="pipeline", microbatches=16)
     assert (job.train.steps, job.train.batch_tokens, job.train.learning_rate) == (10, 4096, 1e-3)
     assert job.checkpoint.every_s == 90.0
@@ -107,6 +113,7 @@ def test_defaults() -> None:
     assert link.bandwidth_bps == (200e6, 200e6)
     assert (link.stripes, link.heartbeat_timeout_s, link.jitter_s) == ("auto", 30.0, 0.0)
     assert link.codec == CodecSpecs(forward=parse_codec("raw"), backward=parse_codec("raw"))
+    assert (link.boundary, link.guard_every, link.guard_cosine) == (HiddenSpec(), 50, 0.98)
     assert job.strategy.kind == "auto"
     assert job.checkpoint.every_s == 300.0
 
@@ -201,6 +208,11 @@ def test_what_a_site_sets_or_measures_is_not_in_the_digest(override: str) -> Non
         "link.0.stripes=7",
         "link.0.heartbeat_timeout=2 min",
         "link.0.codec=raw",
+        "link.0.boundary=hidden",
+        "link.0.guard_every=0",
+        "model.frozen_layers=2",
+        "model.cache_frozen=0",
+        "train.evaluate_without_codec=true",
         "strategy.microbatches=15",
         "train.steps=11",
         "checkpoint.every=91 s",

@@ -96,7 +96,7 @@ def test_evaluation_counts_right_answers_and_draws_nothing() -> None:
 def test_boundaries_are_hidden_states_of_the_models_width() -> None:
     plan = blueprint("electra")
     first, middle, last = build(plan, split_layers(3, 3))
-    hidden = Boundary(kind=BoundaryKind.HIDDEN, width=16)
+    hidden = Boundary(kind=BoundaryKind.HIDDEN, width=16, hidden_width=16)
     assert (first.inbound, first.outbound) == (None, hidden)
     assert (middle.inbound, middle.outbound) == (hidden, hidden)
     assert (last.inbound, last.outbound) == (hidden, None)
@@ -182,7 +182,7 @@ def test_learnt_side_inputs_of_layers_are_noticed() -> None:
             return hidden + side[0]
 
     seam = Seam(model_class="OddForCausalLM", passage=Passage(arrived=None, moment=None))
-    call = LayerCall(Layer(), index=0, seam=seam, recompute=False, router_path=None)
+    call = LayerCall(Layer(), index=0, seam=seam, router_path=None)
     call(torch.ones(1), side=(torch.ones(1),))
     with pytest.raises(UserError, match="OddForCausalLM cannot be cut"):
         call(torch.ones(1), side=(torch.ones(1, requires_grad=True),))

@@ -51,6 +51,20 @@ def test_bubble_and_hidden_share_of_a_cloud() -> None:
     assert found.received_bytes == 300
 
 
+def test_coding_is_a_share_of_the_time_and_the_compression_counts_all(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events" / "east.jsonl") as log:
+        for step in range(2):
+            log.span(span("optimize", 4.0 * step, 4.0 * step + 0.5))
+            log.fact("sent", {"step": step, "num_elements": 800, "num_bytes": 400})
+            log.fact("evaluation", {"loss": 2.5 + step, "is_plain": bool(step)})
+        log.span(span("encode", 1.0, 1.5, 400))
+        log.span(span("decode", 2.0, 2.5, 400))
+    found = summarize(tmp_path)
+    assert found.clouds[0].coding_share == pytest.approx(1.0 / 4)
+    assert (found.bits_per_element, found.ratio_to_float32, found.ratio_to_bfloat16) == (4.0, 8.0, 4.0)
+    assert (found.validation_loss, found.plain_validation_loss) == (2.5, 3.5)
+
+
 def test_a_cloud_of_one_step_has_no_times() -> None:
     found = summarize_cloud("east", [span("optimize", 0.5, 1.0)])
     assert (found.bubble, found.hidden_share) == (0.0, None)

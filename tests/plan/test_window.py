@@ -1,4 +1,4 @@
-"""Windows, and the bubbles that schedules leave with them on a virtual clock."""
+"""Windows, and the time that a step takes with them."""
 
 from collections.abc import Sequence
 
@@ -6,79 +6,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.pipeline import PipelineScheduler, Policy
-from isthmus.plan.types import Action, Done, Optimize, Pass, Run, Send, Started
+from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
+from isthmus.plan.simulate import simulate
 from isthmus.plan.window import Hop, window, windows
-from tests.plan.driver import Costs, Driver
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 COMPUTE_S = FORWARD_S + BACKWARD_S
+BYTES_PER_S = 10**9
 
 
-def step_s(policy: Policy, num_microbatches: int, hops: Sequence[Hop], stage_windows: Sequence[int]) -> float:
-    """The time of one step, from its start to the last stage's end."""
-
-    def hop(stage: int, send: Send) -> Hop:
-        return hops[stage - 1 if send.kind is Pass.BACKWARD else stage]
-
-    def compute_s(_stage: int, action: Action) -> float:
-        if not isinstance(action, Run):
-            return 0.0
-        return BACKWARD_S if action.kind is Pass.BACKWARD else FORWARD_S
-
-    def serialise_s(stage: int, send: Send) -> float:
-        one = hop(stage, send)
-        return one.backward_s if send.kind is Pass.BACKWARD else one.forward_s
-
-    costs = Costs(
-        compute_s=compute_s,
-        serialise_s=serialise_s,
-        latency_s=lambda stage, send: hop(stage, send).latency_s,
+def step_s(num_microbatches: int, hops: Sequence[Hop], stage_windows: Sequence[int]) -> float:
+    """The simulated time of one step of equal stages."""
+    scenario = Scenario(
+        stages=tuple(
+            StageLoad(cloud=f"cloud{stage}", forward_s=FORWARD_S, backward_s=BACKWARD_S)
+            for stage in range(len(hops) + 1)
+        ),
+        hops=tuple(_load(hop) for hop in hops),
+        num_microbatches=num_microbatches,
+        windows=tuple(stage_windows),
     )
-    num_stages = len(hops) + 1
-    schedulers = [
-        PipelineScheduler(stage=stage, num_stages=num_stages, policy=policy, window=stage_windows[stage])
-        for stage in range(num_stages)
-    ]
-    driver = Driver(schedulers, costs)
-    for stage in range(num_stages):
-        driver.post(0.0, stage, Started(step=0, microbatches=tuple(range(num_microbatches))))
-    optimized = Done(action=Optimize(step=0))
-    return max(entry.at_s for entry in driver.run() if entry.event == optimized)
+    return simulate(scenario).step_s
 
 
-def bubble(policy: Policy, num_microbatches: int, hops: Sequence[Hop]) -> float:
-    chosen = windows(policy=policy, num_microbatches=num_microbatches, hops=hops, interval_s=COMPUTE_S)
-    return 1 - num_microbatches * COMPUTE_S / step_s(policy, num_microbatches, hops, chosen)
+def _load(hop: Hop) -> HopLoad:
+    return HopLoad(
+        line=Line(down_bps=8 * BYTES_PER_S, up_bps=8 * BYTES_PER_S, latency_s=hop.latency_s),
+        forward_bytes=round(hop.forward_s * BYTES_PER_S),
+        backward_bytes=round(hop.backward_s * BYTES_PER_S),
+    )
 
 
 def equal_hops(num_stages: int, serialise_s: float, latency_s: float) -> list[Hop]:
     return [Hop(forward_s=serialise_s, backward_s=serialise_s, latency_s=latency_s)] * (num_stages - 1)
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "num_microbatches", "serialise_s", "latency_s", "plain", "wan", "in_flight"),
-    [(2, 16, 0.3, 3, 0.538, 0.167, 5), (2, 64, 1.5, 6, 0.716, 0.086, 7), (4, 128, 2, 10, 0.860, 0.174, 28)],
-)
-def test_published_bubbles_come_out(
-    num_stages: int,
-    num_microbatches: int,
-    serialise_s: float,
-    latency_s: float,
-    plain: float,
-    wan: float,
-    in_flight: int,
-) -> None:
-    hops = equal_hops(num_stages, serialise_s, latency_s)
-    assert bubble(Policy.ONE_F_ONE_B, num_microbatches, hops) == pytest.approx(plain, abs=0.001)
-    assert bubble(Policy.WAN_ONE_F_ONE_B, num_microbatches, hops) == pytest.approx(wan, abs=0.001)
-    assert window(stage=0, hops=hops, interval_s=COMPUTE_S) == in_flight
-
-
-@given(p=st.integers(2, 5), m=st.integers(1, 12), policy=st.sampled_from(list(Policy)))
-@settings(deadline=None, max_examples=40)
-def test_without_communication_every_policy_leaves_the_classic_bubble(p: int, m: int, policy: Policy) -> None:
-    assert bubble(policy, m, equal_hops(p, 0.0, 0.0)) == pytest.approx((p - 1) / (m + p - 1))
 
 
 hops_of_wans = st.lists(
@@ -99,14 +60,14 @@ def test_the_window_hides_every_link_that_compute_can_hide(hops: list[Hop], m: i
     """A step takes `m·t + (p-1)·t + 2·Σ tt`, though the window is far below m where links are short."""
     closed_form_s = (m + len(hops)) * COMPUTE_S + sum(hop.round_trip_s for hop in hops)
     chosen = windows(policy=Policy.WAN_ONE_F_ONE_B, num_microbatches=m, hops=hops, interval_s=COMPUTE_S)
-    assert step_s(Policy.WAN_ONE_F_ONE_B, m, hops, chosen) <= closed_form_s + 1e-6
+    assert step_s(m, hops, chosen) <= closed_form_s + 1e-6
 
 
 def test_one_micro_batch_less_in_flight_shows() -> None:
     hops = equal_hops(4, 0.3, 1.2)
     enough = [window(stage=stage, hops=hops, interval_s=COMPUTE_S) for stage in range(4)]
-    full_s = step_s(Policy.WAN_ONE_F_ONE_B, 64, hops, enough)
-    assert step_s(Policy.WAN_ONE_F_ONE_B, 64, hops, [max(1, one - 1) for one in enough]) > 1.1 * full_s
+    full_s = step_s(64, hops, enough)
+    assert step_s(64, hops, [max(1, one - 1) for one in enough]) > 1.1 * full_s
 
 
 def test_each_round_trip_is_rounded_up_by_itself() -> None:

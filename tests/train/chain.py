@@ -1,25 +1,29 @@
 """A pipeline of stages in one process: a thread for each, joined by links in memory."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from isthmus.events import Span
+from isthmus.job.boundary import HiddenSpec
 from isthmus.model.anatomy import split_layers
 from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.boundary import Batch, StageOutput
 from isthmus.model.stage import Stage
+from isthmus.plan.ladder import Pair
+from isthmus.train.checkpoint import State
 from isthmus.train.device import Device
-from isthmus.train.messages import Evaluated
+from isthmus.train.messages import Evaluated, Tally
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import Course, Post, pipeline_worker
+from isthmus.train.traffic import Traffic
 from isthmus.train.worker import StepEnded
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.shaping import Shape
@@ -71,7 +75,13 @@ class TakingTurns(torch.nn.Module):
         super().__init__()
         self.stage = stage
         self.model = stage.model
+        self.up = stage.up
+        self.down = stage.down
         self.lock = lock
+
+    def train(self, mode: bool = True) -> Self:
+        self.stage.train(mode)
+        return self
 
     def forward(self, inputs: Any) -> "LockedOutput":
         with self.lock:
@@ -101,23 +111,43 @@ class Chain:
     optimizers: list[Optimizer]
     links: list[MemoryLink]
     records: list[Record]
+    traffics: dict[int, Traffic] = field(default_factory=dict)
+    courses: Mapping[int, Course] = field(default_factory=dict)
+    device: str = "cpu"
 
-    def run(self, source: Given, *, first_step: int = 0, autocast: torch.dtype | None = None) -> None:
+    def run(
+        self,
+        source: Given,
+        *,
+        first_step: int = 0,
+        autocast: torch.dtype | None = None,
+        states: Sequence[State] = (),
+        steer: Callable[[Tally], tuple[Pair, ...]] = lambda _: (),
+        courses: Mapping[int, Course] | None = None,
+    ) -> None:
+        self.courses = courses or {}
         with ThreadPoolExecutor(len(self.stages)) as pool:
             lock = threading.Lock()
             futures = [
-                pool.submit(self._be, index, source, first_step, autocast, lock)
+                pool.submit(self._be, index, source, first_step, autocast, lock, states, steer)
                 for index in range(len(self.stages))
             ]
             for future in futures:
                 future.result(timeout=120)
 
     def _be(
-        self, index: int, source: Given, first_step: int, autocast: torch.dtype | None, lock: threading.Lock
+        self,
+        index: int,
+        source: Given,
+        first_step: int,
+        autocast: torch.dtype | None,
+        lock: threading.Lock,
+        states: Sequence[State],
+        steer: Callable[[Tally], tuple[Pair, ...]],
     ) -> None:
         stage: Any = TakingTurns(self.stages[index], lock)
         worker, traffic = pipeline_worker(
-            course=self.course,
+            course=self.courses.get(index, self.course),
             post=Post(
                 cloud=CLOUDS[index],
                 index=index,
@@ -126,17 +156,23 @@ class Chain:
             ),
             stage=stage,
             optimizer=self.optimizers[index],
-            device=Device("cpu"),
+            device=Device(self.device),
             source=source if index == 0 else None,
             observer=self.records[index],
             autocast=autocast,
+            should_save=lambda _: True,
+            steer=steer,
         )
+        self.traffics[index] = traffic
+        if states:
+            traffic.restore(states[index].cuts, step=first_step)
         try:
             with traffic:
                 worker.run(self.course.turns(first_step))
         except BaseException as error:
-            for link in self.links:
-                link.end(link_ends(self.links.index(link))[0]).abort(repr(error))
+            for number, link in enumerate(self.links):
+                for name in link_ends(number):
+                    link.end(name).abort(repr(error))
             raise
 
     def _link(self, number: int, index: int) -> Any:
@@ -160,12 +196,13 @@ def chain(
     shape: Shape | None = None,
     recompute: bool = False,
     max_norm: float | None = 0.5,
+    num_frozen_layers: int = 0,
+    device: str = "cpu",
 ) -> Iterator[Chain]:
     num_stages = agreed.num_stages
-    stages = [
-        build_stage(plan, layers, seed=SEED, recompute=recompute, untie=True)
-        for layers in split_layers(plan.num_layers, num_stages)
-    ]
+    stages = make_stages(plan, agreed, recompute=recompute, num_frozen_layers=num_frozen_layers)
+    for stage in stages:
+        stage.to(Device(device).torch_device)
     with ExitStack() as stack:
         links = [
             stack.enter_context(MemoryLink(CLOUDS[index], CLOUDS[index + 1], shape=shape))
@@ -177,9 +214,31 @@ def chain(
             optimizers=[make_optimizer(stage, max_norm) for stage in stages],
             links=links,
             records=[Record() for _ in stages],
+            device=device,
         )
 
 
+def make_stages(
+    plan: Blueprint, agreed: Course, *, recompute: bool = False, num_frozen_layers: int = 0
+) -> list[Stage]:
+    boundaries = [agreed.cut(number).boundary for number in range(agreed.num_stages - 1)]
+    ends = [HiddenSpec(), *boundaries, HiddenSpec()]
+    return [
+        build_stage(
+            plan,
+            layers,
+            seed=SEED,
+            recompute=recompute,
+            untie=True,
+            inbound=ends[index],
+            outbound=ends[index + 1],
+            num_frozen_layers=num_frozen_layers,
+        )
+        for index, layers in enumerate(split_layers(plan.num_layers, agreed.num_stages))
+    ]
+
+
 def make_optimizer(stage: Stage, max_norm: float | None) -> Optimizer:
-    parameters = dict(stage.model.named_parameters())
-    return Optimizer(parameters, schedule=SCHEDULE, weight_decay=WEIGHT_DECAY, max_norm=max_norm)
+    return Optimizer(
+        stage.parameters_by_name(), schedule=SCHEDULE, weight_decay=WEIGHT_DECAY, max_norm=max_norm
+    )

@@ -2,13 +2,18 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from isthmus.codec.base import Key
+from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
+from isthmus.codec.graph import cross
 from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.randomness import Moment
+from isthmus.model.randomness import Moment, seed_from
 from isthmus.model.stage import Stage
+from isthmus.train.cut import Cut
 
 
 def train_alone(
@@ -41,11 +46,7 @@ def train_alone(
             output.backward(loss_weight=1 / num_targets)
             loss_sum += float(output.loss.detach())
         losses.append(loss_sum / num_targets)
-        grads = [one.grad for one in parameters if one.grad is not None]
-        norm = math.sqrt(math.fsum(float(torch.linalg.vector_norm(grad)) ** 2 for grad in grads))
-        if max_norm is not None and norm > max_norm:
-            for grad in grads:
-                grad.mul_(max_norm / (norm + 1e-6))
+        _clip([one.grad for one in parameters if one.grad is not None], max_norm)
         for group in adamw.param_groups:
             group["lr"] = learning_rates[step]
         adamw.step()
@@ -53,8 +54,97 @@ def train_alone(
     return losses
 
 
+def train_across(
+    stages: Sequence[Stage],
+    steps: Sequence[Sequence[Batch]],
+    *,
+    cuts: Sequence[Cut],
+    seed: int,
+    learning_rates: Sequence[float],
+    weight_decay: float,
+    max_norm: float | None,
+    num_warmup_steps: int = 0,
+) -> list[float]:
+    """Train all stages in one graph, with what crosses coded within it; gives the loss of each step."""
+    parameters = [one for stage in stages for one in stage.parameters_by_name().values()]
+    matrices = [one for one in parameters if one.ndim > 1]
+    vectors = [one for one in parameters if one.ndim <= 1]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    hidden_width = stages[0].model.config.hidden_size
+    ends = [_ends(cut, hidden_width, seed=seed_from("cut", seed, number)) for number, cut in enumerate(cuts)]
+    losses = []
+    for step, batches in enumerate(steps):
+        num_targets = sum(batch.num_targets for batch in batches)
+        if step == num_warmup_steps > 0:
+            for before, behind in pairwise(stages):
+                if before.down is not None and behind.up is not None:
+                    behind.up.begin(before.down.begin())
+        loss_sum = 0.0
+        for number, batch in enumerate(batches):
+            moment = Moment(seed=seed, step=step, microbatch=number)
+            is_warming_up = step < num_warmup_steps
+            crossing = None
+            for index, stage in enumerate(stages):
+                inputs = StageInput(
+                    batch=batch, crossing=crossing, moment=moment, is_warming_up=is_warming_up
+                )
+                output = stage(inputs)
+                crossing = output.crossing
+                if crossing is not None and step >= cuts[index].num_warmup_steps:
+                    sending, receiving = ends[index]
+                    key = Key(step=step, microbatch=number)
+                    crossing = cross(
+                        crossing,
+                        sending=sending,
+                        receiving=receiving,
+                        key=key,
+                        ids=batch.ids,
+                        mask=batch.mask,
+                    )
+            output.backward(loss_weight=1 / num_targets)
+            loss_sum += float(output.loss.detach())
+        losses.append(loss_sum / num_targets)
+        _clip([one.grad for one in parameters if one.grad is not None], max_norm)
+        for group in adamw.param_groups:
+            group["lr"] = learning_rates[step]
+        adamw.step()
+        adamw.zero_grad()
+    return losses
+
+
+def _ends(cut: Cut, hidden_width: int, *, seed: int) -> tuple[SendingEnd, ReceivingEnd]:
+    codecs = Codecs(
+        forward=cut.codecs.forward,
+        backward=cut.codecs.backward,
+        width=cut.boundary.crossing_width(hidden_width),
+        seed=seed,
+    )
+    device = torch.device("cpu")
+    return sending_end(codecs, device=device), receiving_end(codecs, device=device)
+
+
+def _clip(grads: Sequence[Tensor], max_norm: float | None) -> None:
+    norm = math.sqrt(math.fsum(float(torch.linalg.vector_norm(grad)) ** 2 for grad in grads))
+    if max_norm is not None and norm > max_norm:
+        for grad in grads:
+            grad.mul_(max_norm / (norm + 1e-6))
+
+
 def parameters_of(stages: Sequence[Stage]) -> dict[str, Tensor]:
-    return {name: one.detach().clone() for stage in stages for name, one in stage.model.named_parameters()}
+    """Of the model, by name, and of bottlenecks, by stage and name."""
+    found = {name: one.detach().clone() for stage in stages for name, one in stage.model.named_parameters()}
+    for index, stage in enumerate(stages):
+        for half in (stage.up, stage.down):
+            if half is not None:
+                found |= {
+                    f"{index}.{type(half).__name__}.{name}": one.detach().clone()
+                    for name, one in half.named_parameters()
+                }
+    return found
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.train.checkpoint import COMPLETE, Checkpoints, State
+from isthmus.train.cut import SavedCuts
 from isthmus.train.order import Cursor
 from isthmus.train.worker import StepEnded
 from tests.model.cases import blueprint
@@ -29,6 +30,7 @@ def save(found: Chain, index: int, checkpoints: Checkpoints, ended: StepEnded) -
         step=ended.step + 1,
         layers=(stage.layers.start, stage.layers.stop),
         cursor=Cursor(epoch=1, position=ended.step),
+        cuts=ended.cuts or SavedCuts(),
     )
     checkpoints.save(state, stage=stage, optimizer=found.optimizers[index])
 

@@ -10,7 +10,7 @@ from isthmus.plan.types import ScheduleError
 from isthmus.plan.window import Hop
 from isthmus.train.courier import Courier, Mailbox
 from isthmus.train.messages import Tally
-from isthmus.train.settlement import Settlement, Terms
+from isthmus.train.settlement import Seen, Settlement, Terms
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
 from tests.model.cases import blueprint
@@ -32,7 +32,7 @@ def tally(**changes: Any) -> Tally:
 
 def settle(own: Tally, **terms: Any) -> Any:
     settlement = Settlement(terms=Terms(**{"num_microbatches": 10, "max_in_flight": 10, **terms}))
-    return settlement.settle(own, gradient_travel_s=0.0, up=None, down=None)[1]
+    return settlement.settle(own, seen=Seen(), up=None, down=None)[1]
 
 
 def test_the_first_stage_judges_alone() -> None:

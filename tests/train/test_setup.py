@@ -6,10 +6,14 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
+from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import Policy
+from isthmus.train.cut import texts_of
 from isthmus.train.session import check_job
 from isthmus.train.setup import blueprint_of, check_fits, set_up, stage_order
+from isthmus.train.wiring import cuts_of, steering_terms
 
 TINY = """
 name = "tiny"
@@ -30,6 +34,9 @@ kind = "pipeline"
 steps = 4
 batch_tokens = 512
 """
+
+
+FIGURES = ("link.0.rtt=40 ms", "link.0.bandwidth=100 Mbps")
 
 
 def clouds(*names: str) -> str:
@@ -71,19 +78,50 @@ def test_clouds_that_are_not_in_a_row_are_refused(pairs: tuple[tuple[str, str], 
     assert caught.value.hint
 
 
-def test_micro_batches_are_chosen_with_a_reason() -> None:
+def test_without_figures_micro_batches_are_chosen_by_a_rule() -> None:
     setup = set_up(tiny_job())
     assert setup.layout.num_microbatches == 16
     assert setup.max_in_flight == 16
     assert setup.policy is Policy.WAN_ONE_F_ONE_B
-    assert "16" in setup.notes[0]
+    assert setup.stage_layers(2) == (range(1), range(1, 2))
+    assert (setup.plan, setup.decisions) == (None, None)
+    assert "figures of link east-west" in setup.notes[0]
+    assert "16" in setup.notes[1]
 
 
 def test_what_is_given_is_not_chosen() -> None:
     given = ("strategy.microbatches=4", "strategy.max_in_flight=3", "strategy.policy=gpipe")
-    setup = set_up(tiny_job(*given))
-    assert (setup.layout.num_microbatches, setup.max_in_flight, setup.policy) == (4, 3, Policy.GPIPE)
-    assert setup.notes == ()
+    for figures in ((), FIGURES):
+        setup = set_up(tiny_job(*given, *figures))
+        assert (setup.layout.num_microbatches, setup.max_in_flight, setup.policy) == (4, 3, Policy.GPIPE)
+        assert not any("micro-batches" in note for note in setup.notes)
+
+
+def test_with_figures_the_planner_chooses_and_says_why() -> None:
+    setup = set_up(tiny_job(*FIGURES, "model.config.num_hidden_layers=5"))
+    assert setup.plan is not None
+    assert sum(setup.plan.decisions.layers if setup.plan.decisions else ()) == 5
+    text = " ".join(setup.notes)
+    for word in ("cut: east layers 0", "micro-batches: ", "planned: pipeline"):
+        assert word in text
+
+
+def test_other_clouds_follow_the_decisions_of_the_first() -> None:
+    first = set_up(tiny_job(*FIGURES, "model.config.num_hidden_layers=5"))
+    elsewhere = tiny_job("link.0.rtt=900 ms", "link.0.bandwidth=1 Mbps", "model.config.num_hidden_layers=5")
+    second = set_up(elsewhere, decisions=first.decisions)
+    assert second.stage_layers(5) == first.stage_layers(5)
+    assert second.layout == first.layout
+    assert second.codecs == first.codecs
+    assert second.notes == first.notes
+
+
+def test_given_layers_and_clouds_are_kept() -> None:
+    given = ("strategy.clouds=['west', 'east']", "strategy.layers=[3, 1]", "model.config.num_hidden_layers=4")
+    for figures in ((), FIGURES):
+        setup = set_up(tiny_job(*given, *figures))
+        assert setup.clouds == ("west", "east")
+        assert setup.stage_layers(4) == (range(3), range(3, 4))
 
 
 @pytest.mark.parametrize(
@@ -91,13 +129,14 @@ def test_what_is_given_is_not_chosen() -> None:
     [
         ("strategy.kind=data", "cannot be run yet"),
         ("cloud.west.ranks=2", "ranks"),
-        ("link.0.codec=fp16", "codec"),
         ("strategy.microbatches=5", "cannot be divided"),
         ("train.batch_tokens=8192000", "one step reads"),
         ("model.config.num_hidden_layers=1", "cannot be cut into 2 stages"),
         ("cloud.west.memory=10 KiB", "needs .* but it has 10 KiB"),
         ("model.config.max_position_embeddings=16", "longer than the model"),
         ("model.config.vocab_size=200", "too small"),
+        ("model.frozen_layers=3", "3 layers cannot be frozen in a model of 2"),
+        ("link.0.boundary=bottleneck(32)", "is no bottleneck where hidden states are 32 wide"),
     ],
 )
 def test_every_mistake_has_a_cure(override: str, what: str, tmp_path: Path) -> None:
@@ -115,3 +154,34 @@ def test_a_job_for_probing_only_is_refused() -> None:
 def test_a_model_that_fits_passes() -> None:
     job = tiny_job("cloud.west.memory=100 MiB")
     check_fits(job, set_up(job), blueprint_of(job, config={}, num_labels=None))
+
+
+def test_bottlenecks_learn_and_begin_together(tmp_path: Path) -> None:
+    both = ("link.0.boundary=bottleneck(4, warmup=2)", "model.frozen_layers=1")
+    with pytest.raises(UserError, match="all layers below it are frozen"):
+        check_job(tiny_job(*both), tokenizer_folder=tmp_path)
+    network = clouds("a", "b", "c") + links(("a", "b"), ("b", "c"))
+    apart = (
+        "model.config.num_hidden_layers=3",
+        "link.0.boundary=bottleneck(4, warmup=2)",
+        "link.1.boundary=bottleneck(4, warmup=3)",
+    )
+    with pytest.raises(UserError, match="begin together"):
+        check_job(tiny_job(*apart, network=network), tokenizer_folder=tmp_path)
+
+
+def test_cuts_take_what_the_job_says_and_else_what_was_planned() -> None:
+    planned = Pair(forward=parse_codec("bf16"), backward=parse_codec("rotate | int8"))
+    job = tiny_job("link.0.codec={forward='auto', backward='fp16'}", "link.0.bandwidth=['1 Mbps', '2 Mbps']")
+    (open_cut,), (planned_cut,) = (
+        cuts_of(job, ("west", "east")),
+        cuts_of(job, ("east", "west"), planned=[planned]),
+    )
+    assert texts_of(open_cut.codecs) == ("raw", "fp16")
+    assert texts_of(planned_cut.codecs) == ("bf16", "fp16")
+    options = {"num_rows": 8, "hidden_width": 32, "trained_from": 0}
+    (down,) = steering_terms(job, ("east", "west"), [open_cut], **options)
+    (up,) = steering_terms(job, ("west", "east"), [open_cut], **options)
+    assert (down.bandwidths_bps, up.bandwidths_bps) == ((1e6, 2e6), (2e6, 1e6))
+    assert down.is_free
+    assert down.bounds.backward == parse_codec("fp16")

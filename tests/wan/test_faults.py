@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import JobError, UserError
-from isthmus.wan.faults import Fault, FaultKind, inject, load_faults
+from isthmus.plan.faults import Fault, FaultKind, load_faults
+from isthmus.wan.faults import inject
 from isthmus.wan.shaping import Direction
 
 GOOD = """

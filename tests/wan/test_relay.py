@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.errors import Refused, UserError
 from isthmus.job import Address
-from isthmus.wan.faults import Fault, FaultKind
+from isthmus.plan.faults import Fault, FaultKind
 from isthmus.wan.relay import RelayLimits, RelayThread
 from isthmus.wan.shaping import Direction, Shape
 from tests.wan.test_client_hello import HELLO, NAME

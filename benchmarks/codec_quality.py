@@ -1,0 +1,196 @@
+"""Measures what codecs cost in quality: paired trainings of two tasks, each row beside raw.
+
+python benchmarks/codec_quality.py --prepare CORPORA --data DIR      once: token ids from the corpora
+python benchmarks/codec_quality.py --data DIR --out DIR              train; results are appended as they come
+python benchmarks/codec_quality.py --data DIR --score FILE…          BLEU of the hypotheses written out
+python benchmarks/codec_quality.py --report FILE… [--svg FILE]       tables, intervals, plot
+python benchmarks/codec_quality.py --data DIR --over-link            one row of each task over a real link
+
+The cut lies inside one process, in the graph, as `isthmus.codec.graph.cross` has it, so that many trainings
+share one device. Bytes are those of the packets: payload, header, alignment, and token ids where the receiver
+needs them only for the cut's sake; those of a bottleneck are counted behind its raw warm-up. "Codec off"
+evaluates the trained model with exact numbers at the cut; a bottleneck, being part of the model, stays.
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from quality import language, translation
+from quality.data import read_references
+from quality.fitting import Run
+from quality.language import LanguageTask
+from quality.mps import shared_gpu
+from quality.plot import draw
+from quality.prepare import prepare
+from quality.records import Record, append, is_done, read, record_of
+from quality.report import TASKS, as_json, lines_of, show
+from quality.rows import MAIN_ROWS, ROWS
+from quality.translation import TranslationTask
+from quality.workers import Task, train_all
+from rich.console import Console
+
+NUM_STEPS = {"mt": 3000, "lm1": 800, "lm3": 800}
+NUM_TINY_STEPS = 6
+HEADLINE_TASK = "mt"
+NUM_SEEDS, NUM_HEADLINE_SEEDS = 3, 5
+
+
+def make_task(name: str, folder: Path, device: torch.device, *, is_tiny: bool) -> Task:
+    """The task of a name."""
+    if name == "mt":
+        return TranslationTask(folder, device, translation.TINY if is_tiny else translation.FULL)
+    recipe = language.TINY if is_tiny else language.FULL
+    return LanguageTask(folder, device, recipe, num_cuts=1 if name == "lm1" else 3)
+
+
+def runs_of(options: argparse.Namespace) -> list[Run]:
+    """What is asked for, seed by seed, so that what has ended when time is up is paired."""
+    num_steps = dict.fromkeys(TASKS, NUM_TINY_STEPS) if options.tiny else NUM_STEPS
+    seeds = range(NUM_HEADLINE_SEEDS) if options.seeds is None else options.seeds
+    rows = sorted(options.rows, key=lambda row: "svd" in ROWS[row].forward)  # the slow ones last
+    return [
+        Run(task=task, row=row, seed=seed, num_steps=options.steps or num_steps[task])
+        for seed in seeds
+        for task in options.tasks
+        for row in rows
+        if _is_wanted(task, row, seed, has_seeds=options.seeds is not None)
+    ]
+
+
+def _is_wanted(task: str, row: str, seed: int, *, has_seeds: bool) -> bool:
+    if task == "lm3" and row == "raw":
+        return False  # raw cuts change no bit: the report takes raw of one cut
+    is_headline = task == HEADLINE_TASK and ROWS[row].is_headline
+    return has_seeds or seed < (NUM_HEADLINE_SEEDS if is_headline else NUM_SEEDS)
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train what is asked for and not yet done, as far as time allows."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    results, hypotheses = options.out / "quality.jsonl", options.out / "hypotheses.jsonl"
+    done = read([*options.skip_done, *([results] if results.exists() else [])])
+    runs = [run for run in runs_of(options) if not is_done(run, done)]
+    print(f"{len(runs)} trainings to do, {len(done)} done")
+    if not runs:
+        return
+    started_s = time.monotonic()
+    with (
+        results.open("a") as file,
+        hypotheses.open("a") as said,
+        shared_gpu(is_wanted=options.mps) as is_shared,
+    ):
+        about = machine() | {"mps": is_shared, "workers": options.workers}
+        ended_runs = train_all(
+            runs,
+            partial(make_task, is_tiny=options.tiny),
+            options.data,
+            num_workers=options.workers,
+            deadline_s=options.deadline_s,
+        )
+        for count, ended in enumerate(ended_runs, start=1):
+            record = record_of(ended, about)
+            append(file, record)
+            if ended.found is not None and ended.found.hypotheses:
+                append(said, {"id": ended.run.id, **ended.found.hypotheses})
+            elapsed_s = time.monotonic() - started_s
+            print(f"{elapsed_s:5.0f} s  {count}/{len(runs)}  {told(record)}", flush=True)
+
+
+def told(record: Record) -> str:
+    """A run that has ended, on one line."""
+    if record.get("failed"):
+        return f"{record['id']:24} failed"
+    return (
+        f"{record['id']:24} {record['duration_s']:5.1f} s  {record['bits_per_element']:6.2f} bits  "
+        f"loss {record['loss_on']:.4f}, codec off {record['loss_off']:.4f}"
+    )
+
+
+def machine() -> dict[str, object]:
+    """Where and with what this runs."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {
+        "device": device,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
+
+
+def report(options: argparse.Namespace) -> None:
+    """Print the tables and a JSON line, and draw the plot."""
+    records = read(options.report)
+    panels = [lines for task in TASKS if (lines := lines_of(records, task))]
+    console = Console(width=200)
+    for lines in panels:
+        show(console, lines)
+    if options.svg is not None and panels:
+        options.svg.write_text(draw(panels), encoding="utf-8")
+    print(json.dumps({"benchmark": "codec_quality", "rows": [as_json(lines) for lines in panels]}))
+
+
+def score_files(options: argparse.Namespace) -> None:
+    """Write BLEU beside the hypotheses."""
+    from quality.scoring import score  # sacrebleu need not be where the trainings ran
+
+    out = options.score[0].with_name("scores.jsonl")
+    with out.open("w") as file:
+        for record in score(options.score, read_references(options.data)):
+            append(file, record)
+            print(f"{record['id']:24} {record['bleu_on']:.2f}  codec off {record['bleu_off']:.2f}")
+    print(f"written to {out}")
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of prepared ids")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of results")
+    parser.add_argument("--prepare", type=Path, metavar="CORPORA")
+    parser.add_argument("--score", type=Path, nargs="+", metavar="FILE", help="hypotheses.jsonl")
+    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="quality.jsonl, scores.jsonl")
+    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--over-link", action="store_true")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(MAIN_ROWS))
+    parser.add_argument("--seeds", nargs="+", type=int, help="instead of 3, and 5 for headline rows")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--deadline-s", type=float, help="start no run that would not end by then")
+    parser.add_argument("--skip-done", type=Path, nargs="+", default=[], metavar="FILE")
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument(
+        "--mps", action=argparse.BooleanOptionalAction, default=True, help="share the GPU by MPS"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the whole flow")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Do what is asked for."""
+    options = parse_options()
+    if options.prepare is not None:
+        prepare(options.prepare, options.data)
+    elif options.score is not None:
+        score_files(options)
+    elif options.report is not None:
+        report(options)
+    elif options.over_link:
+        from quality.over_link import over_link
+
+        over_link(options.data, is_tiny=options.tiny)
+    else:
+        train(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What codecs cost in time: on tensors, in a stage, and in a run."""

@@ -1,0 +1,155 @@
+"""What every coder of a cut knows and does.
+
+    SendingEnd      --- payload of an activation -->      ReceivingEnd
+       coder.encode                                          coder.decode
+       gradient_coder.decode  <-- payload of its gradient --  gradient_coder.encode
+
+A codec is a chain of coders, each wrapping the coder of what it makes: `Rotate(rest=GroupedIntegers(...))`. A
+format is a coder that wraps nothing. Both ends of a cut build the same chains from the same two texts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import FrameError, UserError
+
+Payload: TypeAlias = tuple[Tensor, ...]
+"""Flat uint8 tensors on the device of what was encoded; they cross in this order."""
+
+State: TypeAlias = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """Names one message of a direction; it seeds stochastic rounding, so that no random state is kept."""
+
+    step: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What a coder may know of the message at hand."""
+
+    key: Key
+    seed: int
+    """Of this message alone."""
+    ids_N: Tensor | None = None
+    """Token ids of the rows, where the ends know them."""
+    keeps: bool = True
+    """False in evaluation: no gradient will come, and nothing is learned."""
+
+    def sub(self, index: int) -> "Message":
+        """The same message with other randomness, for one of several matrices in it."""
+        return replace(self, seed=(self.seed + index) % 2**63)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The message's own randomness."""
+        return torch.Generator(device).manual_seed(self.seed)
+
+
+class Coder(Protocol):
+    """Makes the parts of a payload of a matrix, and a matrix of the parts.
+
+    The sender may decode what it has just encoded, to see what the receiver will: decoding a message again
+    changes nothing. Sizes of parts are checked before a coder sees them; whatever their content, `decode`
+    gives a matrix of the shape asked for. State is what the next message depends on.
+    """
+
+    def encode(self, x_ND: Tensor, message: Message) -> Payload:
+        """The parts of a float32 matrix of shape (rows, width)."""
+        ...
+
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:
+        """The float32 matrix of this shape, from as many parts as this coder and those it wraps have made."""
+        ...
+
+    def state_dict(self) -> State:
+        """Everything that the next message depends on."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state as if nothing had been between."""
+        ...
+
+
+class Memory:
+    """What an activation leaves behind for its gradient at one end of a cut, by key.
+
+    Keeping and forgetting happen on different threads; each is one operation of a dictionary.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, Tensor] = {}
+
+    def keep(self, message: Message, tensor: Tensor) -> None:
+        """Remember a tensor until the gradient has passed; in evaluation there will be none."""
+        if message.keeps:
+            self._kept[message.key] = tensor
+
+    def find(self, message: Message) -> Tensor:
+        """What the activation of this key has left."""
+        found = self._kept.get(message.key)
+        if found is None:
+            raise FrameError(f"a gradient of {message.key}, whose activation has not passed here")
+        return found
+
+    def forget(self, key: Key) -> None:
+        """The gradient has passed."""
+        self._kept.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a coder works: width of what crosses, device, and what activations leave for gradients."""
+
+    width: int
+    device: torch.device
+    memory: Memory
+
+
+class Stateless:
+    """A coder on which no message depends."""
+
+    def state_dict(self) -> State:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Nothing to continue from."""
+        if state:
+            raise UserError(
+                f"the checkpoint holds {', '.join(state)} of another codec than the link has now",
+                hint="resume with the codec that the checkpoint was written with",
+            )
+
+
+class Wrapping:
+    """A coder that has no state but that of the coder it wraps."""
+
+    def __init__(self, *, rest: Coder) -> None:
+        self._rest = rest
+
+    def state_dict(self) -> State:
+        """What the wrapped coder depends on."""
+        return self._rest.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """Let the wrapped coder continue."""
+        self._rest.load_state_dict(state)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, flat, without a copy where it is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def from_bytes(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """The elements that a part holds; a copy only where the part begins at an odd address."""
+    if part.storage_offset() % dtype.itemsize or part.data_ptr() % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype)

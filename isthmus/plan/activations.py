@@ -1,0 +1,192 @@
+"""What a backward pass needs of its forward pass, in bytes per token, operation by operation.
+
+The residual stream and the norms are float32 in either precision. In bfloat16 each matrix product casts what
+it reads, once per product, and keeps that instead; attention and feed-forward parts keep what they gave. What
+two operations share is counted once.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+from isthmus.plan.families import Norm, Rotary
+from isthmus.plan.shapes import Activation, ModelShape, Task
+
+WIDE_BYTES: Final = 4
+"""Of one element in float32."""
+
+
+class Precision(enum.Enum):
+    """Of the computation; weights are float32 in either."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """Where and how exactly a stage computes, which decides what its operations keep."""
+
+    precision: Precision = Precision.FLOAT32
+    on_accelerator: bool = True
+
+    @property
+    def element_bytes(self) -> int:
+        """Of what matrix products read and give."""
+        return WIDE_BYTES if self.precision is Precision.FLOAT32 else 2
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether weights and residual stream are wider than what is multiplied."""
+        return self.element_bytes < WIDE_BYTES
+
+
+def layer_bytes_per_token(
+    shape: ModelShape, arithmetic: Arithmetic, *, sequence_length: int, window: int | None
+) -> float:
+    """What one layer keeps, its input included."""
+    attention = attention_bytes_per_token(shape, arithmetic, sequence_length=sequence_length, window=window)
+    inner = _inner_bytes(shape, arithmetic)
+    dropouts = 2 * _dropout_bytes(shape.residual_dropout, shape.width, arithmetic)
+    return sum(_stream_bytes(shape, arithmetic)) + attention + inner + dropouts
+
+
+def head_bytes_per_token(shape: ModelShape, arithmetic: Arithmetic, *, num_classes: int) -> float:
+    """What norm, head and loss keep: above all the logarithm of each class's probability, in float32."""
+    scores = WIDE_BYTES * num_classes
+    if not shape.family.is_encoder:
+        return _norm_bytes(shape) + _read_bytes(shape.width, arithmetic) + scores
+    if shape.task is not Task.MASKED_LM:
+        return _read_bytes(shape.width, arithmetic) + scores
+    between = _read_bytes(shape.width, arithmetic) + shape.embedding_width * arithmetic.element_bytes
+    return (
+        between
+        + WIDE_BYTES * (shape.embedding_width + 2)
+        + _read_bytes(shape.embedding_width, arithmetic)
+        + scores
+    )
+
+
+def embedding_bytes_per_token(shape: ModelShape, arithmetic: Arithmetic) -> float:
+    """What the embedding keeps beside the first layer's input."""
+    width = shape.embedding_width
+    ids = 8
+    kept = ids + _dropout_bytes(shape.embedding_dropout, width, arithmetic)
+    if shape.family.is_encoder:
+        kept += WIDE_BYTES * (width + 2) + _dropout_bytes(shape.residual_dropout, width, arithmetic)
+        if width != shape.width:
+            kept += _read_bytes(width, arithmetic)
+    return kept
+
+
+def is_attention_fused(shape: ModelShape, arithmetic: Arithmetic, *, has_mask: bool = False) -> bool:
+    """Whether no matrix of scores is kept: not with dropout on a CPU, nor grouped heads in float32 on a GPU.
+
+    A mask has each group's keys and values copied for all its queries, which ends the group.
+    """
+    if not arithmetic.on_accelerator:
+        return not shape.attention_dropout
+    return arithmetic.is_mixed or has_mask or shape.num_heads == shape.num_key_value_heads
+
+
+def scores_bytes_per_token(
+    shape: ModelShape, arithmetic: Arithmetic, *, sequence_length: int, window: int | None
+) -> float:
+    """What a backward pass holds in attention above what is kept by then, where the scores are a matrix.
+
+    That is two gradients of it, when what the feed-forward part kept is gone.
+    """
+    if is_attention_fused(shape, arithmetic, has_mask=_has_mask(sequence_length, window)):
+        return 0.0
+    gradients = 2 * WIDE_BYTES * shape.num_heads * sequence_length
+    return max(0.0, gradients - _inner_bytes(shape, arithmetic))
+
+
+def attention_bytes_per_token(
+    shape: ModelShape, arithmetic: Arithmetic, *, sequence_length: int, window: int | None
+) -> float:
+    """Queries, keys, values and what comes of them, with their own norms."""
+    element, wide = arithmetic.element_bytes, WIDE_BYTES
+    queries = shape.num_heads * shape.head_width
+    keys = shape.num_key_value_heads * shape.head_width
+    beside = 0.0
+    if shape.family.has_query_norm:
+        beside = (queries + keys) * (wide + element) + wide * (shape.num_heads + shape.num_key_value_heads)
+    has_mask = _has_mask(sequence_length, window)
+    if not is_attention_fused(shape, arithmetic, has_mask=has_mask):
+        # All is made in float32; with dropout its mask or factors and the product are kept as well.
+        per_score = wide
+        if shape.attention_dropout:
+            per_score += wide + (1 if arithmetic.on_accelerator else wide)
+        return beside + queries * (3 * wide + element) + per_score * shape.num_heads * sequence_length
+    if has_mask:
+        keys = queries
+        beside += element * sequence_length
+    kept = (queries + keys) * element
+    if shape.family.rotary is Rotary.SPLIT:
+        # Values are part of the joint product, all of which stays; the result is copied into order.
+        kept += (queries + 2 * keys) * element + queries * element
+    else:
+        kept += keys * element
+    return beside + kept + queries * element + wide * shape.num_heads
+
+
+def _has_mask(sequence_length: int, window: int | None) -> bool:
+    """Whether attention is given a mask: a window that no token outgrows needs none."""
+    return window is not None and window <= sequence_length
+
+
+def _stream_bytes(shape: ModelShape, arithmetic: Arithmetic) -> tuple[float, ...]:
+    """The residual stream at the two norms, and the norms' results as the products behind them read them."""
+    joint, width = shape.family.has_joint_projections, shape.width
+    reads = _read_bytes(width, arithmetic, num_readers=1 if joint else 3)
+    num_inner_readers = 1 if joint or not shape.family.is_gated or shape.num_experts else 2
+    inner_reads = _read_bytes(width, arithmetic, num_readers=num_inner_readers)
+    first = _norm_bytes(shape)
+    second = first
+    if shape.has_parallel_residual:
+        second -= WIDE_BYTES * width  # both norms read the layer's input
+    return first, reads, second, inner_reads
+
+
+def _norm_bytes(shape: ModelShape) -> float:
+    """Its input, its statistics, and where it is written as a formula the normalised input too."""
+    if shape.family.norm is Norm.LAYER:
+        return WIDE_BYTES * (shape.width + 2)
+    return WIDE_BYTES * (2 * shape.width + 1)
+
+
+def _read_bytes(width: int, arithmetic: Arithmetic, *, num_readers: int = 1) -> float:
+    """What products keep of a float32 tensor that they read: itself, or each a copy of its own."""
+    return width * (num_readers * arithmetic.element_bytes if arithmetic.is_mixed else WIDE_BYTES)
+
+
+def _inner_bytes(shape: ModelShape, arithmetic: Arithmetic) -> float:
+    """The feed-forward part: before and behind the activation, and gate times up where gated."""
+    width = shape.inner_width
+    if shape.num_experts:
+        return _expert_bytes(shape)
+    if shape.activation is Activation.SPELLED_OUT:
+        # Its power is taken in float32 on accelerators, and all that follows stays so.
+        per_element = (
+            16 if arithmetic.is_mixed and arithmetic.on_accelerator else 5 * arithmetic.element_bytes
+        )
+        return width * per_element
+    num_kept = 1 if shape.activation is Activation.RECTIFIED else 2
+    if shape.family.is_gated:
+        num_kept += 2
+    return num_kept * width * arithmetic.element_bytes
+
+
+def _expert_bytes(shape: ModelShape) -> float:
+    """Experts work on gathered copies of their tokens, in float32 whatever the precision of the rest."""
+    routing = WIDE_BYTES * (shape.num_experts + 1) + 36 * shape.num_active_experts
+    elements = shape.num_active_experts * (2 * shape.width + 4 * shape.inner_width)
+    return routing + WIDE_BYTES * elements
+
+
+def _dropout_bytes(share: float, width: int, arithmetic: Arithmetic) -> float:
+    """A mask of one byte per element on an accelerator, the factors themselves on a CPU."""
+    if not share:
+        return 0.0
+    return width * (1 if arithmetic.on_accelerator else arithmetic.element_bytes)

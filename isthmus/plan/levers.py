@@ -1,0 +1,135 @@
+"""What a plan would gain from one thing changed: the same clouds in the same order, planned again with it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from isthmus.errors import UserError
+from isthmus.job import CodecSpecs, Job, LinkSpec, PipelineStrategy, parse_codec
+from isthmus.plan.choice import Form, PipelineSettings, Plan
+from isthmus.plan.planner import plan as make_plan
+
+_INT4: Final = CodecSpecs(
+    forward=parse_codec("rotate | int4"), backward=parse_codec("rotate | int4(stochastic)")
+)
+_NEXT_LOSS: Final = {"none": "slight", "slight": "some"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """One change, and the share by which time and, if they are known, dollars per token would change."""
+
+    what: str
+    step_change: float
+    usd_change: float | None
+
+
+def levers(job: Job, plan: Plan, *, progress: Callable[[str], None] = lambda _: None) -> tuple[Lever, ...]:
+    """Every change that is possible, the greatest gain first."""
+    if plan.form not in (Form.PIPELINE, Form.ALONE):
+        return ()
+    fixed = _as_planned(job, plan)
+    base = make_plan(fixed, is_quick=True)
+    found = []
+    for what, changed in _changes(fixed, plan):
+        progress(f"trying {what}")
+        try:
+            other = make_plan(changed, is_quick=True)
+        except UserError:
+            # Such as a recompute that is switched off and does not fit: no lever.
+            continue
+        found.append(_lever(what, base, other))
+    return tuple(sorted(found, key=lambda one: one.step_change))
+
+
+def _lever(what: str, base: Plan, other: Plan) -> Lever:
+    before_usd, after_usd = (one.estimate.usd_per_million_tokens for one in (base, other))
+    return Lever(
+        what=what,
+        step_change=base.estimate.tokens_per_s / other.estimate.tokens_per_s - 1,
+        usd_change=None if not before_usd or after_usd is None else after_usd / before_usd - 1,
+    )
+
+
+def _as_planned(job: Job, plan: Plan) -> Job:
+    """The job with the planned clouds in their order and no other limits than memory and quality."""
+    is_pipeline = isinstance(job.strategy, PipelineStrategy)
+    strategy = job.strategy if is_pipeline else PipelineStrategy(kind="pipeline")
+    names = plan.clouds
+    return job.model_copy(
+        update={
+            "strategy": strategy.model_copy(update={"clouds": names}),
+            "cloud": tuple(cloud for cloud in job.cloud if cloud.name in names),
+            "link": tuple(link for link in job.link if set(link.between) <= set(names)),
+            "limits": job.limits.model_copy(update={"deadline_s": None, "budget_usd": None}),
+        }
+    )
+
+
+def _changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
+    if len(plan.stages) > 1:
+        yield from _link_changes(job)
+        yield from _flight_changes(job, plan)
+    yield from _train_changes(job, plan)
+    yield from _cloud_changes(job, plan)
+
+
+def _link_changes(job: Job) -> Iterator[tuple[str, Job]]:
+    yield "twice the bandwidth", _with_links(job, _scaled_bandwidth)
+    yield "half the round trip", _with_links(job, lambda link: {"rtt_s": (link.rtt_s or 0.0) / 2})
+    if any(link.codec != _INT4 for link in job.link):
+        yield "int4 on every link", _with_links(job, lambda _: {"codec": _INT4})
+    loss = _NEXT_LOSS.get(job.limits.codec_loss)
+    if loss is not None and any("auto" in (link.codec.forward, link.codec.backward) for link in job.link):
+        limits = job.limits.model_copy(update={"codec_loss": loss})
+        yield f'limits.codec_loss = "{loss}"', job.model_copy(update={"limits": limits})
+
+
+def _flight_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
+    settings, strategy = plan.settings, job.strategy
+    if not isinstance(settings, PipelineSettings) or not isinstance(strategy, PipelineStrategy):
+        return
+    if settings.max_in_flight is not None:
+        windows = tuple(stage.window + 2 for stage in plan.stages)
+        roomy = tuple(cloud.model_copy(update={"memory_bytes": 2**60}) for cloud in job.cloud)
+        wider = strategy.model_copy(update={"windows": windows, "max_in_flight": None})
+        yield "memory for two more in flight", job.model_copy(update={"cloud": roomy, "strategy": wider})
+    num_sequences = settings.num_microbatches * settings.microbatch_sequences
+    doubled = 2 * settings.num_microbatches
+    if num_sequences % doubled == 0:
+        finer = strategy.model_copy(update={"microbatches": doubled})
+        yield f"{doubled} micro-batches", job.model_copy(update={"strategy": finer})
+
+
+def _train_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
+    if job.train.recompute:
+        yield "recompute off", _with_train(job, {"recompute": False})
+    if job.train.precision == "float32":
+        yield "train.precision = bfloat16", _with_train(job, {"precision": "bfloat16"})
+    yield "twice the batch, per token", _with_train(job, {"batch_tokens": 2 * job.train.batch_tokens})
+    if "recompute" in plan.savers and not job.train.recompute:
+        roomy = tuple(cloud.model_copy(update={"memory_bytes": 2**60}) for cloud in job.cloud)
+        yield "memory without end", job.model_copy(update={"cloud": roomy})
+
+
+def _cloud_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
+    """Twice the ranks where a cloud is the busiest."""
+    busiest = max(plan.stages, key=lambda stage: stage.busy_s)
+    clouds = tuple(
+        cloud.model_copy(update={"ranks": 2 * cloud.ranks}) if cloud.name == busiest.cloud else cloud
+        for cloud in job.cloud
+    )
+    yield f"twice the ranks at {busiest.cloud}", job.model_copy(update={"cloud": clouds})
+
+
+def _with_links(job: Job, change: Callable[[LinkSpec], dict[str, Any]]) -> Job:
+    return job.model_copy(update={"link": tuple(link.model_copy(update=change(link)) for link in job.link)})
+
+
+def _with_train(job: Job, change: dict[str, Any]) -> Job:
+    return job.model_copy(update={"train": job.train.model_copy(update=change)})
+
+
+def _scaled_bandwidth(link: LinkSpec) -> dict[str, Any]:
+    bandwidth_bps: Sequence[float] = link.bandwidth_bps or ()
+    return {"bandwidth_bps": tuple(2 * one for one in bandwidth_bps)}

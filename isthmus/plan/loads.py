@@ -1,0 +1,160 @@
+"""From a partition to a scenario: times of its stages, codecs of its hops from the mildest on, windows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from isthmus.plan.facts import CloudFacts
+from isthmus.plan.ladder import Bounds, Choice, Figures, Rung, choose
+from isthmus.plan.pipeline import Policy
+from isthmus.plan.rank_windows import Measured, next_windows
+from isthmus.plan.scenario import HopLoad, Scenario, StageLoad
+from isthmus.plan.search import Constraints, Found, Setting, measure_with
+from isthmus.plan.supply import ModelSupply
+from isthmus.plan.window import Hop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTerms:
+    """What the job says of a link: its price, and the codecs it may have."""
+
+    between: tuple[str, str]
+    usd_per_gib: float | None
+    bounds: Bounds
+    rungs: Sequence[Rung]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a pipeline must keep to, beside its supply."""
+
+    links: dict[frozenset[str], LinkTerms]
+    constraints: Constraints
+    policy: Policy
+    max_in_flight: int | None
+    windows: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """A pipeline with all that its time depends on; `step_s` is by formula."""
+
+    setting: Setting
+    clouds: tuple[CloudFacts, ...]
+    layers: tuple[range, ...]
+    scenario: Scenario
+    wanted: tuple[int, ...]
+    """Windows that would hide every round trip."""
+    windows: tuple[int, ...]
+    """Those that memory, and the job, allow."""
+    choices: tuple[Choice, ...]
+    step_s: float
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether some stage would keep more in flight than it can."""
+        return any(window < wanted for window, wanted in zip(self.windows, self.wanted, strict=True))
+
+
+def load_up(found: Found, supply: ModelSupply, terms: Terms) -> Loads:
+    """What was found, with codecs and windows."""
+    setting, partition = found.setting, found.partition
+    stages = tuple(
+        _stage_load(supply, setting, cloud, layers)
+        for cloud, layers in zip(partition.clouds, partition.ranges, strict=True)
+    )
+    choices, hops = _hops(found, supply, terms, interval_s=max(stage.interval_s for stage in stages))
+    trained = (number for number, stop in enumerate(partition.stops) if stop > supply.num_frozen)
+    scenario = Scenario(
+        stages=stages,
+        hops=hops,
+        num_microbatches=setting.num_microbatches,
+        policy=terms.policy,
+        first_trained=next(trained, len(stages) - 1),
+    )
+    wanted = terms.windows or next_windows(scenario, _as_measured(scenario))
+    windows = _windows(scenario, wanted, _caps(found, supply, terms))
+    return Loads(
+        setting=setting,
+        clouds=tuple(supply.clouds[cloud] for cloud in partition.clouds),
+        layers=partition.ranges,
+        scenario=replace(scenario, windows=windows if terms.windows or windows != wanted else None),
+        wanted=wanted,
+        windows=windows,
+        choices=choices,
+        step_s=measure_with(found.problem, partition, hops, [one.num_ranks for one in stages]).step_s,
+    )
+
+
+def line_times(hop: HopLoad) -> tuple[float, float]:
+    """Seconds that one message takes on the line, down and up."""
+    return 8 * hop.forward_bytes / hop.line.down_bps, 8 * hop.backward_bytes / hop.line.up_bps
+
+
+def _stage_load(supply: ModelSupply, setting: Setting, cloud: int, layers: range) -> StageLoad:
+    table, spot = supply.table(cloud, setting), (layers.start, layers.stop)
+    return StageLoad(
+        cloud=supply.clouds[cloud].name,
+        forward_s=float(table.forward_s[spot]),
+        backward_s=float(table.backward_s[spot]),
+        update_s=float(table.update_s[spot]),
+        num_ranks=supply.clouds[cloud].num_ranks,
+    )
+
+
+def _hops(
+    found: Found, supply: ModelSupply, terms: Terms, *, interval_s: float
+) -> tuple[tuple[Choice, ...], tuple[HopLoad, ...]]:
+    """The mildest codecs that computing hides, and what then crosses; nothing goes back to frozen layers."""
+    choices, hops = [], []
+    for pair, stop in zip(pairwise(found.partition.clouds), found.partition.stops, strict=False):
+        has_gradient = stop > supply.num_frozen
+        line = supply.links[pair].line
+        link = terms.links[frozenset(supply.clouds[one].name for one in pair)]
+        choice = choose(
+            supply.crossing(pair, found.setting, has_gradient=has_gradient),
+            Figures(interval_s=interval_s, down_bps=line.down_bps, up_bps=line.up_bps),
+            rungs=link.rungs,
+            bounds=link.bounds,
+        )
+        choices.append(choice)
+        hops.append(supply.coded_hop(pair, found.setting, choice.pair, has_gradient=has_gradient))
+    return tuple(choices), tuple(hops)
+
+
+def _caps(found: Found, supply: ModelSupply, terms: Terms) -> list[float]:
+    """The most that a rank of each stage may keep in flight."""
+    spots = zip(found.partition.clouds, found.partition.ranges, strict=True)
+    held = [
+        float(supply.table(cloud, found.setting).held[layers.start, layers.stop]) for cloud, layers in spots
+    ]
+    return [min(one, terms.max_in_flight or one) for one in held]
+
+
+def _windows(scenario: Scenario, wanted: Sequence[int], caps: Sequence[float]) -> tuple[int, ...]:
+    """What is wanted and fits; a policy with a fixed order may not wait for forwards that cannot come."""
+    sizes: list[int] = []
+    for stage, size, cap in zip(scenario.stages, wanted, caps, strict=True):
+        bounds = [size, cap]
+        if sizes and scenario.policy is not Policy.WAN_ONE_F_ONE_B:
+            before = scenario.stages[len(sizes) - 1]
+            bounds.append(sizes[-1] * before.num_ranks // stage.num_ranks)
+        sizes.append(int(max(1, min(bounds))))
+    return tuple(sizes)
+
+
+def _as_measured(scenario: Scenario) -> Measured:
+    """What workers will find: ranks that send at the same time share the line."""
+    hops = []
+    for hop, (first, second) in zip(scenario.hops, pairwise(scenario.stages), strict=True):
+        num_sharing = min(scenario.num_microbatches, max(first.num_ranks, second.num_ranks))
+        forward_s, backward_s = line_times(hop)
+        hops.append(
+            Hop(
+                forward_s=num_sharing * forward_s + hop.forward_coding_s,
+                backward_s=num_sharing * backward_s + hop.backward_coding_s,
+                latency_s=hop.line.latency_s,
+            )
+        )
+    pass_s = tuple(stage.forward_s + stage.backward_s for stage in scenario.stages)
+    return Measured(pass_s=pass_s, hops=tuple(hops))

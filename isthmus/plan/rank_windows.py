@@ -1,0 +1,106 @@
+"""Windows of ranks: before anything is measured, and at the end of a step from what was measured in it.
+
+With one rank per stage this is what the workers do. With several, a rank of stage i gets every R_i-th
+micro-batch, so its own interval is `u_i = R_i·τ`. What it hands on comes back after the round trip and after
+as many intervals of a rank behind it as that has in flight:
+
+    w_i = 1 + ceil(2·tt_i / u_i) + ceil(w_{i+1}·u_{i+1} / u_i),   1 at the last stage
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import Scenario
+from isthmus.plan.window import EPSILON, Hop, window, windows
+
+_MIN_INTERVAL_S: Final = 1e-6
+# Round trips are the shortest that were measured: half an interval more makes up for jitter.
+_SPARE_SHARE: Final = 0.5
+# As if a message took as long as a pass.
+_UNMEASURED: Final = Hop(forward_s=0.25, backward_s=0.25, latency_s=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One step: the time a rank of each stage took per micro-batch, and the shortest way over each hop."""
+
+    pass_s: tuple[float, ...]
+    hops: tuple[Hop, ...]
+
+
+def first_windows(scenario: Scenario) -> tuple[int, ...]:
+    """Windows of each stage's ranks before anything is measured."""
+    ranks = [stage.num_ranks for stage in scenario.stages]
+    measured = Measured(
+        pass_s=tuple(float(one) for one in ranks), hops=(_UNMEASURED,) * (scenario.num_stages - 1)
+    )
+    return _windows(scenario, measured, interval_s=1.0)
+
+
+def next_windows(scenario: Scenario, measured: Measured) -> tuple[int, ...]:
+    """Windows of each stage's ranks for the next step."""
+    interval_s = max(_MIN_INTERVAL_S, *_stage_intervals_s(scenario, measured), *_line_s(scenario, measured))
+    spare_s = _SPARE_SHARE * interval_s
+    hops = tuple(replace(hop, latency_s=hop.latency_s + spare_s / 2) for hop in measured.hops)
+    return _windows(scenario, replace(measured, hops=hops), interval_s=interval_s)
+
+
+def _stage_intervals_s(scenario: Scenario, measured: Measured) -> list[float]:
+    pairs = zip(scenario.stages, measured.pass_s, strict=True)
+    return [pass_s / stage.num_ranks for stage, pass_s in pairs]
+
+
+def _line_s(scenario: Scenario, measured: Measured) -> list[float]:
+    """Time of one message on each line; as many pairs of ranks as there may be have shared it."""
+    sharing = [
+        max(one.num_ranks, other.num_ranks)
+        for one, other in zip(scenario.stages, scenario.stages[1:], strict=False)
+    ]
+    return [
+        max(hop.forward_s, hop.backward_s) / number
+        for hop, number in zip(measured.hops, sharing, strict=True)
+    ]
+
+
+def _windows(scenario: Scenario, measured: Measured, *, interval_s: float) -> tuple[int, ...]:
+    if all(stage.num_ranks == 1 for stage in scenario.stages):
+        return windows(
+            policy=scenario.policy,
+            num_microbatches=scenario.num_microbatches,
+            hops=measured.hops,
+            interval_s=interval_s,
+        )
+    sizes: list[int] = []
+    for wanted in _wanted(scenario, measured.hops, interval_s):
+        sizes.append(max(1, min(wanted, *_bounds(scenario, sizes))))
+    return tuple(sizes)
+
+
+def _wanted(scenario: Scenario, hops: Sequence[Hop], interval_s: float) -> list[int]:
+    match scenario.policy:
+        case Policy.GPIPE:
+            return [scenario.num_microbatches] * scenario.num_stages
+        case Policy.ONE_F_ONE_B:
+            return list(range(scenario.num_stages, 0, -1))
+    sizes = [1]
+    own_s = [stage.num_ranks * interval_s for stage in scenario.stages]
+    for stage in reversed(range(len(hops))):
+        behind = math.ceil(sizes[0] * own_s[stage + 1] / own_s[stage] - EPSILON)
+        sizes.insert(0, behind + window(stage=0, hops=hops[stage : stage + 1], interval_s=own_s[stage]) - 1)
+    return sizes
+
+
+def _bounds(scenario: Scenario, before: Sequence[int]) -> list[int]:
+    """What a rank of the next stage can have: its own micro-batches, and what the stage before passes on."""
+    stage = len(before)
+    num_ranks = scenario.stages[stage].num_ranks
+    bounds = [math.ceil(scenario.num_microbatches / num_ranks)]
+    if before and scenario.policy is not Policy.GPIPE:
+        num_before = before[-1] * scenario.stages[stage - 1].num_ranks
+        # 1F1B waits for the forward that it has chosen, so it may not choose one that cannot come.
+        is_strict = scenario.policy is Policy.ONE_F_ONE_B
+        bounds.append(num_before // num_ranks if is_strict else math.ceil(num_before / num_ranks))
+    return bounds

@@ -1,0 +1,226 @@
+"""Shortest walks through the clouds under a cap on the pace: stages and passages as edges of a graph.
+
+Walks are built from the last stage to the first, since what a stage must keep in flight grows with all that
+lies behind it: a walk that is shorter from some stage on is better for every stage before it, too.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a cloud takes for the layers from `a` to before `b`, as tables (a, b)."""
+
+    once_s: Table
+    """One micro-batch forward and backward; infinite where the cloud cannot hold the layers."""
+    pace_s: Table
+    """All that its busiest rank does in a step, but for that one micro-batch."""
+    held: Table
+    """How many micro-batches all its ranks together can keep in flight."""
+
+    def turns(self, num_microbatches: int) -> Table:
+        """How often a step fills all that is in flight, less the first time; 0 where it is not needed."""
+        turns = num_microbatches / np.maximum(self.held, 1.0) - 1
+        return np.where(np.isfinite(self.once_s) & (turns > 0), turns, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """What it takes to cross from one cloud to another: one round trip, and all others of a step."""
+
+    once_s: float
+    pace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Clouds by number, and the passages between those that may follow each other."""
+
+    offers: Sequence[Offer]
+    passages: Mapping[tuple[int, int], Passage]
+    num_microbatches: int
+    uses_all: bool = False
+    """Whether every cloud must have a stage."""
+    in_row: bool = False
+    """Whether stages must keep the order of the clouds."""
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are to place."""
+        return int(self.offers[0].once_s.shape[0]) - 1
+
+
+Route = list[tuple[int, int]]
+"""Stages in order: the number of the cloud, and where its layers end."""
+
+
+class Walks(Protocol):
+    """All shortest walks under one cap, each known by a key: the set of its clouds, or the first of them."""
+
+    @classmethod
+    def under(cls, problem: Problem, cap_s: float) -> Self:
+        """Find the walks whose every pace keeps to the cap."""
+
+    def lengths(self) -> Mapping[int, float]:
+        """The length of the shortest whole walk of every key that has one."""
+
+    def route(self, key: int) -> Route:
+        """The stages of that walk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edges:
+    """What is left of a problem under a cap: infinite where a pace is beyond it.
+
+    `limits_s` is how long a micro-batch may stay in flight, None where any time will do: the window is too
+    small for longer. Both tables are (b, a), since numpy is fastest at minima over any axis but the last.
+    """
+
+    stages_s: Sequence[Table]
+    limits_s: Sequence[Table | None]
+    hops_s: Table
+
+    @classmethod
+    def under(cls, problem: Problem, cap_s: float) -> Self:
+        stages_s = [np.where(one.pace_s <= cap_s, one.once_s, np.inf).T.copy() for one in problem.offers]
+        hops_s = np.full((len(stages_s),) * 2, np.inf)
+        for pair, passage in problem.passages.items():
+            if passage.pace_s <= cap_s:
+                hops_s[pair] = passage.once_s
+        limits_s = [_limits(one, problem.num_microbatches, cap_s) for one in problem.offers]
+        return cls(stages_s=stages_s, limits_s=limits_s, hops_s=hops_s)
+
+    def first(self, cloud: int, behind_s: Table) -> Table:
+        """Lengths (…, b, a) with the layers from a to b at this cloud, and `behind_s` (…, b) behind them."""
+        lengths_s = self.stages_s[cloud] + behind_s[..., None]
+        limit_s = self.limits_s[cloud]
+        return lengths_s if limit_s is None else np.where(lengths_s <= limit_s, lengths_s, np.inf)
+
+    def shortest(self, cloud: int, behind_s: Table) -> Table:
+        """The least of these lengths over b; one row of `behind_s` after the other, which the cache holds."""
+        return np.array([self.first(cloud, one).min(axis=0) for one in behind_s])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetWalks:
+    """Walks in any order, known by the set of their clouds as a bit mask: `lengths[set, first, a]`."""
+
+    edges: _Edges
+    uses_all: bool
+    lengths_s: Table
+
+    @classmethod
+    def under(cls, problem: Problem, cap_s: float) -> Self:
+        """Find the walks whose every pace keeps to the cap, set after set by size."""
+        edges = _Edges.under(problem, cap_s)
+        num_clouds = len(problem.offers)
+        lengths_s = np.full((1 << num_clouds, num_clouds, problem.num_layers + 1), np.inf)
+        for cloud in range(num_clouds):
+            lengths_s[1 << cloud, cloud] = edges.first(cloud, _end(problem)).min(axis=-2)
+        for size in range(2, num_clouds + 1):
+            for cloud in range(num_clouds):
+                sets = np.array(list(_sets_with(cloud, size, num_clouds)))
+                behind_s = (lengths_s[sets ^ (1 << cloud)] + edges.hops_s[cloud, :, None]).min(axis=1)
+                lengths_s[sets, cloud] = edges.shortest(cloud, behind_s)
+        return cls(edges=edges, uses_all=problem.uses_all, lengths_s=lengths_s)
+
+    def lengths(self) -> Mapping[int, float]:
+        """The length of the shortest whole walk of every set of clouds that has one."""
+        whole_s = self.lengths_s[:, :, 0].min(axis=1)
+        allowed = [len(whole_s) - 1] if self.uses_all else range(len(whole_s))
+        return {one: float(whole_s[one]) for one in allowed if math.isfinite(whole_s[one])}
+
+    def route(self, key: int) -> Route:
+        """The stages of the shortest walk of a set of clouds."""
+        num_layers = self.lengths_s.shape[2] - 1
+        cloud, start = int(self.lengths_s[key, :, 0].argmin()), 0
+        route: Route = []
+        while key != 1 << cloud:
+            key ^= 1 << cloud
+            behind_s = self.lengths_s[key] + self.edges.hops_s[cloud, :, None]
+            following, stop = _least(self.edges.first(cloud, behind_s)[..., start])
+            route.append((cloud, stop))
+            cloud, start = following, stop
+        return [*route, (cloud, num_layers)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWalks:
+    """Walks that keep the order of the clouds but may skip some, known by the first: `lengths[first, a]`.
+
+    The row behind the last cloud stands for the end of a walk.
+    """
+
+    edges: _Edges
+    uses_all: bool
+    lengths_s: Table
+
+    @classmethod
+    def under(cls, problem: Problem, cap_s: float) -> Self:
+        """Find the walks whose every pace keeps to the cap, from the last cloud to the first."""
+        num_clouds = len(problem.offers)
+        lengths_s = np.full((num_clouds + 1, problem.num_layers + 1), np.inf)
+        lengths_s[num_clouds] = _end(problem)
+        walks = cls(edges=_Edges.under(problem, cap_s), uses_all=problem.uses_all, lengths_s=lengths_s)
+        for cloud in reversed(range(num_clouds)):
+            behind_s = walks._behind(cloud).min(axis=0)
+            lengths_s[cloud] = walks.edges.first(cloud, behind_s).min(axis=-2)
+        return walks
+
+    def lengths(self) -> Mapping[int, float]:
+        """The length of the shortest whole walk that starts at each cloud."""
+        whole_s = self.lengths_s[:-1, 0]
+        allowed = [0] if self.uses_all else range(len(whole_s))
+        return {one: float(whole_s[one]) for one in allowed if math.isfinite(whole_s[one])}
+
+    def route(self, key: int) -> Route:
+        """The stages of the shortest walk that starts at a cloud."""
+        end = self.lengths_s.shape[0] - 1
+        cloud, start = key, 0
+        route: Route = []
+        while cloud < end:
+            row, stop = _least(self.edges.first(cloud, self._behind(cloud))[..., start])
+            route.append((cloud, stop))
+            cloud, start = cloud + 1 + row, stop
+        return route
+
+    def _behind(self, cloud: int) -> Table:
+        """Lengths (later cloud or end, b) behind a cloud."""
+        behind_s = self.lengths_s[cloud + 1 :].copy()
+        behind_s[:-1] += self.edges.hops_s[cloud, cloud + 1 :, None]
+        if self.uses_all:
+            behind_s[1:] = np.inf
+        return behind_s
+
+
+def _end(problem: Problem) -> Table:
+    """Nothing lies behind the last layer, and no walk ends before it."""
+    end_s = np.full(problem.num_layers + 1, np.inf)
+    end_s[-1] = 0.0
+    return end_s
+
+
+def _limits(offer: Offer, num_microbatches: int, cap_s: float) -> Table | None:
+    """With h in flight, m take `m/h` as long as one stays: all but the first keep to the cap."""
+    turns = offer.turns(num_microbatches)
+    if not turns.any():
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(turns > 0, cap_s / turns, np.inf).T.copy()
+
+
+def _sets_with(cloud: int, size: int, num_clouds: int) -> Iterator[int]:
+    return (one for one in range(1 << num_clouds) if one >> cloud & 1 and one.bit_count() == size)
+
+
+def _least(values: Table) -> tuple[int, int]:
+    row, column = np.unravel_index(values.argmin(), values.shape)
+    return int(row), int(column)

@@ -1,0 +1,116 @@
+"""Activations of frozen layers, kept by the first trained stage: what was there before need not cross again.
+
+Frozen layers make the same of the same tokens. So a sequence is known by its integers alone, whatever its
+number and the epoch, and both ends know without a word what the cache holds: it takes what comes until it is
+full, and gives nothing up. In a run over the same data again and again, that beats forgetting the oldest,
+which would always be the next to be asked for.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import FrameError
+from isthmus.model.boundary import Batch
+from isthmus.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """The sequences of a micro-batch: what each is known by, and how many rows it has."""
+
+    keys: tuple[bytes, ...]
+    num_rows: tuple[int, ...]
+
+
+def sequences_of(batch: Batch, *, keeps_padding: bool) -> Sequences:
+    """Know the sequences of a micro-batch by their integers."""
+    valid_BT = torch.ones_like(batch.ids) if batch.mask is None or keeps_padding else batch.mask  # noqa: N806
+    planes = [batch.ids, batch.position_ids, batch.token_type_ids, batch.mask if keeps_padding else None]
+    present = [(number, plane) for number, plane in enumerate(planes) if plane is not None]
+    keys = tuple(_key(present, row, valid.bool()) for row, valid in enumerate(valid_BT))
+    return Sequences(keys=keys, num_rows=tuple(valid_BT.sum(1).tolist()))
+
+
+def _key(planes: Sequence[tuple[int, Tensor]], row: int, valid_T: Tensor) -> bytes:  # noqa: N803
+    digest = hashlib.blake2b(digest_size=16)
+    for number, plane in planes:
+        digest.update(number.to_bytes(1))
+        digest.update(plane[row][valid_T].numpy().tobytes())
+    return digest.digest()
+
+
+class Admission:
+    """Which sequences a cache holds, followed by whoever meets the same micro-batches in the same order."""
+
+    def __init__(self, *, max_bytes: int, row_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._row_bytes = row_bytes
+        self._keys: set[bytes] = set()
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def meet(self, sequences: Sequences) -> tuple[int, ...]:
+        """The sequences of a micro-batch that are held already; of the others, admit those that fit."""
+        held = tuple(number for number, key in enumerate(sequences.keys) if key in self._keys)
+        for key, num_rows in zip(sequences.keys, sequences.num_rows, strict=True):
+            num_bytes = num_rows * self._row_bytes
+            if key not in self._keys and self.held_bytes + num_bytes <= self._max_bytes:
+                self._keys.add(key)
+                self.held_bytes += num_bytes
+        return held
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foresight:
+    """Tells the first stage, which reads the data, what the cache of the first trained one will hold."""
+
+    admission: Admission
+    keeps_padding: bool
+
+    def held(self, batch: Batch) -> tuple[int, ...]:
+        """The sequences of a micro-batch that need not cross."""
+        return self.admission.meet(sequences_of(batch, keeps_padding=self.keeps_padding))
+
+
+class Cache:
+    """The activations of the sequences that were admitted, in host memory."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.saved_bytes = 0
+        self._rows: dict[bytes, Tensor] = {}
+
+    def meet(self, sequences: Sequences, *, held: Sequence[int]) -> None:
+        """Follow the rule, and hold the sender to it."""
+        if tuple(held) != self.admission.meet(sequences):
+            raise FrameError("the sender counts on other sequences than the cache holds")
+
+    def keep(self, sequences: Sequences, rows: Mapping[int, Tensor]) -> None:
+        """Keep the rows of those sequences, by their number, that were admitted."""
+        for number, rows_ND in rows.items():  # noqa: N806
+            key = sequences.keys[number]
+            if key in self.admission and key not in self._rows:
+                # A copy: the tensor may be a view of a packet, all of which it would keep.
+                self._rows[key] = rows_ND.to("cpu", copy=True)
+
+    def find(self, sequences: Sequences, numbers: Sequence[int]) -> Tensor:
+        """The rows of sequences that are held, one after the other."""
+        found = [self._rows[sequences.keys[number]] for number in numbers]
+        self.saved_bytes += sum(rows.nbytes for rows in found)
+        return torch.cat(found)
+
+    def describe(self) -> str:
+        """What it came to, in words."""
+        held, saved = (
+            format_bytes(int(float(f"{one:.3g}"))) for one in (self.admission.held_bytes, self.saved_bytes)
+        )
+        return f"cached {len(self.admission)} sequences of frozen layers in {held}; {saved} did not cross"

@@ -1,0 +1,122 @@
+"""`isthmus plan`: tables, JSON, pictures, and the choice written into the job."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from isthmus.cli.main import app
+from isthmus.errors import UserError
+from isthmus.job import PipelineStrategy, load_job
+from isthmus.plan.choice import scenario_of
+from tests.plan.jobs import TWO_CLOUDS
+
+WIDE = {"COLUMNS": "240"}
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "two.toml"
+    path.write_text(f"# as it was\n{TWO_CLOUDS}  # the end\n")
+    return path
+
+
+def invoke(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
+
+
+def test_tables_levers_and_a_picture_are_shown(job_file: Path) -> None:
+    result = invoke(job_file, "--set", "strategy.kind=pipeline")
+    assert result.exit_code == 0, result.output
+    for word in (
+        "tokens/s",
+        "imbalance",
+        "memory of a rank",
+        "$/Mtoken",
+        "limited by",
+        "taken",
+        "codec there",
+        "twice the bandwidth",
+        "half the round trip",
+        "100 steps take",
+        "east→west",
+        "forward",
+        "bubble",
+        "--write puts this choice into the job",
+    ):
+        assert word in result.output, word
+
+
+def test_every_runner_up_has_a_why(job_file: Path) -> None:
+    result = invoke(job_file, "--no-levers", "--json")
+    facts = json.loads(result.stdout)
+    assert facts["runners_up"]
+    assert all(one["why"] for one in facts["runners_up"])
+    assert facts["levers"] == []
+
+
+def test_json_is_a_plan(job_file: Path) -> None:
+    result = invoke(job_file, "--json", "--set", "strategy.kind=pipeline", "--set", "strategy.microbatches=8")
+    facts = json.loads(result.stdout)
+    assert facts["version"] == 1
+    assert facts["settings"]["num_microbatches"] == 8
+    bubble = facts["estimate"]["bubble"]
+    parts = [bubble[key] for key in ("fill", "latency", "bandwidth", "imbalance")]
+    assert sum(parts) == pytest.approx(bubble["total"])
+    assert scenario_of(result.stdout) is not None
+    assert {lever["what"] for lever in facts["levers"]} >= {"twice the bandwidth", "16 micro-batches"}
+
+
+def test_write_puts_the_choice_into_the_job_and_nothing_else(job_file: Path) -> None:
+    before = job_file.read_text()
+    result = invoke(job_file, "--write", "--no-levers", "--set", "strategy.kind=pipeline")
+    assert result.exit_code == 0, result.output
+    after = job_file.read_text()
+    assert after.startswith("# as it was")
+    assert "# the end" in after
+    assert all(line in after for line in before.splitlines() if line)
+    strategy = load_job(job_file).strategy
+    assert isinstance(strategy, PipelineStrategy)
+    assert strategy.layers is not None
+    assert sum(strategy.layers) == 12
+    again = json.loads(invoke(job_file, "--json", "--no-levers").stdout)
+    assert again["settings"]["num_microbatches"] == strategy.microbatches
+
+
+@pytest.mark.parametrize("kind", ["data", "pipeline"])
+def test_what_was_written_is_planned_again(job_file: Path, kind: str) -> None:
+    first = json.loads(
+        invoke(job_file, "--json", "--write", "--no-levers", "--set", f"strategy.kind={kind}").stdout
+    )
+    second = json.loads(invoke(job_file, "--json", "--no-levers").stdout)
+    assert first["settings"] == second["settings"]
+    assert first["what"] == second["what"]
+
+
+def test_pictures(job_file: Path, tmp_path: Path) -> None:
+    svg, html = tmp_path / "plan.svg", tmp_path / "plan.html"
+    for kind in ("pipeline", "data"):
+        result = invoke(
+            job_file, "--no-levers", "--set", f"strategy.kind={kind}", "--svg", svg, "--html", html
+        )
+        assert result.exit_code == 0, result.output
+        assert svg.read_text().startswith("<svg")
+        page = html.read_text()
+        assert "<svg" in page
+        assert "tokens/s" in page
+
+
+def test_nothing_is_started_or_imported_that_computes() -> None:
+    from subprocess import run
+    from sys import executable
+
+    code = "import sys, isthmus.plan.planner, isthmus.cli.main; sys.exit('torch' in sys.modules)"
+    assert run([executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_mistake_is_one_sentence(job_file: Path) -> None:
+    result = invoke(job_file, "--set", "cloud.east.accelerator=abacus")
+    assert isinstance(result.exception, UserError)
+    assert "not in the catalogue" in result.exception.message

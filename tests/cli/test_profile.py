@@ -1,0 +1,40 @@
+"""`isthmus profile` as a user runs it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from isthmus.cli.profile import profile
+from isthmus.plan.profile import read_profile
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "demo.toml"
+SMALL = ["--set", "data.sequence_length=16", "--set", "train.batch_tokens=256"]
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typer.Typer:
+    monkeypatch.setattr("isthmus.train.profiling._NUM_REPEATS", 2)
+    monkeypatch.chdir(tmp_path)
+    one = typer.Typer()
+    one.command()(profile)
+    return one
+
+
+def test_it_shows_a_table_and_writes_the_file(app: typer.Typer, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [str(EXAMPLE), *SMALL])
+    assert result.exit_code == 0, result.output
+    assert "1 × 16" in result.output
+    assert "ns per parameter" in result.output
+    assert 'profile = "east.profile.json"' in result.output
+    assert read_profile(tmp_path / "east.profile.json").model_type == "llama"
+
+
+def test_json_is_what_the_file_holds(app: typer.Typer, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app, [str(EXAMPLE), "--cloud", "west", "--out", "mine.json", "--json", *SMALL]
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((tmp_path / "mine.json").read_text())

@@ -1,0 +1,56 @@
+"""`isthmus report` on run directories as workers leave them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+from isthmus.cli.report import report
+from isthmus.errors import UserError
+from isthmus.plan.simulate import simulate
+from tests.observe.test_compare import SCENARIO, write_run
+
+
+def invoke(*arguments: object) -> Any:
+    app = typer.Typer()
+    app.command()(report)
+    return CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "120"})
+
+
+def test_measured_beside_predicted_and_a_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path, simulate(SCENARIO, num_steps=4), slower=1.25)
+    result = invoke(run)
+    assert result.exit_code == 0, result.output
+    for words in ("-20.0%", "forward cloud0", "for gradients", "cloud1→cloud0", "latency"):
+        assert words in result.output
+    page = (run / "report.html").read_text()
+    assert page.index(">predicted<") < page.index(">measured<")
+    assert page.count("<svg") == 3
+    assert "Loss" in page
+
+
+def test_a_run_without_plan_reports_what_was_measured(tmp_path: Path) -> None:
+    run = write_run(tmp_path, simulate(SCENARIO, num_steps=2), scenario=None)
+    page = tmp_path / "elsewhere.html"
+    result = invoke(run, "--html", page)
+    assert result.exit_code == 0, result.output
+    assert "no plan.json" in result.output
+    assert page.read_text().count("<svg") == 2
+    assert not (run / "report.html").exists()
+
+
+def test_json_is_all_of_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path, simulate(SCENARIO, num_steps=4), slower=2.0)
+    found = json.loads(invoke(run, "--json").stdout)
+    assert found["errors"]["forward"] == 0.5
+    assert found["step"]["error"] == -0.5
+    assert [one["cloud"] for one in found["waits"]["measured"]] == ["cloud0", "cloud1"]
+    assert len(found["losses"]) == 4
+
+
+def test_a_folder_without_events_is_one_sentence(tmp_path: Path) -> None:
+    error = invoke(tmp_path).exception
+    assert isinstance(error, UserError)
+    assert error.hint

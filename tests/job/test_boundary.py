@@ -1,0 +1,87 @@
+"""The text of a boundary."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.job.boundary import Anchor, BottleneckSpec, BoundarySpec, HiddenSpec, Init, parse_boundary
+from isthmus.job.findings import FieldError
+
+bottlenecks = st.builds(
+    BottleneckSpec,
+    rank=st.integers(1, 4096),
+    init=st.sampled_from(Init),
+    anchor=st.sampled_from(Anchor),
+    num_warmup_steps=st.integers(1, 10_000),
+)
+
+
+@settings(deadline=None)
+@given(st.just(HiddenSpec()) | bottlenecks)
+def test_text_round_trips(spec: BoundarySpec) -> None:
+    assert parse_boundary(str(spec)) == spec
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="bottleneck(64, init=pca)hidden", max_size=24))
+def test_any_text_is_a_boundary_or_a_field_error(text: str) -> None:
+    try:
+        spec = parse_boundary(text)
+    except FieldError:
+        return
+    assert parse_boundary(str(spec)) == spec
+
+
+def test_options_have_defaults_and_any_order() -> None:
+    assert parse_boundary("bottleneck(64)") == BottleneckSpec(rank=64)
+    assert parse_boundary(" bottleneck ( 8,warmup = 5 , anchor=none) ") == BottleneckSpec(
+        rank=8, anchor=Anchor.NONE, num_warmup_steps=5
+    )
+
+
+def test_what_crosses_is_as_wide_as_the_hidden_states_or_the_rank() -> None:
+    assert parse_boundary("hidden").crossing_width(768) == 768
+    assert parse_boundary("bottleneck(64)").crossing_width(768) == 64
+
+
+def test_a_comparison_needs_no_warmup() -> None:
+    spec = parse_boundary("bottleneck(8, init=random, anchor=none, warmup=0)")
+    assert spec == BottleneckSpec(rank=8, init=Init.RANDOM, anchor=Anchor.NONE, num_warmup_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "'' is no boundary"),
+        ("hidden | bottleneck(8)", "'hidden | bottleneck(8)' is no boundary"),
+        ("hiden", "unknown boundary 'hiden'"),
+        ("hidden(8)", "a hidden boundary takes no arguments"),
+        (
+            "bottleneck",
+            "the rank of a bottleneck must be a whole number from 1 on, not ''",
+        ),
+        (
+            "bottleneck(x)",
+            "the rank of a bottleneck must be a whole number from 1 on, not 'x'",
+        ),
+        ("bottleneck(8, 9)", "'9' is no option of a bottleneck"),
+        ("bottleneck(8, warmups=3)", "a bottleneck has no option 'warmups'"),
+        ("bottleneck(8, init=pca, init=pca)", "init is given twice"),
+        ("bottleneck(8, init=svd)", "init must be pca or random, not 'svd'"),
+        ("bottleneck(8, anchor=id)", "anchor must be tokens or none, not 'id'"),
+        ("bottleneck(8, warmup=soon)", "warmup must be a whole number from 0 on, not 'soon'"),
+        (
+            "bottleneck(8, warmup=0)",
+            "init=pca is taken from hidden states of the warm-up, and warmup is 0",
+        ),
+        (
+            "bottleneck(8, init=random, warmup=0)",
+            "anchor=tokens is taken from hidden states of the warm-up, and warmup is 0",
+        ),
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(text: str, what: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        parse_boundary(text)
+    assert caught.value.what == what
+    assert caught.value.cure

@@ -1,0 +1,368 @@
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from isthmus.model.anatomy import split_layers
+from isthmus.model.boundary import Batch, StageInput, StageOutput
+from isthmus.model.budget import Budgeted
+from isthmus.model.cheapest import Saving, cheapest, whole_costs
+from isthmus.model.growth import Growth
+from isthmus.model.meter import LayerReading, Meter
+from isthmus.model.randomness import Moment
+from isthmus.model.recompute import Fixed, InputSize, Stay
+from isthmus.model.stage import Stage
+from tests.model.cases import (
+    CONFIGS,
+    MOMENT,
+    assert_identical,
+    blueprint,
+    build,
+    make_batch,
+    run_pass,
+)
+
+CPU = torch.device("cpu")
+
+savings = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=9).map(
+    lambda pairs: [
+        Saving(layer=layer, freed_bytes=freed, cost=cost) for layer, (freed, cost) in enumerate(pairs)
+    ]
+)
+
+
+def brute_force_cost(given_savings: Sequence[Saving], needed_bytes: int) -> int | None:
+    costs = [
+        sum(one.cost for one in chosen)
+        for count in range(len(given_savings) + 1)
+        for chosen in itertools.combinations(given_savings, count)
+        if sum(one.freed_bytes for one in chosen) >= needed_bytes
+    ]
+    return min(costs, default=None)
+
+
+@given(savings, st.integers(-5, 400))
+def test_the_choice_frees_enough_at_the_least_cost(offered: list[Saving], needed_bytes: int) -> None:
+    chosen = [one for one in offered if one.layer in cheapest(offered, needed_bytes)]
+    least = brute_force_cost(offered, needed_bytes)
+    if least is None:
+        assert sum(one.freed_bytes for one in chosen) == sum(one.freed_bytes for one in offered)
+    else:
+        assert sum(one.freed_bytes for one in chosen) >= needed_bytes
+        assert sum(one.cost for one in chosen) == least
+
+
+def test_among_equal_layers_the_earlier_recompute() -> None:
+    equal = [Saving(layer=layer, freed_bytes=10, cost=3) for layer in range(6)]
+    assert cheapest(equal, 25) == {0, 1, 2}
+
+
+def test_layers_that_take_about_as_long_cost_the_same() -> None:
+    assert whole_costs({0: 1.00, 1: 0.995, 2: 0.5, 3: 0.0}) == {0: 32, 1: 32, 2: 16, 3: 1}
+    assert whole_costs({}) == {}
+
+
+sizes = st.builds(InputSize, st.integers(1, 8), st.integers(1, 512))
+
+
+@given(
+    st.tuples(*[st.integers(0, 1000)] * 3),
+    st.lists(st.integers(1, 512), min_size=3, max_size=8, unique=True),
+    st.integers(1, 512),
+)
+def test_a_quadratic_is_found_again(factors: tuple[int, int, int], lengths: list[int], length: int) -> None:
+    def num_bytes(size: InputSize) -> int:
+        return 1000 * factors[0] + factors[1] * size.num_tokens + factors[2] * size.num_pairs
+
+    growth = Growth()
+    for one in lengths:
+        growth.add(InputSize(4, one), num_bytes(InputSize(4, one)))
+    size = InputSize(4, min(length, max(lengths)))
+    assert growth.at(size) == pytest.approx(
+        num_bytes(size), rel=1e-4, abs=1e-3 * num_bytes(InputSize(4, 512))
+    )
+
+
+@given(sizes, sizes)
+def test_before_three_sizes_a_larger_one_bounds_a_smaller(first: InputSize, second: InputSize) -> None:
+    growth = Growth()
+    growth.add(first, 1000.0)
+    assert growth.at(first) == 1000
+    assert growth.at(second) >= 1000 * (1 if first.covers(second) else second.num_tokens / first.num_tokens)
+
+
+# A memory in which everything is as a budget is to believe, and that remembers its peak.
+
+
+@dataclass
+class World:
+    """Layers with given sizes and costs, run as a pipeline runs them."""
+
+    bytes_per_token: Sequence[float]
+    bytes_per_pair: Sequence[float]
+    input_bytes_per_token: float = 4.0
+    beside_bytes_per_token: float = 10.0
+    standing_bytes: int = 5_000
+    peak_bytes: float = 0.0
+    num_recomputed: int = 0
+    num_measured: int = 0
+    kept: dict[int, float] = field(default_factory=dict)
+
+    def own_bytes(self, layer: int, size: InputSize) -> float:
+        return self.bytes_per_token[layer] * size.num_tokens + self.bytes_per_pair[layer] * size.num_pairs
+
+    def input_bytes(self, size: InputSize) -> float:
+        return self.input_bytes_per_token * size.num_tokens
+
+    def beside_bytes(self, size: InputSize) -> float:
+        return self.beside_bytes_per_token * size.num_tokens
+
+    def forward(self, number: int, size: InputSize, stay: Stay) -> None:
+        layers = range(len(self.bytes_per_token))
+        recomputed = frozenset(layers) if stay.meter is not None else stay.recomputed
+        own = sum(self.own_bytes(layer, size) for layer in layers if layer not in recomputed)
+        self.kept[number] = len(layers) * self.input_bytes(size) + own + self.beside_bytes(size)
+        self.num_recomputed += len(recomputed)
+        if stay.meter is not None:
+            self.num_measured += 1
+            stay.measured(GivenMeter(self, size))
+        self._look(self.beside_bytes(size))
+
+    def backward(self, number: int, size: InputSize, stay: Stay) -> None:
+        self._look(2 * self.beside_bytes(size))
+        self.kept[number] -= self.beside_bytes(size)
+        for layer in reversed(range(len(self.bytes_per_token))):
+            own = self.own_bytes(layer, size)
+            is_recomputed = stay.meter is not None or layer in stay.recomputed
+            self._look(own * (2 if is_recomputed else 1))
+            self.kept[number] -= self.input_bytes(size) + (0 if is_recomputed else own)
+        del self.kept[number]
+        stay.end()
+
+    def _look(self, working_bytes: float) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.standing_bytes + sum(self.kept.values()) + working_bytes)
+
+
+class GivenMeter(Meter):
+    def __init__(self, world: World, size: InputSize) -> None:
+        super().__init__(CPU)
+        self.world = world
+        self.size = size
+
+    def layers(self) -> dict[int, LayerReading]:
+        inputs = int(self.world.input_bytes(self.size))
+        return {
+            layer: LayerReading(
+                kept_bytes=inputs + int(self.world.own_bytes(layer, self.size)),
+                input_bytes=inputs,
+                duration_s=1e-6 * self.size.num_tokens,
+            )
+            for layer in range(len(self.world.bytes_per_token))
+        }
+
+    @property
+    def beside_bytes(self) -> int:
+        return int(self.world.beside_bytes(self.size))
+
+
+def train(world: World, recompute: Budgeted | Fixed, lengths: Sequence[int], *, window: int) -> None:
+    """Fill the window, then one back and one forward, as a stage does."""
+    in_flight: list[tuple[int, InputSize, Stay]] = []
+    for number, length in enumerate(lengths):
+        if len(in_flight) == window:
+            world.backward(*in_flight.pop(0))
+        size = InputSize(2, length)
+        stay = recompute.begin(size, window=window)
+        world.forward(number, size, stay)
+        in_flight.append((number, size, stay))
+    for one in in_flight:
+        world.backward(*one)
+
+
+def budgeted(world: World, budget_bytes: int, **options: int) -> Budgeted:
+    return Budgeted(
+        budget_bytes=budget_bytes, standing_bytes=lambda: world.standing_bytes, device=CPU, **options
+    )
+
+
+def worlds() -> st.SearchStrategy[World]:
+    layers = st.integers(2, 12)
+    per_token = layers.flatmap(lambda n: st.lists(st.floats(10, 60), min_size=n, max_size=n))
+    return st.builds(
+        lambda tokens, pair: World(bytes_per_token=tokens, bytes_per_pair=[pair] * len(tokens)),
+        per_token,
+        st.floats(0, 0.05),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(), st.lists(st.integers(16, 400), min_size=20, max_size=60), st.integers(1, 5), st.floats(0, 1))
+def test_no_step_is_over_a_budget_that_can_be_kept(
+    world: World, lengths: list[int], window: int, between: float
+) -> None:
+    largest, num_layers = InputSize(2, 400), len(world.bytes_per_token)
+    least = window * (num_layers * world.input_bytes(largest) + world.beside_bytes(largest))
+    own = [world.own_bytes(layer, largest) for layer in range(num_layers)]
+    working = max(2 * (max(own) + world.input_bytes(largest)), 2 * world.beside_bytes(largest))
+    lowest = 1.05 * (world.standing_bytes + least + working)
+    budget = int(lowest + between * window * sum(own))
+    train(world, budgeted(world, budget, max_length=400), lengths, window=window)
+    assert world.peak_bytes <= budget
+
+
+def test_only_what_is_needed_is_recomputed() -> None:
+    lengths = [320, 480, 720, 1600, 240, 400, *[280, 360, 440, 500] * 10, 1600]
+    nothing, some = (World([30.0] * 8, [0.0] * 8) for _ in range(2))
+    train(nothing, Fixed(), lengths, window=2)
+    budget = int(0.7 * nothing.peak_bytes)
+    train(some, budgeted(some, budget, max_length=1600), lengths, window=2)
+    assert some.peak_bytes <= budget < nothing.peak_bytes
+    after_measuring = some.num_recomputed - 8 * some.num_measured
+    assert some.num_measured == 6
+    assert 0 < after_measuring <= 8
+
+
+def test_one_length_is_measured_twice_and_room_is_used() -> None:
+    world = World([30.0] * 8, [0.1] * 8)
+    train(world, budgeted(world, 10**9), [128] * 12, window=3)
+    assert world.num_measured == 2
+    assert world.num_recomputed == 16
+
+
+def test_a_budget_that_cannot_be_kept_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    world = World([30.0] * 4, [0.0] * 4)
+    train(world, budgeted(world, 6_000), [100] * 8, window=2)
+    assert world.num_recomputed == 4 * 8
+    (record,) = caplog.records
+    assert "too small even with everything recomputed" in record.getMessage()
+
+
+# The real thing.
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "bert"])
+def test_any_layers_may_recompute_without_a_trace(model_type: str) -> None:
+    plan = blueprint(model_type)
+    batch = make_batch(plan.head)
+    (whole,) = build(plan, [range(plan.num_layers)], untie=True)
+    expected = run_pass([whole], batch)
+    for count in range(1, plan.num_layers + 1):
+        for layers in itertools.combinations(range(plan.num_layers), count):
+            whole.zero_grad()
+            whole.recompute = Fixed(frozenset(layers))
+            found = run_pass([whole], batch)
+            assert torch.equal(found.loss, expected.loss)
+            assert_identical(found.grads, expected.grads)
+
+
+class Switching:
+    """Recomputes other layers each time, and measures some."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.num_ended = 0
+        self.meters: list[Meter] = []
+
+    def begin(self, size: InputSize, *, window: int) -> Stay:  # noqa: ARG002
+        self.count += 1
+        meter = Meter(CPU) if self.count % 2 else None
+        layers = frozenset(layer for layer in range(4) if (self.count >> layer) & 1)
+        return Stay(recomputed=layers, meter=meter, measured=self.meters.append, end=self._end)
+
+    def _end(self) -> None:
+        self.num_ended += 1
+
+
+def microbatches(
+    stage: Stage, batches: Sequence[Batch], crossings: Sequence[Tensor | None]
+) -> list[StageOutput]:
+    """All forwards, then all backwards, so that several are in flight."""
+    outputs = [
+        stage(StageInput(batch=batch, crossing=crossing, moment=Moment(seed=7, step=0, microbatch=number)))
+        for number, (batch, crossing) in enumerate(zip(batches, crossings, strict=True))
+    ]
+    for output, batch in zip(outputs, batches, strict=True):
+        grad = None if output.crossing is None else torch.ones_like(output.crossing)
+        output.backward(grad=grad, loss_weight=1 / batch.num_targets)
+    return outputs
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3", "electra"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_choices_and_measuring_leave_no_trace_with_several_in_flight(model_type: str, autocast: bool) -> None:
+    plan = blueprint(model_type)
+    batches = [make_batch(plan.head, lengths=(3 + n, 9 - n), seed=n) for n in range(5)]
+    switching = Switching()
+    for index in range(2):
+        layers = split_layers(plan.num_layers, 2)[index]
+        grads = []
+        for recompute in (Fixed(), switching):
+            (stage,) = build(plan, [layers], untie=True)
+            stage.recompute = recompute
+            hidden = [
+                torch.ones(*batch.ids.shape, 16).requires_grad_() if index else None for batch in batches
+            ]
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                microbatches(stage, batches, hidden)
+            grads.append({name: p.grad for name, p in stage.model.named_parameters()})
+        assert_identical(grads[1], grads[0])
+    assert switching.num_ended == switching.count == 10
+    assert len(switching.meters) == 5
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_layer_keeps_what_its_graph_holds(model_type: str) -> None:
+    """What a meter says of a layer is what a pass that keeps the layer saves more than one that does not."""
+    plan = blueprint(model_type, num_hidden_layers=2)
+    batch = make_batch(plan.head)
+    (stage,) = build(plan, [range(2)], untie=True)
+    measured: list[Meter] = []
+    stage.recompute = Measuring(measured)
+    stage(StageInput(batch=batch, moment=MOMENT)).backward()
+    readings = measured[0].layers()
+    assert readings.keys() == {0, 1}
+    standing = [*stage.parameters(), *stage.buffers()]
+    kept = Meter(CPU)
+    stage.recompute = Fixed()
+    with kept.beside(standing):
+        stage(StageInput(batch=batch, moment=MOMENT))
+    inputs = sum(reading.input_bytes for reading in readings.values())
+    total = measured[0].beside_bytes + sum(reading.kept_bytes for reading in readings.values())
+    assert total == pytest.approx(kept.beside_bytes, abs=inputs + 0.1 * total)
+    assert all(reading.kept_bytes > reading.input_bytes > 0 for reading in readings.values())
+    assert all(reading.duration_s > 0 for reading in readings.values())
+
+
+@dataclass
+class Measuring:
+    meters: list[Meter]
+
+    def begin(self, size: InputSize, *, window: int) -> Stay:  # noqa: ARG002
+        return Stay(meter=Meter(CPU), measured=self.meters.append)
+
+
+def test_a_budget_drives_a_stage_and_evaluation_takes_no_room() -> None:
+    plan = blueprint("llama")
+    (plain,) = build(plan, [range(4)], untie=True)
+    (stage,) = build(plan, [range(4)], untie=True)
+    budget = Budgeted(budget_bytes=200_000, standing_bytes=lambda: 40_000, device=CPU)
+    stage.recompute = budget
+    chosen = []
+    for step in range(8):
+        batch = make_batch(plan.head, lengths=(4 + 3 * step, 5), seed=step)
+        for one in (plain, stage):
+            output = one(StageInput(batch=batch, moment=MOMENT, window=2))
+            output.backward(loss_weight=1 / batch.num_targets)
+        chosen.append(output.stay.recomputed)
+        with torch.no_grad():
+            assert stage(StageInput(batch=batch, moment=MOMENT)).stay == Stay()
+    assert_identical(
+        {name: p.grad for name, p in stage.model.named_parameters()},
+        {name: p.grad for name, p in plain.model.named_parameters()},
+    )
+    assert not budget._in_flight

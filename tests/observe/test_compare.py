@@ -1,0 +1,129 @@
+"""A run that went as simulated, or slower, laid over its prediction."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.events import EventLog, Span
+from isthmus.observe.compare import compare
+from isthmus.observe.recorded import find_run, read_run
+from isthmus.observe.waits import waits_of
+from isthmus.plan.scenario import Scenario, scenario_to_dict
+from isthmus.plan.simulate import simulate
+from isthmus.plan.timeline import Timeline
+from tests.plan.scenarios import pipeline
+
+SCENARIO = pipeline(2, 8, serialise_s=0.5, latency_s=1.0)
+
+
+def write_run(
+    folder: Path, timeline: Timeline, *, scenario: Scenario | None = SCENARIO, slower: float = 1.0
+) -> Path:
+    """A run directory in which all that was simulated took so many times as long."""
+    for cloud in ("cloud0", "cloud1"):
+        with EventLog(folder / "events" / f"{cloud}.jsonl") as log:
+            for one in timeline.spans:
+                if one.track == cloud or one.track.endswith(f"→{cloud}"):
+                    log.span(_stretched(one, slower))
+            if cloud == "cloud0":
+                for step in timeline.steps:
+                    values = {
+                        "step": step.step,
+                        "loss": 5.0 - step.step,
+                        "duration_s": slower * step.duration_s,
+                    }
+                    log.fact("step", values)
+    if scenario is not None:
+        plan = {
+            "version": 1,
+            "scenario": scenario_to_dict(scenario),
+            "estimate": {"step_s": 1.0, "bubble": {"fill": 0.1, "latency": 0.2}},
+        }
+        (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+def _stretched(span: Span, factor: float) -> Span:
+    return Span(
+        track=span.track,
+        name=span.name,
+        kind=span.kind,
+        start_s=1e9 + factor * span.start_s,
+        end_s=1e9 + factor * span.end_s,
+        num_bytes=span.num_bytes,
+    )
+
+
+def test_a_run_as_predicted_has_no_error(tmp_path: Path) -> None:
+    found = compare(read_run(write_run(tmp_path, simulate(SCENARIO, num_steps=4))))
+    assert found.clouds == ("cloud0", "cloud1")
+    assert found.step.error == pytest.approx(0.0, abs=1e-6)
+    for kind in ("forward", "backward", "transfer"):
+        assert found.error_of(kind) == pytest.approx(0.0, abs=1e-6)
+    assert [one.error for one in found.bytes_per_step] == [0.0, 0.0]
+    assert [one.busy for one in found.measured_waits] == pytest.approx(
+        [one.busy for one in found.predicted_waits], abs=1e-6
+    )
+    assert found.losses == ((0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0))
+    assert found.bubble_split == {"fill": 0.1, "latency": 0.2}
+
+
+def test_a_run_that_took_twice_as_long_was_predicted_at_half(tmp_path: Path) -> None:
+    found = compare(read_run(write_run(tmp_path, simulate(SCENARIO, num_steps=3), slower=2.0)))
+    assert found.step.error == pytest.approx(-0.5)
+    assert found.error_of("forward") == pytest.approx(0.5)
+    assert found.measured_chart is not None
+    assert found.predicted_chart is not None
+    assert found.measured_chart.duration_s == pytest.approx(2 * found.predicted_chart.duration_s, rel=1e-4)
+    assert [one.name for one in found.measured_chart.tracks] == [
+        one.name for one in found.predicted_chart.tracks
+    ]
+
+
+def test_a_run_without_a_plan_still_has_its_measured_part(tmp_path: Path) -> None:
+    found = compare(read_run(write_run(tmp_path, simulate(SCENARIO, num_steps=3), scenario=None)))
+    assert found.step.predicted is None
+    assert found.step.error is None
+    assert found.step.measured is not None
+    assert found.predicted_chart is None
+    assert not found.predicted_waits
+    assert {one.kind for one in found.durations} == {"forward", "backward", "transfer", "optimize"}
+    assert found.error_of("forward") is None
+
+
+def test_a_plan_of_another_format_is_said_in_one_sentence(tmp_path: Path) -> None:
+    run = write_run(tmp_path, simulate(SCENARIO))
+    (run / "plan.json").write_text('{"version": 9, "scenario": null}')
+    with pytest.raises(UserError, match="format 9"):
+        read_run(run)
+
+
+def test_a_folder_of_runs_stands_for_its_newest(tmp_path: Path) -> None:
+    for name in ("2026a", "2026b"):
+        write_run(tmp_path / name, simulate(SCENARIO))
+    assert find_run(tmp_path) == tmp_path / "2026b"
+    assert find_run(tmp_path / "2026a") == tmp_path / "2026a"
+    with pytest.raises(UserError, match="holds no run"):
+        find_run(tmp_path / "2026c")
+
+
+def spans_of(*kinds_and_times: tuple[str, float, float]) -> Iterable[Span]:
+    return [
+        Span(track="east", name=f"{kind} 0.0", kind=kind, start_s=start_s, end_s=end_s)
+        for kind, start_s, end_s in kinds_and_times
+    ]
+
+
+def test_waiting_is_told_by_what_follows() -> None:
+    spans = spans_of(
+        ("optimize", 0, 1), ("forward", 2, 3), ("forward", 4, 5), ("backward", 8, 10), ("optimize", 10, 11)
+    )
+    first, later = (waits_of(spans, cloud="east", is_first=one) for one in (True, False))
+    assert first is not None
+    assert later is not None
+    assert (first.busy, first.for_data, first.for_activations, first.for_gradients) == (0.5, 0.1, 0.1, 0.3)
+    assert (later.for_data, later.for_activations, later.for_other_stages) == (0.0, 0.2, 0.0)
+    assert waits_of(spans, cloud="west", is_first=False) is None

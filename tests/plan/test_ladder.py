@@ -1,0 +1,186 @@
+"""The mildest codec that hides a link."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.job.codec import parse_codec
+from isthmus.plan.ladder import Bounds, Crossing, Figures, Loss, Pair, choose, ladder, reconsider
+
+CROSSING = Crossing(num_rows=4096, width=768)
+RUNGS = ladder(768)
+MBPS = 1e6
+
+
+def figures(down_mbps: float, up_mbps: float | None = None, *, interval_s: float = 0.15) -> Figures:
+    up_mbps = down_mbps if up_mbps is None else up_mbps
+    return Figures(interval_s=interval_s, down_bps=down_mbps * MBPS, up_bps=up_mbps * MBPS)
+
+
+def chosen(line: Figures, bounds: Bounds, crossing: Crossing = CROSSING) -> tuple[str, str]:
+    pair = choose(crossing, line, rungs=RUNGS, bounds=bounds).pair
+    return str(pair.forward), str(pair.backward)
+
+
+def test_the_ladder_sends_ever_fewer_bytes_at_ever_more_loss() -> None:
+    pairs = [Pair(forward=rung.forward, backward=rung.backward) for rung in RUNGS]
+    for measure in (Pair.forward_bytes, Pair.backward_bytes):
+        sizes = [measure(pair, CROSSING) for pair in pairs]
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(set(sizes)) == len(sizes)
+    assert [rung.loss for rung in RUNGS] == sorted(rung.loss for rung in RUNGS)
+
+
+def test_narrow_cuts_have_no_subspace_and_anchors_need_shared_ids() -> None:
+    assert len(ladder(16)) == 4
+    assert "anchor=tokens" in str(ladder(768, shares_ids=True)[-1].forward)
+    assert "anchor" not in str(RUNGS[-1].forward)
+
+
+@pytest.mark.parametrize(
+    ("mbps", "codecs"),
+    [
+        (10_000, ("raw", "raw")),
+        (1_000, ("raw", "raw")),
+        (400, ("bf16", "bf16")),
+        (250, ("rotate | int8", "rotate | int8(stochastic)")),
+        (120, ("rotate | int4", "rotate | int4(stochastic)")),
+        (50, ("subspace(192) | int4", "int4(stochastic)")),
+        (15, ("subspace(96) | int4", "int4(stochastic)")),
+        (1, ("subspace(48) | int4", "int4(stochastic)")),
+    ],
+)
+def test_codecs_grow_stronger_as_the_link_narrows(mbps: float, codecs: tuple[str, str]) -> None:
+    assert chosen(figures(mbps), Bounds(loss=Loss.SOME)) == codecs
+
+
+def test_the_allowed_loss_ends_the_ladder() -> None:
+    assert chosen(figures(1), Bounds(loss=Loss.NONE)) == ("raw", "raw")
+    assert chosen(figures(1), Bounds()) == ("rotate | int4", "rotate | int4(stochastic)")
+
+
+def test_each_direction_has_its_own() -> None:
+    assert chosen(figures(1000, 120), Bounds()) == ("raw", "rotate | int4(stochastic)")
+    assert chosen(figures(250, 1000), Bounds()) == ("rotate | int8", "raw")
+
+
+def test_nothing_is_compressed_to_beat_a_direction_that_sets_the_pace() -> None:
+    choice = choose(CROSSING, figures(120, 10), rungs=RUNGS)
+    assert str(choice.pair.forward) == "raw"
+    assert not choice.is_hidden
+    assert "is less than the 1.337 s of the other direction" in choice.reason
+
+
+def test_gradients_that_do_not_cross_count_for_nothing() -> None:
+    frozen = replace(CROSSING, has_gradient=False)
+    choice = choose(frozen, figures(1000, 0.001), rungs=RUNGS)
+    assert (str(choice.pair.forward), choice.backward_s, choice.is_hidden) == ("raw", 0.0, True)
+    assert "gradients" not in choice.reason
+
+
+def test_the_codec_of_the_job_stays() -> None:
+    own = parse_codec("topk(0.05) | fp16")
+    assert chosen(figures(120), Bounds(forward=own)) == (str(own), "rotate | int4(stochastic)")
+    assert chosen(figures(120), Bounds(backward=own)) == ("rotate | int4", str(own))
+
+
+def test_a_subspace_of_the_job_narrows_its_gradients_too() -> None:
+    own = parse_codec("subspace(64) | int4")
+    assert chosen(figures(120), Bounds(forward=own)) == (str(own), "raw")
+
+
+def test_what_the_guard_ruled_out_is_not_chosen() -> None:
+    int8 = Pair(forward=RUNGS[2].forward, backward=RUNGS[3].backward)
+    bounds = Bounds(loss=Loss.SOME, least_forward_bytes=int8.forward_bytes(CROSSING))
+    assert chosen(figures(10, 120), bounds)[0] == "rotate | int8"
+
+
+def test_an_element_of_two_bytes_makes_bf16_pointless() -> None:
+    half = replace(CROSSING, element_bytes=2)
+    picked = {chosen(figures(mbps), Bounds(), half)[0] for mbps in range(50, 2000, 50)}
+    assert picked == {"raw", "rotate | int8", "rotate | int4"}
+
+
+def test_reasons_are_words() -> None:
+    hidden = choose(CROSSING, figures(1000, interval_s=0.3), rungs=RUNGS).reason
+    assert hidden == (
+        "activations raw: 100.7 ms on the line is hidden behind 300 ms of compute; "
+        "gradients raw: 100.7 ms on the line is hidden behind 300 ms of compute"
+    )
+    coded = choose(CROSSING, figures(150, 1000), rungs=RUNGS).reason
+    assert coded.startswith(
+        "activations rotate | int4: 89.13 ms on the line is hidden behind 150 ms of compute, "
+        "rotate | int8 would take 173 ms; "
+    )
+    thin = choose(CROSSING, figures(10, 1000), rungs=RUNGS).reason
+    assert "rotate | int4: 1.337 s on the line is more than 150 ms of compute, and no codec" in thin
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    down=st.floats(0.1, 1e5),
+    up=st.floats(0.1, 1e5),
+    interval_s=st.floats(0, 10),
+    loss=st.sampled_from(Loss),
+    rows=st.integers(1, 10_000),
+)
+def test_no_pair_of_equal_or_milder_loss_is_a_tenth_faster(
+    down: float, up: float, interval_s: float, loss: Loss, rows: int
+) -> None:
+    crossing, line = replace(CROSSING, num_rows=rows), figures(down, up, interval_s=interval_s)
+    choice = choose(crossing, line, rungs=RUNGS, bounds=Bounds(loss=loss))
+    own_s = max(line.interval_s, choice.forward_s, choice.backward_s)
+    assert choice.loss <= loss
+    for rung in (rung for rung in RUNGS if rung.loss <= loss):
+        pair = Pair(forward=rung.forward, backward=rung.backward)
+        forward_s = 8 * pair.forward_bytes(crossing) / line.down_bps
+        backward_s = 8 * pair.backward_bytes(crossing) / line.up_bps
+        assert own_s <= 1.1 * max(line.interval_s, forward_s, backward_s)
+
+
+@settings(deadline=None, max_examples=100)
+@given(mbps=st.floats(1, 1e4), drift=st.floats(0.95, 1.05))
+def test_small_changes_of_the_figures_change_nothing(mbps: float, drift: float) -> None:
+    current = choose(CROSSING, figures(mbps), rungs=RUNGS, bounds=Bounds(loss=Loss.SOME)).pair
+    moved = reconsider(current, CROSSING, figures(mbps * drift), rungs=RUNGS, bounds=Bounds(loss=Loss.SOME))
+    assert moved is None
+
+
+@settings(deadline=None, max_examples=100)
+@given(mbps=st.floats(1, 1e4), start=st.sampled_from(RUNGS))
+def test_a_change_lasts_while_the_figures_do(mbps: float, start: object) -> None:
+    bounds = Bounds(loss=Loss.SOME)
+    pair = next(Pair(forward=rung.forward, backward=rung.backward) for rung in RUNGS if rung == start)
+    moved = reconsider(pair, CROSSING, figures(mbps), rungs=RUNGS, bounds=bounds)
+    if moved is not None:
+        assert moved.pair != pair
+        assert reconsider(moved.pair, CROSSING, figures(mbps), rungs=RUNGS, bounds=bounds) is None
+
+
+def test_a_link_that_has_become_thin_gets_a_stronger_codec() -> None:
+    raw = Pair(forward=RUNGS[0].forward, backward=RUNGS[0].backward)
+    moved = reconsider(raw, CROSSING, figures(120), rungs=RUNGS)
+    assert moved is not None
+    assert str(moved.pair.forward) == "rotate | int4"
+
+
+def test_a_link_that_has_become_wide_gets_raw_again() -> None:
+    int4 = Pair(forward=RUNGS[3].forward, backward=RUNGS[3].backward)
+    assert reconsider(int4, CROSSING, figures(180), rungs=RUNGS) is None
+    moved = reconsider(int4, CROSSING, figures(2000), rungs=RUNGS)
+    assert moved is not None
+    assert str(moved.pair.forward) == "raw"
+
+
+def test_what_is_not_allowed_any_more_is_left_at_once() -> None:
+    strong = Pair(forward=RUNGS[4].forward, backward=RUNGS[4].backward)
+    moved = reconsider(strong, CROSSING, figures(50), rungs=RUNGS)
+    assert moved is not None
+    assert moved.loss is Loss.SLIGHT
+
+
+def test_figures_of_no_line_are_refused() -> None:
+    with pytest.raises(ValueError, match="no line has these figures"):
+        figures(0)

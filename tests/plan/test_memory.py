@@ -1,0 +1,158 @@
+"""Memory of a rank: against torch's allocator, and by what saves it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from isthmus.model.assembly import build_stage
+from isthmus.model.blueprint import fresh_blueprint
+from isthmus.model.heads import HEADS
+from isthmus.plan.activations import Arithmetic, Precision
+from isthmus.plan.costs import Workload, model_costs
+from isthmus.plan.memory import Memory, OptimizerState, Savers, WeightStorage, stage_memory
+from isthmus.plan.shapes import Task, read_shape
+from isthmus.train.device import Device
+from isthmus.train.profiling import Rig, Size
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
+LLAMA = {"model_type": "llama", **SMALL, "intermediate_size": 352, "num_key_value_heads": 2}
+BERT = {"model_type": "bert", **SMALL, "intermediate_size": 512, "max_position_embeddings": 128}
+BIG = read_shape({"model_type": "llama", "num_key_value_heads": 8})
+ON_GPU = Workload(num_sequences=1, sequence_length=2048, arithmetic=Arithmetic(precision=Precision.BFLOAT16))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def take_step(rig: Rig, window: int, step: int) -> None:
+    for microbatch in range(window):
+        rig.forward(microbatch, step=step)
+    rig.backward(0, step=step)
+    rig.forward(window, step=step)
+    for microbatch in range(1, window + 1):
+        rig.backward(microbatch, step=step)
+    rig.update()
+
+
+def allocated_bytes(
+    config: dict[str, Any], task: Task, layers: range, workload: Workload, window: int
+) -> int:
+    """The most that torch's allocator held in the second step of a real stage."""
+    blueprint = fresh_blueprint(config, head=HEADS[task.value])
+    size = Size(
+        num_sequences=workload.num_sequences,
+        sequence_length=workload.sequence_length,
+        precision=workload.arithmetic.precision,
+    )
+    stage = build_stage(blueprint, layers, seed=0, recompute=workload.recompute)
+    rig = Rig(stage, device=Device("cpu"), size=size)
+    take_step(rig, window, 0)
+    held_before = rig.held_bytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        take_step(rig, window, 1)
+    inner: Any = profiler.profiler
+    events = [one for one in inner.kineto_results.events() if one.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return held_before + peak
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize(
+    ("config", "layers", "window"),
+    [(LLAMA, range(2), 3), (LLAMA, range(4, 6), 1), (BERT, range(2, 4), 3)],
+)
+def test_the_allocator_agrees(
+    config: dict[str, Any], layers: range, window: int, precision: Precision, recompute: bool
+) -> None:
+    task = Task.MASKED_LM if config is BERT else Task.CAUSAL_LM
+    workload = Workload(
+        num_sequences=4,
+        sequence_length=64,
+        arithmetic=Arithmetic(precision=precision, on_accelerator=False),
+        recompute=recompute,
+    )
+    costs = model_costs(read_shape(config, task=task), workload)
+    predicted = stage_memory(costs, layers, window=window, num_buffered=0)
+    found = allocated_bytes(config, task, layers, workload, window)
+    assert predicted.total_bytes == pytest.approx(found, rel=0.06)
+
+
+def memory(workload: Workload = ON_GPU, *, window: int = 4, savers: Savers | None = None) -> Memory:
+    return stage_memory(model_costs(BIG, workload), range(8, 16), window=window, savers=savers)
+
+
+def test_float32_training_takes_sixteen_bytes_a_parameter() -> None:
+    costs = model_costs(BIG, ON_GPU)
+    num_parameters = costs.num_parameters(range(8, 16))
+    found = memory()
+    assert found.weights + found.gradients + found.optimizer == 16 * num_parameters
+    assert found.total_bytes > 16 * num_parameters
+
+
+def test_activations_grow_with_the_window_and_nothing_else_does() -> None:
+    small, large = memory(window=1), memory(window=5)
+    assert large.activations == 5 * small.activations
+    assert replace(large, activations=small.activations) == small
+
+
+def test_recomputing_keeps_the_stream_alone() -> None:
+    plain, again = memory(), memory(replace(ON_GPU, recompute=True))
+    assert again.activations < plain.activations / 6
+    assert again.working > plain.working
+    assert again.weights == plain.weights
+
+
+def test_logits_are_the_largest_thing_of_a_small_last_stage() -> None:
+    shape = read_shape({"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28})
+    workload = replace(ON_GPU, sequence_length=8192)
+    found = stage_memory(model_costs(shape, workload), range(26, 28), window=1)
+    logits_bytes = 4 * 151936 * 8192
+    assert found.working >= 2 * logits_bytes
+    assert found.total_bytes > 3 * logits_bytes
+
+
+def test_eight_bit_state_and_offload_shrink_the_optimizer() -> None:
+    plain = memory()
+    small = memory(savers=Savers(optimizer=OptimizerState.EIGHT_BIT))
+    assert small.optimizer == pytest.approx(plain.optimizer / 4, rel=0.02)
+    away = memory(savers=Savers(offload_optimizer=True))
+    assert away.optimizer == 0
+    assert away.total_bytes < small.total_bytes
+
+
+def test_shards_divide_the_state_and_add_what_is_gathered() -> None:
+    plain, shared = memory(), memory(savers=Savers(num_shards=8))
+    for part in ("weights", "gradients", "optimizer"):
+        assert getattr(shared, part) == pytest.approx(getattr(plain, part) / 8, rel=1e-6)
+    assert shared.gathered == plain.weights // 2
+    assert shared.total_bytes < plain.total_bytes
+
+
+def test_narrow_weights_have_a_master_copy() -> None:
+    plain, narrow = memory(), memory(savers=Savers(weights=WeightStorage.BFLOAT16))
+    assert narrow.weights == plain.weights // 2
+    assert narrow.master == plain.weights
+    assert narrow.activations < plain.activations
+
+
+def test_codecs_and_messages_are_counted() -> None:
+    costs = model_costs(BIG, ON_GPU)
+    found = stage_memory(costs, range(8, 16), window=1, codec_bytes=10**9, num_buffered=3)
+    assert found.codec == 10**9
+    assert found.buffers == 3 * costs.boundary_bytes
+    whole = stage_memory(costs, range(32), window=1)
+    assert whole.buffers == 0

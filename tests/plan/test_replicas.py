@@ -1,0 +1,110 @@
+"""Copies of a model on several clouds: traffic, shares of the work, and what is sustainable."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.plan.ladder import Loss
+from isthmus.plan.replicas import (
+    Replica,
+    Sync,
+    Wire,
+    path,
+    share_out,
+    sync_choices,
+    sync_costs,
+    sync_traffic,
+)
+
+BILLION = 10**9
+
+
+def wire(first: int, second: int, bps: float = 1e9) -> Wire:
+    return Wire(between=(first, second), down_bps=bps, up_bps=bps, rtt_s=0.1)
+
+
+@given(st.integers(2, 6))
+def test_traffic_is_that_of_a_ring(num_clouds: int) -> None:
+    wires = [wire(one, two) for one in range(num_clouds) for two in range(one + 1, num_clouds)]
+    traffic = sync_traffic(num_clouds, wires, num_bytes=4.0)
+    for cloud in range(num_clouds):
+        sent = sum(number for (source, _), number in traffic.items() if source == cloud)
+        assert sent == pytest.approx(2 * (num_clouds - 1) / num_clouds * 4.0)
+
+
+def test_what_is_not_linked_goes_through_others() -> None:
+    wires = [wire(0, 1), wire(1, 2)]
+    assert path(0, 2, wires) == (0, 1, 2)
+    assert path(0, 3, wires) == ()
+    traffic = sync_traffic(3, wires, num_bytes=3.0)
+    assert traffic[0, 1] == pytest.approx(2 * (1.0 + 1.0))
+
+
+@given(
+    st.lists(
+        st.builds(
+            Replica,
+            num_ranks=st.integers(1, 4),
+            microbatch_s=st.sampled_from([0.5, 1.0, 1.7, 4.0]),
+            update_s=st.sampled_from([0.0, 0.3]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(1, 20),
+)
+def test_shares_are_the_best_there_are(replicas: list[Replica], number: int) -> None:
+    def is_done(by_s: float) -> bool:
+        rounds = [int((by_s - one.update_s) / one.microbatch_s + 1e-9) for one in replicas]
+        return sum(max(0, done) * one.num_ranks for done, one in zip(rounds, replicas, strict=True)) >= number
+
+    found_s = share_out(replicas, number)
+    assert is_done(found_s)
+    assert not is_done(found_s - 1e-3)
+
+
+def costs_s(sync: Sync, *, bps: float = 1e9, num_parameters: int = BILLION) -> float:
+    replicas = [Replica(num_ranks=1, microbatch_s=1.0, update_s=0.0)] * 2
+    found = sync_costs(replicas, [wire(0, 1, bps)], sync, num_parameters=num_parameters, num_microbatches=4)
+    return found.step_s
+
+
+def test_every_step_waits_for_its_traffic() -> None:
+    # 4 GB there and back: 2·(1/2)·N·32 bit = 32 Gbit at 1 Gbit/s.
+    assert costs_s(Sync(inner_steps=1, num_fragments=1, bits=32)) == pytest.approx(2.0 + 0.2 + 32)
+
+
+def test_rare_synchronisation_is_hidden_where_it_is_sustainable() -> None:
+    sync = Sync(inner_steps=30, num_fragments=6, bits=4)
+    assert costs_s(sync) == pytest.approx(2.0)
+    # 4 Gbit each 30 steps at 0.6 of 10 Mbit/s.
+    assert costs_s(sync, bps=1e7) == pytest.approx(4e9 / 30 / 0.6e7)
+
+
+def test_quality_is_told() -> None:
+    replicas = [Replica(num_ranks=1, microbatch_s=1.0, update_s=0.0)] * 3
+    wires = [wire(0, 1), wire(1, 2), wire(0, 2)]
+    rare = sync_costs(
+        replicas,
+        wires,
+        Sync(inner_steps=30, num_fragments=6, bits=4),
+        num_parameters=BILLION,
+        num_microbatches=4,
+    )
+    exact = sync_costs(
+        replicas,
+        wires,
+        Sync(inner_steps=1, num_fragments=1, bits=32),
+        num_parameters=BILLION,
+        num_microbatches=4,
+    )
+    assert (rare.loss, exact.loss) == (Loss.SOME, Loss.NONE)
+    assert "1.4" in rare.note
+
+
+def test_what_is_given_is_tried_alone() -> None:
+    every = list(sync_choices(num_layers=30, inner_steps=None, num_fragments=None, bits=None))
+    assert every[0] == Sync(inner_steps=1, num_fragments=1, bits=32)
+    assert {one.inner_steps for one in every} == {1, 30, 40, 50, 75, 100}
+    given = list(sync_choices(num_layers=30, inner_steps=20, num_fragments=4, bits=8))
+    assert given == [Sync(inner_steps=20, num_fragments=4, bits=8)]

@@ -1,0 +1,62 @@
+"""What holds on the CPU holds on an accelerator, where codecs have a stream of their own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from isthmus.train.cut import Cut
+from isthmus.train.device import Device
+from tests.model.cases import blueprint
+from tests.train.chain import Given, chain, course
+from tests.train.reference import assert_same, parameters_of
+from tests.train.test_checkpoint import load_all, save_all
+from tests.train.test_codecs import BOTTLENECK, cut
+from tests.train.test_exactness import batches
+
+CUTS = {
+    "raw": Cut(),
+    "int4": cut("rotate | int4", "rotate | int4(stochastic)", guard_every=2),
+    "topk": cut("topk(0.5) | int8", "topk(0.5) | int8"),
+    "subspace": cut("subspace(6, anchor=tokens, every=2) | int8", "int8(stochastic)"),
+    "bottleneck": cut("int4", "int4(stochastic)", boundary=BOTTLENECK),
+}
+
+needs_accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+
+
+def test_on_the_cpu_a_lane_is_no_detour() -> None:
+    lane = Device("cpu").lane()
+    tensor = torch.ones(3)
+    with lane.work(after=Device("cpu").mark()):
+        assert not torch.is_grad_enabled()
+        assert lane.to_host(tensor) is tensor
+        assert lane.to_device(tensor) is tensor
+    assert lane.hand_over(tensor) is tensor
+
+
+@needs_accelerator
+@pytest.mark.parametrize("between", CUTS.values(), ids=CUTS)
+def test_losses_are_those_of_the_cpu(between: Cut) -> None:
+    plan = blueprint("llama", attention_dropout=0.0)
+    steps = batches(plan, 3)
+    losses = []
+    for device in ("cpu", "auto"):
+        with chain(plan, course(2, 3, cuts=(between,)), device=device) as found:
+            found.run(Given(steps))
+        losses.append([one.loss for one in found.records[0].steps])
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
+@needs_accelerator
+@pytest.mark.parametrize("between", CUTS.values(), ids=CUTS)
+def test_a_resumed_run_equals_one_that_never_stopped(between: Cut, tmp_path: Path) -> None:
+    plan = blueprint("llama")
+    steps = batches(plan, 3)
+    with chain(plan, course(2, 3, cuts=(between,)), device="auto") as whole:
+        save_all(whole, tmp_path)
+        whole.run(Given(steps))
+    with chain(plan, course(2, 3, cuts=(between,)), device="auto") as resumed:
+        states = load_all(resumed, tmp_path, 3)
+        resumed.run(Given(steps), first_step=3, states=states)
+    assert_same(parameters_of(resumed.stages), parameters_of(whole.stages))

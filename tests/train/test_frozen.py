@@ -1,0 +1,148 @@
+"""Below frozen layers nothing goes back, and what was there before does not cross again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.errors import FrameError
+from isthmus.job.codec import parse_codec
+from isthmus.model.blueprint import Blueprint
+from isthmus.model.boundary import Batch
+from isthmus.plan.ladder import Pair
+from isthmus.train.cache import Admission, Cache, sequences_of
+from isthmus.train.cut import Cut
+from isthmus.train.pipeline import Course
+from isthmus.train.wiring import first_trained
+from tests.model.cases import blueprint, make_batch
+from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Chain, Given, chain, course, make_stages
+from tests.train.reference import assert_same, parameters_of, train_across
+from tests.train.test_exactness import batches
+
+CACHE_BYTES = 1 << 20
+# How many stages, how many layers are frozen, and so how many stages.
+CASES = [(2, 2, 1), (3, 3, 2), (2, 1, 0), (2, 4, 1)]
+
+
+def epochs(plan: Blueprint, *, num_steps: int) -> list[list[Batch]]:
+    """The same two steps again and again."""
+    two = batches(plan, 3, num_steps=2)
+    return [two[step % 2] for step in range(num_steps)]
+
+
+def agreed_on(num_stages: int, num_frozen: int, **changes: Any) -> Course:
+    cuts = (Cut(),) * (num_stages - 1)
+    return course(num_stages, 3, **{"cuts": cuts, "first_trained": num_frozen, **changes})
+
+
+def trained(
+    plan: Blueprint, agreed: Course, steps: Sequence[Sequence[Batch]], num_frozen_layers: int
+) -> Chain:
+    with chain(plan, agreed, num_frozen_layers=num_frozen_layers) as found:
+        found.run(Given(steps))
+        for number, link in enumerate(found.links):
+            streams = link.end(("east", "south")[number]).counters().sent
+            assert ("backward" in streams) == (number >= agreed.first_trained)
+    return found
+
+
+@pytest.mark.parametrize("cache_bytes", [0, CACHE_BYTES], ids=["no cache", "cache"])
+@pytest.mark.parametrize(("num_stages", "num_layers", "num_frozen"), CASES)
+def test_frozen_stages_equal_one_process(
+    num_stages: int, num_layers: int, num_frozen: int, cache_bytes: int
+) -> None:
+    plan = blueprint("llama")
+    steps = epochs(plan, num_steps=5)
+    agreed = agreed_on(num_stages, num_frozen, cache_bytes=cache_bytes)
+    stages = make_stages(plan, agreed, num_frozen_layers=num_layers)
+    train_across(
+        stages,
+        steps,
+        cuts=agreed.cuts,
+        seed=11,
+        learning_rates=[SCHEDULE.at(step) for step in range(5)],
+        weight_decay=WEIGHT_DECAY,
+        max_norm=0.5,
+    )
+    found = trained(plan, agreed, steps, num_layers)
+    assert_same(parameters_of(found.stages), parameters_of(stages))
+    crossed = [sum(one.sent.num_elements for one in found.records[0].steps if one.step >= 2)]
+    assert (crossed == [0]) == (cache_bytes > 0 and num_frozen > 0)
+
+
+def test_a_cache_that_is_full_lets_the_rest_cross() -> None:
+    plan = blueprint("llama")
+    steps = epochs(plan, num_steps=4)
+    row_bytes = 4 * plan.config.hidden_size
+    found = trained(plan, agreed_on(2, 1, cache_bytes=20 * row_bytes, num_steps=4), steps, 2)
+    plain = trained(plan, agreed_on(2, 1, num_steps=4), steps, 2)
+    assert_same(parameters_of(found.stages), parameters_of(plain.stages))
+    first, *_, last = (one.sent.num_elements for one in found.records[0].steps)
+    assert 0 < last < first
+    cut = found.traffics[1].up_cut
+    assert cut is not None
+    assert cut.cache is not None
+    assert 0 < cut.cache.admission.held_bytes <= 20 * row_bytes
+    assert cut.cache.saved_bytes > 0
+
+
+def test_sequences_are_known_wherever_they_come_again() -> None:
+    plan = blueprint("llama")
+    both = make_batch(plan.head, lengths=(5, 5), seed=1)
+    third, fourth = (make_batch(plan.head, lengths=(5, 5), seed=seed) for seed in (2, 3))
+
+    def mixed(one: Batch, other: Batch) -> Batch:
+        ids = torch.stack([one.ids[0], other.ids[1]])
+        return Batch(ids=ids, labels=ids.clone(), num_targets=plan.head.num_targets(ids))
+
+    steps = [[both, third, fourth], [mixed(both, third), mixed(third, fourth), mixed(fourth, both)]]
+    agreed = agreed_on(2, 1, cache_bytes=CACHE_BYTES, num_steps=2)
+    found = trained(plan, agreed, steps, 2)
+    assert [one.sent.num_elements for one in found.records[0].steps] == [30 * 16, 0]
+
+
+def test_codecs_and_evaluation_go_with_the_cache() -> None:
+    plan = blueprint("llama")
+    steps = epochs(plan, num_steps=4)
+    held_out = batches(plan, 2, num_steps=1)[0]
+    pair = Pair(forward=parse_codec("rotate | int8"), backward=parse_codec("raw"))
+    options = {
+        "cuts": (Cut(codecs=pair),),
+        "num_steps": 4,
+        "evaluate_every": 2,
+        "num_validation_microbatches": 2,
+        "evaluates_plain": True,
+    }
+    found = [
+        trained_with(plan, agreed_on(2, 1, cache_bytes=size, **options), steps, held_out)
+        for size in (0, CACHE_BYTES)
+    ]
+    assert_same(parameters_of(found[1].stages), parameters_of(found[0].stages))
+    losses = [[(one.is_plain, one.loss) for one in run.records[0].evaluations] for run in found]
+    assert losses[0] == losses[1]
+    assert [is_plain for is_plain, _ in losses[0]] == [False, True] * 2
+
+
+def trained_with(
+    plan: Blueprint, agreed: Course, steps: Sequence[Sequence[Batch]], held_out: Sequence[Batch]
+) -> Chain:
+    with chain(plan, agreed, num_frozen_layers=2) as found:
+        found.run(Given(steps, held_out))
+    return found
+
+
+def test_the_sender_is_held_to_the_rule() -> None:
+    batch = make_batch(blueprint("llama").head, lengths=(3, 2))
+    sequences = sequences_of(batch, keeps_padding=False)
+    assert sequences.num_rows == (3, 2)
+    assert sequences.keys == sequences_of(batch, keeps_padding=False).keys
+    assert sequences.keys != sequences_of(batch, keeps_padding=True).keys
+    cache = Cache(Admission(max_bytes=100, row_bytes=10))
+    with pytest.raises(FrameError, match="cache"):
+        cache.meet(sequences, held=(0,))
+
+
+def test_the_first_trained_stage() -> None:
+    layers = (range(2), range(2, 3), range(3, 5))
+    assert [first_trained(layers, count) for count in range(6)] == [0, 0, 1, 2, 2, 2]

@@ -1,0 +1,115 @@
+"""AdamW's moments in 8 bits and on the host: what they cost in exactness, and that they are saved whole."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isthmus.plan.memory import OptimizerState
+from isthmus.train import offload
+from isthmus.train.optimizer import Optimizer, Schedule, total_norm
+
+NUM_STEPS = 12
+SCHEDULE = Schedule(peak=0.03, num_steps=NUM_STEPS, num_warmup_steps=2)
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled() -> Iterator[None]:
+    """torchao compiles its update, which takes a C++ compiler and long; uncompiled it does the same."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class Regression:
+    """Three matrices and a vector that learn to be those of another."""
+
+    def __init__(self, **options: object) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(128, 64, generator=generator)
+        self.targets = self.inputs @ torch.randn(64, 64, generator=generator)
+        shapes = {"first": (64, 128), "second": (128, 64), "third": (64, 64), "bias": (64,)}
+        self.parameters = {
+            name: nn.Parameter(torch.randn(shape, generator=generator) / 8) for name, shape in shapes.items()
+        }
+        self.optimizer = Optimizer(
+            self.parameters,
+            schedule=SCHEDULE,
+            weight_decay=0.1,
+            max_norm=5.0,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def loss(self) -> Tensor:
+        first, second, third, bias = self.parameters.values()
+        return ((self.inputs @ first @ second @ third + bias - self.targets) ** 2).mean()
+
+    def train(self, steps: range) -> float:
+        for step in steps:
+            torch.autograd.backward(self.loss())
+            self.optimizer.update(step, norm=total_norm(self.optimizer.squared_norms()))
+        return float(self.loss().detach())
+
+    def values(self) -> dict[str, Tensor]:
+        return {name: one.detach().clone() for name, one in self.parameters.items()}
+
+
+OPTIONS = [
+    {},
+    {"state": OptimizerState.EIGHT_BIT},
+    {"offload": True},
+]
+
+
+@pytest.mark.parametrize("slice_parameters", [1, 9_000, 10**9])
+def test_moments_on_the_host_change_nothing(slice_parameters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.OnHost.__init__, "__kwdefaults__", {"slice_parameters": slice_parameters})
+    beside, away = Regression(), Regression(offload=True)
+    assert beside.train(range(NUM_STEPS)) == away.train(range(NUM_STEPS))
+    for name, value in beside.values().items():
+        assert torch.equal(away.values()[name], value)
+    expected = beside.optimizer.tensors()
+    found = away.optimizer.tensors()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_moments_in_8_bits_train_about_as_well_in_a_quarter_of_the_memory() -> None:
+    start = float(Regression().loss().detach())
+    exact, coarse = Regression(), Regression(state=OptimizerState.EIGHT_BIT)
+    exact_loss, coarse_loss = exact.train(range(NUM_STEPS)), coarse.train(range(NUM_STEPS))
+    assert exact_loss < 0.6 * start
+    assert coarse_loss == pytest.approx(exact_loss, rel=0.05)
+    assert coarse_loss != exact_loss
+    num_bytes = {
+        case: sum(one.nbytes for one in case.optimizer.tensors().values()) for case in (exact, coarse)
+    }
+    assert num_bytes[coarse] < 0.35 * num_bytes[exact]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_resumed_run_goes_on_to_the_bit(options: dict[str, object]) -> None:
+    straight, first, second = (Regression(**options) for _ in range(3))
+    straight.train(range(NUM_STEPS))
+    first.train(range(5))
+    for name, value in first.values().items():
+        second.parameters[name].detach().copy_(value)
+    saved = {name: tensor.clone() for name, tensor in first.optimizer.tensors().items()}
+    assert all(type(tensor) is Tensor for tensor in saved.values())
+    second.optimizer.load_tensors(saved)
+    second.train(range(5, NUM_STEPS))
+    for name, value in straight.values().items():
+        assert torch.equal(second.values()[name], value)
+
+
+def test_a_stage_without_anything_to_learn_has_no_moments() -> None:
+    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    optimizer = Optimizer({"frozen": frozen}, schedule=SCHEDULE, offload=True)
+    optimizer.update(0, norm=0.0)
+    assert optimizer.squared_norms() == ()
+    assert optimizer.tensors() == {}
+
+
+def test_moments_are_in_8_bits_or_on_the_host() -> None:
+    with pytest.raises(ValueError, match="stay on the device"):
+        Regression(state=OptimizerState.EIGHT_BIT, offload=True)

@@ -1,0 +1,142 @@
+"""Codecs change at a step boundary, at both ends, for a reason that is told."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from isthmus.job.codec import parse_codec
+from isthmus.plan.ladder import Bounds, Crossing, Loss, Pair
+from isthmus.plan.window import Hop
+from isthmus.train.cut import RAW_PAIR, Cut
+from isthmus.train.messages import Cosines, Tally
+from isthmus.train.steering import Standing, Steering, Terms
+from tests.model.cases import blueprint
+from tests.train.chain import Given, chain, course
+from tests.train.reference import assert_same, parameters_of
+from tests.train.test_exactness import batches
+
+CROSSING = Crossing(num_rows=512, width=128)
+
+
+def pair(forward: str, backward: str) -> Pair:
+    return Pair(forward=parse_codec(forward), backward=parse_codec(backward))
+
+
+def terms(codecs: Pair, *, is_free: bool, **changes: Any) -> Terms:
+    cut = Cut(name="east-west", codecs=codecs, guard_every=1)
+    bounds = Bounds(
+        loss=Loss.SLIGHT,
+        forward=None if is_free else codecs.forward,
+        backward=None if is_free else codecs.backward,
+    )
+    return Terms(cut=cut, crossing=CROSSING, bounds=bounds, is_free=is_free, **changes)
+
+
+def tally(step: int, *, on_line_s: float = 0.0, cosines: Cosines = Cosines()) -> Tally:  # noqa: B008
+    """Of a step in which a micro-batch took 20 ms."""
+    hop = Hop(forward_s=on_line_s, backward_s=on_line_s, latency_s=0.01)
+    return Tally(
+        step=step,
+        loss_sum=1.0,
+        squared_norms=(),
+        busy_s=(0.16, 0.12),
+        hops=(hop,),
+        travel_s=0.0,
+        cosines=(cosines,),
+    )
+
+
+def steering(*cuts: Terms) -> tuple[Steering, list[str]]:
+    notes: list[str] = []
+    return Steering(cuts, num_microbatches=8, note=notes.append), notes
+
+
+def test_a_thin_line_gets_a_stronger_codec_once_it_is_measured() -> None:
+    steers, notes = steering(terms(RAW_PAIR, is_free=True))
+    chosen = [steers(tally(step, on_line_s=0.06)) for step in range(5)]
+    assert chosen[:3] == [(RAW_PAIR,)] * 3
+    assert str(chosen[3][0].forward) == "rotate | int8"
+    assert chosen[4] == chosen[3]
+    assert len(notes) == 1
+    assert notes[0].startswith("link east-west, from step 4 on: activations rotate | int8")
+
+
+def test_a_line_that_is_hidden_stays_raw_and_one_that_gets_fast_goes_back() -> None:
+    steers, notes = steering(terms(RAW_PAIR, is_free=True))
+    assert {steers(tally(step, on_line_s=0.01)) for step in range(6)} == {(RAW_PAIR,)}
+    assert notes == []
+    strong = pair("rotate | int4", "rotate | int4(stochastic)")
+    steers, notes = steering(terms(strong, is_free=True, bandwidths_bps=(1e9, 1e9)))
+    assert [steers(tally(step)) for step in range(5)][-1] == (RAW_PAIR,)
+    assert len(notes) == 1
+
+
+def test_what_the_job_says_is_not_chosen() -> None:
+    own = pair("rotate | int8", "raw")
+    steers, notes = steering(terms(own, is_free=False))
+    assert {steers(tally(step, on_line_s=1.0)) for step in range(8)} == {(own,)}
+    assert notes == []
+
+
+def test_the_guard_widens_one_direction_at_a_time_and_says_so() -> None:
+    own = pair("rotate | int4", "rotate | int4(stochastic)")
+    steers, notes = steering(terms(own, is_free=False))
+    assert steers(tally(0, cosines=Cosines(forward=0.99, backward=0.985))) == (own,)
+    widened = steers(tally(1, cosines=Cosines(forward=0.9)))
+    assert widened == (pair("rotate | int8", "rotate | int4(stochastic)"),)
+    assert steers(tally(2, cosines=Cosines(backward=0.5))) == (
+        pair("rotate | int8", "rotate | int8(stochastic)"),
+    )
+    assert len(notes) == 2
+    assert "0.9000" in notes[0]
+
+
+def test_what_the_guard_found_too_strong_is_not_chosen_again_even_after_a_resume() -> None:
+    own = pair("rotate | int4", "rotate | int4(stochastic)")
+    steers, _ = steering(terms(own, is_free=True))
+    steers(tally(0, on_line_s=1.0, cosines=Cosines(forward=0.9, backward=0.9)))
+    again, _ = steering(terms(own, is_free=True))
+    again.restore(steers.standings)
+    for one in (steers, again):
+        chosen = {str(one(tally(step, on_line_s=1.0))[0].forward) for step in range(1, 9)}
+        assert chosen == {"rotate | int8"}
+    assert isinstance(steers.standings[0], Standing)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_both_ends_change_at_the_same_step(num_stages: int) -> None:
+    plan = blueprint("llama")
+    steps = batches(plan, 4)
+    coded = (pair("rotate | int8", "rotate | int8(stochastic)"),) * (num_stages - 1)
+    anew = (pair("subspace(5) | int8", "int8"),) * (num_stages - 1)
+    schedule = {1: coded, 2: coded, 3: anew}
+
+    def steer(found: Tally) -> Sequence[Pair]:
+        return schedule.get(found.step, (RAW_PAIR,) * (num_stages - 1))
+
+    runs = []
+    for _ in range(2):
+        with chain(plan, course(num_stages, 4, cuts=(Cut(),) * (num_stages - 1))) as found:
+            found.run(Given(steps), steer=lambda one: tuple(steer(one)))
+        runs.append(found)
+    assert_same(parameters_of(runs[0].stages), parameters_of(runs[1].stages))
+    coded_at = {
+        span.name.split()[1].split(".")[0] for span in found.records[1].spans if span.kind == "decode"
+    }
+    assert coded_at == {"2", "3", "4"}
+
+
+def test_the_guard_sees_what_a_coarse_codec_does() -> None:
+    plan = blueprint("llama")
+    seen: list[Cosines] = []
+
+    def steer(found: Tally) -> tuple[Pair, ...]:
+        seen.extend(found.cosines)
+        return ()
+
+    own = Cut(codecs=pair("int2", "topk(0.2) | int8"), guard_every=3)
+    with chain(plan, course(2, 4, cuts=(own,))) as found:
+        found.run(Given(batches(plan, 4)), steer=steer)
+    assert len(seen) == 5
+    assert all(0 < one.forward < 0.98 and 0 < one.backward < 0.98 for one in seen)
