@@ -22,6 +22,10 @@ bench: $(INSTALLED)  ## every claim of docs/results.md, measured again
 	$(BIN)/python benchmarks/emulator.py
 	$(BIN)/python benchmarks/link.py
 	$(BIN)/python benchmarks/schedule.py
+	$(BIN)/python benchmarks/plan_speed.py
+	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/memory_prediction.py
+	$(BIN)/python benchmarks/codec_speed.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -7,7 +7,6 @@ root, since a foreign program is put behind it by network namespaces.
 """
 
 import argparse
-import ctypes
 import functools
 import json
 import os
@@ -27,18 +26,16 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from sleeping import Nap, SleepingStage, Timer, let_sleeps_end_in_time, same_tokens
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from isthmus.events import Span
 from isthmus.job.load import parse_job
-from isthmus.model.boundary import Batch, StageInput
+from isthmus.model.boundary import StageInput
 from isthmus.train.device import Device
-from isthmus.train.messages import Evaluated
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import Course, Post, pipeline_worker
 from isthmus.train.session import SWITCH_INTERVAL_S
-from isthmus.train.worker import StepEnded
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.local import LocalWan
 from isthmus.wan.processes import Report, run_clouds
@@ -47,12 +44,10 @@ from isthmus.wan.tun import TunWan
 
 NUM_TOKENS, WIDTH = 64, 1024  # 256 KiB of float32
 MESSAGE_BITS = 8 * 4 * NUM_TOKENS * WIDTH
-HIDDEN = torch.zeros(1, NUM_TOKENS, WIDTH)
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 NUM_WARM_UP_STEPS = 2
 TORCH_SCHEDULES = {"Schedule1F1B": Schedule1F1B, "ScheduleGPipe": ScheduleGPipe}
 PORT = 29_511
-PR_SET_TIMERSLACK = 29  # from linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,76 +73,12 @@ class Case:
         return self.num_microbatches * interval_s + FORWARD_S + BACKWARD_S + 2 * travel_s
 
 
-class SleepingOutput:
-    """What a sleeping stage gives; its backward sleeps too."""
-
-    def __init__(self, arrived: Tensor | None, *, is_last: bool) -> None:
-        self.crossing = None if is_last else HIDDEN
-        self.loss = torch.zeros(()) if is_last else None
-        self.num_correct = None
-        self._arrived = arrived
-
-    def backward(self, *, grad: Tensor | None = None, loss_weight: float = 1.0) -> None:
-        """Sleep, and give a gradient to the stage before."""
-        del grad, loss_weight
-        time.sleep(BACKWARD_S)
-        if self._arrived is not None:
-            self._arrived.grad = HIDDEN
-
-
-class SleepingStage(nn.Module):
-    """Takes the time of a stage and no processor."""
-
-    def __init__(self, *, is_last: bool) -> None:
-        super().__init__()
-        self.model = type("Model", (), {"config": type("Config", (), {"hidden_size": WIDTH})})
-        self._is_last = is_last
-
-    def forward(self, inputs: StageInput) -> SleepingOutput:
-        """Sleep as long as a forward pass takes."""
-        time.sleep(FORWARD_S)
-        return SleepingOutput(inputs.crossing, is_last=self._is_last)
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """How long a step took, and how much of it the first stage computed."""
 
     duration_s: float
     busy_s: float
-
-
-class Timer:
-    """An observer that keeps each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-
-    def span(self, span: Span) -> None:
-        """Nothing."""
-
-    def evaluated(self, found: Evaluated) -> None:
-        """Nothing."""
-
-    def step_ended(self, ended: StepEnded) -> None:
-        """Note how long it took."""
-        self.steps.append(Step(ended.duration_s, ended.busy_s[0]))
-
-
-@dataclass(frozen=True)
-class Ids:
-    """The same micro-batches in every step."""
-
-    num_microbatches: int
-
-    def training(self, _: int) -> list[Batch]:
-        """Sequences of one token over and over."""
-        batch = Batch(ids=torch.zeros(1, NUM_TOKENS, dtype=torch.int64), num_targets=1)
-        return [batch] * self.num_microbatches
-
-    def validation(self) -> list[Batch]:
-        """None."""
-        return []
 
 
 def be_cloud(_: Any, endpoint: Endpoint, *, cloud: str, report: Report, case: Case) -> list[Step]:
@@ -165,7 +96,7 @@ def be_cloud(_: Any, endpoint: Endpoint, *, cloud: str, report: Report, case: Ca
         seed=0,
         max_in_flight=case.num_microbatches,
     )
-    stage: Any = SleepingStage(is_last=not is_first)
+    stage: Any = sleeping_stage(is_first=is_first)
     timer = Timer()
     worker, traffic = pipeline_worker(
         course=course,
@@ -176,21 +107,32 @@ def be_cloud(_: Any, endpoint: Endpoint, *, cloud: str, report: Report, case: Ca
             down=link if is_first else None,
         ),
         stage=stage,
-        optimizer=Optimizer({"none": nn.Parameter(torch.zeros(1))}, schedule=Schedule(peak=0.1, num_steps=1)),
+        optimizer=Optimizer(dict(stage.model.named_parameters()), schedule=Schedule(peak=0.1, num_steps=1)),
         device=Device("cpu"),
-        source=Ids(case.num_microbatches) if is_first else None,
+        source=same_tokens(NUM_TOKENS, case.num_microbatches) if is_first else None,
         observer=timer,
     )
     with traffic:
         worker.run(course.turns())
-    return timer.steps[NUM_WARM_UP_STEPS:]
+    return [Step(one.duration_s, one.busy_s[0]) for one in timer.steps[NUM_WARM_UP_STEPS:]]
+
+
+def sleeping_stage(*, is_first: bool) -> SleepingStage:
+    """One of the two."""
+    return SleepingStage(
+        Nap(forward_s=FORWARD_S, backward_s=BACKWARD_S),
+        num_tokens=NUM_TOKENS,
+        width=WIDTH,
+        is_first=is_first,
+        is_last=not is_first,
+    )
 
 
 def measure_alone(case: Case) -> float:
     """What the passes of one stage take, in seconds, with nothing between them."""
-    stage = SleepingStage(is_last=False)
+    stage = sleeping_stage(is_first=True)
     started_s = time.monotonic()
-    for batch in Ids(case.num_microbatches).training(0):
+    for batch in same_tokens(NUM_TOKENS, case.num_microbatches).training(0):
         stage(StageInput(batch=batch)).backward()
     return time.monotonic() - started_s
 
@@ -222,13 +164,13 @@ class Slow(torch.autograd.Function):
     """Sleeps forward and back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG004
         """Sleep as long as a forward pass takes."""
         time.sleep(FORWARD_S)
         return x + weight
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
         """Sleep as long as a backward pass takes."""
         time.sleep(BACKWARD_S)
         return grads[0], grads[0].sum().reshape(1)
@@ -356,12 +298,6 @@ def sweep(*, is_quick: bool) -> list[tuple[Case, Step]]:
         for rtt_s, bandwidth_bps, count in product(rtts_s, bandwidths_bps, counts)
     ]
     return [(case, measure_ours(case)) for case in cases]
-
-
-def let_sleeps_end_in_time() -> None:
-    """Sleeps of this process and its children, all sides alike, end when asked, not up to 50 us later."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 def main() -> None:

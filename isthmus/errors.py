@@ -10,6 +10,7 @@ IsthmusError
 │   ├── PeerLost         a cloud has been silent for longer than the heartbeat time-out
 │   ├── Aborted          some cloud ended the run for all
 │   └── LinkClosed       the link was used after its end
+├── RankLost             a rank of this cloud is gone, and its world with it
 └── CloudFailed          the process of one cloud on this machine has failed
 """
 
@@ -86,9 +87,23 @@ class LinkClosed(LinkError):
     """The link was used after its end."""
 
 
-class CloudFailed(IsthmusError):
-    """The process of one cloud on this machine has failed."""
+class RankLost(IsthmusError):
+    """A rank of this cloud is gone, and its world with it."""
 
-    def __init__(self, cloud: str, message: str, *, hint: str | None = None) -> None:
-        super().__init__(f"cloud {cloud!r} failed: {message}", hint=hint)
+
+class CloudFailed(IsthmusError):
+    """The process of one cloud on this machine has failed; a crash is worth another start."""
+
+    def __init__(
+        self,
+        cloud: str,
+        message: str,
+        *,
+        hint: str | None = None,
+        rank: int | None = None,
+        is_crash: bool = False,
+    ) -> None:
+        who = f"cloud {cloud!r}" if rank is None else f"rank {rank} of cloud {cloud!r}"
+        super().__init__(f"{who} failed: {message}", hint=hint)
         self.cloud = cloud
+        self.is_crash = is_crash

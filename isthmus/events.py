@@ -14,6 +14,8 @@ from isthmus.errors import UserError
 EVENTS_FOLDER: Final = "events"
 COMPUTE_KINDS: Final = frozenset({"forward", "backward", "evaluation", "optimize"})
 """The kinds of spans in which a device is at work; `transfer` is another."""
+WAITING_KIND: Final = "data"
+"""The kind of spans in which the first stage waits for its data."""
 CODING_KINDS: Final = frozenset({"encode", "decode"})
 """The kinds of spans in which what crosses is coded, beside the computation."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 torch's own custom
 from torch import Tensor, nn
 
 from quality.prepare import BOS, EOS, PAD

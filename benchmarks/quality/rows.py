@@ -42,12 +42,12 @@ def _svd(ratio: float) -> Row:
     return Row(name=f"svd{ratio}", side=Side.SEED, forward=f"svd({ratio}) | fp16", backward=_INT8)
 
 
-def _bottleneck(name: str, shrink: int, *, is_headline: bool) -> Row:
+def _bottleneck(name: str, shrink: int, *, bits: int = 4, is_headline: bool) -> Row:
     return Row(
         name=name,
         side=Side.OURS,
-        forward=_INT4,
-        backward=_INT4_BACK,
+        forward=f"rotate | int{bits}",
+        backward=f"rotate | int{bits}(stochastic)",
         shrink=shrink,
         is_headline=is_headline,
     )
@@ -66,13 +66,19 @@ _ALL: Final = (
     _svd(0.4),
     _svd(0.2),
     Row(name="4x", side=Side.OURS, forward="rotate | int8", backward="rotate | int8"),
-    Row(name="7.5x", side=Side.OURS, forward=_INT4, backward=_INT4_BACK, is_headline=True),
+    Row(name="int4", side=Side.OURS, forward=f"center | {_INT4}", backward=_INT4_BACK),
+    _bottleneck("7.5x", 2, bits=8, is_headline=True),
     _bottleneck("15x", 2, is_headline=False),
     _bottleneck("30x", 4, is_headline=True),
     _bottleneck("60x", 8, is_headline=True),
     _bottleneck("120x", 16, is_headline=True),
+    Row(name="uncentred", side=Side.OURS, forward=_INT4, backward=_INT4_BACK),
+    Row(name="int4-there", side=Side.OURS, forward=f"center | {_INT4}", backward="raw"),
+    Row(name="int4-back", side=Side.OURS, forward="raw", backward=_INT4_BACK),
     _subspace("subspace128", 128),
     _subspace("subspace64", 64),
 )
 ROWS: Final[Mapping[str, Row]] = MappingProxyType({row.name: row for row in _ALL})
-MAIN_ROWS: Final = tuple(name for name in ROWS if not name.startswith("subspace"))
+_EXTRA: Final = ("uncentred", "int4-there", "int4-back", "subspace128", "subspace64")
+"""What takes the rows apart, trained when asked for."""
+MAIN_ROWS: Final = tuple(name for name in ROWS if name not in _EXTRA)

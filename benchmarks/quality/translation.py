@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 torch's own custom
 from tokenizers import Tokenizer
 from torch import Tensor
 

@@ -14,6 +14,7 @@ from isthmus.observe.summary import Summary
 from isthmus.units import format_bytes, format_duration
 
 _LINE_EVERY_S: Final = 2.0
+_LEAST_SHOWN_SHARE: Final = 0.005
 
 
 class Display:
@@ -115,6 +116,9 @@ def show_summary(console: Console, summary: Summary) -> None:
     if any(one.coding_share for one in summary.clouds):
         each = ", ".join(f"{one.cloud} {one.coding_share:.1%}" for one in summary.clouds)
         table.add_row("coding, beside the computation", each)
+    if any(one.data_share >= _LEAST_SHOWN_SHARE for one in summary.clouds):
+        each = ", ".join(f"{one.cloud} {one.data_share:.1%}" for one in summary.clouds if one.data_share)
+        table.add_row("waiting for data", each)
     console.print(table)
 
 

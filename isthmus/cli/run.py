@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from isthmus.job import Job
     from isthmus.train.session import Place
     from isthmus.wan.endpoint import Endpoint
+    from isthmus.wan.local import LocalWan
     from isthmus.wan.processes import Report
+    from isthmus.wan.seat import Seat
 
 
 def run(
@@ -31,6 +33,10 @@ def run(
         typer.Option(help="Go on with an unfinished run of this job, or start anew."),
     ] = "auto",
     runs: Annotated[Path, typer.Option(metavar="FOLDER", help="Where run directories are.")] = Path("runs"),
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Start all ranks here again, up to N times, after a crash."),
+    ] = 0,
     track: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="tensorboard, wandb, mlflow or trackio.")
     ] = None,
@@ -41,20 +47,30 @@ def run(
 
     Without --cloud all clouds of the job run on this machine, joined through an emulated WAN that has the
     figures of the job. With --cloud this machine is that one cloud: start the same command at the others too.
+    A cloud of several ranks is started by torchrun, Slurm or Kubernetes, one process for each.
     """
     from rich.console import Console
 
     from isthmus.cli.display import Display, show_summary
+    from isthmus.cli.launch import find_seat
     from isthmus.job import load_job
     from isthmus.observe.summary import summarize
 
     loaded = load_job(job, overrides=overrides or ()).used()
     console = Console(stderr=as_json, highlight=False)
+    seat = None if cloud is None else find_seat(os.environ, loaded.cloud_named(cloud))
+    if seat is not None and not seat.is_leader:
+        # Rank 0 speaks for its cloud; of the others only errors are heard.
+        console = Console(quiet=True)
     with Display(console, num_steps=loaded.train.steps) as display:
-        if cloud is None:
-            folder = _run_here(loaded, runs, resume == "auto", tuple(track or ()), faults, display)
+        if cloud is None or seat is None:
+            folder = _run_here(
+                loaded, runs, resume == "auto", tuple(track or ()), faults, display, restarts=restarts
+            )
         else:
-            folder = _run_as(loaded, cloud, runs, resume == "auto", tuple(track or ()), display)
+            folder = _run_as(loaded, cloud, seat, runs, resume == "auto", tuple(track or ()), display)
+    if seat is not None and not seat.is_leader:
+        return
     summary = summarize(folder)
     if as_json:
         typer.echo(json.dumps({"run": str(folder), **asdict(summary)}, indent=2))
@@ -64,47 +80,95 @@ def run(
 
 
 def _run_here(
-    job: "Job", root: Path, resume: bool, trackers: tuple[str, ...], faults: Path | None, display: "Display"
+    job: "Job",
+    root: Path,
+    resume: bool,
+    trackers: tuple[str, ...],
+    faults: Path | None,
+    display: "Display",
+    *,
+    restarts: int,
 ) -> Path:
     from isthmus.observe.trackers import open_trackers
     from isthmus.plan.faults import load_faults
-    from isthmus.train.session import Place, choose_run
+    from isthmus.train.preflight import choose_run
+    from isthmus.train.session import Place
     from isthmus.wan.local import LocalWan
-    from isthmus.wan.processes import run_clouds
 
     script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
     folder = choose_run(job, root=root, resume=resume)
-    num_threads = max(1, (os.cpu_count() or 1) // len(job.cloud))
+    num_threads = max(1, (os.cpu_count() or 1) // sum(cloud.ranks for cloud in job.cloud))
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     place = Place(root=root, run_id=folder.name, open_trackers=opens, num_threads=num_threads)
     with LocalWan(job) as wan:
         wan.play(script)
-        run_clouds(job, functools.partial(_be_cloud_here, place=place), wan, on_report=display.hear)
+        _run_until_done(job, wan, place, display, restarts=restarts)
     return folder
 
 
-def _be_cloud_here(job: "Job", endpoint: "Endpoint", *, cloud: str, report: "Report", place: "Place") -> Path:
+def _run_until_done(
+    job: "Job", wan: "LocalWan", place: "Place", display: "Display", *, restarts: int
+) -> None:
+    """Start all ranks, again after a crash, each time from the newest state that all clouds have saved."""
+    from isthmus.errors import CloudFailed
+    from isthmus.wan.processes import run_ranks
+
+    for attempt in range(restarts + 1):
+        work = functools.partial(_be_rank_here, place=place)
+        try:
+            run_ranks(job, work, wan, on_report=display.hear, attempt=attempt)
+        except CloudFailed as failed:
+            if not failed.is_crash or attempt == restarts:
+                raise
+            text = f"{failed.message}; starting again, {attempt + 1} of {restarts}"
+            display.hear(failed.cloud, json.dumps({"kind": "note", "text": text}))
+        else:
+            return
+
+
+def _be_rank_here(
+    job: "Job", endpoint: "Endpoint", *, cloud: str, report: "Report", seat: "Seat", place: "Place"
+) -> Path:
     from isthmus.train.session import train_cloud
 
     # Ctrl-C reaches the whole process group; the command that started us ends us in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return train_cloud(job, endpoint, cloud=cloud, report=report, place=place)
+    return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat)
 
 
 def _run_as(
-    job: "Job", cloud: str, root: Path, resume: bool, trackers: tuple[str, ...], display: "Display"
+    job: "Job",
+    cloud: str,
+    seat: "Seat",
+    root: Path,
+    resume: bool,
+    trackers: tuple[str, ...],
+    display: "Display",
 ) -> Path:
     from isthmus.observe.trackers import open_trackers
-    from isthmus.train.session import Place, choose_run, train_cloud
+    from isthmus.train.preflight import choose_run
+    from isthmus.train.session import Place, train_cloud
     from isthmus.train.setup import set_up
     from isthmus.wan.certificates import read_identity
     from isthmus.wan.endpoint import Endpoint
 
     identity = read_identity(Path(job.cloud_named(cloud).certificates), cloud)
-    is_first = set_up(job).clouds[0] == cloud
-    run_id = choose_run(job, root=root, resume=resume).name if is_first else None
+    chooses = seat.is_leader and set_up(job).clouds[0] == cloud
+    run_id = choose_run(job, root=root, resume=resume).name if chooses else None
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     place = Place(root=root, run_id=run_id, open_trackers=opens)
-    with Endpoint(job, cloud=cloud, identity=identity) as endpoint:
+    _end_in_order(cloud)
+    with Endpoint(job, cloud=cloud, rank=seat.rank, identity=identity) as endpoint:
         report = functools.partial(display.hear, cloud)
-        return train_cloud(job, endpoint, cloud=cloud, report=report, place=place)
+        return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat)
+
+
+def _end_in_order(cloud: str) -> None:
+    """Let a launcher that ends this rank, because another was lost, end the run at every peer too."""
+    from isthmus.errors import Aborted
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Aborted(cloud, "its launcher has ended its ranks")
+
+    signal.signal(signal.SIGTERM, end)

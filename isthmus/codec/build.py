@@ -4,6 +4,7 @@ import torch
 
 from isthmus.codec.base import Coder, Place
 from isthmus.codec.casts import Half, Plain
+from isthmus.codec.center import CenterCoder
 from isthmus.codec.feedback import FeedbackCoder
 from isthmus.codec.integers import IntegerCoder
 from isthmus.codec.rotation import RotationCoder
@@ -12,6 +13,7 @@ from isthmus.codec.svd import SvdCoder
 from isthmus.codec.topk import SameIndicesCoder, TopKCoder
 from isthmus.job.codec_steps import (
     Bf16,
+    Center,
     CodecStep,
     Feedback,
     Fp16,
@@ -33,6 +35,8 @@ def build_coder(steps: tuple[CodecStep, ...], place: Place) -> Coder:
             return SubspaceCoder(step, tuple(rest), place, rest=build_coder(tuple(rest), place))
         case (SameBasis(), *rest):
             return SubspaceGradientCoder(memory=place.memory, rest=build_coder(tuple(rest), place))
+        case (Center(), *rest):
+            return CenterCoder(rest=build_coder(tuple(rest), place))
         case (Feedback(decay=decay), *rest):
             return FeedbackCoder(decay, rest=build_coder(tuple(rest), place))
         case (TopK(ratio=ratio), *rest):

@@ -8,6 +8,7 @@ from typing import Final
 
 from isthmus.job.codec_steps import (
     Bf16,
+    Center,
     CodecStep,
     Feedback,
     Fp16,
@@ -108,6 +109,9 @@ def _chain_bytes(steps: tuple[CodecStep, ...], num_rows: int, width: int) -> tup
             return (num_rows * width * _HALF_BYTES,)
         case (Integers() as integers,):
             return _integer_bytes(integers, num_rows, width)
+        case (Center(), *rest):
+            mean_bytes = width * _HALF_BYTES if num_rows else 0
+            return (mean_bytes, *_chain_bytes(tuple(rest), num_rows, width))
         case (Rotate(), *rest):
             return _chain_bytes(tuple(rest), num_rows, width)
         case (TopK(ratio=ratio), *rest):

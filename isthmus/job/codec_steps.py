@@ -73,6 +73,14 @@ class Rotate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Center:
+    """The mean row of the message is taken off and sent beside it."""
+
+    def __str__(self) -> str:
+        return "center"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
     """The largest elements of each row."""
 
@@ -140,7 +148,7 @@ class SameBasis:
 
 
 Format: TypeAlias = Raw | Fp16 | Bf16 | Integers
-Transform: TypeAlias = Rotate | TopK | Svd | Subspace | Feedback | SameIndices | SameBasis
+Transform: TypeAlias = Center | Rotate | TopK | Svd | Subspace | Feedback | SameIndices | SameBasis
 CodecStep: TypeAlias = Format | Transform
 
 
@@ -156,7 +164,7 @@ def check_order(steps: tuple[CodecStep, ...]) -> None:
 def gradient_steps(forward: tuple[CodecStep, ...], backward: tuple[CodecStep, ...]) -> tuple[CodecStep, ...]:
     """The steps of a gradient: what the activation has settled already is neither chosen nor sent again."""
     match forward, backward:
-        case (Feedback(), *rest), _:
+        case (Feedback() | Center(), *rest), _:
             return gradient_steps(tuple(rest), backward)
         case (Subspace() as subspace, *_), _:
             _check_in_subspace(subspace, backward)
@@ -202,6 +210,11 @@ def _check_place(step: CodecStep, before: tuple[CodecStep, ...], behind: tuple[C
             )
         case Feedback() if not any(not isinstance(one, Raw) for one in behind):
             raise FieldError("feedback needs a step behind it that loses something", cure='such as "int4"')
+        case Center() if any(not isinstance(one, Feedback) for one in before):
+            raise FieldError(
+                f"center cannot follow {_name(before[-1])}: it takes off the mean of the tensors themselves",
+                cure="let center come first",
+            )
         case Subspace() if any(not isinstance(one, Feedback) for one in before):
             raise FieldError(
                 f"subspace cannot follow {_name(before[-1])}: it learns the basis of the tensors themselves",

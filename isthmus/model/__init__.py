@@ -2,5 +2,12 @@
 
 The way through the room: `blueprint` (which model, which head) → `assembly` (one stage with its weights) →
 `stage` (forward) → `export` (parts, and the model joined from them). Beside it: `bottleneck` (a trained
-boundary between two stages) and `freeze` (layers that do not learn).
+boundary between two stages), `freeze` (layers that do not learn), `lora` (adapters that do) and `recompute`
+with `budget` (layers that keep no activations, as a memory budget asks for).
 """
+
+import logging
+
+# Where torchao is installed transformers imports it, and it tells of every kernel for other machines.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,12 +1,11 @@
 """What both ends of a bottleneck know of hidden states beforehand: a mean for each token id, or for all."""
 
-
 import math
 from abc import ABC, abstractmethod
 from typing import Final
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 torch's own custom
 from torch import Tensor, nn
 
 from isthmus.job.boundary import Anchor, BottleneckSpec
@@ -42,7 +41,7 @@ class MeanAnchors(Anchors):
         super().__init__()
         self.mean = unset(width)
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
+    def forward(self, ids_BT: Tensor) -> Tensor:  # noqa: ARG002
         """The mean."""
         return self.mean
 

@@ -7,12 +7,11 @@ Hidden states cross as they are during a warm-up, in which the sender observes t
 both ends' values of what it saw, and `Up.begin` takes the receiver's. All arithmetic is float32.
 """
 
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 torch's own custom
 from torch import Tensor, nn
 
 from isthmus.errors import FrameError

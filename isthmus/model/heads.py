@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 torch's own custom
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,

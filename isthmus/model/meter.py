@@ -108,7 +108,8 @@ class _Saved:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._left_out:
             self._bytes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # An operation's own output, kept with its history, would never be freed.
+        return tensor.detach()
 
     def noting(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self.note, lambda tensor: tensor)

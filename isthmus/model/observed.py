@@ -1,6 +1,5 @@
 """What a sending stage has seen cross: the mean of each token id, and how hidden states lie around it."""
 
-
 from typing import Final
 
 import torch

@@ -83,7 +83,7 @@ class Checkpoint:
                 f"{self.source.name} has no safetensors weights",
                 hint="pickled weights are never loaded: convert them with transformers' save_pretrained",
             )
-        return {name: LazyTensor(self, WEIGHTS_FILE, name) for name in self.open(WEIGHTS_FILE).keys()}
+        return {name: LazyTensor(self, WEIGHTS_FILE, name) for name in self.open(WEIGHTS_FILE).keys()}  # noqa: SIM118 not a dict
 
     def open(self, file: str) -> Any:
         """A file of the checkpoint, opened once."""

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.events import CODING_KINDS, COMPUTE_KINDS, EVENTS_FOLDER, Event, Fact, Span, read_events
+from isthmus.events import (
+    CODING_KINDS,
+    COMPUTE_KINDS,
+    EVENTS_FOLDER,
+    WAITING_KIND,
+    Event,
+    Fact,
+    Span,
+    read_events,
+)
 from isthmus.intervals import shared_s, total_s, union
 
 _NUM_WARM_UP_STEPS: Final = 1
@@ -23,6 +32,8 @@ class CloudSummary:
     received_bytes: int
     coding_share: float = 0.0
     """Of the time, beside the computation."""
+    data_share: float = 0.0
+    """Of the time, waiting for data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +113,7 @@ def summarize_cloud(cloud: str, events: Iterable[Event]) -> CloudSummary:
     busy = union((one.start_s, one.end_s) for one in measured if one.kind in COMPUTE_KINDS)
     moving = union((one.start_s, one.end_s) for one in measured if one.kind == "transfer")
     coding_s = sum(one.duration_s for one in measured if one.kind in CODING_KINDS)
+    data_s = sum(one.duration_s for one in measured if one.kind == WAITING_KIND)
     elapsed_s = updates[-1] - updates[0] if len(updates) > _NUM_WARM_UP_STEPS else 0.0
     return CloudSummary(
         cloud=cloud,
@@ -109,6 +121,7 @@ def summarize_cloud(cloud: str, events: Iterable[Event]) -> CloudSummary:
         hidden_share=shared_s(moving, busy) / total_s(moving) if moving else None,
         received_bytes=sum(span.num_bytes for span in spans if span.kind == "transfer"),
         coding_share=coding_s / elapsed_s if elapsed_s else 0.0,
+        data_share=data_s / elapsed_s if elapsed_s else 0.0,
     )
 
 

@@ -112,7 +112,9 @@ def line(link: LinkSpec, first: str) -> Line:
             )
     there, back = link.bandwidth_bps or (1.0, 1.0)
     down_bps, up_bps = (there, back) if first == link.between[0] else (back, there)
-    return Line(down_bps=down_bps, up_bps=up_bps, latency_s=(link.rtt_s or 0.0) / 2, jitter_s=link.jitter_s)
+    return Line(
+        down_bps=down_bps, up_bps=up_bps, latency_s=(link.rtt_s or 0.0) / 2, jitter_s=link.jitter_s / 2
+    )
 
 
 def _cloud(cloud: CloudSpec, own: Mapping[str, Accelerator]) -> CloudFacts:

@@ -172,7 +172,7 @@ def ladder(width: int, *, shares_ids: bool = False) -> tuple[Rung, ...]:
         _rung("raw", "raw", Loss.NONE),
         _rung("bf16", "bf16", Loss.SLIGHT),
         _rung("rotate | int8", "rotate | int8(stochastic)", Loss.SLIGHT),
-        _rung("rotate | int4", "rotate | int4(stochastic)", Loss.SLIGHT),
+        _rung("center | rotate | int4", "rotate | int4(stochastic)", Loss.SLIGHT),
     )
     anchor = ", anchor=tokens" if shares_ids else ""
     ranks = [rank for share in _SHARES_OF_WIDTH if (rank := width // share) >= _LEAST_RANK]
@@ -195,7 +195,7 @@ def choose(
     options = _options(crossing, figures, rungs, bounds)
     fastest_s = min(option.step_s(figures, headroom) for option in options)
     as_fast = (one for one in options if one.step_s(figures, headroom) <= fastest_s * (1 + _TOLERANCE))
-    return _explain(min(as_fast, key=lambda one: one.mildness), options, crossing, figures)
+    return _explain(min(as_fast, key=lambda one: one.mildness), options, crossing, figures, bounds)
 
 
 def reconsider(
@@ -300,15 +300,20 @@ def _is_allowed(option: _Option, crossing: Crossing, bounds: Bounds) -> bool:
     )
 
 
-def _explain(chosen: _Option, options: Sequence[_Option], crossing: Crossing, figures: Figures) -> Choice:
+def _explain(
+    chosen: _Option, options: Sequence[_Option], crossing: Crossing, figures: Figures, bounds: Bounds
+) -> Choice:
     pace_s = chosen.step_s(figures, 1.0)
     slower = [one for one in options if one.mildness < chosen.mildness]
     forward_s = {one.pair.forward: one.forward_s for one in slower} | {chosen.pair.forward: chosen.forward_s}
     backward_s = {one.pair.backward: one.backward_s for one in slower}
     backward_s |= {chosen.pair.backward: chosen.backward_s}
-    reason = f"activations {_sentence(chosen.pair.forward, forward_s, figures.interval_s, pace_s)}"
+    paces = {"interval_s": figures.interval_s, "pace_s": pace_s}
+    is_own = bounds.forward is not None
+    reason = f"activations {_sentence(chosen.pair.forward, forward_s, is_own=is_own, **paces)}"
     if crossing.has_gradient:
-        reason += f"; gradients {_sentence(chosen.pair.backward, backward_s, figures.interval_s, pace_s)}"
+        is_own = bounds.backward is not None
+        reason += f"; gradients {_sentence(chosen.pair.backward, backward_s, is_own=is_own, **paces)}"
     return Choice(
         pair=chosen.pair,
         loss=chosen.loss,
@@ -319,12 +324,15 @@ def _explain(chosen: _Option, options: Sequence[_Option], crossing: Crossing, fi
     )
 
 
-def _sentence(codec: CodecSpec, seconds: Mapping[CodecSpec, float], interval_s: float, pace_s: float) -> str:
+def _sentence(
+    codec: CodecSpec, seconds: Mapping[CodecSpec, float], *, is_own: bool, interval_s: float, pace_s: float
+) -> str:
     """Such as "raw: 12 ms on the line is hidden behind 30 ms of compute"; `seconds` has milder codecs too."""
     own_s, compute = seconds[codec], f"{format_duration(interval_s)} of compute"
-    start = f"{codec}: {format_duration(own_s)} on the line is"
+    start = f"{codec}{', as the job says' if is_own else ''}: {format_duration(own_s)} on the line is"
     if own_s >= pace_s > interval_s:
-        return f"{start} more than {compute}, and no codec that is allowed is faster"
+        rest = 'codec = "auto" may find a faster one' if is_own else "no codec that is allowed is faster"
+        return f"{start} more than {compute}, and {rest}"
     reason = f"hidden behind {compute}"
     if own_s > interval_s:
         reason = f"less than the {format_duration(pace_s)} of the other direction"

@@ -110,7 +110,7 @@ def stage_memory(
         gathered=arithmetic.element_bytes * num_owned if savers.num_shards > 1 else 0,
         activations=window * kept,
         working=_working_bytes(costs, layers, kept, is_cast=arithmetic.is_mixed and not is_narrow),
-        update=_update_bytes(costs, layers, savers, num_held),
+        update=_update_bytes(costs, layers, savers),
         codec=codec_bytes,
         buffers=num_buffered * costs.boundary_bytes if has_boundary else 0,
         workspace=_WORKSPACE_BYTES if arithmetic.on_accelerator else 0,
@@ -163,10 +163,9 @@ def _layer_working_bytes(costs: ModelCosts, layer: PartCosts, *, is_cast: bool) 
     return layer.working_bytes + layer.kept_bytes + copies - costs.boundary_bytes
 
 
-def _update_bytes(costs: ModelCosts, layers: range, savers: Savers, num_held: int) -> int:
-    """Roots of the second moments: of all parameters at once on an accelerator, one by one on a CPU."""
-    if savers.offload_optimizer or savers.optimizer is OptimizerState.EIGHT_BIT:
+def _update_bytes(costs: ModelCosts, layers: range, savers: Savers) -> int:
+    """Roots of the second moments, parameter by parameter; on an accelerator one kernel does it all."""
+    is_fused = costs.workload.arithmetic.on_accelerator
+    if is_fused or savers.offload_optimizer or savers.optimizer is OptimizerState.EIGHT_BIT:
         return 0
-    if costs.workload.arithmetic.on_accelerator:
-        return WIDE_BYTES * num_held
     return 2 * WIDE_BYTES * max(part.largest_parameter for part in costs.parts(layers))

@@ -31,7 +31,7 @@ _MAX_MICROBATCHES: Final = 4096
 # Passes to simulate, in all: about half a second, and more where one plan has many. Work is bounded and not
 # time, so that plans are the same everywhere.
 _SIMULATED_PASSES: Final = 10_000
-_MANY_SIMULATED_PASSES: Final = 40_000
+_MANY_SIMULATED_PASSES: Final = 24_000
 _NUM_SIMULATED: Final = 4
 # Plans nearly as good as the best make way for a simpler one.
 _NEARLY: Final = 0.02

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from isthmus.plan.pipeline import Policy
-from isthmus.plan.scenario import Scenario
+from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
 from isthmus.plan.window import EPSILON, Hop, window, windows
 
 _MIN_INTERVAL_S: Final = 1e-6
@@ -31,21 +31,36 @@ class Measured:
     hops: tuple[Hop, ...]
 
 
-def first_windows(scenario: Scenario) -> tuple[int, ...]:
-    """Windows of each stage's ranks before anything is measured."""
+def bare_scenario(num_ranks: Sequence[int], *, num_microbatches: int, policy: Policy) -> Scenario:
+    """A pipeline of which nothing is known but its ranks, for workers, who measure."""
+    line = Line(down_bps=math.inf, up_bps=math.inf, latency_s=0.0)
+    hop = HopLoad(line=line, forward_bytes=0, backward_bytes=0)
+    return Scenario(
+        stages=tuple(StageLoad(cloud="", forward_s=0.0, backward_s=0.0, num_ranks=one) for one in num_ranks),
+        hops=(hop,) * (len(num_ranks) - 1),
+        num_microbatches=num_microbatches,
+        policy=policy,
+    )
+
+
+def first_windows(scenario: Scenario, *, max_in_flight: int | None = None) -> tuple[int, ...]:
+    """Windows of each stage's ranks before anything is measured; `max_in_flight` bounds every rank."""
     ranks = [stage.num_ranks for stage in scenario.stages]
     measured = Measured(
         pass_s=tuple(float(one) for one in ranks), hops=(_UNMEASURED,) * (scenario.num_stages - 1)
     )
-    return _windows(scenario, measured, interval_s=1.0)
+    return _windows(scenario, measured, interval_s=1.0, max_in_flight=max_in_flight)
 
 
-def next_windows(scenario: Scenario, measured: Measured) -> tuple[int, ...]:
+def next_windows(
+    scenario: Scenario, measured: Measured, *, max_in_flight: int | None = None
+) -> tuple[int, ...]:
     """Windows of each stage's ranks for the next step."""
     interval_s = max(_MIN_INTERVAL_S, *_stage_intervals_s(scenario, measured), *_line_s(scenario, measured))
     spare_s = _SPARE_SHARE * interval_s
     hops = tuple(replace(hop, latency_s=hop.latency_s + spare_s / 2) for hop in measured.hops)
-    return _windows(scenario, replace(measured, hops=hops), interval_s=interval_s)
+    spared = replace(measured, hops=hops)
+    return _windows(scenario, spared, interval_s=interval_s, max_in_flight=max_in_flight)
 
 
 def _stage_intervals_s(scenario: Scenario, measured: Measured) -> list[float]:
@@ -65,17 +80,21 @@ def _line_s(scenario: Scenario, measured: Measured) -> list[float]:
     ]
 
 
-def _windows(scenario: Scenario, measured: Measured, *, interval_s: float) -> tuple[int, ...]:
+def _windows(
+    scenario: Scenario, measured: Measured, *, interval_s: float, max_in_flight: int | None
+) -> tuple[int, ...]:
+    cap = scenario.num_microbatches if max_in_flight is None else max_in_flight
     if all(stage.num_ranks == 1 for stage in scenario.stages):
         return windows(
             policy=scenario.policy,
             num_microbatches=scenario.num_microbatches,
             hops=measured.hops,
             interval_s=interval_s,
+            max_in_flight=[cap] * scenario.num_stages,
         )
     sizes: list[int] = []
     for wanted in _wanted(scenario, measured.hops, interval_s):
-        sizes.append(max(1, min(wanted, *_bounds(scenario, sizes))))
+        sizes.append(max(1, min(wanted, cap, *_bounds(scenario, sizes))))
     return tuple(sizes)
 
 

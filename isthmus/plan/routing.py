@@ -6,8 +6,11 @@ micro-batches. Ranks of equal speed take turns, and another one begins in every 
 over does not fall to the same ranks again and again.
 """
 
+import functools
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 
 def route(*, speeds: Sequence[float], num_microbatches: int, step: int) -> tuple[int, ...]:
@@ -33,3 +36,56 @@ def shares(ranks: Sequence[int], *, num_ranks: int) -> tuple[tuple[int, ...], ..
     for microbatch, rank in enumerate(ranks):
         taken[rank].append(microbatch)
     return tuple(tuple(one) for one in taken)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """The ways of all micro-batches of a run; `speeds` are of the ranks of each stage.
+
+    All evaluations go the same ways, and their second, plain, round those of the first.
+    """
+
+    speeds: tuple[tuple[float, ...], ...]
+    num_microbatches: int
+    num_validation_microbatches: int = 0
+
+    @property
+    def num_ranks(self) -> tuple[int, ...]:
+        """How many ranks each stage has."""
+        return tuple(len(one) for one in self.speeds)
+
+    def rank(self, stage: int, *, step: int, microbatch: int, is_evaluation: bool) -> int:
+        """The rank of a stage that takes a micro-batch."""
+        ranks = self._ranks(stage, step, is_evaluation)
+        return ranks[microbatch % len(ranks)]
+
+    def share(self, stage: int, rank: int, *, step: int, is_evaluation: bool = False) -> tuple[int, ...]:
+        """The micro-batches of a step, or of an evaluation, that a rank takes."""
+        ranks = self._ranks(stage, step, is_evaluation)
+        return tuple(number for number, taker in enumerate(ranks) if taker == rank)
+
+    def peers(self, stage: int, rank: int, *, neighbour: int) -> tuple[int, ...]:
+        """The ranks of a neighbouring stage that a rank ever speaks to; leaders always do."""
+        found = {0} if rank == 0 else set()
+        for own, other in self._ways(stage, neighbour):
+            found |= {there for here, there in zip(own, other, strict=True) if here == rank}
+        return tuple(sorted(found))
+
+    def _ways(self, stage: int, neighbour: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        # Routes come again when every rank of both stages has been the first.
+        period = math.lcm(len(self.speeds[stage]), len(self.speeds[neighbour]))
+        for step in range(period):
+            yield self._ranks(stage, step, False), self._ranks(neighbour, step, False)
+        if self.num_validation_microbatches:
+            yield self._ranks(stage, 0, True), self._ranks(neighbour, 0, True)
+
+    def _ranks(self, stage: int, step: int, is_evaluation: bool) -> tuple[int, ...]:
+        speeds = self.speeds[stage]
+        if is_evaluation:
+            return _route(speeds, self.num_validation_microbatches, 0)
+        return _route(speeds, self.num_microbatches, step % len(speeds))
+
+
+@functools.lru_cache(maxsize=1024)
+def _route(speeds: tuple[float, ...], num_microbatches: int, step: int) -> tuple[int, ...]:
+    return route(speeds=speeds, num_microbatches=num_microbatches, step=step)

@@ -30,12 +30,16 @@ class StageLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """The WAN between neighbouring stages, seen along the pipeline: one bandwidth down, another up."""
+    """The WAN between neighbouring stages, seen along the pipeline: one bandwidth down, another up.
+
+    `handling_s` is what the two ends take to hand a message over, beside its time on the line and under way.
+    """
 
     down_bps: float
     up_bps: float
     latency_s: float
     jitter_s: float = 0.0
+    handling_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

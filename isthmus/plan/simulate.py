@@ -180,23 +180,23 @@ class _Simulation:
             rank.coded_s[send.kind] = coded_s = begun_s + way.coding_s
             self._clock.at(coded_s, self._coded, rank, peer, send, way, begun_s)
         else:
-            self._put_on_line(rank, peer, send, way, self._clock.now_s)
+            self._put_on_line(rank, peer, send, way)
 
     def _coded(self, rank: _Rank, peer: _Rank, send: Send, way: Way, begun_s: float) -> None:
         self._note(way.track, "encode", _name(send), begun_s, way.num_bytes)
-        self._put_on_line(rank, peer, send, way, begun_s)
+        self._put_on_line(rank, peer, send, way)
 
-    def _put_on_line(self, rank: _Rank, peer: _Rank, send: Send, way: Way, begun_s: float) -> None:
+    def _put_on_line(self, rank: _Rank, peer: _Rank, send: Send, way: Way) -> None:
         way.flow.send(
             (rank.index, peer.index),
             way.num_bytes,
             sent=partial(self._feed, rank, Done(action=send)),
-            arrived=partial(self._arrived, peer, send, way, begun_s, self._clock.now_s),
+            arrived=partial(self._arrived, peer, send, way, self._clock.now_s),
         )
 
-    def _arrived(self, rank: _Rank, send: Send, way: Way, begun_s: float, start_s: float) -> None:
+    def _arrived(self, rank: _Rank, send: Send, way: Way, start_s: float) -> None:
         self._note(way.track, "transfer", _name(send), start_s, way.num_bytes)
-        self._settling.note_travel(rank.stage.index, send.kind, self._clock.now_s - begun_s)
+        self._settling.note_travel(rank.stage.index, send.kind, self._clock.now_s - start_s)
         self._feed(rank, Arrived(kind=send.kind, step=send.step, microbatch=send.microbatch))
 
     # The end of a step.

@@ -5,7 +5,7 @@ lies behind it: a walk that is shorter from some stage on is better for every st
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -125,9 +125,9 @@ class SetWalks:
         lengths_s = np.full((1 << num_clouds, num_clouds, problem.num_layers + 1), np.inf)
         for cloud in range(num_clouds):
             lengths_s[1 << cloud, cloud] = edges.first(cloud, _end(problem)).min(axis=-2)
-        for size in range(2, num_clouds + 1):
+        for same_size in _sets_by_size(num_clouds)[2:]:
             for cloud in range(num_clouds):
-                sets = np.array(list(_sets_with(cloud, size, num_clouds)))
+                sets = same_size[same_size >> cloud & 1 == 1]
                 behind_s = (lengths_s[sets ^ (1 << cloud)] + edges.hops_s[cloud, :, None]).min(axis=1)
                 lengths_s[sets, cloud] = edges.shortest(cloud, behind_s)
         return cls(edges=edges, uses_all=problem.uses_all, lengths_s=lengths_s)
@@ -217,8 +217,11 @@ def _limits(offer: Offer, num_microbatches: int, cap_s: float) -> Table | None:
         return np.where(turns > 0, cap_s / turns, np.inf).T.copy()
 
 
-def _sets_with(cloud: int, size: int, num_clouds: int) -> Iterator[int]:
-    return (one for one in range(1 << num_clouds) if one >> cloud & 1 and one.bit_count() == size)
+def _sets_by_size(num_clouds: int) -> list[NDArray[np.int64]]:
+    """All sets of clouds as bit masks, those of the same size together."""
+    every = np.arange(1 << num_clouds)
+    sizes = sum(every >> cloud & 1 for cloud in range(num_clouds))
+    return [every[sizes == size] for size in range(num_clouds + 1)]
 
 
 def _least(values: Table) -> tuple[int, int]:

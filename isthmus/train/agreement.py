@@ -1,7 +1,7 @@
 """How clouds that have just met agree on a run: which one, on what model, and from which step.
 
 The first cloud tells the others what it runs. The steps that every cloud has saved travel back up, and the
-newest of them goes down again.
+newest of them goes down again. The end is agreed on likewise.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,8 @@ from isthmus.wan.packet import Packet
 _OFFER: Final = "start/offer"
 _SAVED: Final = "start/saved"
 _START: Final = "start/step"
+_ENDED: Final = "end/here"
+_ALL_ENDED: Final = "end/all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,17 @@ def agree_on_step(saved: set[int], *, up: Link | None, down: Link | None) -> Sta
     if down is not None:
         down.send(_START, Packet(asdict(start)))
     return start
+
+
+def agree_on_end(*, up: Link | None, down: Link | None) -> None:
+    """Wait until every cloud has come to the end: none closes a link that another still listens to."""
+    if down is not None:
+        down.receive(_ENDED)
+    if up is not None:
+        up.send(_ENDED, Packet({}))
+        up.receive(_ALL_ENDED)
+    if down is not None:
+        down.send(_ALL_ENDED, Packet({}))
 
 
 def _read_steps(packet: Packet) -> set[int]:

@@ -1,6 +1,7 @@
 """From samples to the micro-batches of a step, in order, each step with the cursor behind it."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,49 +16,38 @@ from isthmus.train.samples import Integers, Sample, Samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a step is divided: into micro-batches, and each of them among the ranks of a cloud."""
+    """How a step is divided into micro-batches, of so many sequences each."""
 
     num_microbatches: int
     num_sequences: int
-    """In a micro-batch, of one rank."""
-    rank: int = 0
-    num_ranks: int = 1
 
     @property
     def step_sequences(self) -> int:
-        """How many sequences all ranks together read in a step."""
-        return self.num_microbatches * self.num_sequences * self.num_ranks
+        """How many sequences are read in a step."""
+        return self.num_microbatches * self.num_sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """The micro-batches of one step, and where the next one goes on."""
+    """A rank's micro-batches of one step, and where the next one goes on."""
 
     microbatches: tuple[Batch, ...]
     num_targets: int
-    """Labels that count in all of them: the step's loss is the mean over these."""
+    """Labels that count in all of them: the step's loss is the mean over those of all ranks."""
     cursor: Cursor
 
 
-def divide_batch(
-    *, batch_tokens: int, sequence_length: int, num_microbatches: int, rank: int = 0, num_ranks: int = 1
-) -> Layout:
+def divide_batch(*, batch_tokens: int, sequence_length: int, num_microbatches: int) -> Layout:
     """The layout of a step of so many tokens, which must divide evenly."""
-    unit = sequence_length * num_microbatches * num_ranks
+    unit = sequence_length * num_microbatches
     if batch_tokens % unit:
         parts = [f"{num_microbatches} micro-batches", f"sequences of {sequence_length} tokens"]
-        parts += [f"{num_ranks} ranks"] if num_ranks > 1 else []
         near = max(unit, round(batch_tokens / unit) * unit)
         raise UserError(
             f"a batch of {batch_tokens} tokens cannot be divided into {' × '.join(parts)}",
             hint=f"set train.batch_tokens to a multiple of {unit}, such as {near}",
         )
-    return Layout(
-        num_microbatches=num_microbatches,
-        num_sequences=batch_tokens // unit,
-        rank=rank,
-        num_ranks=num_ranks,
-    )
+    return Layout(num_microbatches=num_microbatches, num_sequences=batch_tokens // unit)
 
 
 def check_enough(samples: Samples, layout: Layout) -> None:
@@ -70,15 +60,25 @@ def check_enough(samples: Samples, layout: Layout) -> None:
 
 
 def read_steps(
-    samples: Samples, *, order: Order, layout: Layout, head: Head, pad_id: int, cursor: Cursor
+    samples: Samples,
+    *,
+    order: Order,
+    layout: Layout,
+    head: Head,
+    pad_id: int,
+    cursor: Cursor,
+    share: Callable[[int], Container[int]] | None = None,
+    first_step: int = 0,
 ) -> Iterator[StepBatches]:
-    """Steps without end from the cursor on; a rank has every `num_ranks`-th sequence of each micro-batch."""
-    while True:
+    """Steps without end from the cursor on; of each only the micro-batches in this rank's share, if given."""
+    for step in itertools.count(first_step):
+        wanted = range(layout.num_microbatches) if share is None else share(step)
         microbatches = []
-        for _ in range(layout.num_microbatches):
-            picks, cursor = order.take(cursor, layout.num_sequences * layout.num_ranks)
-            own = [samples.read(pick) for pick in picks[layout.rank :: layout.num_ranks]]
-            microbatches.append(collate(own, head=head, pad_id=pad_id))
+        for number in range(layout.num_microbatches):
+            picks, cursor = order.take(cursor, layout.num_sequences)
+            if number in wanted:
+                own = [samples.read(pick) for pick in picks]
+                microbatches.append(collate(own, head=head, pad_id=pad_id))
         yield StepBatches(
             microbatches=tuple(microbatches),
             num_targets=sum(batch.num_targets for batch in microbatches),

@@ -2,14 +2,19 @@
 
     checkpoints/step-00000120/<cloud>/weights.safetensors
                                       optimizer.safetensors
-                                      codecs.safetensors     what the next message of each cut depends on
-                                      state.json             step, layers, codecs, where the data goes on
+                                      codecs.safetensors     codecs, and what their next message depends on
+                                      codecs-1.safetensors   the same of rank 1, and so on
+                                      state.json             step, layers, where the data goes on
                                       COMPLETE               written last
+
+Rank 0 of a cloud writes and reads for all its ranks, so only its disk counts. What ranks hold shares of is
+written whole.
 
 Dropout is drawn from seed, step, micro-batch and layer, and the learning rate follows from the step, so
 there is no generator and no schedule to save.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,7 +29,7 @@ from torch import Tensor
 
 from isthmus.errors import FrameError, UserError
 from isthmus.model.stage import Stage
-from isthmus.train.cut import CodeState, SavedCuts, read_pair, texts_of
+from isthmus.train.cut import SavedCuts, read_pair, texts_of
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.order import Cursor
 from isthmus.train.steering import Standing
@@ -34,9 +39,8 @@ COMPLETE: Final = "COMPLETE"
 _PREFIX: Final = "step-"
 _WEIGHTS: Final = "weights.safetensors"
 _OPTIMIZER: Final = "optimizer.safetensors"
-_CODECS: Final = "codecs.safetensors"
 _STATE: Final = "state.json"
-_VERSION: Final = 2
+_VERSION: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,8 @@ class State:
     cursor: Cursor | None = None
     cuts: SavedCuts = field(default_factory=SavedCuts)
     standings: tuple[Standing, ...] = ()
+    other_cuts: tuple[SavedCuts, ...] = ()
+    """Of the ranks behind rank 0, in order."""
 
 
 class Checkpoints:
@@ -69,10 +75,14 @@ class Checkpoints:
         return tuple(sorted(int(name.removeprefix(_PREFIX)) for name in found))
 
     def save(self, state: State, *, stage: Stage, optimizer: Optimizer) -> Path:
+        """Write a checkpoint of a whole stage, then delete those that are older than the ones to keep."""
+        return self.write(state, weights=stage.tensors_by_name(), moments=optimizer.tensors())
+
+    def write(self, state: State, *, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> Path:
         """Write a checkpoint, then delete those that are older than the ones to keep."""
         folder = self._place(state.step)
         try:
-            _write(folder, state, stage.tensors_by_name(), optimizer.tensors())
+            _write(folder, state, weights, moments)
         except OSError as error:
             raise UserError(
                 f"the checkpoint {folder} cannot be written: {error.strerror or error}",
@@ -84,21 +94,25 @@ class Checkpoints:
 
     def load(self, step: int, *, stage: Stage, optimizer: Optimizer) -> State:
         """Bring stage and optimizer back to where they were."""
+        state, weights, moments = self.read(step, stage=stage)
+        for name, tensor in stage.tensors_by_name().items():
+            tensor.copy_(weights[name])
+        optimizer.load_tensors(moments)
+        return state
+
+    def read(self, step: int, *, stage: Stage) -> tuple[State, dict[str, Tensor], dict[str, Tensor]]:
+        """A checkpoint of this stage: its state, weights, and the optimizer's moments, on the host."""
         folder = self._place(step)
         try:
             weights, moments = load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER)
-            state = _read_state(folder / _STATE, load_file(folder / _CODECS))
+            state = _read_state(folder)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError, FrameError) as error:
             raise _unusable(folder, str(error)) from error
         if state.layers != (stage.layers.start, stage.layers.stop):
             raise _unusable(folder, f"it holds layers {state.layers}")
-        own = stage.tensors_by_name()
-        if weights.keys() != own.keys():
+        if weights.keys() != stage.tensors_by_name().keys():
             raise _unusable(folder, "it is of another model")
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-        optimizer.load_tensors(moments)
-        return state
+        return state, weights, moments
 
     def _place(self, step: int) -> Path:
         return self._folder / f"{_PREFIX}{step:08d}" / self._cloud
@@ -107,7 +121,8 @@ class Checkpoints:
         folder = self._place(step)
         (folder / COMPLETE).unlink()
         shutil.rmtree(folder)
-        if not any(folder.parent.iterdir()):
+        # The last cloud to delete its own takes the folder of the step along.
+        with contextlib.suppress(OSError):
             folder.parent.rmdir()
 
 
@@ -117,7 +132,8 @@ def _write(folder: Path, state: State, weights: Mapping[str, Tensor], moments: M
     new.mkdir(parents=True)
     save_file(_contiguous(weights), new / _WEIGHTS)
     save_file(_contiguous(moments), new / _OPTIMIZER)
-    save_file(_contiguous(_codec_tensors(state.cuts)), new / _CODECS)
+    for rank, cuts in enumerate((state.cuts, *state.other_cuts)):
+        save_file(_contiguous(cuts.tensors()), new / _codecs_file(rank))
     (new / _STATE).write_text(json.dumps(_state_values(state)))
     for path in new.iterdir():
         _sync(path)
@@ -133,48 +149,38 @@ def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+def _codecs_file(rank: int) -> str:
+    return f"codecs-{rank}.safetensors" if rank else "codecs.safetensors"
+
+
 def _state_values(state: State) -> dict[str, object]:
-    cuts = {"up": state.cuts.up, "down": state.cuts.down}
     return {
         "version": _VERSION,
         "step": state.step,
         "layers": state.layers,
         "cursor": None if state.cursor is None else asdict(state.cursor),
-        "codecs": {name: texts_of(code.pair) for name, code in cuts.items() if code is not None},
+        "num_ranks": 1 + len(state.other_cuts),
         "standings": [{**asdict(standing), "pair": texts_of(standing.pair)} for standing in state.standings],
     }
 
 
-def _codec_tensors(cuts: SavedCuts) -> dict[str, Tensor]:
-    codes = {"up": cuts.up, "down": cuts.down}
-    return {
-        f"{name}/{key}": tensor
-        for name, code in codes.items()
-        if code is not None
-        for key, tensor in code.tensors.items()
-    }
-
-
-def _read_state(path: Path, codec_tensors: Mapping[str, Tensor]) -> State:
-    values = json.loads(path.read_bytes())
+def _read_state(folder: Path) -> State:
+    values = json.loads((folder / _STATE).read_bytes())
     if values.get("version") != _VERSION:
         raise ValueError("another version of Isthmus has written it")
     start, stop = values["layers"]
     cursor = values["cursor"]
+    cuts, *others = (
+        SavedCuts.from_tensors(load_file(folder / _codecs_file(rank))) for rank in range(values["num_ranks"])
+    )
     return State(
         step=int(values["step"]),
         layers=(int(start), int(stop)),
         cursor=None if cursor is None else Cursor(**{key: int(value) for key, value in cursor.items()}),
-        cuts=SavedCuts(
-            **{name: _read_code(name, texts, codec_tensors) for name, texts in values["codecs"].items()}
-        ),
+        cuts=cuts,
         standings=tuple(Standing(**{**one, "pair": read_pair(one["pair"])}) for one in values["standings"]),
+        other_cuts=tuple(others),
     )
-
-
-def _read_code(name: str, texts: object, tensors: Mapping[str, Tensor]) -> CodeState:
-    own = {key.removeprefix(f"{name}/"): one for key, one in tensors.items() if key.startswith(f"{name}/")}
-    return CodeState(pair=read_pair(texts), tensors=own)
 
 
 def _unusable(folder: Path, reason: str) -> UserError:

@@ -71,6 +71,10 @@ class Courier:
         """What a function gives on the thread that sends, behind what is still to be sent; waits for it."""
         return self._outward.submit(function).result()
 
+    def do(self, function: Callable[[], None]) -> None:
+        """Have the thread that sends do something, behind what is still to be sent."""
+        self._watch(self._outward.submit(function))
+
     @property
     def rtt_s(self) -> float:
         """The shortest of the latest round trips."""

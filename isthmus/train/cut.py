@@ -1,9 +1,11 @@
 """A cut between two stages: what crosses it, by which codecs, from which step on."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from isthmus.codec.ends import Codecs
@@ -15,6 +17,7 @@ from isthmus.plan.ladder import Pair
 
 RAW: Final = parse_codec("raw")
 RAW_PAIR: Final = Pair(forward=RAW, backward=RAW)
+_CODECS: Final = "codecs"
 
 
 def texts_of(pair: Pair) -> tuple[str, str]:
@@ -91,10 +94,36 @@ class CodeState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCuts:
-    """The codes of a stage's two cuts at the start of a step."""
+    """The codes of a rank's cuts at the start of a step, by the rank at their other end."""
 
-    up: CodeState | None = None
-    down: CodeState | None = None
+    up: Mapping[int, CodeState] = field(default_factory=dict)
+    down: Mapping[int, CodeState] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it as tensors by name; the codecs themselves as text in bytes."""
+        codes = {
+            f"{side}.{peer}": code
+            for side, found in (("up", self.up), ("down", self.down))
+            for peer, code in found.items()
+        }
+        texts = json.dumps({place: texts_of(code.pair) for place, code in codes.items()})
+        states = {
+            f"{place}/{key}": one.contiguous()
+            for place, code in codes.items()
+            for key, one in code.tensors.items()
+        }
+        return {_CODECS: torch.frombuffer(bytearray(texts.encode()), dtype=torch.uint8), **states}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """What `tensors` gave."""
+        found: dict[str, dict[int, CodeState]] = {"up": {}, "down": {}}
+        for place, texts in json.loads(tensors[_CODECS].numpy().tobytes()).items():
+            side, _, peer = place.partition(".")
+            prefix = f"{place}/"
+            own = {key.removeprefix(prefix): one for key, one in tensors.items() if key.startswith(prefix)}
+            found[side][int(peer)] = CodeState(pair=read_pair(texts), tensors=own)
+        return cls(**found)
 
 
 class Codebook(Generic[E]):

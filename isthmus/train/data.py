@@ -4,7 +4,7 @@ The way through: `corpus` (rows) → `tokens` (tokenizer) → `tasks` (samples) 
 `prefetch`. Only the cloud of the first stage opens the data; `facts` go to the others.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +44,7 @@ from isthmus.train.tokens import (
 )
 
 _STEPS_AHEAD: Final = 2
+_MOST_STEPS_AHEAD: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +74,18 @@ class TrainingData:
     pad_id: int
     seed: int
 
-    def steps(self, layout: Layout, *, cursor: Cursor | None = None) -> Prefetch[StepBatches]:
-        """Steps without end from the cursor on, made ahead on a thread that ends when this is closed."""
+    def steps(
+        self,
+        layout: Layout,
+        *,
+        cursor: Cursor | None = None,
+        share: Callable[[int], Container[int]] | None = None,
+        first_step: int = 0,
+    ) -> Prefetch[StepBatches]:
+        """Steps without end from the cursor on, made ahead on a thread that ends when this is closed.
+
+        Of each step only the micro-batches in this rank's share, if it is given, are read.
+        """
         check_enough(self.samples, layout)
         steps = read_steps(
             self.samples,
@@ -83,8 +94,10 @@ class TrainingData:
             head=self.head,
             pad_id=self.pad_id,
             cursor=cursor or Cursor(),
+            share=share,
+            first_step=first_step,
         )
-        return Prefetch(steps, depth=_STEPS_AHEAD)
+        return Prefetch(steps, depth=_STEPS_AHEAD, max_depth=_MOST_STEPS_AHEAD)
 
     def validation_batches(self, *, num_sequences: int) -> Iterator[Batch]:
         """The micro-batches of the validation split, the same each time; none where there is no split."""

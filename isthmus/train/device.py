@@ -24,11 +24,15 @@ class Mark:
 
 
 class Device:
-    """A device through `torch.accelerator`, or the CPU."""
+    """A device through `torch.accelerator`, or the CPU; of several in a machine, that of the local rank."""
 
-    def __init__(self, kind: str = "auto") -> None:
+    def __init__(self, kind: str = "auto", *, local_rank: int | None = None) -> None:
         self.torch_device = _find(kind)
         self.is_accelerator = self.torch_device.type != "cpu"
+        if self.is_accelerator and local_rank is not None:
+            index = local_rank % torch.accelerator.device_count()
+            self.torch_device = torch.device(self.torch_device.type, index)
+            torch.accelerator.set_device_index(index)
 
     def mark(self) -> Mark:
         """The point that the computation started by this thread has come to."""

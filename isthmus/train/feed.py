@@ -1,6 +1,7 @@
 """What the first stage reads while it trains: micro-batches step by step, and those of an evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -10,12 +11,33 @@ from isthmus.train.data import TrainingData
 from isthmus.train.order import Cursor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What of the data one rank of the first stage reads."""
+
+    training: Callable[[int], Container[int]]
+    """Its micro-batches of a step."""
+    validation: Container[int]
+
+
 class Feed:
     """The steps of a run from a cursor on, read ahead on a thread until it is closed."""
 
-    def __init__(self, data: TrainingData, layout: Layout, *, cursor: Cursor | None = None) -> None:
-        self._steps = data.steps(layout, cursor=cursor)
-        self._validation = tuple(data.validation_batches(num_sequences=layout.num_sequences))
+    def __init__(
+        self,
+        data: TrainingData,
+        layout: Layout,
+        *,
+        cursor: Cursor | None = None,
+        share: Share | None = None,
+        first_step: int = 0,
+    ) -> None:
+        training = None if share is None else share.training
+        self._steps = data.steps(layout, cursor=cursor, share=training, first_step=first_step)
+        held_out = enumerate(data.validation_batches(num_sequences=layout.num_sequences))
+        self._validation = tuple(
+            batch for number, batch in held_out if share is None or number in share.validation
+        )
         self._cursor = cursor or Cursor()
         self._step: int | None = None
 

@@ -260,6 +260,18 @@ def unpack_verdict(packet: Packet) -> Verdict:
     )
 
 
+def verdict_to_words(verdict: Verdict) -> dict[str, object]:
+    """A verdict as plain values, for the ranks of one cloud."""
+    return {**pack_verdict(verdict).header, "norm": verdict.norm}
+
+
+def verdict_from_words(words: Mapping[str, object]) -> Verdict:
+    """The verdict that `verdict_to_words` gave."""
+    header = dict(words)
+    norm = np.asarray([header.pop("norm")], dtype=np.float64)
+    return unpack_verdict(Packet(header, [norm.data]))
+
+
 def pack_evaluated(found: Evaluated) -> Packet:
     """The result of an evaluation as a packet."""
     header = {

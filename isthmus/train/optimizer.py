@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from isthmus.plan.memory import OptimizerState
 from isthmus.train.adamw import EightBit, Group, Moments, OnDevice
@@ -75,8 +76,8 @@ class Optimizer:
         self._moments = _make_moments(groups, state, offload=offload) if groups else None
 
     def squared_norms(self) -> tuple[float, ...]:
-        """The squared norm of each parameter's gradient."""
-        grads = [one.grad for one in self._parameters.values() if one.grad is not None]
+        """The squared norm of each parameter's gradient, or of this rank's shard of it."""
+        grads = self._gradients()
         if not grads:
             return ()
         norms = torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
@@ -84,15 +85,17 @@ class Optimizer:
 
     def update(self, step: int, *, norm: float) -> None:
         """Take a step with the gradients, of which `norm` is the norm over all stages, and clear them."""
-        if self._max_norm is not None and norm > self._max_norm:
-            factor = self._max_norm / (norm + _NORM_EPSILON)
-            for parameter in self._parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        grads = self._gradients()
+        if grads and self._max_norm is not None and norm > self._max_norm:
+            torch._foreach_mul_(grads, self._max_norm / (norm + _NORM_EPSILON))
         if self._moments is not None:
             self._moments.step(self.schedule.at(step))
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def _gradients(self) -> list[Tensor]:
+        grads = [one.grad for one in self._parameters.values() if one.grad is not None]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
     def tensors(self) -> dict[str, Tensor]:
         """The state as tensors by name, such as `exp_avg/model.norm.weight`."""

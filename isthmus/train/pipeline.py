@@ -1,6 +1,7 @@
 """The pipeline strategy: who does what at one stage of one cloud, put together."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,8 +13,9 @@ from isthmus.model.randomness import seed_from
 from isthmus.model.stage import Stage
 from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import PipelineScheduler, Policy
+from isthmus.plan.rank_windows import bare_scenario, first_windows
+from isthmus.plan.routing import Routing
 from isthmus.plan.types import Arrived, Event, Pass, Run, Send, Started
-from isthmus.plan.window import Hop, windows
 from isthmus.train.bench import Bench
 from isthmus.train.cache import Admission, Cache, Foresight
 from isthmus.train.courier import Mailbox
@@ -23,9 +25,11 @@ from isthmus.train.device import Device, Lane
 from isthmus.train.messages import Tally
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.passes import Passes
+from isthmus.train.reduction import NoReduction, Reduction
 from isthmus.train.settlement import Settlement, Terms
-from isthmus.train.traffic import Delivery, Traffic
+from isthmus.train.traffic import Delivery, Ends, Traffic
 from isthmus.train.worker import Observer, Source, Worker
+from isthmus.train.world import Alone, World
 from isthmus.wan.link import Link
 
 _FLOAT32_BYTES: Final = 4
@@ -53,6 +57,8 @@ class Course:
     """The first stage with anything to learn."""
     cache_bytes: int = 0
     """The most that the first trained stage keeps of what frozen layers gave."""
+    num_ranks: tuple[int, ...] = ()
+    """Of each stage; one each where nothing is said."""
 
     def cut(self, number: int) -> Cut:
         """The cut behind the stage of that number."""
@@ -66,51 +72,82 @@ class Course:
     @property
     def is_cached(self) -> bool:
         """Whether what frozen layers give is kept."""
-        return self.first_trained > 0 and self.cache_bytes > 0
+        # With several ranks a sequence comes to another one every time.
+        return self.first_trained > 0 and self.cache_bytes > 0 and set(self.num_ranks) <= {1}
+
+    @property
+    def routing(self) -> Routing:
+        """Which rank takes which micro-batch; the ranks of a cloud are of one speed."""
+        return Routing(
+            speeds=tuple((1.0,) * number for number in self.num_ranks or (1,) * self.num_stages),
+            num_microbatches=self.num_microbatches,
+            num_validation_microbatches=self.num_validation_microbatches,
+        )
 
     def is_plain(self, about: Run | Send | Arrived) -> bool:
         """Whether something belongs to the second, plain, round of an evaluation."""
         return about.kind is Pass.EVALUATION and about.microbatch >= self.num_validation_microbatches
 
-    def turns(self, first_step: int = 0) -> Iterator[Started]:
-        """Every step, an evaluation after each so many, and one at the end."""
+    def turns(self, first_step: int = 0, *, stage: int = 0, rank: int = 0) -> Iterator[Started]:
+        """Every step, an evaluation after each so many, and one at the end, as one rank has them."""
+        share = functools.partial(self.routing.share, stage, rank)
         for step in range(first_step, self.num_steps):
             if self._evaluates_before(step) and step > first_step:
-                yield self._evaluation(step)
-            yield Started(step=step, microbatches=tuple(range(self.num_microbatches)))
+                yield self._evaluation(step, share(step=step, is_evaluation=True))
+            yield Started(step=step, microbatches=share(step=step))
         if self.evaluate_every and self.num_validation_microbatches:
-            yield self._evaluation(self.num_steps)
+            yield self._evaluation(self.num_steps, share(step=self.num_steps, is_evaluation=True))
 
     def _evaluates_before(self, step: int) -> bool:
         if not self.evaluate_every or not self.num_validation_microbatches:
             return False
         return step % self.evaluate_every == 0
 
-    def _evaluation(self, step: int) -> Started:
-        num_rounds = 1 + self.evaluates_plain
-        numbers = tuple(range(num_rounds * self.num_validation_microbatches))
+    def _evaluation(self, step: int, share: tuple[int, ...]) -> Started:
+        starts = range((1 + self.evaluates_plain) * self.num_validation_microbatches)
+        rounds = starts[:: self.num_validation_microbatches]
+        numbers = tuple(start + number for start in rounds for number in share)
         return Started(step=step, microbatches=numbers, evaluation=True)
 
     def first_windows(self) -> tuple[int, ...]:
         """Windows before anything is measured: as if a message took as long as a pass."""
-        hop = Hop(forward_s=0.25, backward_s=0.25, latency_s=0.0)
-        return windows(
-            policy=self.policy,
-            num_microbatches=self.num_microbatches,
-            hops=[hop] * (self.num_stages - 1),
-            interval_s=1.0,
-            max_in_flight=[self.max_in_flight] * self.num_stages,
+        scenario = bare_scenario(
+            self.routing.num_ranks, num_microbatches=self.num_microbatches, policy=self.policy
         )
+        return first_windows(scenario, max_in_flight=self.max_in_flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Post:
-    """Where a stage stands: its cloud, its number, and the links to the stages before and behind it."""
+    """Where a rank stands: its cloud and stage, and the links to the stages before and behind it.
+
+    `up` and `down` join leaders, and are None at other ranks and at the ends; `ups` and `downs` are to all
+    ranks that this one speaks to, those two alone where nothing is said.
+    """
 
     cloud: str
     index: int
     up: Link | None
     down: Link | None
+    rank: int = 0
+    ups: Mapping[int, Link] | None = None
+    downs: Mapping[int, Link] | None = None
+
+    @property
+    def up_links(self) -> Mapping[int, Link]:
+        """To ranks of the stage before, by rank."""
+        return _all_links(self.ups, self.up)
+
+    @property
+    def down_links(self) -> Mapping[int, Link]:
+        """To ranks of the stage behind, by rank."""
+        return _all_links(self.downs, self.down)
+
+
+def _all_links(given: Mapping[int, Link] | None, leader: Link | None) -> Mapping[int, Link]:
+    if given is not None:
+        return given
+    return {} if leader is None else {0: leader}
 
 
 def pipeline_worker(
@@ -125,8 +162,11 @@ def pipeline_worker(
     autocast: torch.dtype | None = None,
     should_save: Callable[[int], bool] = lambda _: False,
     steer: Callable[[Tally], tuple[Pair, ...]] = lambda _: (),
+    world: World | None = None,
+    reduction: Reduction | None = None,
 ) -> tuple[Worker, Traffic]:
-    """The worker of one stage, and its traffic, within which it runs."""
+    """The worker of one rank of a stage, and its traffic, within which it runs."""
+    world = world or Alone()
     window = course.first_windows()[post.index]
     events: Mailbox[Event | Delivery] = Mailbox()
     terms = Terms(
@@ -135,16 +175,25 @@ def pipeline_worker(
         policy=course.policy,
         should_save=should_save,
         steer=steer,
+        num_ranks=course.routing.num_ranks,
     )
-    settlement = Settlement(terms=terms)
+    settlement = Settlement(terms=terms, world=world)
     width = stage.model.config.hidden_size
     traffic = Traffic(
         cloud=post.cloud,
         index=post.index,
-        up=post.up,
-        down=post.down,
-        up_cut=None if post.up is None else _up_cut(course, post, post.up, device, width, observer),
-        down_cut=None if post.down is None else _down_cut(course, post, post.down, device, width, observer),
+        rank=post.rank,
+        ends=Ends(
+            up={
+                peer: (link, _up_cut(course, post, link, device, width, observer))
+                for peer, link in post.up_links.items()
+            },
+            down={
+                peer: (link, _down_cut(course, post, link, device, width, observer))
+                for peer, link in post.down_links.items()
+            },
+        ),
+        routing=course.routing,
         events=events,
         settlement=settlement,
         on_span=observer.span,
@@ -152,7 +201,7 @@ def pipeline_worker(
     )
     is_frozen = post.index < course.first_trained
     worker = Worker(
-        cloud=post.cloud,
+        track=f"{post.cloud}/{post.rank}" if world.seat.num_ranks > 1 else post.cloud,
         index=post.index,
         passes=Passes(
             stage,
@@ -182,6 +231,10 @@ def pipeline_worker(
         begins_at=course.num_warmup_steps or None,
         is_frozen=is_frozen,
         foresight=_foresight(course, width) if post.index == 0 else None,
+        world=world,
+        reduction=reduction or NoReduction(),
+        is_last=post.index == course.num_stages - 1,
+        evaluates_plain=course.evaluates_plain,
     )
     return worker, traffic
 

@@ -1,6 +1,7 @@
 """What a job says of memory and speed, given to a stage: how it recomputes, and whether it is compiled."""
 
 import os
+from typing import Final
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from isthmus.model.stage import Stage
 from isthmus.plan.memory import OptimizerState
 from isthmus.train.device import Device
 
-_MOMENT_BYTES = {OptimizerState.FLOAT32: 8, OptimizerState.EIGHT_BIT: 2}
+_MOMENT_BYTES: Final = {OptimizerState.FLOAT32: 8, OptimizerState.EIGHT_BIT: 2}
 
 
 def equip(stage: Stage, job: Job, *, cloud: str, device: Device) -> Stage:

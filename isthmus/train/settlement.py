@@ -7,14 +7,15 @@ anyhow; so every stage knows the norm before it updates its weights, and none ha
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from isthmus.errors import IsthmusError
 from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import Policy
+from isthmus.plan.rank_windows import Measured, bare_scenario, next_windows
 from isthmus.plan.types import ScheduleError
-from isthmus.plan.window import Hop, windows
+from isthmus.plan.window import Hop
 from isthmus.train.courier import Courier, Mailbox
 from isthmus.train.messages import (
     TALLY,
@@ -25,14 +26,13 @@ from isthmus.train.messages import (
     pack_tally,
     pack_verdict,
     unpack_tally,
+    verdict_from_words,
+    verdict_to_words,
 )
 from isthmus.train.optimizer import total_norm
+from isthmus.train.world import Alone, World
 from isthmus.wan.outbox import Priority
 from isthmus.wan.packet import Packet
-
-_MIN_INTERVAL_S = 1e-6
-# Round trips are the shortest that were measured: half an interval more makes up for jitter.
-_SPARE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,8 @@ class Terms:
     should_save: Callable[[int], bool] = field(default=lambda _: False)
     steer: Callable[[Tally], tuple[Pair, ...]] = field(default=lambda _: ())
     """The codecs of all cuts from the next step on."""
+    num_ranks: tuple[int, ...] = ()
+    """Of each stage; one each where nothing is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +62,14 @@ class Seen:
 
 
 class Settlement:
-    """One stage's part in it; the first stage has no one above, the last no one behind."""
+    """One stage's part in it; the first stage has no one above, the last no one behind.
 
-    def __init__(self, *, terms: Terms) -> None:
+    The leader of a cloud gathers what its ranks have to say, speaks for them, and spreads the verdict.
+    """
+
+    def __init__(self, *, terms: Terms, world: World | None = None) -> None:
         self._terms = terms
+        self._world = world or Alone()
         self._tallies: Mailbox[Tally] = Mailbox()
         self._verdicts: Mailbox[Verdict] = Mailbox()
 
@@ -83,7 +89,23 @@ class Settlement:
     def settle(
         self, own: Tally, *, seen: Seen, up: Courier | None, down: Courier | None
     ) -> tuple[Tally, Verdict]:
-        """Give the tally of this stage and all behind it, and the verdict on the step."""
+        """Give the tally of this stage and all behind it, and the verdict on the step.
+
+        At ranks that are not the leader, who have no courier for words, the tally is their own.
+        """
+        found = self._world.gather(_words(own, seen)) if self._world.seat.num_ranks > 1 else []
+        if found is None:
+            return own, verdict_from_words(self._world.spread(None))
+        if found:
+            own, seen = _together(own, found)
+        tally, verdict = self._settle(own, seen, up, down)
+        if found:
+            self._world.spread(verdict_to_words(verdict))
+        return tally, verdict
+
+    def _settle(
+        self, own: Tally, seen: Seen, up: Courier | None, down: Courier | None
+    ) -> tuple[Tally, Verdict]:
         tally = own if down is None else self._join(own, seen, down.rtt_s)
         if up is None:
             verdict = self._judge(tally)
@@ -121,27 +143,23 @@ class Settlement:
                 f"the loss or its gradient is not finite any more at step {tally.step}",
                 hint="lower train.learning_rate; the weights are as the last checkpoint has them",
             )
-        terms = self._terms
-        interval_s = max(
-            _MIN_INTERVAL_S,
-            *(busy_s / terms.num_microbatches for busy_s in tally.busy_s),
-            *(max(hop.forward_s, hop.backward_s) for hop in tally.hops),
-        )
-        spare_s = _SPARE_SHARE * interval_s
-        sizes = windows(
-            policy=terms.policy,
-            num_microbatches=terms.num_microbatches,
-            hops=[replace(hop, latency_s=hop.latency_s + spare_s / 2) for hop in tally.hops],
-            interval_s=interval_s,
-            max_in_flight=[terms.max_in_flight] * len(tally.busy_s),
-        )
         return Verdict(
             step=tally.step,
             norm=norm,
-            windows=sizes,
-            save=terms.should_save(tally.step),
-            codecs=terms.steer(tally),
+            windows=self._windows(tally),
+            save=self._terms.should_save(tally.step),
+            codecs=self._terms.steer(tally),
         )
+
+    def _windows(self, tally: Tally) -> tuple[int, ...]:
+        terms = self._terms
+        num_ranks = terms.num_ranks or (1,) * len(tally.busy_s)
+        busy = zip(tally.busy_s, num_ranks, strict=True)
+        measured = Measured(
+            pass_s=tuple(number * busy_s / terms.num_microbatches for busy_s, number in busy), hops=tally.hops
+        )
+        scenario = bare_scenario(num_ranks, num_microbatches=terms.num_microbatches, policy=terms.policy)
+        return next_windows(scenario, measured, max_in_flight=terms.max_in_flight)
 
 
 def _hop(forward_travel_s: float, backward_travel_s: float | None, rtt_s: float) -> Hop:
@@ -151,6 +169,38 @@ def _hop(forward_travel_s: float, backward_travel_s: float | None, rtt_s: float)
     travel_s = forward_travel_s if backward_travel_s is None else (forward_travel_s + backward_travel_s) / 2
     on_line_s = max(0.0, travel_s - latency_s)
     return Hop(forward_s=on_line_s, backward_s=on_line_s, latency_s=latency_s)
+
+
+def _words(own: Tally, seen: Seen) -> dict[str, float | None]:
+    """What the leader must know of one rank."""
+    return {
+        "loss_sum": own.loss_sum,
+        "busy_s": own.busy_s[0],
+        "travel_s": own.travel_s or None,
+        "gradient_travel_s": seen.gradient_travel_s,
+        "activation_cosine": seen.activation_cosine,
+        "gradient_cosine": seen.gradient_cosine(),
+    }
+
+
+def _together(own: Tally, found: Sequence[Mapping[str, float | None]]) -> tuple[Tally, Seen]:
+    """The tally of a cloud: losses add up, ranks work side by side, and the shortest and worst counts."""
+
+    def known(key: str) -> list[float]:
+        return [value for one in found if (value := one[key]) is not None and not math.isnan(value)]
+
+    tally = replace(
+        own,
+        loss_sum=math.fsum(float(one["loss_sum"] or 0.0) for one in found),
+        busy_s=(math.fsum(known("busy_s")) / len(found),),
+        travel_s=min(known("travel_s"), default=0.0),
+    )
+    lowest = min(known("gradient_cosine"), default=math.nan)
+    return tally, Seen(
+        gradient_travel_s=min(known("gradient_travel_s"), default=None),
+        activation_cosine=min(known("activation_cosine"), default=math.nan),
+        gradient_cosine=lambda: lowest,
+    )
 
 
 def _check_step(found: int, expected: int) -> None:

@@ -18,11 +18,13 @@ from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.planner import plan
 from isthmus.train.batches import Layout, divide_batch
+from isthmus.train.rank_limits import check_ranks
 from isthmus.units import format_bytes
 
 _MICROBATCHES_PER_STAGE: Final = 8
-# Weights, gradients and the two moments of AdamW, in float32.
+# Weights, gradients and the two moments of AdamW, in float32; and what of it is gathered where ranks share.
 _STATE_BYTES_PER_PARAMETER: Final = 16
+_GATHERED_BYTES_PER_PARAMETER: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) 
         raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
     strategy = _pipeline(job)
     clouds = stage_order(job)
-    _check_supported(job)
+    check_ranks(job, strategy)
     if decisions is not None:
         return _decided(job, strategy, clouds, decisions)
     why_not = _why_not_planned(job)
@@ -188,8 +190,9 @@ def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None)
 def check_fits(job: Job, setup: Setup, blueprint: Blueprint) -> None:
     """Refuse a stage whose weights, gradients and moments alone are over the memory of its cloud."""
     for name, layers in zip(setup.clouds, setup.stage_layers(blueprint.num_layers), strict=True):
-        needed_bytes = _STATE_BYTES_PER_PARAMETER * sum(blueprint.anatomy.owned_by(layers).values())
-        memory_bytes = _memory_bytes(job.cloud_named(name))
+        cloud = job.cloud_named(name)
+        needed_bytes = _state_bytes(cloud, sum(blueprint.anatomy.owned_by(layers).values()))
+        memory_bytes = _memory_bytes(cloud)
         if memory_bytes is not None and needed_bytes > memory_bytes:
             raise UserError(
                 f"the stage of cloud {name!r} needs {format_bytes(needed_bytes)} for weights, gradients "
@@ -207,15 +210,6 @@ def _pipeline(job: Job) -> PipelineStrategy:
     raise UserError(
         f"strategy {job.strategy.kind!r} cannot be run yet", hint='set strategy.kind to "pipeline"'
     )
-
-
-def _check_supported(job: Job) -> None:
-    for cloud in job.cloud:
-        if cloud.ranks > 1:
-            raise UserError(
-                f"cloud {cloud.name!r} has {cloud.ranks} ranks, but a stage runs on one so far",
-                hint=f"set cloud.{cloud.name}.ranks to 1",
-            )
 
 
 def _choose_microbatches(job: Job, num_stages: int, notes: list[str]) -> int:
@@ -240,6 +234,18 @@ def _along_links(names: Sequence[str], linked: set[frozenset[str]]) -> tuple[str
             break
         order.append(following[0])
     return tuple(order)
+
+
+def _state_bytes(cloud: CloudSpec, num_parameters: int) -> int:
+    """What one rank holds; what layers gather for a moment does not count."""
+    share = -(-num_parameters // cloud.ranks)
+    match cloud.sharding:
+        case "none":
+            return _STATE_BYTES_PER_PARAMETER * num_parameters
+        case "optimizer":
+            return _GATHERED_BYTES_PER_PARAMETER * num_parameters + _STATE_BYTES_PER_PARAMETER * share
+        case "full":
+            return _STATE_BYTES_PER_PARAMETER * share
 
 
 def _memory_bytes(cloud: CloudSpec) -> int | None:

@@ -17,13 +17,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
-from typing import Protocol
+from itertools import chain, compress
+from typing import Final, Protocol
 
 from torch import Tensor
 
 from isthmus.errors import PeerLost
-from isthmus.events import Span
+from isthmus.events import WAITING_KIND, Span
 from isthmus.model.boundary import Batch
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.types import (
@@ -48,8 +48,13 @@ from isthmus.train.device import Device, Mark
 from isthmus.train.messages import Evaluated, Gradient, Microbatch, Tally, Verdict
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.passes import Passes
+from isthmus.train.reduction import Reduction
 from isthmus.train.settlement import Settlement
 from isthmus.train.traffic import Delivery, Traffic
+from isthmus.train.world import World
+
+# Shorter waits for data are not worth a word.
+_LEAST_WAIT_S: Final = 0.001
 
 
 class Source(Protocol):
@@ -101,7 +106,7 @@ class Worker:
     def __init__(
         self,
         *,
-        cloud: str,
+        track: str,
         passes: Passes,
         optimizer: Optimizer,
         scheduler: PipelineScheduler,
@@ -117,8 +122,16 @@ class Worker:
         begins_at: int | None = None,
         is_frozen: bool = False,
         foresight: Foresight | None = None,
+        world: World,
+        reduction: Reduction,
+        is_last: bool,
+        evaluates_plain: bool,
     ) -> None:
-        self._cloud = cloud
+        self._track = track
+        self._world = world
+        self._reduction = reduction
+        self._is_last = is_last
+        self._evaluates_plain = evaluates_plain
         self._index = index
         self._window = window
         self._passes = passes
@@ -142,13 +155,16 @@ class Worker:
         self._evaluated: list[Run] = []
         self._busy_s = 0.0
         self._num_targets = 0
+        self._num_own_targets = 0
         self._num_tokens = 0
 
     def run(self, turns: Iterable[Started]) -> None:
         """Take every turn, one after the other."""
         num_reports = 0
-        for turn in turns:
+        for number, turn in enumerate(turns):
             started_s = time.monotonic()
+            if number == 0:
+                self._traffic.begin(turn.step)
             self._begin(turn)
             while self._ending is None:
                 self._feed(self._next_event())
@@ -159,9 +175,11 @@ class Worker:
         self._ending = None
         self._busy_s = 0.0
         self._num_targets = 0
+        self._num_own_targets = 0
         self._evaluated.clear()
         self._traffic.forget_travels()
         self._begin_bottlenecks(turn)
+        self._reduction.begin(is_training=not turn.evaluation)
         self._passes.set_training(not turn.evaluation)
         if self._source is not None:
             self._read(turn, self._source)
@@ -178,9 +196,11 @@ class Worker:
         self._passes.begin_receiving(self._traffic.take_beginning)
 
     def _read(self, turn: Started, source: Source) -> None:
+        asked_s = time.time()
         batches = source.validation() if turn.evaluation else source.training(turn.step)
-        self._num_targets = sum(batch.num_targets for batch in batches)
-        self._num_tokens = sum(_num_tokens(batch) for batch in batches)
+        self._note_wait(f"data {turn.step}", asked_s)
+        own = (sum(batch.num_targets for batch in batches), sum(_num_tokens(batch) for batch in batches))
+        self._num_targets, self._num_tokens = self._world.totals(own)
         kind = Pass.EVALUATION if turn.evaluation else Pass.FORWARD
         num_rounds = max(1, len(turn.microbatches) // max(1, len(batches)))
         for number, batch in zip(turn.microbatches, [*batches] * num_rounds, strict=True):
@@ -230,8 +250,8 @@ class Worker:
 
     def _forward(self, run: Run) -> Microbatch | None:
         microbatch = self._microbatches.pop(_needed_by(run))
-        if self._source is None and not self._is_plain(run):
-            self._num_targets += microbatch.batch.num_targets
+        if not self._is_plain(run):
+            self._num_own_targets += microbatch.batch.num_targets
         if self._foresight is not None and not self._is_plain(run):
             microbatch = replace(microbatch, held=self._foresight.held(microbatch.batch))
         if run.kind is Pass.EVALUATION:
@@ -244,10 +264,17 @@ class Worker:
     def _backward(self, run: Run) -> Gradient | None:
         return self._passes.backward(run, self._gradients.pop(_needed_by(run), None))
 
+    def _note_wait(self, name: str, asked_s: float) -> None:
+        now_s = time.time()
+        if now_s - asked_s >= _LEAST_WAIT_S:
+            self._observer.span(
+                Span(track=self._track, name=name, kind=WAITING_KIND, start_s=asked_s, end_s=now_s)
+            )
+
     def _note_span(self, kind: str, name: str, started_s: float) -> None:
         ended_s = time.time()
         self._busy_s += ended_s - started_s
-        self._observer.span(Span(track=self._cloud, name=name, kind=kind, start_s=started_s, end_s=ended_s))
+        self._observer.span(Span(track=self._track, name=name, kind=kind, start_s=started_s, end_s=ended_s))
 
     # The end of a turn.
 
@@ -258,7 +285,7 @@ class Worker:
             self._feed(Done(action=ending))
             return num_reports
         tally, verdict = self._settle(ending.step)
-        self._traffic.switch_down(verdict.codecs, step=ending.step + 1)
+        self._traffic.follow(verdict)
         updating_s = time.time()
         self._optimizer.update(ending.step, norm=verdict.norm)
         self._device.mark().wait()
@@ -275,10 +302,13 @@ class Worker:
             self._feed(Resized(window=window))
 
     def _settle(self, step: int) -> tuple[Tally, Verdict]:
+        self._reduction.reduce()
+        if self._world.seat.num_ranks > 1:
+            self._traffic.await_gradients(step)
         own = Tally(
             step=step,
             loss_sum=math.fsum(self._passes.losses()),
-            squared_norms=self._optimizer.squared_norms(),
+            squared_norms=self._reduction.squared_norms(self._optimizer.squared_norms()),
             busy_s=(self._busy_s,),
             hops=(),
             travel_s=self._traffic.shortest_travel_s(Pass.FORWARD) or 0.0,
@@ -293,7 +323,7 @@ class Worker:
             loss=tally.loss_sum / max(self._num_targets, 1),
             norm=verdict.norm,
             learning_rate=self._optimizer.schedule.at(tally.step),
-            num_targets=self._num_targets,
+            num_targets=self._num_targets or self._num_own_targets,
             num_tokens=self._num_tokens,
             duration_s=duration_s,
             busy_s=tally.busy_s,
@@ -305,20 +335,28 @@ class Worker:
 
     def _report(self, step: int) -> int:
         """Report the losses of an evaluation, if they are here: with codecs, and then plain if it is so."""
-        num_rounds = 1 + any(self._is_plain(run) for run in self._evaluated)
-        if self._traffic.down is None:
-            losses, num_correct = self._passes.losses(), self._passes.num_correct()
-            for plain in range(num_rounds):
-                own = [bool(plain) == self._is_plain(run) for run in self._evaluated]
-                found = Evaluated(
+        num_rounds = 1 + self._evaluates_plain
+        if not self._is_last:
+            return num_rounds
+        ranks = self._world.gather([self._found(plain=bool(plain)) for plain in range(num_rounds)])
+        for plain, found in enumerate(zip(*ranks, strict=True) if ranks else ()):
+            losses, num_correct, num_targets = zip(*found, strict=True)
+            self._traffic.evaluated(
+                Evaluated(
                     step=step,
-                    loss_sum=math.fsum(compress(losses, own)),
-                    num_correct=sum(compress(num_correct, own)),
-                    num_targets=self._num_targets,
+                    loss_sum=math.fsum(chain(*losses)),
+                    num_correct=sum(num_correct),
+                    num_targets=sum(num_targets),
                     is_plain=bool(plain),
                 )
-                self._traffic.evaluated(found)
+            )
         return num_rounds
+
+    def _found(self, *, plain: bool) -> tuple[list[float], int, int]:
+        """Losses, correct and all targets of one round of an evaluation at this rank."""
+        own = [plain == self._is_plain(run) for run in self._evaluated]
+        losses = list(compress(self._passes.losses(), own))
+        return losses, sum(compress(self._passes.num_correct(), own)), self._num_own_targets
 
 
 def _needed_by(run: Run) -> Arrived:

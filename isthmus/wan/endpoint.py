@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from isthmus.errors import Aborted, LinkError, Refused, UserError
+from isthmus.errors import Aborted, Refused, UserError
 from isthmus.job import Address, CloudSpec, Job, LinkSpec
 from isthmus.job.address import format_proxy
 from isthmus.wan.certificates import Identity, server_name
@@ -48,13 +48,13 @@ def num_stripes(link: LinkSpec) -> int:
     return min(max(by_cap, by_product, MIN_STRIPES), MAX_STRIPES)
 
 
-def link_settings(link: LinkSpec, *, sender: str) -> LinkSettings:
-    """The settings of the sender's end of a link."""
+def link_settings(link: LinkSpec, *, sender: str, num_sharing: int = 1) -> LinkSettings:
+    """The settings of the sender's end of a link, where so many pairs of ranks share the line."""
     direction = link.between.index(sender)
-    bandwidth_bps = link.bandwidth_bps[direction] if link.bandwidth_bps else None
+    bandwidth_bps = link.bandwidth_bps[direction] / num_sharing if link.bandwidth_bps else None
     product_bytes = (bandwidth_bps or 0.0) / 8 * (link.rtt_s or 0.0)
     return LinkSettings(
-        num_stripes=num_stripes(link),
+        num_stripes=max(math.ceil(num_stripes(link) / num_sharing), min(num_stripes(link), MIN_STRIPES)),
         heartbeat_timeout_s=link.heartbeat_timeout_s,
         stream_window_bytes=max(MIN_STREAM_WINDOW_BYTES, int(3 * product_bytes)),
         bandwidth_bps=bandwidth_bps,
@@ -82,6 +82,7 @@ class Endpoint:
         self._site = site or Site()
         self._links: dict[tuple[str, int], Link] = {}
         self._lock = threading.Lock()
+        self._aborted: Aborted | None = None
         self._loop = process_loop()
         self._listener: Listener | None = None
         self._registration: Registration | None = None
@@ -96,11 +97,16 @@ class Endpoint:
         with self._lock:
             if (cloud, rank) not in self._links:
                 self._links[cloud, rank] = self._make_link(self._find_link(cloud, rank), cloud, rank)
+                if self._aborted is not None:
+                    self._links[cloud, rank].start_abort(self._aborted)
             return self._links[cloud, rank]
 
     def abort(self, reason: str) -> None:
         """End the run for every peer at once."""
         self._pass_on(Aborted(self.here.cloud, reason))
+        for spec in self._job.links_of(self._cloud.name):
+            # A cloud may wait for a link that nobody here has asked for yet.
+            self.link(next(cloud for cloud in spec.between if cloud != self._cloud.name))
         for link in self._all_links():
             link.join()
 
@@ -119,7 +125,7 @@ class Endpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, LinkError):
+        if error is not None:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
 
@@ -173,11 +179,14 @@ class Endpoint:
         return Link(
             here=self.here,
             peer=Member(cloud=cloud, rank=rank),
-            settings=link_settings(spec, sender=self._cloud.name),
+            settings=link_settings(spec, sender=self._cloud.name, num_sharing=self._num_sharing(spec)),
             loop=self._loop,
             dial=self._dialer(self._job.cloud_named(cloud), rank) if self._dials(spec) else None,
             on_abort=self._pass_on,
         )
+
+    def _num_sharing(self, spec: LinkSpec) -> int:
+        return max(self._job.cloud_named(name).ranks for name in spec.between)
 
     def _dials(self, spec: LinkSpec) -> bool:
         return self._job.dialer(spec).name == self._cloud.name
@@ -192,6 +201,8 @@ class Endpoint:
         )
 
     def _pass_on(self, error: Aborted) -> None:
+        with self._lock:
+            self._aborted = self._aborted or error
         for link in self._all_links():
             link.start_abort(error)
 

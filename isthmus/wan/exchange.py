@@ -100,8 +100,9 @@ class Exchange:
         with self._changed:
             if self.failure is not None:
                 return False
-            self.failure = error
+            # In this order, for whoever sees the failure without the lock must find the word.
             self.last_word = last_word
+            self.failure = error
             self._changed.notify_all()
             return True
 

@@ -9,6 +9,9 @@ A `Link` is one end. Any thread sends and receives; an event loop on its own thr
 Connection 0 is for control (heartbeats, acknowledgements, abort, close), 1 for urgent chunks only, the others
 are stripes for all chunks. A connection that breaks is dialled again; its unacknowledged chunks go again, and
 the other end drops what it already has. So nothing is lost, doubled or reordered while both ends live.
+
+An end that finishes says a last word, abort or close, and the other end answers with its own. Whoever has not
+heard the other's keeps the control connection up, or goes on trying to get one, until the time is over.
 """
 
 import asyncio
@@ -17,6 +20,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import uniform
 from typing import Protocol
@@ -96,6 +100,7 @@ class Link:
         self.hello = Hello.of(here, session=secrets.token_hex(8))
         self._loop = loop
         self._on_abort = on_abort
+        self._dials = dial is not None
         self._exchange = Exchange(
             flight=Flight(bandwidth_bps=settings.bandwidth_bps, rtt_s=settings.rtt_s),
             stream_window_bytes=settings.stream_window_bytes,
@@ -103,10 +108,12 @@ class Link:
         )
         self._peer_session: str | None = None
         self._heard_s: float | None = None
+        self._is_known = False
         self._lanes: dict[int, _Lane] = {}
         self._complaint = ""
         self._met = asyncio.Event()
         self._ended = asyncio.Event()
+        self._parted = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: Future[None] = loop.submit(self._run(dial))
@@ -157,7 +164,10 @@ class Link:
         return self._exchange.clock.rtts_s
 
     def abort(self, reason: str) -> None:
-        """End the run for this peer: its calls raise Aborted as soon as word has come, ours at once."""
+        """End the run for this peer: its calls raise Aborted as soon as word has come, ours at once.
+
+        Waits for word to get through: as long as the heartbeat time-out where the peer has not come yet.
+        """
         self.start_abort(Aborted(self.here.cloud, reason))
         self.join()
 
@@ -179,23 +189,30 @@ class Link:
 
     def admit(self, hello: Hello) -> str | None:
         """Why a connection of the peer must be turned down, or None; the first fixes the peer's session."""
-        if self._exchange.failure is not None:
+        if self._exchange.failure is not None and not self._needs(hello.lane):
             return f"{self.here} has ended its link: {self._exchange.failure.message}"
         if self._peer_session not in (None, hello.session):
             self._fail(PeerLost(self.peer.cloud, f"{self.peer} has restarted"))
             return f"{self.peer} has restarted while {self.here} has not: restart both"
         self._peer_session = hello.session
+        # It must be missed even if it vanishes before its connection is used.
+        self._heard_s = time.monotonic()
         self._met.set()
         return None
+
+    def give_up(self) -> None:
+        """The peer cannot come any more: end, and wait for nothing."""
+        self._parted.set()
+        self._fail(PeerLost(self.peer.cloud, f"{self.peer} has ended its link"))
 
     async def serve(self, number: int, connection: Connection) -> None:
         """Use a connection until it ends."""
         lane = _Lane(connection)
         self._open(number, lane)
-        write = self._write_control if number == CONTROL_LANE else self._write_chunks
+        writing = self._write_control(lane) if number == CONTROL_LANE else self._write_chunks(number, lane)
         tasks = [
             asyncio.ensure_future(self._read(lane)),
-            asyncio.ensure_future(write(number, lane)),
+            asyncio.ensure_future(writing),
             asyncio.ensure_future(lane.hang_up.wait()),
         ]
         try:
@@ -215,8 +232,11 @@ class Link:
         """The link's whole life on the event loop; when it is over, nothing of it is left there."""
         lanes = range(FIRST_STRIPE + self.settings.num_stripes) if dial is not None else ()
         keeping = [asyncio.ensure_future(self._keep(number, dial)) for number in lanes if dial is not None]
+        for task in keeping:
+            task.add_done_callback(self._end_if_broken)
         await self._watch()
         await self._say_farewell()
+        self._parted.set()
         for lane in self._lanes.values():
             lane.hang_up.set()
         # A connection must close in its own time; only what still dials or waits is cancelled.
@@ -229,8 +249,10 @@ class Link:
         """Dial, serve, and dial again, waiting longer after each failure; control goes first."""
         if number != CONTROL_LANE:
             await self._met.wait()
+        # Several tries must fall into the time-out.
+        max_backoff_s = min(MAX_BACKOFF_S, self.settings.heartbeat_timeout_s / 8)
         backoff_s = FIRST_BACKOFF_S
-        while self._exchange.failure is None:
+        while self._needs(number):
             try:
                 connection, hello = await dial(self.hello.on_lane(number))
                 backoff_s = FIRST_BACKOFF_S
@@ -240,7 +262,20 @@ class Link:
             except ConnectionError as error:
                 self._complain(number, str(error))
             await asyncio.sleep(uniform(0.5, 1.0) * backoff_s)  # noqa: S311 (no secret)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, max_backoff_s)
+
+    def _needs(self, number: int) -> bool:
+        """Whether a connection has a use: any while the link lives, control until the last words are said."""
+        if self._exchange.failure is None:
+            return True
+        is_parting = self._exchange.last_word is not None and not self._parted.is_set()
+        return number == CONTROL_LANE and is_parting
+
+    def _end_if_broken(self, keeping: "asyncio.Task[None]") -> None:
+        error = None if keeping.cancelled() else keeping.exception()
+        if error is not None:
+            log.error("link to %s cannot go on", self.peer, exc_info=error)
+            self._fail(LinkError(f"the link to {self.peer} cannot go on: {error}"))
 
     async def _serve_dialled(self, number: int, connection: Connection, hello: Hello) -> None:
         refusal = self.admit(hello)
@@ -254,7 +289,9 @@ class Link:
         if number != CONTROL_LANE:
             # The peer has ended its link, and its control connection is about to say why.
             self._complain(number, refused.message)
-        elif self._exchange.fail(refused):
+            return
+        self._parted.set()
+        if self._exchange.fail(refused):
             log.error("link to %s: %s", self.peer, refused.message)
             self._wake_all()
 
@@ -272,9 +309,8 @@ class Link:
             self._close(number, previous)
         self._lanes[number] = lane
         self._idle.clear()
-        self._heard_s = lane.heard_s
         self._exchange.opened(number)
-        if self._exchange.failure is not None:
+        if not self._needs(number):
             lane.hang_up.set()
 
     def _close(self, number: int, lane: _Lane) -> None:
@@ -317,9 +353,17 @@ class Link:
                 lane.hang_up.set()
 
     async def _say_farewell(self) -> None:
-        """Give the last word, if there is one, time to get through: the peer hangs up when it has read it."""
+        """Give our last word, if there is one, time to get through, and hear the peer's."""
+        if self._exchange.last_word is None:
+            return
+        await _wait_for(self._parted, FAREWELL_S)
+        patience_s = self.settings.heartbeat_timeout_s - FAREWELL_S
+        if not self._is_known and not self._parted.is_set() and patience_s > 0:
+            # A peer that has met us would miss us; one that has not would wait for ever.
+            log.warning("%s may wait for us: trying for %g s to tell it", self.peer, patience_s)
+            await _wait_for(self._parted, patience_s)
         control = self._lanes.get(CONTROL_LANE)
-        if control is not None and self._exchange.last_word is not None:
+        if control is not None and self._parted.is_set():
             await _wait_for(control.hang_up, FAREWELL_S)
 
     def _finish(self, error: LinkError, last_word: Abort | Close) -> None:
@@ -336,10 +380,8 @@ class Link:
         while (data := await lane.connection.read()) is not None:
             received_ns = time.time_ns()
             self._heard_s = lane.heard_s = time.monotonic()
-            frame = decode(data)
-            self._handle(frame, len(data), received_ns)
-            if isinstance(frame, Abort | Close):
-                return
+            self._is_known = True
+            self._handle(decode(data), len(data), received_ns)
 
     def _handle(self, frame: Frame, frame_bytes: int, received_ns: int) -> None:
         match frame:
@@ -355,17 +397,21 @@ class Link:
             case Pong():
                 self._exchange.on_pong(frame, received_ns)
             case Abort():
-                self._aborted(Aborted(frame.cloud, frame.reason))
+                self._part(Aborted(frame.cloud, frame.reason))
             case Close():
-                self._fail(LinkClosed(f"{self.peer} has closed the link"))
+                self._part(LinkClosed(f"{self.peer} has closed the link"))
 
-    def _aborted(self, error: Aborted) -> None:
-        self._fail(error)
-        if self._on_abort is not None:
+    def _part(self, error: Aborted | LinkClosed) -> None:
+        """The peer has said its last word; ours, if it is not said yet, is the answer."""
+        self._parted.set()
+        self._exchange.fail(error, last_word=Close())
+        self._wake_all()
+        if isinstance(error, Aborted) and self._on_abort is not None:
             self._on_abort(error)
 
     async def _write_chunks(self, number: int, lane: _Lane) -> None:
-        while self._exchange.failure is None:
+        # A connection that was replaced must take no more: the new one would be thought to carry it.
+        while self._exchange.failure is None and not lane.hang_up.is_set():
             lane.wake.clear()
             frame = self._exchange.next_chunk(number)
             if frame is None:
@@ -374,21 +420,26 @@ class Link:
                 await lane.connection.write(frame)
         await lane.hang_up.wait()
 
-    async def _write_control(self, number: int, lane: _Lane) -> None:
-        del number
-        while True:
+    async def _write_control(self, lane: _Lane) -> None:
+        is_last = False
+        while not is_last and not lane.hang_up.is_set():
             lane.wake.clear()
             is_last = self._exchange.failure is not None
             for frame in self._exchange.next_control():
                 await lane.connection.write(encode(frame))
-            if is_last:
-                break
-            # The pause gathers acknowledgements; afterwards a ping is due even if nothing else happens.
-            await asyncio.sleep(ACK_INTERVAL_S)
-            ping = asyncio.get_running_loop().call_later(self._exchange.ping_interval_s, lane.wake.set)
-            await lane.wake.wait()
-            ping.cancel()
-        await lane.hang_up.wait()
+            if not is_last:
+                await self._pause(lane)
+        await self._parted.wait()
+        if self._dials:
+            # The listening end hangs up, because what it wrote before that arrives; ours might not.
+            await lane.hang_up.wait()
+
+    async def _pause(self, lane: _Lane) -> None:
+        """Gather acknowledgements; afterwards a ping is due even if nothing else happens."""
+        await asyncio.sleep(ACK_INTERVAL_S)
+        ping = asyncio.get_running_loop().call_later(self._exchange.ping_interval_s, lane.wake.set)
+        await lane.wake.wait()
+        ping.cancel()
 
     def _wake(self, number: int) -> None:
         if number in self._lanes:
@@ -402,7 +453,6 @@ class Link:
 
 
 async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

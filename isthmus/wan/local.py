@@ -1,15 +1,17 @@
 """All clouds of a job on one machine: throw-away certificates, and each link through an emulated WAN."""
 
+import itertools
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
 from isthmus.job import Address, Job, LinkSpec
 from isthmus.plan.faults import Fault
-from isthmus.wan.certificates import Identity, parse_server_name, throwaway
+from isthmus.wan.certificates import Identity, server_name, throwaway
 from isthmus.wan.endpoint import Site
 from isthmus.wan.relay import RelayThread
+from isthmus.wan.seat import Seat
 from isthmus.wan.shaping import Shape
 
 _HOST = "127.0.0.1"
@@ -21,7 +23,13 @@ class LocalWan:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._identities = throwaway([cloud.name for cloud in job.cloud])
-        self._reserved = {cloud.name: _reserve_port() for cloud in job.cloud if cloud.listen is not None}
+        self._reserved = {
+            (cloud.name, rank): _reserve_port()
+            for cloud in job.cloud
+            if cloud.listen is not None
+            for rank in range(cloud.ranks)
+        }
+        self._meetings = {cloud.name: _reserve_port() for cloud in job.cloud if cloud.ranks > 1}
         self._relays: dict[frozenset[str], RelayThread] = {}
         for number, link in enumerate(job.link):
             self._relays[frozenset(link.between)] = self._emulate(link, seed=job.seed + number)
@@ -30,14 +38,26 @@ class LocalWan:
         """A cloud's throw-away key and certificate."""
         return self._identities[cloud]
 
-    def site(self, cloud: str) -> Site:
-        """What a cloud binds, and the emulated ways to the clouds that it dials."""
+    def site(self, cloud: str, rank: int = 0) -> Site:
+        """What a rank of a cloud binds, and the emulated ways to the clouds that it dials."""
         reach = {
             link.peer_of(cloud): self.relay(*link.between).address
             for link in self._job.links_of(cloud)
             if self._job.dialer(link).name == cloud
         }
-        return Site(bind=self._bind(cloud), reach=reach)
+        return Site(bind=self._bind(cloud, rank), reach=reach)
+
+    def seat(self, cloud: str, rank: int, *, attempt: int = 0) -> Seat:
+        """The place of a rank among those of its cloud; all processes here share the machine's devices."""
+        before = itertools.takewhile(lambda one: one.name != cloud, self._job.cloud)
+        meeting = self._meetings.get(cloud)
+        return Seat(
+            rank=rank,
+            num_ranks=self._job.cloud_named(cloud).ranks,
+            local_rank=sum(one.ranks for one in before) + rank,
+            master=None if meeting is None else _address(meeting),
+            attempt=attempt,
+        )
 
     def relay(self, first: str, second: str) -> RelayThread:
         """The WAN between two clouds, to count its bytes or to disturb it."""
@@ -54,7 +74,7 @@ class LocalWan:
         """End all relays."""
         for relay in self._relays.values():
             relay.close()
-        for reserved in self._reserved.values():
+        for reserved in (*self._reserved.values(), *self._meetings.values()):
             reserved.close()
 
     def __enter__(self) -> Self:
@@ -65,9 +85,9 @@ class LocalWan:
     ) -> None:
         self.close()
 
-    def _bind(self, cloud: str) -> Address | None:
-        reserved = self._reserved.get(cloud)
-        return Address(host=_HOST, port=reserved.getsockname()[1]) if reserved else None
+    def _bind(self, cloud: str, rank: int) -> Address | None:
+        reserved = self._reserved.get((cloud, rank))
+        return _address(reserved) if reserved else None
 
     def _emulate(self, link: LinkSpec, *, seed: int) -> RelayThread:
         dialer, listener = self._job.dialer(link).name, self._job.listener(link).name
@@ -78,20 +98,17 @@ class LocalWan:
             seed=seed,
         )
 
-    def _route_to(self, cloud: str) -> "_Route":
-        return _Route(cloud, self._bind(cloud))
+    def _route_to(self, cloud: str) -> Callable[[str], Address | None]:
+        """Only the names of one cloud's ranks lead to it, each to its own."""
+        return {
+            server_name(cloud, rank): _address(one)
+            for (name, rank), one in self._reserved.items()
+            if name == cloud
+        }.get
 
 
-class _Route:
-    """Only the names of one cloud lead to it."""
-
-    def __init__(self, cloud: str, address: Address | None) -> None:
-        self._cloud = cloud
-        self._address = address
-
-    def __call__(self, server_name: str) -> Address | None:
-        found = parse_server_name(server_name)
-        return self._address if found is not None and found[0] == self._cloud else None
+def _address(reserved: socket.socket) -> Address:
+    return Address(host=_HOST, port=reserved.getsockname()[1])
 
 
 def _shape(link: LinkSpec, *, sender: str) -> Shape:

@@ -72,7 +72,8 @@ class MemoryLink:
     def close(self) -> None:
         """Close both ends, what is under way first."""
         self._dialer.close()
-        self._listener.close()
+        self._loop.call(self._listener.give_up)
+        self._listener.join()
         if self._owns_loop:
             self._loop.close()
 

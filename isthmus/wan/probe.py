@@ -13,9 +13,11 @@ from isthmus.wan.packet import Packet
 
 _BULK = "probe/bulk"
 _ANSWER = "probe/answer"
+_ECHO = "probe/echo"
 _PACKET_BYTES = 256 * 1024
 _NUM_ROUND_TRIPS = 32
 _NUM_SETTLING = 8
+_NUM_ECHOES = 8
 _POLL_S = 0.02
 _QUEUE_BYTES = 1024 * 1024
 _FULL_S = 0.002
@@ -26,13 +28,17 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What a link can do: bandwidth from the first cloud to the second and back, and the second's clock."""
+    """What a link can do: bandwidth from the first cloud to the second and back, and the second's clock.
+
+    `handling_s` is what both ends together take to hand over a packet, beside its way.
+    """
 
     between: tuple[str, str]
     bandwidth_bps: tuple[float, float]
     rtt_s: float
     jitter_s: float
     clock_offset_s: float
+    handling_s: float
 
 
 def probe_cloud(
@@ -51,15 +57,18 @@ def _probe_link(link: Link, spec: LinkSpec, cloud: str, duration_s: float, repor
     link.wait_ready()
     report(f"round trip to {peer}")
     rtts_s = _round_trips(link)
+    rtt_s = _percentiles(rtts_s)[0]
+    handling_s = _call(link, rtt_s) if cloud == spec.between[0] else _echo(link)
     rates_bps = [_measure(link, sender, cloud, duration_s, report, peer) for sender in spec.between]
     counters = link.counters()
     offset_s = counters.clock_offset_s or 0.0
     return Measurement(
         between=spec.between,
         bandwidth_bps=(rates_bps[0], rates_bps[1]),
-        rtt_s=_percentiles(rtts_s)[0],
-        jitter_s=_percentiles(rtts_s)[-1] - _percentiles(rtts_s)[0],
+        rtt_s=rtt_s,
+        jitter_s=_percentiles(rtts_s)[-1] - rtt_s,
         clock_offset_s=offset_s if cloud == spec.between[0] else -offset_s,
+        handling_s=handling_s,
     )
 
 
@@ -77,6 +86,25 @@ def _round_trips(link: Link) -> list[float]:
 def _percentiles(rtts_s: list[float]) -> list[float]:
     """The 10th to the 90th: a busy computer makes single round trips long, none makes one short."""
     return statistics.quantiles(rtts_s, n=10)
+
+
+def _call(link: Link, rtt_s: float) -> float:
+    """Half of what a packet and its echo take beyond the round trip; the other end is told."""
+    taken_s = []
+    for _ in range(_NUM_ECHOES):
+        started_s = time.monotonic()
+        link.send(_ECHO, Packet({}))
+        link.receive(_ECHO)
+        taken_s.append(time.monotonic() - started_s)
+    handling_s = max(0.0, statistics.median(taken_s) - rtt_s) / 2
+    link.send(_ANSWER, Packet({"handling_s": handling_s}))
+    return handling_s
+
+
+def _echo(link: Link) -> float:
+    for _ in range(_NUM_ECHOES):
+        link.send(_ECHO, link.receive(_ECHO))
+    return float(str(link.receive(_ANSWER).header["handling_s"]))
 
 
 def _measure(link: Link, sender: str, cloud: str, duration_s: float, report: Report, peer: str) -> float:

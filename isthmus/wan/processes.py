@@ -1,19 +1,20 @@
-"""One process per cloud on this machine, joined through the emulated WAN."""
+"""One process per rank of each cloud on this machine, joined through the emulated WAN."""
 
 import multiprocessing
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from typing import Any, Protocol
 
-from isthmus.errors import CloudFailed, IsthmusError, LinkError
+from isthmus.errors import CloudFailed, IsthmusError, LinkError, RankLost
 from isthmus.job import Job
 from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.local import LocalWan
+from isthmus.wan.seat import EXIT_LOST, Seat
 
 _POLL_S = 0.2
 _LAST_WORDS_S = 3.0
@@ -22,30 +23,46 @@ Report = Callable[[str], None]
 
 
 class Work(Protocol):
-    """What a cloud's process does; it must be picklable, for the process is started afresh."""
+    """What a rank's process does; it must be picklable, for the process is started afresh."""
 
     def __call__(self, job: Job, endpoint: Endpoint, *, cloud: str, report: Report) -> Any:
         """Do it and give the result."""
 
 
+class RankWork(Protocol):
+    """What a rank's process does where clouds may have several."""
+
+    def __call__(self, job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat) -> Any:
+        """Do it and give the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One process: a rank of a cloud."""
+
+    cloud: str
+    rank: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Reported:
-    cloud: str
+    place: _Place
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    cloud: str
+    place: _Place
     result: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    cloud: str
+    place: _Place
     message: str
     hint: str | None
     is_echo: bool
+    is_crash: bool = False
 
 
 _Message = _Reported | _Done | _Failed
@@ -54,59 +71,107 @@ _Message = _Reported | _Done | _Failed
 def run_clouds(
     job: Job, work: Work, wan: LocalWan, *, on_report: Callable[[str, str], None]
 ) -> dict[str, Any]:
-    """Have every cloud of a job do its work here and give the results; a cloud's failure ends all."""
+    """Have every cloud of a job, of one rank each, do its work here; gives the results by cloud."""
+    found = run_ranks(job, _AnyRank(work), wan, on_report=on_report)
+    return {cloud: result for (cloud, _), result in found.items()}
+
+
+def run_ranks(
+    job: Job, work: RankWork, wan: LocalWan, *, on_report: Callable[[str, str], None], attempt: int = 0
+) -> dict[tuple[str, int], Any]:
+    """Have every rank of every cloud do its work here and give the results; a failure of one ends all."""
     context = multiprocessing.get_context("spawn")
     messages: Queue[_Message] = context.Queue()
-    processes: dict[str, BaseProcess] = {}
-    for cloud in (spec.name for spec in job.cloud):
-        arguments = (work, job, cloud, wan.identity(cloud), wan.site(cloud), messages)
-        processes[cloud] = context.Process(target=_be_cloud, args=arguments, daemon=True)
-        processes[cloud].start()
+    processes: dict[_Place, BaseProcess] = {}
+    for cloud in job.cloud:
+        for rank in range(cloud.ranks):
+            seat = wan.seat(cloud.name, rank, attempt=attempt)
+            arguments = (
+                work,
+                job,
+                seat,
+                wan.identity(cloud.name),
+                wan.site(cloud.name, rank),
+                cloud.name,
+                messages,
+            )
+            process = context.Process(target=_be_rank, args=arguments, daemon=True)
+            processes[_Place(cloud.name, rank)] = process
+            process.start()
+    several = {cloud.name for cloud in job.cloud if cloud.ranks > 1}
     try:
-        return _collect(processes, messages, on_report)
+        return _collect(processes, messages, on_report, several)
     finally:
-        for process in processes.values():
-            process.terminate()
-            process.join()
+        _end(list(processes.values()))
 
 
-def _be_cloud(
-    work: Work, job: Job, cloud: str, identity: Identity, site: Site, messages: "Queue[_Message]"
+@dataclass(frozen=True, slots=True)
+class _AnyRank:
+    """Work that does not ask for its seat."""
+
+    work: Work
+
+    def __call__(self, job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat) -> Any:
+        del seat
+        return self.work(job, endpoint, cloud=cloud, report=report)
+
+
+def _be_rank(
+    work: RankWork,
+    job: Job,
+    seat: Seat,
+    identity: Identity,
+    site: Site,
+    cloud: str,
+    messages: "Queue[_Message]",
 ) -> None:
+    place = _Place(cloud, seat.rank)
+
     def report(text: str) -> None:
-        messages.put(_Reported(cloud, text))
+        messages.put(_Reported(place, text))
 
     try:
-        with Endpoint(job, cloud=cloud, identity=identity, site=site) as endpoint:
-            result = work(job, endpoint, cloud=cloud, report=report)
-        messages.put(_Done(cloud, result))
+        with Endpoint(job, cloud=cloud, rank=seat.rank, identity=identity, site=site) as endpoint:
+            result = work(job, endpoint, cloud=cloud, report=report, seat=seat)
+        messages.put(_Done(place, result))
     except IsthmusError as error:
-        # A link that ended is mostly the echo of what ended another cloud.
-        messages.put(_Failed(cloud, error.message, error.hint, isinstance(error, LinkError)))
+        # A link or a world that ended is mostly the echo of what ended another process.
+        is_echo = isinstance(error, LinkError | RankLost)
+        messages.put(_Failed(place, error.message, error.hint, is_echo))
 
 
 def _collect(
-    processes: dict[str, BaseProcess], messages: "Queue[_Message]", on_report: Callable[[str, str], None]
-) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    failures: dict[str, _Failed] = {}
+    processes: dict[_Place, BaseProcess],
+    messages: "Queue[_Message]",
+    on_report: Callable[[str, str], None],
+    several: set[str],
+) -> dict[tuple[str, int], Any]:
+    results: dict[_Place, Any] = {}
+    failures: dict[_Place, _Failed] = {}
     last_words_until_s = float("inf")
     while len(results) + len(failures) < len(processes) and time.monotonic() < last_words_until_s:
         match _next_message(messages):
-            case _Reported(cloud, text):
-                on_report(cloud, text)
-            case _Done(cloud, result):
-                results[cloud] = result
-            case _Failed(cloud) as failed:
-                failures[cloud] = failed
+            case _Reported(place, text):
+                on_report(f"{place.cloud}/{place.rank}" if place.rank else place.cloud, text)
+            case _Done(place, result):
+                results[place] = result
+            case _Failed(place) as failed:
+                failures[place] = failed
             case None:
                 failures |= _crashed(processes, results.keys() | failures.keys())
         if failures:
             last_words_until_s = min(last_words_until_s, time.monotonic() + _LAST_WORDS_S)
     if failures:
-        first = min(failures.values(), key=lambda failed: failed.is_echo)
-        raise CloudFailed(first.cloud, first.message, hint=first.hint)
-    return results
+        raise _first_cause(failures, several)
+    return {(place.cloud, place.rank): result for place, result in results.items()}
+
+
+def _first_cause(failures: dict[_Place, _Failed], several: set[str]) -> CloudFailed:
+    first = min(failures.values(), key=lambda failed: failed.is_echo)
+    rank = first.place.rank if first.place.cloud in several else None
+    # Where there are only echoes, what they echo is not here, and may be over at another try.
+    is_crash = first.is_crash or first.is_echo
+    return CloudFailed(first.place.cloud, first.message, hint=first.hint, rank=rank, is_crash=is_crash)
 
 
 def _next_message(messages: "Queue[_Message]") -> _Message | None:
@@ -116,10 +181,27 @@ def _next_message(messages: "Queue[_Message]") -> _Message | None:
         return None
 
 
-def _crashed(processes: dict[str, BaseProcess], heard: set[str]) -> dict[str, _Failed]:
+def _crashed(processes: dict[_Place, BaseProcess], heard: set[_Place]) -> dict[_Place, _Failed]:
     """Processes that ended without a word; their traceback is on standard error."""
     return {
-        cloud: _Failed(cloud, f"its process ended with exit code {process.exitcode}", None, is_echo=False)
-        for cloud, process in processes.items()
-        if cloud not in heard and process.exitcode is not None
+        place: _Failed(
+            place,
+            f"its process ended with exit code {process.exitcode}",
+            None,
+            is_echo=process.exitcode == EXIT_LOST,
+            is_crash=True,
+        )
+        for place, process in processes.items()
+        if place not in heard and process.exitcode is not None
     }
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Tell all to end, and wait for them; one that is frozen is not asked twice."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(_LAST_WORDS_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()

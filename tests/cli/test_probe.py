@@ -82,6 +82,7 @@ def test_two_sites_probe_each_other_with_signed_certificates(tmp_path: Path) -> 
     assert seen_by_west["bandwidth_bps"] == seen_by_east["bandwidth_bps"]
     assert min(seen_by_west["bandwidth_bps"]) > 100e6
     assert seen_by_west["rtt_s"] < 0.05
+    assert seen_by_west["handling_s"] == seen_by_east["handling_s"] >= 0
 
 
 @pytest.mark.parametrize(

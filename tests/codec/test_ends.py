@@ -24,6 +24,8 @@ TEXTS = (
     "int4(stochastic, group=32)",
     "int2",
     "rotate | int8",
+    "center | rotate | int4",
+    "feedback(0.9) | center | topk(0.3) | int8",
     "rotate | int4",
     "rotate | int4(stochastic)",
     "rotate | int2(group=128)",

@@ -72,7 +72,7 @@ def judge(
     return None if found is None else found.pair
 
 
-INT4 = pair("rotate | int4", "rotate | int4(stochastic)")
+INT4 = pair("center | rotate | int4", "rotate | int4(stochastic)")
 
 
 @pytest.mark.parametrize("cosine", [0.98, 0.999, 1.0, math.nan])
@@ -82,11 +82,11 @@ def test_a_good_message_changes_nothing(cosine: float) -> None:
 
 def test_a_bad_message_widens_its_own_direction() -> None:
     assert judge(0.97, INT4) == pair("rotate | int8", "rotate | int4(stochastic)")
-    assert judge(0.97, INT4, of_gradient=True) == pair("rotate | int4", "rotate | int8(stochastic)")
+    assert judge(0.97, INT4, of_gradient=True) == pair("center | rotate | int4", "rotate | int8(stochastic)")
 
 
 def test_a_codec_that_is_on_no_rung_widens_to_the_next_larger_one() -> None:
-    assert judge(0.5, pair("topk(0.1) | int8", "raw")) == pair("rotate | int4", "raw")
+    assert judge(0.5, pair("topk(0.1) | int8", "raw")) == pair("center | rotate | int4", "raw")
     assert judge(0.5, pair("svd(0.6) | fp16", "raw")) == pair("bf16", "raw")
 
 
@@ -112,6 +112,6 @@ def test_the_reason_says_what_was_found() -> None:
     found = Guard(least_cosine=0.99).judge(0.9712, INT4, CROSSING, rungs=RUNGS, steps_in_force=1)
     assert found is not None
     assert found.reason == (
-        "activations rotate | int8 instead of rotate | int4: the cosine between what was sent and what "
-        "arrives fell to 0.9712, below 0.99"
+        "activations rotate | int8 instead of center | rotate | int4: the cosine between what was sent and "
+        "what arrives fell to 0.9712, below 0.99"
     )

@@ -159,6 +159,7 @@ def test_a_misspelt_option_is_suggested() -> None:
         ("int8", 8.25),
         ("rotate | int8", 8.25),
         ("rotate | int4", 4.25),
+        ("center | rotate | int4", 4.3125),
         ("rotate | int4(group=128)", 4.125),
         ("int2", 2.25),
         ("topk(0.1) | int8", 1.84375),

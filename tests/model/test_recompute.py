@@ -1,4 +1,6 @@
+import gc
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -338,6 +340,27 @@ def test_a_layer_keeps_what_its_graph_holds(model_type: str) -> None:
     assert all(reading.duration_s > 0 for reading in readings.values())
 
 
+def test_what_a_meter_ran_is_freed_at_once() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    alive: list[weakref.ref[Tensor]] = []
+
+    def run() -> Tensor:
+        output = (weight * 2).exp()  # an operation that keeps its own output
+        alive.append(weakref.ref(output))
+        return output
+
+    meter = Meter(CPU)
+    gc.disable()
+    try:
+        meter.run_layer(0, run, hidden=torch.ones(3), others=[weight], seed=lambda: None)
+        with meter.beside([weight]):
+            run()
+    finally:
+        gc.enable()
+    assert [one() for one in alive] == [None] * 3
+    assert meter.layers()[0].kept_bytes == meter.beside_bytes == 12
+
+
 @dataclass
 class Measuring:
     meters: list[Meter]
@@ -352,13 +375,11 @@ def test_a_budget_drives_a_stage_and_evaluation_takes_no_room() -> None:
     (stage,) = build(plan, [range(4)], untie=True)
     budget = Budgeted(budget_bytes=200_000, standing_bytes=lambda: 40_000, device=CPU)
     stage.recompute = budget
-    chosen = []
     for step in range(8):
         batch = make_batch(plan.head, lengths=(4 + 3 * step, 5), seed=step)
         for one in (plain, stage):
             output = one(StageInput(batch=batch, moment=MOMENT, window=2))
             output.backward(loss_weight=1 / batch.num_targets)
-        chosen.append(output.stay.recomputed)
         with torch.no_grad():
             assert stage(StageInput(batch=batch, moment=MOMENT)).stay == Stay()
     assert_identical(

@@ -40,6 +40,7 @@ def test_bubble_and_hidden_share_of_a_cloud() -> None:
     spans = [
         span("transfer", 0.0, 0.5, 100),
         span("optimize", 0.5, 1.0),
+        span("data", 1.0, 1.4),
         span("transfer", 1.0, 3.0, 100),
         span("forward", 2.0, 4.0),
         span("transfer", 4.0, 4.5, 100),
@@ -49,6 +50,7 @@ def test_bubble_and_hidden_share_of_a_cloud() -> None:
     assert found.bubble == pytest.approx(1 - 2.5 / 4)
     assert found.hidden_share == pytest.approx(1.0 / 2.5)
     assert found.received_bytes == 300
+    assert found.data_share == pytest.approx(0.4 / 4)
 
 
 def test_coding_is_a_share_of_the_time_and_the_compression_counts_all(tmp_path: Path) -> None:

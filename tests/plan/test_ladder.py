@@ -46,7 +46,7 @@ def test_narrow_cuts_have_no_subspace_and_anchors_need_shared_ids() -> None:
         (1_000, ("raw", "raw")),
         (400, ("bf16", "bf16")),
         (250, ("rotate | int8", "rotate | int8(stochastic)")),
-        (120, ("rotate | int4", "rotate | int4(stochastic)")),
+        (120, ("center | rotate | int4", "rotate | int4(stochastic)")),
         (50, ("subspace(192) | int4", "int4(stochastic)")),
         (15, ("subspace(96) | int4", "int4(stochastic)")),
         (1, ("subspace(48) | int4", "int4(stochastic)")),
@@ -58,7 +58,7 @@ def test_codecs_grow_stronger_as_the_link_narrows(mbps: float, codecs: tuple[str
 
 def test_the_allowed_loss_ends_the_ladder() -> None:
     assert chosen(figures(1), Bounds(loss=Loss.NONE)) == ("raw", "raw")
-    assert chosen(figures(1), Bounds()) == ("rotate | int4", "rotate | int4(stochastic)")
+    assert chosen(figures(1), Bounds()) == ("center | rotate | int4", "rotate | int4(stochastic)")
 
 
 def test_each_direction_has_its_own() -> None:
@@ -83,7 +83,7 @@ def test_gradients_that_do_not_cross_count_for_nothing() -> None:
 def test_the_codec_of_the_job_stays() -> None:
     own = parse_codec("topk(0.05) | fp16")
     assert chosen(figures(120), Bounds(forward=own)) == (str(own), "rotate | int4(stochastic)")
-    assert chosen(figures(120), Bounds(backward=own)) == ("rotate | int4", str(own))
+    assert chosen(figures(120), Bounds(backward=own)) == ("center | rotate | int4", str(own))
 
 
 def test_a_subspace_of_the_job_narrows_its_gradients_too() -> None:
@@ -100,7 +100,7 @@ def test_what_the_guard_ruled_out_is_not_chosen() -> None:
 def test_an_element_of_two_bytes_makes_bf16_pointless() -> None:
     half = replace(CROSSING, element_bytes=2)
     picked = {chosen(figures(mbps), Bounds(), half)[0] for mbps in range(50, 2000, 50)}
-    assert picked == {"raw", "rotate | int8", "rotate | int4"}
+    assert picked == {"raw", "rotate | int8", "center | rotate | int4"}
 
 
 def test_reasons_are_words() -> None:
@@ -111,11 +111,11 @@ def test_reasons_are_words() -> None:
     )
     coded = choose(CROSSING, figures(150, 1000), rungs=RUNGS).reason
     assert coded.startswith(
-        "activations rotate | int4: 89.13 ms on the line is hidden behind 150 ms of compute, "
+        "activations center | rotate | int4: 89.21 ms on the line is hidden behind 150 ms of compute, "
         "rotate | int8 would take 173 ms; "
     )
     thin = choose(CROSSING, figures(10, 1000), rungs=RUNGS).reason
-    assert "rotate | int4: 1.337 s on the line is more than 150 ms of compute, and no codec" in thin
+    assert "rotate | int4: 1.338 s on the line is more than 150 ms of compute, and no codec" in thin
 
 
 @settings(deadline=None, max_examples=100)
@@ -163,7 +163,7 @@ def test_a_link_that_has_become_thin_gets_a_stronger_codec() -> None:
     raw = Pair(forward=RUNGS[0].forward, backward=RUNGS[0].backward)
     moved = reconsider(raw, CROSSING, figures(120), rungs=RUNGS)
     assert moved is not None
-    assert str(moved.pair.forward) == "rotate | int4"
+    assert str(moved.pair.forward) == "center | rotate | int4"
 
 
 def test_a_link_that_has_become_wide_gets_raw_again() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.routing import route, shares
+from isthmus.plan.routing import Routing, route, shares
 
 speeds = st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 4.0]), min_size=1, max_size=5)
 
@@ -50,3 +50,46 @@ def test_a_rank_of_twice_the_speed_gets_twice_as_many() -> None:
 def test_ranks_without_speed_are_refused(speeds: list[float]) -> None:
     with pytest.raises(ValueError, match="speeds"):
         route(speeds=speeds, num_microbatches=4, step=0)
+
+
+def routing(*num_ranks: int, num_microbatches: int = 7, num_validation: int = 3) -> Routing:
+    return Routing(
+        speeds=tuple((1.0,) * number for number in num_ranks),
+        num_microbatches=num_microbatches,
+        num_validation_microbatches=num_validation,
+    )
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=3), st.integers(1, 12), st.integers(0, 30))
+def test_who_is_sent_a_micro_batch_is_started_with_it_and_knows_the_sender(
+    num_ranks: list[int], num_microbatches: int, step: int
+) -> None:
+    found = routing(*num_ranks, num_microbatches=num_microbatches)
+    for is_evaluation, count in ((False, num_microbatches), (True, 3)):
+        for number in range(count):
+            way = [
+                found.rank(stage, step=step, microbatch=number, is_evaluation=is_evaluation)
+                for stage in range(len(num_ranks))
+            ]
+            for stage, rank in enumerate(way):
+                assert number in found.share(stage, rank, step=step, is_evaluation=is_evaluation)
+                for neighbour in {stage - 1, stage + 1} & set(range(len(way))):
+                    assert way[neighbour] in found.peers(stage, rank, neighbour=neighbour)
+
+
+def test_peers_know_each_other_and_leaders_always_do() -> None:
+    found = routing(4, 3, num_microbatches=2, num_validation=0)
+    for rank, other in product(range(4), range(3)):
+        forth = other in found.peers(0, rank, neighbour=1)
+        assert forth == (rank in found.peers(1, other, neighbour=0))
+    assert routing(4, 4).peers(0, 2, neighbour=1) == (2,)
+    assert 0 in routing(2, 2, num_microbatches=1).peers(0, 0, neighbour=1)
+
+
+def test_the_plain_round_of_an_evaluation_goes_the_same_ways() -> None:
+    found = routing(2, 3)
+    for number in range(3):
+        first, second = (
+            found.rank(1, step=9, microbatch=one, is_evaluation=True) for one in (number, number + 3)
+        )
+        assert first == second

@@ -138,6 +138,25 @@ def test_coding_delays_messages_one_after_the_other_and_no_pass() -> None:
     assert times_of(timeline, "forward", track="cloud1") == [(4, 5), (6, 7)]
 
 
+def test_handling_delays_each_message_and_word_by_itself() -> None:
+    plain = pipeline(2, 2, serialise_s=0.5, latency_s=1.0, policy=Policy.GPIPE)
+    slow = replace(plain.hops[0], line=replace(plain.hops[0].line, handling_s=0.25))
+    timeline = simulate(replace(plain, hops=(slow,)))
+    assert times_of(timeline, "transfer", track="cloud0→cloud1") == [(1, 2.75), (2, 3.75)]
+    assert times_of(timeline, "optimize", track="cloud1") == [(13.75, 13.75)]
+
+
+def test_windows_count_handling_and_not_coding_as_workers_do() -> None:
+    def sizes(handling_s: float, coding_s: float) -> tuple[int, ...]:
+        one = hop(0.5, 1.0, coding_s=coding_s)
+        line = replace(one.line, handling_s=handling_s)
+        scenario = replace(pipeline(2, 16), hops=(replace(one, line=line),))
+        return simulate(scenario, num_steps=2).steps[-1].windows
+
+    assert sizes(0.0, 0.0) == sizes(0.0, 1.0) == (4, 1)
+    assert sizes(1.0, 0.0) == (5, 1)
+
+
 @pytest.mark.parametrize(("update_s", "ends_s"), [(1.0, (9.25, 18.5)), (3.0, (9.25, 19.75))])
 def test_a_step_ends_with_a_verdict_and_an_update_that_may_delay_the_next(
     update_s: float, ends_s: tuple[float, float]

@@ -1,5 +1,6 @@
 """The order of samples, and the thread that reads ahead."""
 
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -98,3 +99,23 @@ def test_closing_ends_the_thread() -> None:
     assert threading.active_count() == before
     with pytest.raises(ValueError, match="after its end"):
         next(items)
+
+
+def test_a_slow_source_is_read_further_ahead_and_a_fast_one_less_far_again() -> None:
+    gate = threading.Semaphore(2)
+
+    def make() -> Iterator[int]:
+        for number in itertools.count():
+            gate.acquire()
+            yield number
+
+    with Prefetch(make(), depth=2, max_depth=8) as items:
+        assert (next(items), next(items)) == (0, 1)
+        for number, depth in ((2, 4), (3, 8), (4, 8)):
+            threading.Timer(0.02, gate.release).start()
+            assert next(items) == number
+            assert items.depth == depth
+        gate.release(400)
+        assert [next(items) for _ in range(300)] == list(range(5, 305))
+        assert items.depth < 8
+        gate.release(100)

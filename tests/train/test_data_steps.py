@@ -13,6 +13,7 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.model.boundary import Batch
 from isthmus.model.heads import HEADS, IGNORED
+from isthmus.plan.routing import Routing
 from isthmus.train.batches import Layout, StepBatches, check_enough, collate, divide_batch
 from isthmus.train.data import TrainingData, open_data
 from isthmus.train.feed import Feed
@@ -86,22 +87,21 @@ def test_equal_lengths_need_no_mask() -> None:
 
 
 def test_a_batch_that_divides() -> None:
-    assert divide_batch(
-        batch_tokens=4096, sequence_length=128, num_microbatches=4, num_ranks=2, rank=1
-    ) == Layout(num_microbatches=4, num_sequences=4, rank=1, num_ranks=2)
+    assert divide_batch(batch_tokens=4096, sequence_length=128, num_microbatches=4) == Layout(
+        num_microbatches=4, num_sequences=8
+    )
 
 
 @pytest.mark.parametrize(
-    ("batch_tokens", "num_ranks", "message", "near"),
+    ("batch_tokens", "message", "near"),
     [
-        (1000, 1, "1000 tokens cannot be divided into 4 micro-batches × sequences of 128 tokens", 1024),
-        (100, 1, "100 tokens cannot be divided", 512),
-        (1536, 2, "sequences of 128 tokens × 2 ranks", 2048),
+        (1000, "1000 tokens cannot be divided into 4 micro-batches × sequences of 128 tokens", 1024),
+        (100, "100 tokens cannot be divided", 512),
     ],
 )
-def test_a_batch_that_does_not_divide(batch_tokens: int, num_ranks: int, message: str, near: int) -> None:
+def test_a_batch_that_does_not_divide(batch_tokens: int, message: str, near: int) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        divide_batch(batch_tokens=batch_tokens, sequence_length=128, num_microbatches=4, num_ranks=num_ranks)
+        divide_batch(batch_tokens=batch_tokens, sequence_length=128, num_microbatches=4)
     assert str(caught.value.hint).endswith(f"such as {near}")
 
 
@@ -126,10 +126,17 @@ def test_resuming_equals_never_stopping(tales: TrainingData) -> None:
 
 
 def test_ranks_read_each_sequence_once(tales: TrainingData) -> None:
-    together = take(tales, 4, layout(num_sequences=6))
-    shards = [take(tales, 4, layout(num_sequences=2, num_ranks=3, rank=rank)) for rank in range(3)]
+    where = layout(num_microbatches=4)
+    together = take(tales, 4, where)
+    routing = Routing(speeds=((1.0,) * 3,), num_microbatches=4)
+    shards = []
+    for rank in range(3):
+        shares = {step: routing.share(0, rank, step=step) for step in range(9)}
+        with tales.steps(where, share=shares.__getitem__) as steps:
+            shards.append(list(islice(steps, 4)))
     assert sorted(rows(together)) == sorted(row for shard in shards for row in rows(shard))
     assert {shard[-1].cursor for shard in shards} == {together[-1].cursor}
+    assert len({len(shard[0].microbatches) for shard in shards}) == 2
 
 
 def test_validation_is_fixed_and_never_trained_on(tales: TrainingData) -> None:

@@ -80,8 +80,7 @@ def test_a_cache_that_is_full_lets_the_rest_cross() -> None:
     assert_same(parameters_of(found.stages), parameters_of(plain.stages))
     first, *_, last = (one.sent.num_elements for one in found.records[0].steps)
     assert 0 < last < first
-    cut = found.traffics[1].up_cut
-    assert cut is not None
+    (cut,) = found.traffics[1].up_cuts
     assert cut.cache is not None
     assert 0 < cut.cache.admission.held_bytes <= 20 * row_bytes
     assert cut.cache.saved_bytes > 0

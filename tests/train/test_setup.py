@@ -11,7 +11,7 @@ from isthmus.job.load import parse_job
 from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import Policy
 from isthmus.train.cut import texts_of
-from isthmus.train.session import check_job
+from isthmus.train.preflight import check_job
 from isthmus.train.setup import blueprint_of, check_fits, set_up, stage_order
 from isthmus.train.wiring import cuts_of, steering_terms
 
@@ -128,7 +128,6 @@ def test_given_layers_and_clouds_are_kept() -> None:
     ("override", "what"),
     [
         ("strategy.kind=data", "cannot be run yet"),
-        ("cloud.west.ranks=2", "ranks"),
         ("strategy.microbatches=5", "cannot be divided"),
         ("train.batch_tokens=8192000", "one step reads"),
         ("model.config.num_hidden_layers=1", "cannot be cut into 2 stages"),
@@ -185,3 +184,35 @@ def test_cuts_take_what_the_job_says_and_else_what_was_planned() -> None:
     assert (down.bandwidths_bps, up.bandwidths_bps) == ((1e6, 2e6), (2e6, 1e6))
     assert down.is_free
     assert down.bounds.backward == parse_codec("fp16")
+
+
+SHARED_OUT = ("cloud.west.ranks=2", "cloud.west.sharding=full")
+BOTTLENECK = "link.0.boundary=bottleneck(4, warmup=1)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (("cloud.east.ranks=2", BOTTLENECK), "has a bottleneck, which each end must begin alone"),
+        (("cloud.west.ranks=2", "cloud.west.sharding=optimizer", "train.optimizer_bits=8"), "with 8 bits"),
+        (SHARED_OUT, "policy wan-1f1b does not keep"),
+        ((*SHARED_OUT, "strategy.policy=1f1b"), "as many ranks in every cloud"),
+        (
+            (*SHARED_OUT, "strategy.policy=1f1b", "cloud.east.ranks=2", "strategy.microbatches=1"),
+            "as many micro-batches at each",
+        ),
+    ],
+)
+def test_what_several_ranks_cannot_do_has_a_cure(overrides: tuple[str, ...], what: str) -> None:
+    with pytest.raises(UserError, match=what) as caught:
+        set_up(tiny_job(*overrides))
+    assert caught.value.hint
+
+
+def test_ranks_that_share_a_stage_out_need_less_memory_each() -> None:
+    job = tiny_job("cloud.west.memory=270 KB", "cloud.west.ranks=4")
+    blueprint = blueprint_of(job, config={}, num_labels=None)
+    with pytest.raises(UserError, match="needs"):
+        check_fits(job, set_up(job), blueprint)
+    shared = tiny_job("cloud.west.memory=270 KB", "cloud.west.ranks=4", "cloud.west.sharding=optimizer")
+    check_fits(shared, set_up(shared), blueprint)

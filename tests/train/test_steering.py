@@ -66,7 +66,7 @@ def test_a_line_that_is_hidden_stays_raw_and_one_that_gets_fast_goes_back() -> N
     steers, notes = steering(terms(RAW_PAIR, is_free=True))
     assert {steers(tally(step, on_line_s=0.01)) for step in range(6)} == {(RAW_PAIR,)}
     assert notes == []
-    strong = pair("rotate | int4", "rotate | int4(stochastic)")
+    strong = pair("center | rotate | int4", "rotate | int4(stochastic)")
     steers, notes = steering(terms(strong, is_free=True, bandwidths_bps=(1e9, 1e9)))
     assert [steers(tally(step)) for step in range(5)][-1] == (RAW_PAIR,)
     assert len(notes) == 1
@@ -80,7 +80,7 @@ def test_what_the_job_says_is_not_chosen() -> None:
 
 
 def test_the_guard_widens_one_direction_at_a_time_and_says_so() -> None:
-    own = pair("rotate | int4", "rotate | int4(stochastic)")
+    own = pair("center | rotate | int4", "rotate | int4(stochastic)")
     steers, notes = steering(terms(own, is_free=False))
     assert steers(tally(0, cosines=Cosines(forward=0.99, backward=0.985))) == (own,)
     widened = steers(tally(1, cosines=Cosines(forward=0.9)))
@@ -93,7 +93,7 @@ def test_the_guard_widens_one_direction_at_a_time_and_says_so() -> None:
 
 
 def test_what_the_guard_found_too_strong_is_not_chosen_again_even_after_a_resume() -> None:
-    own = pair("rotate | int4", "rotate | int4(stochastic)")
+    own = pair("center | rotate | int4", "rotate | int4(stochastic)")
     steers, _ = steering(terms(own, is_free=True))
     steers(tally(0, on_line_s=1.0, cosines=Cosines(forward=0.9, backward=0.9)))
     again, _ = steering(terms(own, is_free=True))

@@ -305,6 +305,7 @@ def test_a_hundred_thousand_mutated_frames_neither_crash_a_link_nor_fill_the_mem
     process = psutil.Process()
     before_bytes = process.memory_info().rss
     num_frames = 0
+    links: list[Link] = []
     with LoopThread(name="vandal") as loop:
         while num_frames < 100_000:
             link = Link(
@@ -315,5 +316,7 @@ def test_a_hundred_thousand_mutated_frames_neither_crash_a_link_nor_fill_the_mem
                 loop.run(link.serve(rng.randrange(4), Vandal(frames)))
                 num_frames += len(frames)
             link.start_abort(Aborted("east", "enough"))
+            links.append(link)
+        for link in links:
             link.join()
     assert process.memory_info().rss - before_bytes < 300 * MB

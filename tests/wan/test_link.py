@@ -232,6 +232,22 @@ def test_abort_reaches_the_peer_although_the_aborting_process_ends_at_once() -> 
         west.result()
 
 
+def fail_at_once(_: Endpoint, __: Connection) -> None:
+    raise SystemExit("no such model")
+
+
+def test_a_process_that_fails_before_it_has_asked_for_a_link_ends_the_run_for_its_peer() -> None:
+    job = two_clouds("rtt='100 ms'")
+    with (
+        LocalWan(job) as wan,
+        CloudProcess(job, wan, "west", fail_at_once) as west,
+        CloudProcess(job, wan, "east", hear_abort) as east,
+    ):
+        assert east.result() == "cloud 'west' aborted the run: SystemExit: no such model"
+        west.process.join(30)
+        assert west.process.exitcode == 1
+
+
 def echo(endpoint: Endpoint, _: Connection, *, peer: str) -> tuple[float, float]:
     link = endpoint.link(peer)
     link.wait_ready()

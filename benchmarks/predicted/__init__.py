@@ -1,0 +1,1 @@
+"""Predicted against measured step times: cases, what is measured before, predictions, runs, scores."""

@@ -1,0 +1,210 @@
+"""The cases: pipelines over emulated WANs, drawn by a seed so that every kind comes about as often."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Final, TypeVar
+
+from sleeping import Nap
+
+from isthmus.job import Job
+from isthmus.job.codec import parse_codec
+from isthmus.job.load import parse_job
+from isthmus.plan.ladder import Pair
+from predicted.stages import WIDTH, ModelStages, SleepingStages, Stages
+
+CLOUDS: Final = ("east", "west", "north", "south")
+RAW: Final = ("raw", "raw")
+INT4: Final = ("rotate | int4", "rotate | int4(stochastic)")
+MS: Final = 0.001
+MBPS: Final = 1e6
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineShape:
+    """What one emulated line is set to; both ways alike."""
+
+    rtt_s: float
+    bandwidth_bps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wan:
+    """The lines along a pipeline."""
+
+    lines: tuple[LineShape, ...]
+
+    @property
+    def clouds(self) -> tuple[str, ...]:
+        """One for each stage, in order."""
+        return CLOUDS[: len(self.lines) + 1]
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        return ", ".join(f"{1e3 * one.rtt_s:g} ms {one.bandwidth_bps / MBPS:g} Mbit/s" for one in self.lines)
+
+    def job(self) -> Job:
+        """All but the last cloud can be dialled."""
+        clouds = [
+            f'[[cloud]]\nname = "{name}"\nlisten = "127.0.0.1:{7600 + number}"\n'
+            for number, name in enumerate(self.clouds[:-1])
+        ]
+        clouds.append(f'[[cloud]]\nname = "{self.clouds[-1]}"\n')
+        links = [
+            f'[[link]]\nbetween = ["{first}", "{second}"]\n'
+            f'bandwidth = "{line.bandwidth_bps / MBPS:g} Mbps"\nrtt = "{1e3 * line.rtt_s:g} ms"\n'
+            for line, first, second in zip(self.lines, self.clouds, self.clouds[1:], strict=False)
+        ]
+        text = 'name = "prediction"\n' + "".join((*clouds, *links))
+        return parse_job(text, file=Path("prediction.toml"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One real run, and before it one prediction."""
+
+    number: int
+    wan: Wan
+    stages: Stages
+    num_microbatches: int
+    codec: tuple[str, str]
+
+    @property
+    def pair(self) -> Pair:
+        """The codecs of all its cuts."""
+        forward, backward = self.codec
+        return Pair(forward=parse_codec(forward), backward=parse_codec(backward))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of cases that it is one of."""
+        slowest_bps = min(line.bandwidth_bps for line in self.wan.lines)
+        longest_s = max(line.rtt_s for line in self.wan.lines)
+        return (
+            f"p = {self.stages.num_stages}",
+            "raw" if self.codec == RAW else "int4",
+            "equal stages" if self.stages.is_equal else "unequal stages",
+            f"m = {self.num_microbatches}",
+            "round trip ≥ 100 ms" if longest_s >= 100 * MS else "round trip < 100 ms",
+            "bandwidth ≤ 100 Mbit/s" if slowest_bps <= 100 * MBPS else "bandwidth > 100 Mbit/s",
+        )
+
+
+def wan_of(*lines: tuple[float, float]) -> Wan:
+    """Lines by round trip in milliseconds and bandwidth in Mbit/s."""
+    return Wan(lines=tuple(LineShape(rtt_s=rtt_ms * MS, bandwidth_bps=mbps * MBPS) for rtt_ms, mbps in lines))
+
+
+# Longest pipelines first: a cloud that is no part of the others is then done, and disturbs nothing.
+WANS: Final = (
+    wan_of((10, 1000), (40, 200), (100, 100)),
+    wan_of((200, 100), (20, 1000), (80, 50)),
+    wan_of((20, 500), (100, 100)),
+    wan_of((0, 100), (0, 100)),
+    wan_of((60, 200), (150, 1000)),
+    wan_of((0, 1000)),
+    wan_of((5, 20)),
+    wan_of((20, 100)),
+    wan_of((40, 500)),
+    wan_of((60, 50)),
+    wan_of((100, 100)),
+    wan_of((150, 20)),
+    wan_of((200, 1000)),
+)
+QUICK_WANS: Final = (wan_of((20, 500), (100, 100)), wan_of((5, 20)), wan_of((40, 500)))
+NUM_CASES: Final = 42
+NUM_QUICK_CASES: Final = 6
+NUM_QUICK_MODEL_CASES: Final = 3
+
+# Forward and backward of the slowest stage. With more micro-batches each is shorter, so that steps stay
+# between 0.3 and 2 s; with more clouds longer, since every message takes some milliseconds of a processor and
+# clouds that share two of them would wait for each other, as real ones do not.
+_INTERVAL_S: Final = {4: 0.060, 8: 0.060, 16: 0.045, 32: 0.036, 64: 0.027}
+_LEAST_INTERVAL_S: Final = {2: 0.024, 3: 0.042, 4: 0.054}
+_MOST_MICROBATCHES: Final = {2: 64, 3: 32, 4: 32}
+_UNEQUAL: Final = (1.0, 0.5, 0.75, 0.9)
+_NUM_TOKENS: Final = (64, 32, 16)
+_MAX_LINE_S: Final = 1.2
+
+
+def sleeping_cases(wans: Sequence[Wan], num_cases: int, *, seed: int) -> list[Case]:
+    """So many cases, about as many on each WAN and of each kind."""
+    random = Random(seed)
+    kinds = _deck(list(product(_INTERVAL_S, (RAW, INT4), (True, False))), random)
+    places = enumerate(_spread(wans, num_cases))
+    return [_sleeping_case(number, wan, next(kinds), random) for number, wan in places]
+
+
+def model_cases(*, device: str, is_quick: bool) -> list[Case]:
+    """Real compute: two clouds on one device."""
+    near, thin, far = wan_of((10, 1000)), wan_of((50, 400)), wan_of((100, 1000))
+    if is_quick:
+        equal, unequal = (ModelStages(num_layers=one, width=256, num_tokens=64) for one in ((2, 2), (1, 3)))
+    else:
+        equal, unequal = (ModelStages(num_layers=one) for one in ((12, 12), (8, 16)))
+    kinds = [
+        (near, equal, 16, RAW),
+        (near, unequal, 16, INT4),
+        (near, equal, 32, INT4),
+        (thin, equal, 16, RAW),
+        (thin, unequal, 32, INT4),
+        (far, equal, 8, INT4),
+        (far, equal, 32, RAW),
+        (far, unequal, 16, RAW),
+    ]
+    return [
+        Case(
+            number=number,
+            wan=wan,
+            stages=replace(stages, device=device),
+            num_microbatches=num_microbatches,
+            codec=codec,
+        )
+        for number, (wan, stages, num_microbatches, codec) in enumerate(kinds)
+    ]
+
+
+def _sleeping_case(number: int, wan: Wan, kind: tuple[int, tuple[str, str], bool], random: Random) -> Case:
+    wanted, codec, is_equal = kind
+    num_clouds = len(wan.clouds)
+    num_microbatches = min(wanted, _MOST_MICROBATCHES[num_clouds])
+    factors = [1.0] * num_clouds if is_equal else random.sample(_UNEQUAL, num_clouds)
+    longest_s = max(_INTERVAL_S[num_microbatches], _LEAST_INTERVAL_S[num_clouds])
+    forwards_s = [one / max(factors) * longest_s / 3 for one in factors]
+    return Case(
+        number=number,
+        wan=wan,
+        stages=SleepingStages(
+            naps=tuple(Nap(forward_s=one, backward_s=2 * one) for one in forwards_s),
+            num_tokens=_num_tokens(wan, num_microbatches, codec),
+        ),
+        num_microbatches=num_microbatches,
+        codec=codec,
+    )
+
+
+def _num_tokens(wan: Wan, num_microbatches: int, codec: tuple[str, str]) -> int:
+    """As many as keep the slowest line busy for about a second at most."""
+    slowest_bps, spec = min(line.bandwidth_bps for line in wan.lines), parse_codec(codec[0])
+    fitting = (
+        one
+        for one in _NUM_TOKENS
+        if num_microbatches * 8 * spec.wire_bytes(one, WIDTH) / slowest_bps <= _MAX_LINE_S
+    )
+    return next(fitting, _NUM_TOKENS[-1])
+
+
+def _deck(cards: Sequence[T], random: Random) -> Iterator[T]:
+    """All cards in random order, over and over."""
+    while True:
+        yield from random.sample(cards, len(cards))
+
+
+def _spread(wans: Sequence[Wan], num_cases: int) -> list[Wan]:
+    """A place for each case, in the order of the WANs."""
+    return [wans[number * len(wans) // num_cases] for number in range(num_cases)]

@@ -1,0 +1,155 @@
+"""One process per cloud that goes from WAN to WAN: importing torch anew for each would take minutes.
+
+Every process first measures on every WAN, then waits until the predictions are in their file, then runs.
+"""
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from isthmus.job import Job
+from isthmus.train.device import Device
+from isthmus.train.pipeline import Post
+from isthmus.train.session import SWITCH_INTERVAL_S
+from isthmus.wan.certificates import Identity
+from isthmus.wan.endpoint import Endpoint, Site
+from isthmus.wan.link import Link
+from isthmus.wan.local import LocalWan
+from isthmus.wan.packet import Packet
+from isthmus.wan.processes import Report, run_clouds
+from predicted.cases import Case, Wan
+from predicted.stages import Stages
+
+_HERE: Final = "journey/here"
+_GO: Final = "journey/go"
+_POLL_S: Final = 0.2
+_MEASURED: Final = "measured"
+
+At = Callable[["Visit"], Any]
+"""What a cloud does on a WAN, with its links open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """One WAN with its cases, and what each cloud needs to join it."""
+
+    job: Job
+    cases: tuple[Case, ...]
+    identities: dict[str, Identity]
+    sites: dict[str, Site]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """One cloud on one WAN."""
+
+    job: Job
+    endpoint: Endpoint
+    post: Post
+    cases: tuple[Case, ...]
+    report: Report
+    built: dict[Stages, Any]
+    """Stages that this cloud has built so far."""
+
+    def stage(self, case: Case) -> Any:
+        """This cloud's stage of a case, on its device."""
+        if case.stages not in self.built:
+            stage = case.stages.build(self.post.index)
+            self.built[case.stages] = stage.to(Device(case.stages.device).torch_device)
+        return self.built[case.stages]
+
+    def meet(self) -> None:
+        """Wait until all clouds have come here."""
+        if self.post.down is not None:
+            self.post.down.receive(_HERE)
+        if self.post.up is not None:
+            self.post.up.send(_HERE, Packet({}))
+            self.post.up.receive(_GO)
+        if self.post.down is not None:
+            self.post.down.send(_GO, Packet({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plans:
+    """What happens on the journey, and the file without which nobody runs."""
+
+    measure: At
+    run: At
+    predictions: Path
+
+
+def travel(cases: Sequence[Case], plans: Plans, *, on_measured: Callable[[], None], say: Report) -> list[Any]:
+    """Measure on all WANs, have predictions made, run; gives what the first cloud brings from each WAN."""
+    # Its links are never opened: it only gives every cloud its process.
+    home = max((case.wan for case in cases), key=lambda wan: len(wan.clouds)).job()
+    names = [cloud.name for cloud in home.cloud]
+    waiting = set(names)
+
+    def on_report(cloud: str, text: str) -> None:
+        if text != _MEASURED:
+            say(text)
+            return
+        waiting.discard(cloud)
+        if not waiting:
+            on_measured()
+
+    with ExitStack() as stack:
+        stops = [_stop(wan, cases, stack) for wan in dict.fromkeys(case.wan for case in cases)]
+        work = functools.partial(_be_cloud, stops=stops, plans=plans)
+        found = run_clouds(home, work, stack.enter_context(LocalWan(home)), on_report=on_report)
+    brought: list[Any] = found[names[0]]
+    return brought
+
+
+def _stop(wan: Wan, cases: Sequence[Case], stack: ExitStack) -> Stop:
+    job = wan.job()
+    emulated = stack.enter_context(LocalWan(job))
+    return Stop(
+        job=job,
+        cases=tuple(case for case in cases if case.wan == wan),
+        identities={cloud: emulated.identity(cloud) for cloud in wan.clouds},
+        sites={cloud: emulated.site(cloud) for cloud in wan.clouds},
+    )
+
+
+def _be_cloud(
+    job: Job, endpoint: Endpoint, *, cloud: str, report: Report, stops: Sequence[Stop], plans: Plans
+) -> list[Any]:
+    """Be one cloud all the way."""
+    del job, endpoint
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    own = [stop for stop in stops if cloud in stop.identities]
+    built: dict[Stages, Any] = {}
+    for stop in own:
+        _visit(stop, cloud, report, built, plans.measure)
+    report(_MEASURED)
+    while not plans.predictions.exists():
+        time.sleep(_POLL_S)
+    return [_visit(stop, cloud, report, built, plans.run) for stop in own]
+
+
+def _visit(stop: Stop, cloud: str, report: Report, built: dict[Stages, Any], work: At) -> Any:
+    clouds = tuple(one.name for one in stop.job.cloud)
+    index = clouds.index(cloud)
+    with Endpoint(stop.job, cloud=cloud, identity=stop.identities[cloud], site=stop.sites[cloud]) as endpoint:
+        up = _link(endpoint, clouds[index - 1]) if index > 0 else None
+        down = _link(endpoint, clouds[index + 1]) if index + 1 < len(clouds) else None
+        post = Post(cloud=cloud, index=index, up=up, down=down)
+        visit = Visit(
+            job=stop.job, endpoint=endpoint, post=post, cases=stop.cases, report=report, built=built
+        )
+        return work(visit)
+
+
+def _link(endpoint: Endpoint, peer: str) -> Link:
+    link = endpoint.link(peer)
+    link.wait_ready()
+    return link

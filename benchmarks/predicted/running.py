@@ -1,0 +1,105 @@
+"""The real runs: the product's worker over the product's link, with nothing of the predictions."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from sleeping import Timer
+
+from isthmus.train.cut import Cut
+from isthmus.train.device import Device
+from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.pipeline import Course, pipeline_worker
+from isthmus.train.profiling import AUTOCAST
+from predicted.cases import Case
+from predicted.journey import Visit
+from predicted.predicting import NUM_STEPS, NUM_WARM_UP_STEPS
+
+_IDLE: Final = 3  # as proc(5) numbers the columns of /proc/stat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """One step at the first stage: how long it took, how long each stage computed, its windows."""
+
+    duration_s: float
+    busy_s: tuple[float, ...]
+    windows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The steps of one case that count."""
+
+    number: int
+    steps: tuple[MeasuredStep, ...]
+    idle_share: float | None
+    """Of all processors of the machine; None where it cannot be told."""
+
+    @property
+    def median(self) -> MeasuredStep:
+        """The step in the middle."""
+        return sorted(self.steps, key=lambda step: step.duration_s)[len(self.steps) // 2]
+
+
+def run(visit: Visit) -> list[Measured]:
+    """Run all cases of a WAN, one after the other."""
+    found = []
+    for case in visit.cases:
+        stage = visit.stage(case)
+        visit.meet()
+        if visit.post.index == 0:
+            visit.report(f"running case {case.number}")
+        found.append(_run_case(case, visit, stage))
+    visit.meet()
+    return found
+
+
+def _run_case(case: Case, visit: Visit, stage: Any) -> Measured:
+    device = Device(case.stages.device)
+    course = Course(
+        num_stages=case.stages.num_stages,
+        num_steps=NUM_WARM_UP_STEPS + NUM_STEPS,
+        num_microbatches=case.num_microbatches,
+        seed=0,
+        max_in_flight=case.num_microbatches,
+        cuts=(Cut(codecs=case.pair),) * (case.stages.num_stages - 1),
+    )
+    timer = Timer()
+    worker, traffic = pipeline_worker(
+        course=course,
+        post=visit.post,
+        stage=stage,
+        optimizer=Optimizer(
+            dict(stage.model.named_parameters()), schedule=Schedule(peak=1e-6, num_steps=1), max_norm=1.0
+        ),
+        device=device,
+        source=case.stages.source(case.num_microbatches) if visit.post.up is None else None,
+        observer=timer,
+        autocast=AUTOCAST[case.stages.size.precision],
+    )
+    before = _ticks()
+    with traffic:
+        worker.run(course.turns())
+    after = _ticks()
+    # The windows in a step's report are those of the next.
+    windows = [one.windows for one in timer.steps[NUM_WARM_UP_STEPS - 1 :]]
+    return Measured(
+        number=case.number,
+        idle_share=_idle_share(before, after),
+        steps=tuple(
+            MeasuredStep(duration_s=one.duration_s, busy_s=one.busy_s, windows=sizes)
+            for one, sizes in zip(timer.steps[NUM_WARM_UP_STEPS:], windows, strict=False)
+        ),
+    )
+
+
+def _ticks() -> list[int]:
+    """What Linux has counted of its processors' time, by what they did; nothing elsewhere."""
+    path = Path("/proc/stat")
+    return [int(one) for one in path.read_text().split("\n", 1)[0].split()[1:]] if path.exists() else []
+
+
+def _idle_share(before: list[int], after: list[int]) -> float | None:
+    passed = [late - early for early, late in zip(before, after, strict=True)]
+    return passed[_IDLE] / sum(passed) if passed else None

@@ -1,0 +1,179 @@
+"""Step times that the simulator predicts, beside those of real runs over an emulated WAN.
+
+python benchmarks/prediction.py [--quick] [--cases N] [--seed N] [--gpu] [--out DIR] [--json]
+
+In this order: every link is probed by the product's own probe, and every stage of every case profiled, at all
+its clouds at the same time; the predictions of all cases are written to a file, whose time and hash are
+printed; only then does any case run. Nothing is fitted: predictions see the files of probe and profile alone.
+
+Stages sleep, so that many clouds fit on few cores; packets, codecs, links and schedule are real. With --gpu
+the stages are of a real model, two clouds on one device, each profiled while the other computes too.
+"""
+
+import argparse
+import functools
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from predicted.cases import (
+    NUM_CASES,
+    NUM_QUICK_CASES,
+    NUM_QUICK_MODEL_CASES,
+    QUICK_WANS,
+    WANS,
+    Case,
+    model_cases,
+    sleeping_cases,
+)
+from predicted.journey import Plans, travel
+from predicted.measuring import PROBE_S, PROFILE_S, Folder, measure
+from predicted.predicting import NUM_STEPS, NUM_WARM_UP_STEPS, Prediction, seal_of, write_predictions
+from predicted.running import run
+from predicted.scores import Outcome, Score, by_kind, score
+from rich.console import Console
+from rich.table import Table
+from sleeping import let_sleeps_end_in_time
+
+PREDICTIONS = "predictions.json"
+MEAN_GOAL, WORST_GOAL, TAU_GOAL = 0.05, 0.15, 0.9
+
+
+def measure_and_run(cases: Sequence[Case], out: Path, notes: Console) -> list[Outcome]:
+    """Predictions and runs, in the honest order."""
+    folder, path = Folder(path=out), out / PREDICTIONS
+    predictions: dict[int, Prediction] = {}
+
+    def write_down() -> None:
+        predictions.update(write_predictions(cases, folder, path))
+        seal = seal_of(path)
+        notes.print(f"{len(cases)} predictions in {path}, written {seal['written']}, sha256 {seal['sha256']}")
+
+    plans = Plans(measure=functools.partial(measure, folder=folder), run=run, predictions=path)
+    with notes.status("starting") as status:
+        brought = travel(cases, plans, on_measured=write_down, say=status.update)
+    runs = {one.number: one for found in brought for one in found}
+    return [
+        Outcome(case=case, prediction=predictions[case.number], measured=runs[case.number]) for case in cases
+    ]
+
+
+def show_cases(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """The first table; the window is that of the first stage, idle a share of the machine's processors."""
+    columns = ("case", "WAN", "m", "stages", "what crosses", "window", "idle")
+    table = Table(*columns, "predicted", "measured", "error")
+    for one in outcomes:
+        case, idle_share = one.case, one.measured.idle_share
+        windows = one.prediction.windows[0], one.measured.median.windows[0]
+        table.add_row(
+            str(case.number),
+            case.wan.name,
+            str(case.num_microbatches),
+            "equal" if case.stages.is_equal else "unequal",
+            f"{case.stages.size.sequence_length} tokens, {case.codec[0]}",
+            " → ".join(map(str, dict.fromkeys(windows))),
+            "" if idle_share is None else f"{idle_share:.0%}",
+            f"{one.predicted_s:.3f} s",
+            f"{one.measured_s:.3f} s",
+            f"{one.error:+.1%}",
+        )
+    console.print(table)
+
+
+def show_scores(console: Console, total: Score, kinds: dict[str, Score]) -> None:
+    """The second table."""
+    table = Table("kind", "cases", "mean error", "bias", "worst", "Kendall τ")
+    for kind, one in {"all": total, **kinds}.items():
+        table.add_row(
+            kind,
+            str(one.num_cases),
+            f"{one.mean_error:.1%}",
+            f"{one.bias:+.1%}",
+            f"{one.worst_error:.1%}",
+            "" if one.kendall_tau is None else f"{one.kendall_tau:.3f}",
+        )
+    table.add_row("[bold]goal[/]", "", f"≤ {MEAN_GOAL:.0%}", "", f"≤ {WORST_GOAL:.0%}", f"≥ {TAU_GOAL}")
+    console.print(table)
+
+
+def machine() -> dict[str, Any]:
+    """Where this ran."""
+    return {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "grpcio": version("grpcio"),
+    }
+
+
+def how(options: argparse.Namespace, cases: Sequence[Case]) -> str:
+    """What was profiled, and how."""
+    stages = (
+        "real stages in bfloat16 on one device, each profiled while the other computed too"
+        if options.gpu
+        else "stages that sleep, profiled at all clouds of a case at the same time"
+    )
+    return (
+        f"{len(cases)} cases; {stages}; links probed for {PROBE_S:g} s each way, stages for {PROFILE_S:g} s; "
+        f"packets made and read at both ends; medians of {NUM_STEPS} steps after {NUM_WARM_UP_STEPS}"
+    )
+
+
+def choose_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases that were asked for."""
+    if options.gpu:
+        num_cases = options.cases or (NUM_QUICK_MODEL_CASES if options.quick else None)
+        return model_cases(device=options.device, is_quick=options.quick)[:num_cases]
+    if options.quick:
+        return sleeping_cases(QUICK_WANS, options.cases or NUM_QUICK_CASES, seed=options.seed)
+    return sleeping_cases(WANS, options.cases or NUM_CASES, seed=options.seed)
+
+
+def main() -> None:
+    """Measure, predict, run; print the tables and a JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few cases")
+    parser.add_argument("--cases", type=int, metavar="N", help=f"so many cases; {NUM_CASES} unless given")
+    parser.add_argument("--seed", type=int, default=0, help="draws the cases")
+    parser.add_argument("--gpu", action="store_true", help="real compute, two clouds on one device")
+    parser.add_argument("--device", default="auto", help="for --gpu: as in a job; cpu only to try it")
+    parser.add_argument("--out", type=Path, default=Path("runs/prediction"), help="folder of files")
+    parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
+    options = parser.parse_args()
+    let_sleeps_end_in_time()
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    out = options.out / time.strftime("%Y%m%d-%H%M%S")
+    out.mkdir(parents=True)
+    cases = choose_cases(options)
+    started_s = time.monotonic()
+    outcomes = measure_and_run(cases, out, notes)
+    total, kinds = score(outcomes), by_kind(outcomes)
+    if not options.json:
+        console = Console(width=150)
+        console.print(how(options, cases))
+        show_cases(console, outcomes)
+        show_scores(console, total, kinds)
+    line = {
+        "benchmark": "prediction",
+        **machine(),
+        "seed": options.seed,
+        "took_s": time.monotonic() - started_s,
+        "predictions": seal_of(out / PREDICTIONS),
+        "score": asdict(total),
+        "kinds": {kind: asdict(one) for kind, one in kinds.items()},
+        "cases": [one.record() for one in outcomes],
+    }
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""One step as the profiler saw it, as a picture: what each stream of the device and each thread did."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isthmus.events import Span
+from isthmus.intervals import Interval, shared_s, total_s, union
+from isthmus.observe.drawing import Box, Drawing, Label, Shape
+from isthmus.observe.drawing import Path as Line
+from isthmus.observe.svg import to_svg
+
+_COLOURS = {
+    "forward": "#8ecae6",
+    "backward": "#2f6f9f",
+    "optimize": "#8e4a9e",
+    "codec": "#e07a3f",
+    "copy": "#7fb069",
+    "send": "#f4c95d",
+    "decode": "#c98bb9",
+    "other": "#9aa4af",
+}
+# Kernels nearer to each other than this are drawn, and counted, as one piece of work.
+_NEAR_S = 20e-6
+_LEFT, _RIGHT, _TOP, _ROW = 150.0, 20.0, 46.0, 34.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Something that went on, in seconds of the clock."""
+
+    kind: str
+    start_s: float
+    end_s: float
+
+    @property
+    def interval(self) -> Interval:
+        """From when to when."""
+        return self.start_s, self.end_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One stream of the device, or one kind of work of a host's thread."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The rows of one step, the stream that computes first."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def compute(self) -> list[Interval]:
+        """When the device computed."""
+        return union(piece.interval for piece in self.rows[0].pieces)
+
+    def hidden_share(self, kinds: set[str]) -> float:
+        """The share of the time of some work during which the device computed."""
+        work = union(piece.interval for row in self.rows[1:] for piece in row.pieces if piece.kind in kinds)
+        return shared_s(work, self.compute) / total_s(work) if work else 1.0
+
+    @property
+    def busy_share(self) -> float:
+        """The share of the step during which the device computed."""
+        first, last = self.compute[0][0], self.compute[-1][1]
+        return total_s(self.compute) / (last - first)
+
+
+def read_step(trace: Path, spans: Sequence[Span]) -> Step:
+    """The device's work from a Chrome trace, the host's from the spans of the run."""
+    found = json.loads(trace.read_text())
+    base_s = found.get("baseTimeNanoseconds", 0) / 1e9
+    passes = [span for span in spans if span.kind in ("forward", "backward", "optimize")]
+    streams: dict[int, list[Piece]] = {}
+    for event in found["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            piece = _device_piece(event, base_s)
+            streams.setdefault(int(event["args"]["stream"]), []).append(piece)
+    ordered = sorted(streams.values(), key=lambda pieces: -total_s(union(one.interval for one in pieces)))
+    device_rows = [
+        Row(name="compute stream", pieces=_joined(_by_pass(pieces, passes)))
+        if number == 0
+        else Row(name=f"stream beside it {number}", pieces=_joined(pieces))
+        for number, pieces in enumerate(ordered)
+    ]
+    return Step(rows=(*device_rows, *_host_rows(spans)))
+
+
+def draw_step(step: Step, *, title: str, width: float = 1200.0) -> str:
+    """The text of an SVG file."""
+    start_s = min(piece.start_s for row in step.rows for piece in row.pieces)
+    end_s = max(piece.end_s for row in step.rows for piece in row.pieces)
+    scale = (width - _LEFT - _RIGHT) / (end_s - start_s)
+    shapes: list[Shape] = [Label(x=12, y=20, text=title, size=14)]
+    for number, row in enumerate(step.rows):
+        y = _TOP + number * _ROW
+        shapes.append(Label(x=12, y=y + 12, text=row.name))
+        shapes += [
+            Box(
+                x=_LEFT + (piece.start_s - start_s) * scale,
+                y=y,
+                width=max(0.3, (piece.end_s - piece.start_s) * scale),
+                height=24,
+                colour=_COLOURS.get(piece.kind, _COLOURS["other"]),
+                title=f"{piece.kind}, {1e3 * (piece.end_s - piece.start_s):.2f} ms",
+            )
+            for piece in row.pieces
+        ]
+    bottom = _TOP + len(step.rows) * _ROW
+    shapes += _axis(end_s - start_s, bottom, width)
+    shapes += _legend({piece.kind for row in step.rows for piece in row.pieces}, bottom + 44)
+    return to_svg(Drawing(width=width, height=bottom + 64, shapes=tuple(shapes)))
+
+
+def _device_piece(event: dict[str, Any], base_s: float) -> Piece:
+    start_s = base_s + float(event["ts"]) / 1e6
+    kind = "codec" if event["cat"] == "kernel" else "copy"
+    return Piece(kind=kind, start_s=start_s, end_s=start_s + float(event.get("dur", 0)) / 1e6)
+
+
+def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    joined: list[Piece] = []
+    for piece in sorted(pieces, key=lambda one: one.start_s):
+        last = joined[-1] if joined else None
+        if last is not None and piece.kind == last.kind and piece.start_s - last.end_s < _NEAR_S:
+            joined[-1] = Piece(kind=last.kind, start_s=last.start_s, end_s=max(last.end_s, piece.end_s))
+        else:
+            joined.append(piece)
+    return tuple(joined)
+
+
+def _by_pass(pieces: Iterable[Piece], passes: Sequence[Span]) -> tuple[Piece, ...]:
+    """What the device computed, named by the pass during which it did."""
+
+    def kind(piece: Piece) -> str:
+        middle_s = (piece.start_s + piece.end_s) / 2
+        return next((span.kind for span in passes if span.start_s <= middle_s <= span.end_s), "other")
+
+    return tuple(Piece(kind=kind(piece), start_s=piece.start_s, end_s=piece.end_s) for piece in pieces)
+
+
+def _host_rows(spans: Sequence[Span]) -> list[Row]:
+    kinds = {
+        "host: passes": ("forward", "backward", "optimize"),
+        "host: encode, copy": ("encode",),
+        "host: send": ("transfer",),
+        "host: decode": ("decode",),
+    }
+    names = {"encode": "codec", "transfer": "send"}
+    rows = []
+    for name, wanted in kinds.items():
+        # What comes to the stage is no work of its own: only what its courier sends is.
+        own = [
+            span
+            for span in spans
+            if span.kind in wanted and (span.kind != "transfer" or span.track == "send")
+        ]
+        pieces = [
+            Piece(kind=names.get(span.kind, span.kind), start_s=span.start_s, end_s=span.end_s)
+            for span in own
+        ]
+        if pieces:
+            rows.append(Row(name=name, pieces=tuple(pieces)))
+    return rows
+
+
+def _axis(duration_s: float, y: float, width: float) -> list[Shape]:
+    shapes: list[Shape] = [Line(points=((_LEFT, y), (width - _RIGHT, y)))]
+    for tick in range(9):
+        x = _LEFT + (width - _LEFT - _RIGHT) * tick / 8
+        shapes.append(
+            Label(x=x, y=y + 14, text=f"{1e3 * duration_s * tick / 8:.0f} ms", size=10, anchor="middle")
+        )
+    return shapes
+
+
+def _legend(kinds: set[str], y: float) -> list[Shape]:
+    shapes: list[Shape] = []
+    for number, kind in enumerate(one for one in _COLOURS if one in kinds):
+        x = _LEFT + 110 * number
+        shapes.append(Box(x=x, y=y - 6, width=12, height=12, colour=_COLOURS[kind]))
+        shapes.append(Label(x=x + 18, y=y, text=kind))
+    return shapes

@@ -1,0 +1,112 @@
+"""Saving and taking up again what the ranks of a cloud hold together; the leader's disk is the only one used.
+
+Tensors that are dealt out are put together one after the other, so that no rank ever needs room for all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from isthmus.model.stage import Stage
+from isthmus.train.checkpoint import Checkpoints, State
+from isthmus.train.cut import SavedCuts
+from isthmus.train.optimizer import Optimizer
+from isthmus.train.order import Cursor
+from isthmus.train.sharding import whole
+from isthmus.train.world import World
+
+
+class Keeper:
+    """The checkpoints of a cloud, as one of its ranks sees them; all ranks save and load together."""
+
+    def __init__(self, checkpoints: Checkpoints, world: World, *, stage: Stage, optimizer: Optimizer) -> None:
+        self._checkpoints = checkpoints
+        self._world = world
+        self._stage = stage
+        self._optimizer = optimizer
+
+    def save(self, state: State) -> None:
+        """Write a checkpoint; `state` is this rank's, and all but its cuts is the leader's to say."""
+        if self._world.seat.num_ranks == 1:
+            self._checkpoints.save(state, stage=self._stage, optimizer=self._optimizer)
+            return
+        cuts = self._world.gather_bytes(save(state.cuts.tensors()))
+        weights = self._together(self._stage.tensors_by_name())
+        moments = self._together(self._optimizer.tensors())
+        if cuts is not None:
+            others = tuple(SavedCuts.from_tensors(load(one)) for one in cuts[1:])
+            self._checkpoints.write(replace(state, other_cuts=others), weights=weights, moments=moments)
+
+    def load(self, step: int) -> State:
+        """Bring stage and optimizer back to where they were; gives this rank's state."""
+        if self._world.seat.num_ranks == 1:
+            return self._checkpoints.load(step, stage=self._stage, optimizer=self._optimizer)
+        state = State(step=step, layers=(0, 0))
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
+        if self._world.seat.is_leader:
+            state, weights, moments = self._checkpoints.read(step, stage=self._stage)
+        own = self._stage.tensors_by_name()
+        for name, tensor in self._dealt(weights, own).items():
+            own[name].copy_(tensor)
+        parameters = self._stage.parameters_by_name()
+        like = {name: parameters[name.partition("/")[2]] for name in self._names(moments)}
+        self._optimizer.load_tensors(self._dealt(moments, like))
+        cuts = [one.tensors() for one in (state.cuts, *state.other_cuts)]
+        blobs = [self._world.spread_bytes(save(one)) for one in self._each_rank(cuts)]
+        cursor = self._world.spread(None if state.cursor is None else asdict(state.cursor))
+        return replace(
+            state,
+            cursor=None if cursor is None else Cursor(**cursor),
+            cuts=SavedCuts.from_tensors(load(blobs[self._world.seat.rank])),
+            other_cuts=(),
+        )
+
+    def export(self) -> dict[str, Tensor] | None:
+        """The model's weights by its own names, where ranks hold shares of them; None where they do not."""
+        own = dict(self._stage.model.state_dict())
+        return self._together(own) if any(isinstance(one, DTensor) for one in own.values()) else None
+
+    def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors on the host at the leader, none elsewhere."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            full = whole(tensor)
+            if self._world.seat.is_leader:
+                found[name] = full.detach().to("cpu", copy=isinstance(tensor, DTensor))
+        return found
+
+    def _names(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        return list(self._world.spread(list(tensors)))
+
+    def _dealt(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The leader's tensors at every rank, or its share of them where `like` is dealt out."""
+        about = {name: [list(one.shape), str(one.dtype).partition(".")[2]] for name, one in tensors.items()}
+        found: dict[str, Tensor] = {}
+        for name, (shape, dtype) in self._world.spread(about).items():
+            full = tensors[name] if name in tensors else torch.empty(shape, dtype=getattr(torch, dtype))
+            # A count of steps stays on the host.
+            is_alike = list(like[name].shape) == shape
+            full = full.to(_device_of(like[name])) if is_alike else full.clone()
+            self._world.copy_from_leader(full)
+            found[name] = _shared_out(full, like[name]) if is_alike else full
+        return found
+
+    def _each_rank(self, cuts: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        return cuts if self._world.seat.is_leader else [{} for _ in range(self._world.seat.num_ranks)]
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    return tensor.to_local().device if isinstance(tensor, DTensor) else tensor.device
+
+
+def _shared_out(full: Tensor, like: Any) -> Tensor:
+    if not isinstance(like, DTensor):
+        return full
+    # Every rank has the whole already, and takes its own part of it.
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,328 @@
+"""Processes that are ranks of clouds, started once, for many cases: importing torch takes them seconds."""
+
+import multiprocessing
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from isthmus.job import Job
+from isthmus.job.codec import parse_codec
+from isthmus.job.load import parse_job
+from isthmus.model.boundary import Batch
+from isthmus.plan.ladder import Pair
+from isthmus.plan.pipeline import Policy
+from isthmus.train.checkpoint import Checkpoints, State
+from isthmus.train.cut import Cut
+from isthmus.train.device import Device
+from isthmus.train.keeping import Keeper
+from isthmus.train.pipeline import Course, Post, pipeline_worker
+from isthmus.train.reduction import NoReduction, PlainReduction, Reduction
+from isthmus.train.sharding import LockStepReduction, ShardedReduction, Sharding, shard
+from isthmus.train.worker import StepEnded
+from isthmus.train.world import World, join_world
+from isthmus.wan.certificates import Identity
+from isthmus.wan.endpoint import Endpoint, Site
+from isthmus.wan.local import LocalWan
+from isthmus.wan.seat import Seat
+from tests.model.cases import blueprint
+from tests.train.chain import CLOUDS, Given, Record, course, make_optimizer, make_stages
+from tests.train.test_exactness import batches
+from tests.train.test_setup import TINY, links
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What all ranks of a case do."""
+
+    ranks: tuple[int, ...]
+    sharding: Sharding = Sharding.NONE
+    num_microbatches: int = 5
+    num_steps: int = 3
+    first_step: int = 0
+    num_held_out: int = 0
+    policy: Policy = Policy.WAN_ONE_F_ONE_B
+    codec: tuple[str, str] | None = None
+    autocast: torch.dtype | None = None
+    model: str = "llama"
+    folder: Path | None = None
+    """Where every step is saved, and the first step is taken from."""
+
+    @property
+    def course(self) -> Course:
+        cuts: tuple[Cut, ...] = ()
+        if self.codec is not None:
+            forward, backward = map(parse_codec, self.codec)
+            cuts = (Cut(codecs=Pair(forward=forward, backward=backward)),) * (len(self.ranks) - 1)
+        return course(
+            len(self.ranks),
+            self.num_microbatches,
+            num_steps=self.num_steps,
+            num_ranks=self.ranks,
+            policy=self.policy,
+            cuts=cuts,
+            evaluate_every=2 if self.num_held_out else None,
+            num_validation_microbatches=self.num_held_out,
+        )
+
+    @property
+    def job(self) -> Job:
+        names = CLOUDS[: len(self.ranks)]
+        clouds = "".join(
+            f'[[cloud]]\nname = "{name}"\ndevice = "cpu"\nranks = {number}\nlisten = "127.0.0.1:{port}"\n'
+            for port, (name, number) in enumerate(zip(names, self.ranks, strict=True), start=7600)
+        )
+        network = clouds + links(*pairwise(names))
+        return parse_job(TINY + network, file=Path("tiny.toml"))
+
+    def steps(self) -> list[list[Batch]]:
+        return batches(blueprint(self.model), self.num_microbatches, num_steps=self.num_steps)
+
+    def held_out(self) -> list[Batch]:
+        count = self.num_held_out
+        return batches(blueprint(self.model), count, num_steps=1)[0] if count else []
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank came to."""
+
+    parameters: dict[str, Any]
+    losses: list[float]
+    norms: list[float]
+    validation: list[tuple[float, int]]
+    num_passes: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process is told to be."""
+
+    case: Case
+    job: Job
+    cloud: str
+    seat: Seat
+    identity: Identity
+    site: Site
+
+
+@dataclass
+class Crew:
+    """So many processes, each of which is one rank of every case in turn."""
+
+    size: int = 4
+    _pipes: list[Connection] = field(default_factory=list)
+    _processes: list[BaseProcess] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+    def run(self, case: Case) -> dict[tuple[str, int], Found]:
+        """Have every rank of a case trained, and give what each found."""
+        with LocalWan(case.job) as wan:
+            tasks = [
+                Task(
+                    case,
+                    case.job,
+                    cloud.name,
+                    wan.seat(cloud.name, rank),
+                    wan.identity(cloud.name),
+                    wan.site(cloud.name, rank),
+                )
+                for cloud in case.job.cloud
+                for rank in range(cloud.ranks)
+            ]
+            pipes = [self._pipes[number] for number in _assign([task.seat for task in tasks])]
+            for pipe, task in zip(pipes, tasks, strict=True):
+                pipe.send(task)
+            answers: list[Any] = [pipe.recv() if pipe.poll(120) else "no answer" for pipe in pipes]
+        wrong = [answer for answer in answers if isinstance(answer, str)]
+        assert not wrong, wrong
+        return {(task.cloud, task.seat.rank): answer for task, answer in zip(tasks, answers, strict=True)}
+
+
+def _assign(seats: Sequence[Seat]) -> list[int]:
+    """A process for each seat; torch remembers the rank that a process had in a mesh of the same size."""
+    free = list(range(4))
+    found: dict[int, int] = {}
+    for position in sorted(range(len(seats)), key=lambda one: -seats[one].num_ranks):
+        wanted = [2 * seats[position].rank, *free] if seats[position].rank < 2 else [3]
+        found[position] = next(one for one in wanted if one in free)
+        free.remove(found[position])
+    return [found[position] for position in range(len(seats))]
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        task = pipe.recv()
+        try:
+            pipe.send(_train(task))
+        except Exception as error:  # noqa: BLE001 (the test is told)
+            pipe.send(f"{task.cloud} {task.seat.rank}: {error!r}")
+
+
+def _train(task: Task) -> Found:
+    device = Device("cpu")
+    with (
+        Endpoint(
+            task.job, cloud=task.cloud, rank=task.seat.rank, identity=task.identity, site=task.site
+        ) as endpoint,
+        join_world(task.seat, device, cloud=task.cloud, end=endpoint.abort) as world,
+    ):
+        return _Rank(task, endpoint, world, device).train()
+
+
+class _Rank:
+    def __init__(self, task: Task, endpoint: Endpoint, world: World, device: Device) -> None:
+        self.case, self.task, self.endpoint, self.world, self.device = (
+            task.case,
+            task,
+            endpoint,
+            world,
+            device,
+        )
+        self.index = CLOUDS.index(task.cloud)
+        self.course = self.case.course
+        self.stage = make_stages(blueprint(self.case.model), self.course)[self.index]
+        self.reduction = self._reduction()
+        self.optimizer = make_optimizer(self.stage, 0.5)
+
+    def _reduction(self) -> Reduction:
+        if self.world.seat.num_ranks == 1:
+            return NoReduction()
+        if self.case.sharding is Sharding.NONE:
+            return PlainReduction(self.world, self.stage.parameters_by_name())
+        is_full = self.case.sharding is Sharding.FULL
+        shard(
+            self.stage,
+            device=self.device.torch_device,
+            num_ranks=self.world.seat.num_ranks,
+            keeps_sharded=is_full,
+            compute_dtype=self.case.autocast,
+        )
+        return (
+            LockStepReduction(self.world, self.stage) if is_full else ShardedReduction(self.world, self.stage)
+        )
+
+    def train(self) -> Found:
+        record = Record()
+        post = self._post()
+        keeper = None
+        if self.case.folder is not None:
+            checkpoints = Checkpoints(self.case.folder, cloud=self.task.cloud, keep=9)
+            keeper = Keeper(checkpoints, self.world, stage=self.stage, optimizer=self.optimizer)
+            record.on_step = self._saver(keeper)
+        worker, traffic = pipeline_worker(
+            course=self.course,
+            post=post,
+            stage=self.stage,
+            optimizer=self.optimizer,
+            device=self.device,
+            source=self._source() if self.index == 0 else None,
+            observer=record,
+            autocast=self.case.autocast,
+            should_save=lambda _: self.case.folder is not None,
+            world=self.world,
+            reduction=self.reduction,
+        )
+        first = self.case.first_step
+        if keeper is not None and first:
+            traffic.restore(keeper.load(first).cuts, step=first)
+        with traffic, ExitStack() as stack:
+            worker.run(self.course.turns(first, stage=self.index, rank=post.rank))
+            # Nobody closes a link that another still listens to.
+            stack.callback(self._await_all, post)
+        return Found(
+            parameters={name: one.numpy() for name, one in self._parameters().items()},
+            losses=[one.loss for one in record.steps],
+            norms=[one.norm for one in record.steps],
+            validation=[(one.loss_sum, one.num_targets) for one in record.evaluations],
+            num_passes=sum(span.kind == "forward" for span in record.spans),
+        )
+
+    def _saver(self, keeper: Keeper) -> Any:
+        layers = (self.stage.layers.start, self.stage.layers.stop)
+
+        def save(ended: StepEnded) -> None:
+            assert ended.cuts is not None
+            keeper.save(State(step=ended.step + 1, layers=layers, cuts=ended.cuts))
+
+        return save
+
+    def _parameters(self) -> dict[str, Tensor]:
+        from isthmus.train.sharding import whole
+
+        return {name: whole(one).detach().clone() for name, one in self.stage.tensors_by_name().items()}
+
+    def _source(self) -> Given:
+        routing, rank = self.course.routing, self.world.seat.rank
+        own = [
+            [batch for number, batch in enumerate(step) if number in routing.share(0, rank, step=index)]
+            for index, step in enumerate(self.case.steps())
+        ]
+        share = routing.share(0, rank, step=0, is_evaluation=True)
+        held_out = [batch for number, batch in enumerate(self.case.held_out()) if number in share]
+        return Given(own, held_out)
+
+    def _post(self) -> Post:
+        ups, downs = (self._links(stage) for stage in (self.index - 1, self.index + 1))
+        is_leader = self.world.seat.is_leader
+        return Post(
+            cloud=self.task.cloud,
+            index=self.index,
+            rank=self.world.seat.rank,
+            up=ups.get(0) if is_leader else None,
+            down=downs.get(0) if is_leader else None,
+            ups=ups,
+            downs=downs,
+        )
+
+    def _links(self, stage: int) -> dict[int, Any]:
+        if not 0 <= stage < self.course.num_stages:
+            return {}
+        peers = self.course.routing.peers(self.index, self.world.seat.rank, neighbour=stage)
+        return {peer: self.endpoint.link(CLOUDS[stage], peer) for peer in peers}
+
+    def _await_all(self, post: Post) -> None:
+        from isthmus.train.agreement import agree_on_end
+
+        self.world.gather(None)
+        if self.world.seat.is_leader:
+            agree_on_end(up=post.up, down=post.down)
+        self.world.spread(None)
+
+
+def whole_model(found: dict[tuple[str, int], Found], ranks: Sequence[int]) -> dict[str, Any]:
+    """The parameters of all stages, after making sure that the ranks of a cloud have the same."""
+    joined: dict[str, Any] = {}
+    for cloud, number in zip(CLOUDS, ranks, strict=False):
+        first = found[cloud, 0].parameters
+        for rank in range(1, number):
+            other = found[cloud, rank].parameters
+            assert all((other[name] == first[name]).all() for name in first), (cloud, rank)
+        joined |= first
+    return joined

@@ -1,0 +1,119 @@
+"""Ranks that watch each other: a lost one is known to all at once, and an end in order to none."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from isthmus.job import Address
+from isthmus.train.watch import Watch
+from isthmus.wan.seat import EXIT_LOST, Seat
+
+
+@dataclass
+class Words:
+    """A store of one process."""
+
+    left: dict[str, str] = field(default_factory=dict)
+
+    def set(self, key: str, value: str, /) -> None:
+        self.left[key] = value
+
+    def get(self, key: str, /) -> bytes:
+        return self.left[key].encode()
+
+
+@dataclass
+class Post:
+    """One rank's watch, and what it told."""
+
+    watch: Watch
+    reasons: "queue.SimpleQueue[str]"
+    exits: "queue.SimpleQueue[int]"
+
+
+def post(rank: int, words: Words, **changes: Any) -> Post:
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    exits: queue.SimpleQueue[int] = queue.SimpleQueue()
+    seat = Seat(rank=rank, num_ranks=3, master=Address(host="127.0.0.1", port=1))
+    values: dict[str, Any] = {"end": reasons.put, "exit_process": exits.put, **changes}
+    return Post(Watch(seat, cloud="east", store=words, **values), reasons, exits)
+
+
+@contextmanager
+def ranks(**changes: Any) -> Iterator[list[Post]]:
+    words = Words()
+    posts = [post(rank, words, **changes) for rank in range(3)]
+    for one in posts:
+        one.watch.__enter__()
+    yield posts
+
+
+def leave(posts: list[Post], error: BaseException | None = None) -> None:
+    with ExitStack() as stack:
+        for one in posts:
+            done = threading.Thread(target=one.watch.__exit__, args=(type(error), error, None))
+            done.start()
+            stack.callback(done.join)
+
+
+def drop(one: Post) -> None:
+    """Let a process end without a word, as far as its siblings can tell."""
+    for peer in list(one.watch._peers):
+        peer.socket.shutdown(2)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_lost_rank_is_known_to_all_with_its_name(lost: int) -> None:
+    with ranks() as posts:
+        # Before it has said who it is, nobody can miss it.
+        posts[0].watch._ended.wait(0.5)
+        drop(posts[lost])
+        others = [one for number, one in enumerate(posts) if number != lost]
+        for one in others:
+            found = one.reasons.get(timeout=10)
+            if lost or one is not posts[0]:
+                assert found == f"rank {lost} of cloud 'east' is lost: its process has ended"
+        leave(posts, RuntimeError("over"))
+
+
+def test_an_error_of_one_rank_is_the_reason_at_all_others() -> None:
+    with ranks() as posts:
+        posts[0].watch._ended.wait(0.5)
+        leave(posts[2:], RuntimeError("the disk is full"))
+        assert [one.reasons.get(timeout=10) for one in posts[:2]] == ["the disk is full"] * 2
+        assert posts[0].watch.reason(timeout_s=0) == "the disk is full"
+        leave(posts[:2], RuntimeError("echo"))
+
+
+def test_a_rank_that_leaves_in_order_is_not_lost() -> None:
+    with ranks() as posts:
+        leave(posts)
+    assert all(one.reasons.empty() and one.watch.reason(timeout_s=0) is None for one in posts)
+
+
+def test_a_frozen_rank_is_found_out_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    tell: Callable[..., None] = Watch._tell
+
+    def freeze(self: Watch, peer: Any, words: Any) -> None:
+        if not (self._seat.rank == 1 and words is None):
+            tell(self, peer, words)
+
+    monkeypatch.setattr(Watch, "_tell", freeze)
+    with ranks(timeout_s=2.5) as posts:
+        found = posts[2].reasons.get(timeout=20)
+        assert found == "rank 1 of cloud 'east' is lost: it has been silent for 2.5 s"
+        leave(posts, RuntimeError("over"))
+
+
+def test_a_process_that_cannot_end_by_itself_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus.train.watch._GRACE_S", 0.1)
+    with ranks() as posts:
+        posts[0].watch._ended.wait(0.5)
+        drop(posts[1])
+        assert posts[2].exits.get(timeout=10) == EXIT_LOST
+        leave(posts, RuntimeError("over"))
