@@ -1,5 +1,6 @@
 """Real processes, real links, an emulated WAN: `isthmus run` from job to exported model."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -208,6 +209,12 @@ RANKED = [
 ]
 
 
+def is_rank(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # nor one that has just ended
+        return "spawn_main" in " ".join(process.cmdline())
+    return False
+
+
 def test_ranks_of_a_cloud_train_one_model_and_a_killed_one_does_not_end_the_run(
     job_file: Path, tmp_path: Path
 ) -> None:
@@ -225,7 +232,7 @@ def test_ranks_of_a_cloud_train_one_model_and_a_killed_one_does_not_end_the_run(
     def kill() -> None:
         while len(list((tmp_path / "killed").glob("tiny/*/checkpoints/*/*/COMPLETE"))) < 2:
             time.sleep(0.02)
-        ranks = [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+        ranks = [one for one in psutil.Process().children() if is_rank(one)]
         ranks[1].kill()
 
     killer = threading.Thread(target=kill, daemon=True)
