@@ -1,5 +1,6 @@
 """`isthmus probe` as a user runs it: all clouds here, or one cloud per command with real certificates."""
 
+import functools
 import json
 import shutil
 import signal
@@ -23,6 +24,8 @@ def isthmus(*arguments: str, cwd: Path | None = None) -> "subprocess.Popen[str]"
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
+        # Whoever runs the tests in the background may have it ignored.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
