@@ -14,11 +14,11 @@ class Plain(Stateless):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
 
-    def encode(self, x_ND: Tensor, message: Message) -> Payload:  # noqa: ARG002
+    def encode(self, x_ND: Tensor, message: Message) -> Payload:  # noqa: ARG002 others do
         """The bytes of the matrix, not copied where it is contiguous."""
         return (flat_bytes(x_ND.to(self._dtype)),)
 
-    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:  # noqa: ARG002
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:  # noqa: ARG002 others do
         """The matrix, over the bytes of its part."""
         return from_bytes(next(parts), self._dtype).view(shape)
 
@@ -29,7 +29,7 @@ class Half(Stateless):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def encode(self, x_ND: Tensor, message: Message) -> Payload:  # noqa: ARG002
+    def encode(self, x_ND: Tensor, message: Message) -> Payload:  # noqa: ARG002 others do
         """The matrix cast; finite values beyond the type's range become its largest."""
         half_ND = x_ND.to(self._dtype)
         limit = torch.finfo(self._dtype).max
@@ -38,7 +38,7 @@ class Half(Stateless):
             half_ND = torch.where(is_lost_ND, half_ND.clamp(-limit, limit), half_ND)
         return (flat_bytes(half_ND),)
 
-    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:  # noqa: ARG002
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:  # noqa: ARG002 others do
         """The matrix in float32."""
         return from_bytes(next(parts), self._dtype).view(shape).to(torch.float32)
 

@@ -39,7 +39,7 @@ class IntegerCoder(Stateless):
         codes = self._codes(groups, scale_NG.to(torch.float32), message)
         return (flat_bytes(scale_NG), flat_bytes(pack_codes(codes, self._bits)))
 
-    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:  # noqa: ARG002
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:  # noqa: ARG002 others do
         """The matrix, every element within its group's scale times the largest code."""
         num_rows, width = self._layout(shape)
         scales, codes = next(parts), next(parts)

@@ -75,7 +75,7 @@ class LloydMax:
         share_NG = (x_NGE / largest_NG1).square_().mean(dim=2)
         return share_NG.sqrt_().mul_(largest_NG1.squeeze(2))
 
-    def codes(self, x_NGE: Tensor, scale_NG1: Tensor, generator: torch.Generator | None) -> Tensor:  # noqa: ARG002
+    def codes(self, x_NGE: Tensor, scale_NG1: Tensor, generator: torch.Generator | None) -> Tensor:  # noqa: ARG002 others do
         """0 to 3, from the lowest level to the highest."""
         unit_NGE = x_NGE * scale_NG1.clamp_min(_LEAST_SCALE).reciprocal_()
         above_NGE = (unit_NGE > -self._BETWEEN).to(torch.float32)

@@ -41,7 +41,7 @@ class MeanAnchors(Anchors):
         super().__init__()
         self.mean = unset(width)
 
-    def forward(self, ids_BT: Tensor) -> Tensor:  # noqa: ARG002
+    def forward(self, ids_BT: Tensor) -> Tensor:  # noqa: ARG002 others do
         """The mean."""
         return self.mean
 

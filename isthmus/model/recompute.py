@@ -60,6 +60,6 @@ class Fixed:
 
     layers: frozenset[int] = frozenset()
 
-    def begin(self, size: InputSize, *, window: int) -> Stay:  # noqa: ARG002
+    def begin(self, size: InputSize, *, window: int) -> Stay:  # noqa: ARG002 a budget does
         """Let a micro-batch in."""
         return Stay(recomputed=self.layers)

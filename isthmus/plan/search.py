@@ -91,7 +91,7 @@ def search(
     *,
     microbatches: Sequence[int],
     num_levels: int,
-    constraints: Constraints = Constraints(),  # noqa: B008
+    constraints: Constraints = Constraints(),  # noqa: B008 it is frozen
     keeps_every_set: bool = False,
 ) -> list[Found]:
     """All that is worth a closer look, best first; with `keeps_every_set` one for each set of clouds."""
