@@ -22,8 +22,9 @@ _COLOURS = {
     "decode": "#c98bb9",
     "other": "#9aa4af",
 }
-# Kernels nearer to each other than this are drawn, and counted, as one piece of work.
+# Kernels nearer to each other than this are counted as one piece of work, and drawn so if the eye sees no gap.
 _NEAR_S = 20e-6
+_SEEN_PIXELS = 0.5
 _LEFT, _RIGHT, _TOP, _ROW = 150.0, 20.0, 46.0, 34.0
 
 
@@ -110,7 +111,7 @@ def draw_step(step: Step, *, title: str, width: float = 1200.0) -> str:
                 colour=_COLOURS.get(piece.kind, _COLOURS["other"]),
                 title=f"{piece.kind}, {1e3 * (piece.end_s - piece.start_s):.2f} ms",
             )
-            for piece in row.pieces
+            for piece in _joined(row.pieces, near_s=_SEEN_PIXELS / scale)
         ]
     bottom = _TOP + len(step.rows) * _ROW
     shapes += _axis(end_s - start_s, bottom, width)
@@ -124,11 +125,11 @@ def _device_piece(event: dict[str, Any], base_s: float) -> Piece:
     return Piece(kind=kind, start_s=start_s, end_s=start_s + float(event.get("dur", 0)) / 1e6)
 
 
-def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def _joined(pieces: Iterable[Piece], *, near_s: float = _NEAR_S) -> tuple[Piece, ...]:
     joined: list[Piece] = []
     for piece in sorted(pieces, key=lambda one: one.start_s):
         last = joined[-1] if joined else None
-        if last is not None and piece.kind == last.kind and piece.start_s - last.end_s < _NEAR_S:
+        if last is not None and piece.kind == last.kind and piece.start_s - last.end_s < near_s:
             joined[-1] = Piece(kind=last.kind, start_s=last.start_s, end_s=max(last.end_s, piece.end_s))
         else:
             joined.append(piece)

@@ -94,11 +94,13 @@ def scores_bytes_per_token(
 ) -> float:
     """What a backward pass holds in attention above what is kept by then, where the scores are a matrix.
 
-    That is two gradients of it, when what the feed-forward part kept is gone.
+    That is two gradients of it, when what the feed-forward part kept is gone; on accelerators softmax's
+    backward also multiplies gradient and result into a third.
     """
     if is_attention_fused(shape, arithmetic, has_mask=_has_mask(sequence_length, window)):
         return 0.0
-    gradients = 2 * WIDE_BYTES * shape.num_heads * sequence_length
+    num_matrices = 3 if arithmetic.on_accelerator else 2
+    gradients = num_matrices * WIDE_BYTES * shape.num_heads * sequence_length
     return max(0.0, gradients - _inner_bytes(shape, arithmetic))
 
 
