@@ -22,11 +22,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from mps import shared_gpu
 from quality import language, translation
 from quality.data import read_references
 from quality.fitting import Run
 from quality.language import LanguageTask
-from quality.mps import shared_gpu
 from quality.plot import draw
 from quality.prepare import prepare
 from quality.records import Record, append, is_done, read, record_of

@@ -1,6 +1,6 @@
 """Measures what codecs cost in time: beside plain copies and other quantisers, in a stage, and in a run.
 
-python benchmarks/codec_speed.py [--tiny] [--no-cpu] [--no-stage] [--no-demo]
+python benchmarks/codec_speed.py [--tiny] [--no-cpu] [--no-tensors] [--no-stage] [--no-demo]
 
     tensors   encode and decode of one activation, as a share of the speed at which it can be copied: on one
               core of the CPU, and on the accelerator if there is one
@@ -118,13 +118,15 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the whole flow")
     parser.add_argument("--no-cpu", action="store_true")
+    parser.add_argument("--no-tensors", action="store_true")
     parser.add_argument("--no-stage", action="store_true")
     parser.add_argument("--no-demo", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(width=120)
     results: dict[str, Any] = {"benchmark": "codec_speed", **machine()}
-    results["tensors"] = measure_tensors(console, with_cpu=not options.no_cpu, is_tiny=options.tiny)
+    if not options.no_tensors:
+        results["tensors"] = measure_tensors(console, with_cpu=not options.no_cpu, is_tiny=options.tiny)
     if not options.no_stage:
         timing = time_stage(FULL if torch.accelerator.is_available() and not options.tiny else TINY)
         show_stage(console, timing)

@@ -7,7 +7,8 @@ its clouds at the same time; the predictions of all cases are written to a file,
 printed; only then does any case run. Nothing is fitted: predictions see the files of probe and profile alone.
 
 Stages sleep, so that many clouds fit on few cores; packets, codecs, links and schedule are real. With --gpu
-the stages are of a real model, two clouds on one device, each profiled while the other computes too.
+the stages are of a real model, two clouds on one device, each with half of its multiprocessors where NVIDIA's
+daemon for that is there, and each profiled while the other computes too.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mps import shared_gpu
 from predicted.cases import (
     NUM_CASES,
     NUM_QUICK_CASES,
@@ -44,6 +46,7 @@ from sleeping import let_sleeps_end_in_time
 
 PREDICTIONS = "predictions.json"
 MEAN_GOAL, WORST_GOAL, TAU_GOAL = 0.05, 0.15, 0.9
+CLOUD_PERCENT = 50
 
 
 def measure_and_run(cases: Sequence[Case], out: Path, notes: Console) -> list[Outcome]:
@@ -155,7 +158,8 @@ def main() -> None:
     out.mkdir(parents=True)
     cases = choose_cases(options)
     started_s = time.monotonic()
-    outcomes = measure_and_run(cases, out, notes)
+    with shared_gpu(is_wanted=options.gpu, max_percent=CLOUD_PERCENT) as is_shared:
+        outcomes = measure_and_run(cases, out, notes)
     total, kinds = score(outcomes), by_kind(outcomes)
     if not options.json:
         console = Console(width=150)
@@ -166,6 +170,7 @@ def main() -> None:
         "benchmark": "prediction",
         **machine(),
         "seed": options.seed,
+        "is_gpu_halved": is_shared,
         "took_s": time.monotonic() - started_s,
         "predictions": seal_of(out / PREDICTIONS),
         "score": asdict(total),

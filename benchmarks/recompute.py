@@ -243,6 +243,8 @@ def compare(
         training = Training(scale, device, window=window)
         training.warm_up(steps[0][:1])
         found[name] = training.run(steps, make(training))
+        peak_gib = found[name].peak_bytes / GIB
+        print(f"{name}: {found[name].total_s:.2f} s, at most {peak_gib:.3f} GiB", flush=True)
         del training
         gc.collect()
         return found[name]

@@ -53,7 +53,7 @@ from isthmus.train.sharding import ShardedReduction, shard
 from isthmus.train.worker import StepEnded
 from isthmus.train.world import Alone
 
-NUM_WARM_UP_STEPS = 3
+NUM_WARM_UP_STEPS = 2
 WINDOW = 2
 SEED = 5
 # Dense bfloat16 of an H200, by its maker's data sheet.
@@ -323,6 +323,8 @@ def main() -> None:
             out = options.out if number == 0 else None
             work = pool.submit(measure, scale, setting, pair, options.steps, options.rounds, out)
             found[setting] = work.result()
+            taken = ", ".join(f"{name} {step_s:.3f} s" for name, step_s in found[setting].items())
+            print(f"{setting.words}: {taken} a step", flush=True)
     device = Device("auto")
     rows = show(scale, found, Console(width=120))
     about = {

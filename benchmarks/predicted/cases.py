@@ -146,16 +146,17 @@ def model_cases(*, device: str, is_quick: bool) -> list[Case]:
     if is_quick:
         equal, unequal = (ModelStages(num_layers=one, width=256, num_tokens=64) for one in ((2, 2), (1, 3)))
     else:
-        equal, unequal = (ModelStages(num_layers=one) for one in ((12, 12), (8, 16)))
+        equal, unequal = (ModelStages(num_layers=one) for one in ((6, 6), (4, 8)))
     kinds = [
-        (near, equal, 16, RAW),
+        (near, equal, 8, RAW),
         (near, unequal, 16, INT4),
         (near, equal, 32, INT4),
-        (thin, equal, 16, RAW),
+        (thin, equal, 4, RAW),
+        (thin, equal, 16, INT4),
         (thin, unequal, 32, INT4),
         (far, equal, 8, INT4),
-        (far, equal, 32, RAW),
-        (far, unequal, 16, RAW),
+        (far, unequal, 32, INT4),
+        (far, equal, 8, RAW),
     ]
     return [
         Case(

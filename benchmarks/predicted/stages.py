@@ -87,11 +87,11 @@ class SleepingStages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStages:
-    """Two stages of a Llama-like model in bfloat16."""
+    """Two stages of a Llama-like model in bfloat16, large enough to keep a GPU busy while the host waits."""
 
     num_layers: tuple[int, int]
-    num_tokens: int = 256
-    width: int = 768
+    num_tokens: int = 2048
+    width: int = 2048
     vocabulary_size: int = 8192
     device: str = "auto"
 

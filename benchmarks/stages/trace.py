@@ -22,7 +22,7 @@ _COLOURS = {
     "decode": "#c98bb9",
     "other": "#9aa4af",
 }
-# Kernels nearer to each other than this are counted as one piece of work, and drawn so if the eye sees no gap.
+# Kernels nearer to each other than this are counted as one piece of work, and drawn as one if no gap shows.
 _NEAR_S = 20e-6
 _SEEN_PIXELS = 0.5
 _LEFT, _RIGHT, _TOP, _ROW = 150.0, 20.0, 46.0, 34.0

@@ -1,5 +1,6 @@
 """What goes into a stage and what comes out: the integers of a micro-batch, and what crosses a cut."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -79,10 +80,16 @@ class Batch:
     """Needed by the last stage alone."""
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on another device."""
+        """The same batch on another device; the host does not wait for the copies."""
         values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
-        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        moved = {name: _moved(value, device) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **(values | moved))
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device or device.type == "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +104,8 @@ class StageInput:
     """Whether hidden states still cross as they are where a bottleneck is to begin; in both directions."""
     window: int = 1
     """The most micro-batches that are in flight at a time, this one included."""
+    on_last_layer: Callable[[], None] | None = None
+    """Called when its forward, and later its backward, has come to the last layer of several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

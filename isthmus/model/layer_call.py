@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isthmus.model.meter import Meter
 from isthmus.model.randomness import Moment
-from isthmus.model.seam import Seam, first_input
+from isthmus.model.seam import Passage, Seam, first_input
 
 
 class LayerCall:
@@ -34,6 +34,7 @@ class LayerCall:
         hidden = first_input(args, kwargs)
         if passage.meter is not None:
             self._measure(passage.meter, passage.moment, hidden, args, kwargs)
+        self._announce(passage, hidden)
         # Before the checkpoint, which then keeps the state of the generators for the recomputation.
         self._seed(passage.moment, hidden.device)
         is_recomputed = passage.meter is not None or self._index in passage.recomputed
@@ -55,6 +56,17 @@ class LayerCall:
             return self._forward(*args, **kwargs), logits[0]
         finally:
             handle.remove()
+
+    def _announce(self, passage: Passage, hidden: Tensor) -> None:
+        """Say when a pass comes to its last layer: forward the highest, backward the lowest."""
+        tell = passage.on_last_layer
+        if tell is None or len(passage.layers) < 2:
+            return
+        if self._index == passage.layers[-1]:
+            tell()
+        if self._index == passage.layers[1] and hidden.requires_grad:
+            # Its gradient is there when all layers but the lowest have run back.
+            hidden.register_hook(lambda _gradient: tell())
 
     def _measure(
         self,

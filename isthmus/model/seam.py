@@ -13,6 +13,7 @@ and positions are rebuilt by the model itself, from integers. Modules of other s
 What the model does between embedding and layers, or behind them, thus touches only its first or last stage.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,10 @@ class Passage:
     recomputed: frozenset[int] = frozenset()
     """Layers that compute again in the backward pass instead of keeping their activations."""
     meter: Meter | None = None
+    layers: range = range(0)
+    """Those of the stage."""
+    on_last_layer: Callable[[], None] | None = None
+    """Called when the last of several is about to run, and when the first is about to run back."""
     left_layer: Tensor | None = None
     """What the last layer that ran has returned."""
     departed: Tensor | None = None

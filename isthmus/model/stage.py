@@ -172,7 +172,12 @@ class Stage(nn.Module):
             self._measured(stay),
         ):
             passage = Passage(
-                arrived=self._arrive(inputs), moment=moment, recomputed=stay.recomputed, meter=stay.meter
+                arrived=self._arrive(inputs),
+                moment=moment,
+                recomputed=stay.recomputed,
+                meter=stay.meter,
+                layers=self.layers,
+                on_last_layer=inputs.on_last_layer,
             )
             self._seam.passage = passage
             try:

@@ -1,8 +1,9 @@
 """The device that a cloud computes on, and work beside the computation: codecs, and copies to the host."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,11 +17,18 @@ class Mark:
 
     event: torch.Event | None = None
     """None on the CPU, where everything is done at once."""
+    made_s: float = field(default_factory=time.time)
 
     def wait(self) -> None:
         """Wait on the host; work beside the computation is not waited for."""
         if self.event is not None:
             self.event.synchronize()
+
+    def since_s(self, earlier: "Mark") -> float:
+        """How long after another this was reached; both are timed, and have been."""
+        if self.event is None or earlier.event is None:
+            return self.made_s - earlier.made_s
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class Device:
@@ -34,11 +42,11 @@ class Device:
             self.torch_device = torch.device(self.torch_device.type, index)
             torch.accelerator.set_device_index(index)
 
-    def mark(self) -> Mark:
+    def mark(self, *, is_timed: bool = False) -> Mark:
         """The point that the computation started by this thread has come to."""
         if not self.is_accelerator:
             return Mark()
-        event = torch.Event(device=self.torch_device)
+        event = torch.Event(device=self.torch_device, enable_timing=is_timed)
         event.record(torch.accelerator.current_stream(self.torch_device))
         return Mark(event)
 

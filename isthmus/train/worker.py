@@ -42,6 +42,7 @@ from isthmus.plan.types import (
 )
 from isthmus.train.bench import Volume
 from isthmus.train.cache import Foresight
+from isthmus.train.clock import PassClock
 from isthmus.train.courier import Mailbox
 from isthmus.train.cut import SavedCuts
 from isthmus.train.device import Device, Mark
@@ -141,7 +142,8 @@ class Worker:
         self._settlement = settlement
         self._traffic = traffic
         self._events = events
-        self._device = device
+        self._clock = PassClock(device, tell=self._note_span)
+        self._passes.on_last_layer = self._clock.near_end
         self._source = source
         self._observer = observer
         self._is_plain = is_plain
@@ -173,6 +175,7 @@ class Worker:
 
     def _begin(self, turn: Started) -> None:
         self._ending = None
+        self._clock.begin()
         self._busy_s = 0.0
         self._num_targets = 0
         self._num_own_targets = 0
@@ -238,12 +241,8 @@ class Worker:
     # A pass.
 
     def _compute(self, run: Run) -> None:
-        started_s = time.time()
-        result: Microbatch | Gradient | None
-        result = self._backward(run) if run.kind is Pass.BACKWARD else self._forward(run)
-        mark = self._device.mark()
-        mark.wait()
-        self._note_span(run.kind.value, f"{run.kind.value} {run.step}.{run.microbatch}", started_s)
+        work = functools.partial(self._backward if run.kind is Pass.BACKWARD else self._forward, run)
+        result, mark = self._clock.run(run.kind.value, f"{run.kind.value} {run.step}.{run.microbatch}", work)
         if result is not None:
             send = Send(kind=run.kind, step=run.step, microbatch=run.microbatch)
             self._outgoing[send] = (result, mark)
@@ -271,25 +270,23 @@ class Worker:
                 Span(track=self._track, name=name, kind=WAITING_KIND, start_s=asked_s, end_s=now_s)
             )
 
-    def _note_span(self, kind: str, name: str, started_s: float) -> None:
-        ended_s = time.time()
-        self._busy_s += ended_s - started_s
-        self._observer.span(Span(track=self._track, name=name, kind=kind, start_s=started_s, end_s=ended_s))
+    def _note_span(self, kind: str, name: str, *, start_s: float, end_s: float) -> None:
+        self._busy_s += end_s - start_s
+        self._observer.span(Span(track=self._track, name=name, kind=kind, start_s=start_s, end_s=end_s))
 
     # The end of a turn.
 
     def _end(self, ending: Optimize | Report, started_s: float) -> int:
         """End a turn; gives how many results of evaluations the stages behind will report."""
+        self._clock.settle()
         if isinstance(ending, Report):
             num_reports = self._report(ending.step)
             self._feed(Done(action=ending))
             return num_reports
         tally, verdict = self._settle(ending.step)
         self._traffic.follow(verdict)
-        updating_s = time.time()
-        self._optimizer.update(ending.step, norm=verdict.norm)
-        self._device.mark().wait()
-        self._note_span("optimize", f"optimize {ending.step}", updating_s)
+        update = functools.partial(self._optimizer.update, ending.step, norm=verdict.norm)
+        self._clock.run("optimize", f"optimize {ending.step}", update)
         self._feed(Done(action=ending))
         self._resize(verdict.windows[self._index])
         self._observer.step_ended(self._ended(tally, verdict, time.monotonic() - started_s))

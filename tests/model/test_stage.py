@@ -1,5 +1,7 @@
 """What a stage takes and gives: losses, boundaries, evaluation, and calls that make no sense."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from isthmus.errors import UserError
 from isthmus.model.anatomy import split_layers
+from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.boundary import Batch, Boundary, BoundaryKind, StageInput
 from isthmus.model.heads import HEADS, IGNORED
@@ -214,3 +217,26 @@ def test_other_families_with_a_plan_of_their_own_need_no_line_of_ours() -> None:
     found = run_pass(build(plan, split_layers(4, 3)), batch)
     assert torch.equal(found.loss, expected.loss)
     assert_identical(found.grads, expected.grads)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pass_tells_when_it_comes_to_its_last_layer(recompute: bool) -> None:
+    plan = blueprint("llama")
+    stage = build_stage(plan, range(3), seed=0, recompute=recompute)
+    order: list[str] = []
+
+    def note(word: str) -> Callable[..., None]:
+        return lambda *_: order.append(word)
+
+    for index in stage.layers:
+        layer = stage.model.get_submodule(f"model.layers.{index}")
+        layer.register_forward_pre_hook(note(f"layer {index}"))
+        layer.register_full_backward_hook(note(f"back {index}"))
+    inputs = StageInput(batch=make_batch(plan.head), moment=MOMENT, on_last_layer=note("told"))
+    output = stage(inputs)
+    assert order == ["layer 0", "layer 1", "layer 2", "told"]
+    order.clear()
+    output.backward(grad=torch.ones_like(output.crossing))
+    back = [word for word in order if not word.startswith("layer")]
+    assert back.count("told") == 1
+    assert back.index("back 2") < back.index("told") < back.index("back 0")

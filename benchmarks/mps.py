@@ -13,11 +13,16 @@ from typing import Final
 _CONTROL: Final = "nvidia-cuda-mps-control"
 _PROBE: Final = "import torch; print(float(torch.ones(4, device='cuda').sum()))"
 _PLACES: Final = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+_SHARE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
 @contextmanager
-def shared_gpu(*, is_wanted: bool) -> Iterator[bool]:
-    """Start the daemon for the processes started inside; gives whether they can use it."""
+def shared_gpu(*, is_wanted: bool, max_percent: int = 100) -> Iterator[bool]:
+    """Start the daemon for the processes started inside; gives whether they can use it.
+
+    Each process may use so much of the GPU's multiprocessors, so that two with half of them hardly disturb
+    each other.
+    """
     if not is_wanted or shutil.which(_CONTROL) is None:
         yield False
         return
@@ -27,11 +32,11 @@ def shared_gpu(*, is_wanted: bool) -> Iterator[bool]:
         try:
             works = _works(environment)
             if works:
-                os.environ.update(dict.fromkeys(_PLACES, folder))
+                os.environ.update(dict.fromkeys(_PLACES, folder) | {_SHARE: str(max_percent)})
             yield works
         finally:
-            for place in _PLACES:
-                os.environ.pop(place, None)
+            for name in (*_PLACES, _SHARE):
+                os.environ.pop(name, None)
             # It waits for clients that are just ending; it ends with this machine's session in any case.
             with suppress(subprocess.TimeoutExpired):
                 subprocess.run([_CONTROL], env=environment, input="quit\n", text=True, check=False, timeout=5)

@@ -1,0 +1,79 @@
+"""When passes run on a device, and when the next may be started behind one."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from isthmus.train.device import Device, Mark
+
+T = TypeVar("T")
+
+
+class Tell(Protocol):
+    """Who wants to know when something ran, by the host's clock."""
+
+    def __call__(self, kind: str, name: str, *, start_s: float, end_s: float) -> None:
+        """It has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnderWay:
+    kind: str
+    name: str
+    begun: Mark
+    ended: Mark
+
+
+class PassClock:
+    """Runs passes so that an accelerator never waits for the host between two of them.
+
+    The host goes on as soon as a pass has come to its last layer: what has arrived by then decides what
+    follows, and the device finds it queued when it is done. When a pass ran is told one pass later.
+    """
+
+    def __init__(self, device: Device, *, tell: Tell) -> None:
+        self._device = device
+        self._tell = tell
+        self._origin = Mark()
+        self._origin_s = 0.0
+        self._near_end: Mark | None = None
+        self._under_way: _UnderWay | None = None
+
+    def begin(self) -> None:
+        """Set the device's clock by the host's; a turn begins."""
+        self._origin = self._device.mark(is_timed=True)
+        self._origin.wait()
+        self._origin_s = time.time()
+
+    def near_end(self) -> None:
+        """The pass under way has come to its last layer."""
+        if self._device.is_accelerator:
+            self._near_end = self._device.mark()
+
+    def run(self, kind: str, name: str, work: Callable[[], T]) -> tuple[T, Mark]:
+        """Start work on the device; gives its result, and the mark at which that is there."""
+        self._near_end = None
+        begun = self._device.mark(is_timed=True)
+        result = work()
+        ended = self._device.mark(is_timed=True)
+        before, self._under_way = self._under_way, _UnderWay(kind=kind, name=name, begun=begun, ended=ended)
+        if self._near_end is not None:
+            self._near_end.wait()
+        self._settle(before)
+        if self._near_end is None:
+            self.settle()
+        return result, ended
+
+    def settle(self) -> None:
+        """Wait for what is under way, and tell of it."""
+        before, self._under_way = self._under_way, None
+        self._settle(before)
+
+    def _settle(self, lap: _UnderWay | None) -> None:
+        if lap is not None:
+            lap.ended.wait()
+            self._tell(lap.kind, lap.name, start_s=self._time_s(lap.begun), end_s=self._time_s(lap.ended))
+
+    def _time_s(self, mark: Mark) -> float:
+        return self._origin_s + mark.since_s(self._origin)
