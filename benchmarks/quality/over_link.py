@@ -8,7 +8,7 @@ packets, within one process. All on the CPU in float32, where nothing but the li
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from isthmus.codec.base import Key
 from isthmus.codec.ends import Codecs, receiving_end, sending_end
 from isthmus.codec.graph import cross
 from isthmus.events import Span
+from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
 from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
 from isthmus.model.anatomy import split_layers
@@ -60,8 +61,8 @@ bandwidth = "1 Gbps"
 rtt = "20 ms"
 """
 _SEED: Final = 0
-_LANGUAGE_ROWS: Final = ("raw", "7.5x")
-_TRANSLATION_ROW: Final = "7.5x"
+_LANGUAGE_ROWS: Final = ("raw", "int4", "30x")
+_TRANSLATION_ROW: Final = "30x"
 _MAX_NORM: Final = 1.0
 _CPU: Final = torch.device("cpu")
 
@@ -81,10 +82,25 @@ class Trial:
         """The model."""
         return fresh_blueprint(self.recipe.config, head=HEADS["causal-lm"])
 
+    @property
+    def cut(self) -> LinkCut:
+        """What crosses, and how; a bottleneck begins after a third of the steps."""
+        row = ROWS[self.row]
+        boundary: BoundarySpec = HiddenSpec()
+        if row.shrink > 1:
+            boundary = BottleneckSpec(
+                rank=self.recipe.config["hidden_size"] // row.shrink, num_warmup_steps=self.num_steps // 3
+            )
+        codecs = Pair(forward=parse_codec(row.forward), backward=parse_codec(row.backward))
+        return LinkCut(boundary=boundary, codecs=codecs)
+
     def stage(self, index: int) -> Stage:
         """One of the two stages."""
         blueprint = self.blueprint()
-        return build_stage(blueprint, split_layers(blueprint.num_layers, 2)[index], seed=_SEED)
+        layers = split_layers(blueprint.num_layers, 2)[index]
+        if index == 0:
+            return build_stage(blueprint, layers, seed=_SEED, outbound=self.cut.boundary)
+        return build_stage(blueprint, layers, seed=_SEED, inbound=self.cut.boundary)
 
     def optimizer(self, stage: Stage) -> Optimizer:
         """The product's own."""
@@ -197,14 +213,13 @@ def be_cloud(_: Any, endpoint: Endpoint, *, cloud: str, report: Report, trial: T
     is_first = cloud == "east"
     link = endpoint.link("west" if is_first else "east")
     link.wait_ready()
-    row = ROWS[trial.row]
     course = Course(
         num_stages=2,
         num_steps=trial.num_steps,
         num_microbatches=trial.num_microbatches,
         seed=_SEED,
         max_in_flight=trial.num_microbatches,
-        cuts=(LinkCut(codecs=Pair(forward=parse_codec(row.forward), backward=parse_codec(row.backward))),),
+        cuts=(trial.cut,),
     )
     stage = trial.stage(0 if is_first else 1)
     losses = Losses()
@@ -231,29 +246,31 @@ def train_in_graph(trial: Trial) -> list[float]:
     """The same training with the cut in the graph; the optimizers are the product's own, one a stage."""
     stages = [trial.stage(index) for index in range(2)]
     optimizers = [trial.optimizer(stage) for stage in stages]
-    row = ROWS[trial.row]
+    cut = trial.cut
     codecs = Codecs(
-        forward=parse_codec(row.forward),
-        backward=parse_codec(row.backward),
-        width=trial.recipe.config["hidden_size"],
+        forward=cut.codecs.forward,
+        backward=cut.codecs.backward,
+        width=cut.boundary.crossing_width(trial.recipe.config["hidden_size"]),
         seed=seed_from("cut", _SEED, 0),
     )
     ends = (sending_end(codecs, device=_CPU), receiving_end(codecs, device=_CPU))
     losses = []
     for step, batches in enumerate(trial.steps()):
         num_targets = sum(batch.num_targets for batch in batches)
+        if step == cut.num_warmup_steps and stages[0].down is not None and stages[1].up is not None:
+            stages[1].up.begin(stages[0].down.begin())
         loss_sum = 0.0
         for number, batch in enumerate(batches):
-            moment = Moment(seed=_SEED, step=step, microbatch=number)
-            given = stages[0](StageInput(batch=batch, moment=moment)).crossing
-            crossing = cross(
-                given,
-                sending=ends[0],
-                receiving=ends[1],
-                key=Key(step=step, microbatch=number),
-                ids=batch.ids,
+            inputs = StageInput(
+                batch=batch,
+                moment=Moment(seed=_SEED, step=step, microbatch=number),
+                is_warming_up=step < cut.num_warmup_steps,
             )
-            output = stages[1](StageInput(batch=batch, crossing=crossing, moment=moment))
+            crossing = stages[0](inputs).crossing
+            if not inputs.is_warming_up:
+                key = Key(step=step, microbatch=number)
+                crossing = cross(crossing, sending=ends[0], receiving=ends[1], key=key, ids=batch.ids)
+            output = stages[1](replace(inputs, crossing=crossing))
             output.backward(loss_weight=1 / num_targets)
             loss_sum += float(output.loss.detach())
         losses.append(loss_sum / num_targets)
