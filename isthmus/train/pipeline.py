@@ -28,7 +28,7 @@ from isthmus.train.passes import Passes
 from isthmus.train.reduction import NoReduction, Reduction
 from isthmus.train.settlement import Settlement, Terms
 from isthmus.train.traffic import Delivery, Ends, Traffic
-from isthmus.train.worker import Observer, Source, Worker
+from isthmus.train.worker import Observer, Role, Source, Worker
 from isthmus.train.world import Alone, World
 from isthmus.wan.link import Link
 
@@ -183,43 +183,27 @@ def pipeline_worker(
         cloud=post.cloud,
         index=post.index,
         rank=post.rank,
-        ends=Ends(
-            up={
-                peer: (link, _up_cut(course, post, link, device, width, observer))
-                for peer, link in post.up_links.items()
-            },
-            down={
-                peer: (link, _down_cut(course, post, link, device, width, observer))
-                for peer, link in post.down_links.items()
-            },
-        ),
+        ends=_ends(course, post, device, width, observer),
         routing=course.routing,
         events=events,
         settlement=settlement,
         on_span=observer.span,
         on_evaluated=observer.evaluated,
     )
-    is_frozen = post.index < course.first_trained
+    role = _role(course, post, world)
     worker = Worker(
-        track=f"{post.cloud}/{post.rank}" if world.seat.num_ranks > 1 else post.cloud,
-        index=post.index,
+        role,
         passes=Passes(
             stage,
             device=device.torch_device,
             seed=course.seed,
             autocast=autocast,
-            is_frozen=is_frozen,
+            is_frozen=role.is_frozen,
             sends_gradients=post.index > course.first_trained,
             num_warmup_steps=course.num_warmup_steps,
         ),
         optimizer=optimizer,
-        scheduler=PipelineScheduler(
-            stage=post.index,
-            num_stages=course.num_stages,
-            policy=course.policy,
-            window=window,
-            first_trained=course.first_trained,
-        ),
+        scheduler=_scheduler(course, post, window),
         window=window,
         settlement=settlement,
         traffic=traffic,
@@ -227,16 +211,44 @@ def pipeline_worker(
         device=device,
         source=source,
         observer=observer,
-        is_plain=course.is_plain,
-        begins_at=course.num_warmup_steps or None,
-        is_frozen=is_frozen,
-        foresight=_foresight(course, width) if post.index == 0 else None,
         world=world,
         reduction=reduction or NoReduction(),
-        is_last=post.index == course.num_stages - 1,
-        evaluates_plain=course.evaluates_plain,
+        foresight=_foresight(course, width) if post.index == 0 else None,
     )
     return worker, traffic
+
+
+def _role(course: Course, post: Post, world: World) -> Role:
+    return Role(
+        track=f"{post.cloud}/{post.rank}" if world.seat.num_ranks > 1 else post.cloud,
+        index=post.index,
+        is_last=post.index == course.num_stages - 1,
+        is_frozen=post.index < course.first_trained,
+        begins_at=course.num_warmup_steps or None,
+        evaluates_plain=course.evaluates_plain,
+        is_plain=course.is_plain,
+    )
+
+
+def _scheduler(course: Course, post: Post, window: int) -> PipelineScheduler:
+    return PipelineScheduler(
+        stage=post.index,
+        num_stages=course.num_stages,
+        policy=course.policy,
+        window=window,
+        first_trained=course.first_trained,
+    )
+
+
+def _ends(course: Course, post: Post, device: Device, width: int, observer: Observer) -> Ends:
+    ups, downs = post.up_links, post.down_links
+    return Ends(
+        up={peer: (link, _up_cut(course, post, link, device, width, observer)) for peer, link in ups.items()},
+        down={
+            peer: (link, _down_cut(course, post, link, device, width, observer))
+            for peer, link in downs.items()
+        },
+    )
 
 
 def _down_cut(

@@ -101,54 +101,61 @@ class Observer(Protocol):
         """An evaluation has come to the first stage."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What a rank is to its pipeline."""
+
+    track: str
+    """Its name in spans."""
+    index: int
+    """Of its stage."""
+    is_last: bool
+    is_frozen: bool = False
+    begins_at: int | None = None
+    """The step with which bottlenecks begin, if there are any."""
+    evaluates_plain: bool = False
+    """Whether each evaluation has a second round, with everything raw."""
+    is_plain: Callable[[Run], bool] = lambda _: False
+    """Whether a pass belongs to such a round."""
+
+
 class Worker:
     """Drives one stage through turns."""
 
     def __init__(
         self,
+        role: Role,
         *,
-        track: str,
         passes: Passes,
         optimizer: Optimizer,
         scheduler: PipelineScheduler,
+        window: int,
         settlement: Settlement,
         traffic: Traffic,
         events: "Mailbox[Event | Delivery]",
         device: Device,
         source: Source | None,
         observer: Observer,
-        index: int,
-        window: int,
-        is_plain: Callable[[Run], bool] = lambda _: False,
-        begins_at: int | None = None,
-        is_frozen: bool = False,
-        foresight: Foresight | None = None,
         world: World,
         reduction: Reduction,
-        is_last: bool,
-        evaluates_plain: bool,
+        foresight: Foresight | None = None,
     ) -> None:
-        self._track = track
-        self._world = world
-        self._reduction = reduction
-        self._is_last = is_last
-        self._evaluates_plain = evaluates_plain
-        self._index = index
-        self._window = window
+        self._role = role
+        self._begins_at = role.begins_at
+        self._clock = PassClock(device, tell=self._note_span)
         self._passes = passes
         self._passes.window = window
+        self._passes.on_last_layer = self._clock.near_end
         self._optimizer = optimizer
         self._scheduler = scheduler
+        self._window = window
         self._settlement = settlement
         self._traffic = traffic
         self._events = events
-        self._clock = PassClock(device, tell=self._note_span)
-        self._passes.on_last_layer = self._clock.near_end
         self._source = source
         self._observer = observer
-        self._is_plain = is_plain
-        self._begins_at = begins_at
-        self._is_frozen = is_frozen
+        self._world = world
+        self._reduction = reduction
         self._foresight = foresight
         self._microbatches: dict[Arrived, Microbatch] = {}
         self._gradients: dict[Arrived, Tensor] = {}
@@ -249,13 +256,13 @@ class Worker:
 
     def _forward(self, run: Run) -> Microbatch | None:
         microbatch = self._microbatches.pop(_needed_by(run))
-        if not self._is_plain(run):
+        if not self._role.is_plain(run):
             self._num_own_targets += microbatch.batch.num_targets
-        if self._foresight is not None and not self._is_plain(run):
+        if self._foresight is not None and not self._role.is_plain(run):
             microbatch = replace(microbatch, held=self._foresight.held(microbatch.batch))
         if run.kind is Pass.EVALUATION:
             self._evaluated.append(run)
-        if self._is_frozen and microbatch.is_held:
+        if self._role.is_frozen and microbatch.is_held:
             return microbatch
         crossing = self._passes.forward(run, microbatch)
         return None if crossing is None else replace(microbatch, crossing=crossing.detach())
@@ -267,12 +274,12 @@ class Worker:
         now_s = time.time()
         if now_s - asked_s >= _LEAST_WAIT_S:
             self._observer.span(
-                Span(track=self._track, name=name, kind=WAITING_KIND, start_s=asked_s, end_s=now_s)
+                Span(track=self._role.track, name=name, kind=WAITING_KIND, start_s=asked_s, end_s=now_s)
             )
 
     def _note_span(self, kind: str, name: str, *, start_s: float, end_s: float) -> None:
         self._busy_s += end_s - start_s
-        self._observer.span(Span(track=self._track, name=name, kind=kind, start_s=start_s, end_s=end_s))
+        self._observer.span(Span(track=self._role.track, name=name, kind=kind, start_s=start_s, end_s=end_s))
 
     # The end of a turn.
 
@@ -288,7 +295,7 @@ class Worker:
         update = functools.partial(self._optimizer.update, ending.step, norm=verdict.norm)
         self._clock.run("optimize", f"optimize {ending.step}", update)
         self._feed(Done(action=ending))
-        self._resize(verdict.windows[self._index])
+        self._resize(verdict.windows[self._role.index])
         self._observer.step_ended(self._ended(tally, verdict, time.monotonic() - started_s))
         return 0
 
@@ -332,8 +339,8 @@ class Worker:
 
     def _report(self, step: int) -> int:
         """Report the losses of an evaluation, if they are here: with codecs, and then plain if it is so."""
-        num_rounds = 1 + self._evaluates_plain
-        if not self._is_last:
+        num_rounds = 1 + self._role.evaluates_plain
+        if not self._role.is_last:
             return num_rounds
         ranks = self._world.gather([self._found(plain=bool(plain)) for plain in range(num_rounds)])
         for plain, found in enumerate(zip(*ranks, strict=True) if ranks else ()):
@@ -351,7 +358,7 @@ class Worker:
 
     def _found(self, *, plain: bool) -> tuple[list[float], int, int]:
         """Losses, correct and all targets of one round of an evaluation at this rank."""
-        own = [plain == self._is_plain(run) for run in self._evaluated]
+        own = [plain == self._role.is_plain(run) for run in self._evaluated]
         losses = list(compress(self._passes.losses(), own))
         return losses, sum(compress(self._passes.num_correct(), own)), self._num_own_targets
 
