@@ -41,7 +41,9 @@ class Message:
     ids_N: Tensor | None = None
     """Token ids of the rows, where the ends know them."""
     keeps: bool = True
-    """False in evaluation: no gradient will come, and nothing is learned."""
+    """Whether a gradient will come: not in evaluation, nor from behind frozen layers."""
+    learns: bool = True
+    """Whether later messages may depend on this one: not in evaluation."""
 
     def sub(self, index: int) -> "Message":
         """The same message with other randomness, for one of several matrices in it."""

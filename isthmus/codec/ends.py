@@ -46,10 +46,10 @@ class _Lane:
         self._direction = direction
         self._coder: Coder = Plain(self._dtype) if codec.is_raw else build_coder(codec.steps, place)
 
-    def encode(self, x_ND: Tensor, key: Key, ids_N: Tensor | None, keeps: bool) -> Payload:
+    def encode(self, x_ND: Tensor, key: Key, ids_N: Tensor | None, keeps: bool, learns: bool) -> Payload:
         if x_ND.dim() != 2 or x_ND.shape[1] != self._codecs.width:
             raise ValueError(f"a tensor of shape {tuple(x_ND.shape)} at a cut of width {self._codecs.width}")
-        return self._coder.encode(x_ND.detach().to(self._dtype), self._message(key, ids_N, keeps))
+        return self._coder.encode(x_ND.detach().to(self._dtype), self._message(key, ids_N, keeps, learns))
 
     def decode(
         self,
@@ -60,7 +60,7 @@ class _Lane:
         keeps: bool,
     ) -> Tensor:
         self._check(payload, num_rows)
-        message = self._message(key, ids_N, keeps)
+        message = self._message(key, ids_N, keeps, learns=keeps)
         return self._coder.decode(iter(payload), (num_rows, self._codecs.width), message)
 
     def state_dict(self, prefix: str) -> State:
@@ -70,11 +70,11 @@ class _Lane:
         own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
         self._coder.load_state_dict(own)
 
-    def _message(self, key: Key, ids_N: Tensor | None, keeps: bool) -> Message:
+    def _message(self, key: Key, ids_N: Tensor | None, keeps: bool, learns: bool) -> Message:
         words = struct.pack("<Qqqq", self._codecs.seed % 2**64, self._direction, key.step, key.microbatch)
         # Neighbouring keys must not give related streams; seeds of generators are below 2**63.
         seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
-        return Message(key=key, seed=seed, ids_N=ids_N, keeps=keeps)
+        return Message(key=key, seed=seed, ids_N=ids_N, keeps=keeps, learns=learns)
 
     def _check(self, payload: Payload, num_rows: int) -> None:
         if any(part.dtype is not torch.uint8 or part.dim() != 1 for part in payload):
@@ -130,9 +130,13 @@ class SendingEnd(_End):
         key: Key,
         ids_N: Tensor | None = None,
         keeps: bool = True,
+        learns: bool = True,
     ) -> Payload:
-        """The payload of an activation; `keeps` is False in evaluation, where no gradient will come."""
-        return self._forward.encode(x_ND, key, ids_N, keeps)
+        """The payload of an activation.
+
+        `keeps` is false where no gradient will come, `learns` in evaluation, on which nothing may depend.
+        """
+        return self._forward.encode(x_ND, key, ids_N, keeps, learns)
 
     def preview(
         self,
@@ -169,7 +173,7 @@ class ReceivingEnd(_End):
 
     def encode_gradient(self, g_ND: Tensor, *, key: Key, keeps: bool = False) -> Payload:
         """The payload of the gradient of what was decoded under this key; `keeps` for a preview."""
-        payload = self._backward.encode(g_ND, key, None, True)
+        payload = self._backward.encode(g_ND, key, None, True, True)
         if not keeps:
             self._memory.forget(key)
         return payload

@@ -23,7 +23,7 @@ class FeedbackCoder:
 
     def encode(self, x_ND: Tensor, message: Message) -> Payload:
         """The rows with what the message before has lost; in evaluation as they are."""
-        if not message.keeps:
+        if not message.learns:
             return self._rest.encode(x_ND, message)
         whole_ND = x_ND.float() + self._owed(x_ND)
         payload = self._rest.encode(whole_ND, message)

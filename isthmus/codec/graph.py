@@ -48,7 +48,7 @@ class _Crossing(torch.autograd.Function):
         ctx.ends = (sending, receiving)
         ctx.key = key
         with _plain_arithmetic(x_ND):
-            payload = sending.encode(x_ND, key=key, ids_N=ids_N, keeps=keeps)
+            payload = sending.encode(x_ND, key=key, ids_N=ids_N, keeps=keeps, learns=keeps)
             arrived = receiving.decode(payload, key=key, num_rows=x_ND.shape[0], ids_N=ids_N, keeps=keeps)
         # An autograd function must not hand out a view of what it was given, which raw bytes are.
         return arrived.to(x_ND.dtype, copy=True)

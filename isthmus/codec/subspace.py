@@ -59,7 +59,7 @@ class SubspaceCoder:
         """Tag or new edition, then the rows in its basis."""
         x_ND = x_ND.float()
         slot_N = self._slots(message, len(x_ND))
-        head = self._learn(x_ND, slot_N, message) if message.keeps else None
+        head = self._learn(x_ND, slot_N, message) if message.learns else None
         edition = self._edition
         if edition is None:
             return (x_ND.new_zeros(PLAIN_TAG_BYTES, dtype=torch.uint8), *self._plain.encode(x_ND, message))

@@ -67,7 +67,7 @@ class SvdCoder:
             basis_DK = _orthonormal(x_ND.T @ (x_ND @ basis_DK))
         left_NK = _orthonormal(x_ND @ basis_DK)
         right_DK = x_ND.T @ left_NK
-        if message.keeps:
+        if message.learns:
             # What is not finite must not reach the messages after it.
             self._basis_DK = torch.where(right_DK.isfinite().all(), _orthonormal(right_DK), start_DK)
         return left_NK, right_DK

@@ -109,7 +109,8 @@ class DownCut:
         code = self.book.at(about.step)
         codec = RAW if self._is_plain(about) else code.pair.forward
         index = rows_that_cross(microbatch, keeps_padding=self._keeps_padding, drops_held=self._drops_held)
-        keeps = about.kind is Pass.FORWARD and self._awaits_gradients
+        learns = about.kind is Pass.FORWARD
+        keeps = learns and self._awaits_gradients
         if keeps:
             self._sent[about.step, about.microbatch] = _Sent(
                 index_N=index, shape=tuple(crossing_BTD.shape), dtype=crossing_BTD.dtype
@@ -117,7 +118,7 @@ class DownCut:
 
         def encode(rows_ND: Tensor) -> Payload:  # noqa: N803
             key, ids = _key(about), ids_of(microbatch.batch, index, self.bench.lane)
-            payload = code.end.encode(rows_ND, key=key, ids_N=ids, keeps=keeps)
+            payload = code.end.encode(rows_ND, key=key, ids_N=ids, keeps=keeps, learns=learns)
             if about.kind is Pass.FORWARD and self.meter.is_due(key):
                 arrives = code.end.preview(payload, key=key, num_rows=len(rows_ND), ids_N=ids)
                 self.meter.note(rows_ND, arrives)

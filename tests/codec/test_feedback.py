@@ -26,7 +26,7 @@ def pass_on(
     sending: SendingEnd, receiving: ReceivingEnd, x: Tensor, step: int, *, keeps: bool = True
 ) -> Tensor:
     key = Key(step=step, microbatch=0)
-    payload = sending.encode(x, key=key, keeps=keeps)
+    payload = sending.encode(x, key=key, keeps=keeps, learns=keeps)
     return receiving.decode(payload, key=key, num_rows=len(x), keeps=keeps)
 
 

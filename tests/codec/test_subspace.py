@@ -41,8 +41,11 @@ class Ends:
         drawn = torch.randn(num_rows, self.codecs.width, generator=generator)
         return (drawn * strength) @ basis.T + 5.0 + self.token_share * token[ids], ids
 
-    def forward(self, x: Tensor, ids: Tensor, key: Key, *, keeps: bool = True) -> tuple[Payload, Tensor]:
-        payload = self.sending.encode(x, key=key, ids_N=ids, keeps=keeps)
+    def forward(
+        self, x: Tensor, ids: Tensor, key: Key, *, keeps: bool = True, learns: bool | None = None
+    ) -> tuple[Payload, Tensor]:
+        learns = keeps if learns is None else learns
+        payload = self.sending.encode(x, key=key, ids_N=ids, keeps=keeps, learns=learns)
         there = self.receiving.decode(payload, key=key, num_rows=len(x), ids_N=ids, keeps=keeps)
         return payload, there
 
@@ -242,6 +245,19 @@ def test_evaluation_teaches_nothing() -> None:
     same.seed = cut.seed
     for got, expected in zip(cut.train(range(2, 5)), same.train(range(2, 5)), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_behind_frozen_layers_it_learns_without_waiting_for_gradients() -> None:
+    cut = ends("subspace(4, anchor=tokens) | int4")
+    sizes = []
+    for step in range(8):
+        x, ids = cut.rows(64)
+        payload, there = cut.forward(x, ids, key(step), keeps=False, learns=True)
+        sizes.append(sum(part.numel() for part in payload))
+    assert sizes[-1] < sizes[0] / 4
+    assert relative_error(x, there) < 0.5
+    with pytest.raises(FrameError, match="whose activation has not passed here"):
+        cut.backward(x, key(7))
 
 
 def test_an_evaluation_before_the_first_edition_crosses_almost_exactly() -> None:
