@@ -6,10 +6,10 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-_LEAST_SCALE: Final = 2.0**-120
+LEAST_SCALE: Final = 2.0**-120
 """A group of zeros has it too: its reciprocal is still finite."""
 
-_HEADROOM: Final = 1 + 2.0**-8 + 2.0**-12
+HEADROOM: Final = 1 + 2.0**-8 + 2.0**-12
 """Keeps the largest element within the last code, however bf16 rounds the scale and noise the element."""
 
 _NOISE_STEP: Final = 2.0**-16
@@ -45,7 +45,7 @@ class Uniform:
         """The distance of two levels."""
         # Two reductions read the elements twice but write nothing; absolute values would have to be stored.
         largest_NG = torch.maximum(x_NGE.amax(dim=2), x_NGE.amin(dim=2).neg_())
-        return largest_NG.mul_(_HEADROOM / self._last).clamp_min_(_LEAST_SCALE)
+        return largest_NG.mul_(HEADROOM / self._last).clamp_min_(LEAST_SCALE)
 
     def codes(self, x_NGE: Tensor, scale_NG1: Tensor, generator: torch.Generator | None) -> Tensor:
         """Whole numbers within ±(2^(bits-1) - 1)."""
@@ -71,13 +71,13 @@ class LloydMax:
 
     def scale(self, x_NGE: Tensor) -> Tensor:
         """The root mean square, without squares that overflow."""
-        largest_NG1 = x_NGE.abs().amax(dim=2, keepdim=True).clamp_min_(_LEAST_SCALE)
+        largest_NG1 = x_NGE.abs().amax(dim=2, keepdim=True).clamp_min_(LEAST_SCALE)
         share_NG = (x_NGE / largest_NG1).square_().mean(dim=2)
         return share_NG.sqrt_().mul_(largest_NG1.squeeze(2))
 
     def codes(self, x_NGE: Tensor, scale_NG1: Tensor, generator: torch.Generator | None) -> Tensor:  # noqa: ARG002 others do
         """0 to 3, from the lowest level to the highest."""
-        unit_NGE = x_NGE * scale_NG1.clamp_min(_LEAST_SCALE).reciprocal_()
+        unit_NGE = x_NGE * scale_NG1.clamp_min(LEAST_SCALE).reciprocal_()
         above_NGE = (unit_NGE > -self._BETWEEN).to(torch.float32)
         return above_NGE.add_(unit_NGE > 0).add_(unit_NGE > self._BETWEEN)
 

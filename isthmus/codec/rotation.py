@@ -9,7 +9,9 @@ from torch import Tensor
 
 from isthmus.codec.base import Coder, Message, Payload, Wrapping
 
-_LARGEST_BLOCK: Final = 256
+LARGEST_BLOCK: Final = 256
+"""The most elements that are rotated together."""
+
 _RIGHT_SIZE: Final = 32
 """A block is a matrix of rows of 32: H(256) = H(8) ⊗ H(32), two small products in place of a large one."""
 
@@ -21,18 +23,18 @@ class RotationCoder(Wrapping):
 
     def __init__(self, *, rest: Coder) -> None:
         super().__init__(rest=rest)
-        self._signs = torch.empty(0)
+        self._signs = Signs()
         self._matrices: dict[int, Tensor] = {}
 
     def encode(self, x_ND: Tensor, message: Message) -> Payload:
         """The parts of the rotated matrix."""
-        signs_D = self._signs_for(x_ND)
+        signs_D = self._signs.on(x_ND.device, x_ND.shape[1])
         return self._rest.encode(self._rotate(x_ND * signs_D), message)
 
     def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:
         """The matrix rotated back; the rotation is its own inverse, but for the signs."""
         y_ND = self._rest.decode(parts, shape, message)
-        return self._rotate(y_ND).mul_(self._signs_for(y_ND))
+        return self._rotate(y_ND).mul_(self._signs.on(y_ND.device, y_ND.shape[1]))
 
     def _rotate(self, x_ND: Tensor) -> Tensor:
         pieces = []
@@ -55,16 +57,23 @@ class RotationCoder(Wrapping):
             self._matrices[size] = hadamard(size).to(like.device)
         return self._matrices[size]
 
-    def _signs_for(self, like: Tensor) -> Tensor:
-        width = like.shape[1]
+
+class Signs:
+    """The fixed signs, kept on the device where they are wanted."""
+
+    def __init__(self) -> None:
+        self._signs = torch.empty(0)
+
+    def on(self, device: torch.device, width: int) -> Tensor:
+        """One for each column."""
         if self._signs.numel() < width:
-            self._signs = fixed_signs(width).to(like.device)
+            self._signs = fixed_signs(width).to(device)
         return self._signs[:width]
 
 
 def split_width(width: int) -> list[tuple[int, int]]:
     """Blocks of a row as (size, how many): as many of 256 as fit, then smaller powers of two."""
-    sizes = [_LARGEST_BLOCK >> shift for shift in range(_LARGEST_BLOCK.bit_length())]
+    sizes = [LARGEST_BLOCK >> shift for shift in range(LARGEST_BLOCK.bit_length())]
     blocks = []
     for size in sizes:
         if width >= size:

@@ -104,8 +104,8 @@ class StageInput:
     """Whether hidden states still cross as they are where a bottleneck is to begin; in both directions."""
     window: int = 1
     """The most micro-batches that are in flight at a time, this one included."""
-    on_last_layer: Callable[[], None] | None = None
-    """Called when its forward, and later its backward, has come to the last layer of several."""
+    on_near_end: Callable[[], None] | None = None
+    """Called when its forward, and later its backward, has come to the last of several layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

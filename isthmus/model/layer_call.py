@@ -1,7 +1,7 @@
 """How a stage calls its own layers: seeded, recomputed if asked, and watched for what a cut would break."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from isthmus.model.meter import Meter
 from isthmus.model.randomness import Moment
 from isthmus.model.seam import Passage, Seam, first_input
+
+_SHARE_LEFT: Final = 1 / 8
+"""Of a stage's layers, those whose time the host has to start the next pass before this one ends."""
 
 
 class LayerCall:
@@ -58,15 +61,16 @@ class LayerCall:
             handle.remove()
 
     def _announce(self, passage: Passage, hidden: Tensor) -> None:
-        """Say when a pass comes to its last layer: forward the highest, backward the lowest."""
-        tell = passage.on_last_layer
-        if tell is None or len(passage.layers) < 2:
+        """Say when a pass nears its end: forward before the highest layers, backward before the lowest."""
+        tell, layers = passage.on_near_end, passage.layers
+        num_left = max(1, round(_SHARE_LEFT * len(layers)))
+        if tell is None or len(layers) <= num_left:
             return
-        if self._index == passage.layers[-1]:
+        if self._index == layers[-num_left]:
             tell()
-        if self._index == passage.layers[1] and hidden.requires_grad:
+        if self._index == layers[num_left] and hidden.requires_grad:
             # Its gradient is there when all layers but the lowest have run back.
-            hidden.register_hook(lambda _gradient: tell())
+            hidden.register_hook(lambda _gradient: tell())  # type: ignore[no-untyped-call]
 
     def _measure(
         self,

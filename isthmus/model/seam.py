@@ -38,8 +38,8 @@ class Passage:
     meter: Meter | None = None
     layers: range = range(0)
     """Those of the stage."""
-    on_last_layer: Callable[[], None] | None = None
-    """Called when the last of several is about to run, and when the first is about to run back."""
+    on_near_end: Callable[[], None] | None = None
+    """Called when only the last layers are left to run, and later, to run back."""
     left_layer: Tensor | None = None
     """What the last layer that ran has returned."""
     departed: Tensor | None = None

@@ -177,7 +177,7 @@ class Stage(nn.Module):
                 recomputed=stay.recomputed,
                 meter=stay.meter,
                 layers=self.layers,
-                on_last_layer=inputs.on_last_layer,
+                on_near_end=inputs.on_near_end,
             )
             self._seam.passage = passage
             try:

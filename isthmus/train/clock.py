@@ -28,7 +28,7 @@ class _UnderWay:
 class PassClock:
     """Runs passes so that an accelerator never waits for the host between two of them.
 
-    The host goes on as soon as a pass has come to its last layer: what has arrived by then decides what
+    The host goes on as soon as a pass has come to its last layers: what has arrived by then decides what
     follows, and the device finds it queued when it is done. When a pass ran is told one pass later.
     """
 
@@ -47,7 +47,7 @@ class PassClock:
         self._origin_s = time.time()
 
     def near_end(self) -> None:
-        """The pass under way has come to its last layer."""
+        """The pass under way has come to its last layers."""
         if self._device.is_accelerator:
             self._near_end = self._device.mark()
 

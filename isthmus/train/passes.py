@@ -50,8 +50,8 @@ class Passes:
         self._num_warmup_steps = num_warmup_steps
         self.window = 1
         """The most micro-batches in flight at a time."""
-        self.on_last_layer: Callable[[], None] = lambda: None
-        """Called when a pass, forward or backward, has come to its last layer."""
+        self.on_near_end: Callable[[], None] = lambda: None
+        """Called when a pass, forward or backward, has come to its last layers."""
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._losses: list[Tensor] = []
         self._num_correct: list[Tensor] = []
@@ -74,7 +74,7 @@ class Passes:
             moment=Moment(seed=self._seed, step=run.step, microbatch=run.microbatch),
             is_warming_up=run.step < self._num_warmup_steps,
             window=self.window,
-            on_last_layer=self.on_last_layer,
+            on_near_end=self.on_near_end,
         )
         with torch.set_grad_enabled(is_training), self._precision():
             output: StageOutput = self._stage(inputs)

@@ -145,7 +145,7 @@ class Worker:
         self._clock = PassClock(device, tell=self._note_span)
         self._passes = passes
         self._passes.window = window
-        self._passes.on_last_layer = self._clock.near_end
+        self._passes.on_near_end = self._clock.near_end
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._window = window

@@ -220,7 +220,7 @@ def test_other_families_with_a_plan_of_their_own_need_no_line_of_ours() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_pass_tells_when_it_comes_to_its_last_layer(recompute: bool) -> None:
+def test_a_pass_tells_when_it_nears_its_end(recompute: bool) -> None:
     plan = blueprint("llama")
     stage = build_stage(plan, range(3), seed=0, recompute=recompute)
     order: list[str] = []
@@ -232,7 +232,7 @@ def test_a_pass_tells_when_it_comes_to_its_last_layer(recompute: bool) -> None:
         layer = stage.model.get_submodule(f"model.layers.{index}")
         layer.register_forward_pre_hook(note(f"layer {index}"))
         layer.register_full_backward_hook(note(f"back {index}"))
-    inputs = StageInput(batch=make_batch(plan.head), moment=MOMENT, on_last_layer=note("told"))
+    inputs = StageInput(batch=make_batch(plan.head), moment=MOMENT, on_near_end=note("told"))
     output = stage(inputs)
     assert order == ["layer 0", "layer 1", "layer 2", "told"]
     order.clear()

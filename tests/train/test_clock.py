@@ -52,7 +52,7 @@ def _clock(device: Any) -> tuple[PassClock, list[tuple[str, str, float, float]]]
     return clock, told
 
 
-def test_the_host_goes_on_at_the_last_layer_and_tells_of_the_pass_one_later() -> None:
+def test_the_host_goes_on_at_the_last_layers_and_tells_of_the_pass_one_later() -> None:
     device = FakeDevice()
     clock, told = _clock(device)
     result, mark = clock.run("forward", "forward 0.0", lambda: device.work(clock, last_layer_s=0.25))
