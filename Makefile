@@ -26,6 +26,7 @@ bench: $(INSTALLED)  ## every claim of docs/results.md, measured again
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/memory_prediction.py
 	$(BIN)/python benchmarks/codec_speed.py
+	$(BIN)/python benchmarks/codec_auto.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

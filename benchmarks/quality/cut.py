@@ -46,9 +46,17 @@ class CountingSender(SendingEnd):
 
     traffic: Traffic
 
-    def encode(self, x_ND: Tensor, *, key: Key, ids_N: Tensor | None = None, keeps: bool = True) -> Payload:
+    def encode(
+        self,
+        x_ND: Tensor,
+        *,
+        key: Key,
+        ids_N: Tensor | None = None,
+        keeps: bool = True,
+        learns: bool = True,
+    ) -> Payload:
         """As the end does."""
-        payload = super().encode(x_ND, key=key, ids_N=ids_N, keeps=keeps)
+        payload = super().encode(x_ND, key=key, ids_N=ids_N, keeps=keeps, learns=learns)
         if keeps:
             self.traffic.forward_bytes += packet_bytes(*(part.numel() for part in payload))
         return payload

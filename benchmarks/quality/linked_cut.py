@@ -20,9 +20,17 @@ class LinkedSender(CountingSender):
 
     link: Link
 
-    def encode(self, x_ND: Tensor, *, key: Key, ids_N: Tensor | None = None, keeps: bool = True) -> Payload:
+    def encode(
+        self,
+        x_ND: Tensor,
+        *,
+        key: Key,
+        ids_N: Tensor | None = None,
+        keeps: bool = True,
+        learns: bool = True,
+    ) -> Payload:
         """Encode, and send."""
-        payload = super().encode(x_ND, key=key, ids_N=ids_N, keeps=keeps)
+        payload = super().encode(x_ND, key=key, ids_N=ids_N, keeps=keeps, learns=learns)
         send(self.link, "forward", payload)
         return payload
 

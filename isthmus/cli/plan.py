@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Boxes with their numbers in a picture, for each rank.
 _NUM_DRAWN: Final = 12
+_BY_FORMULA: Final = "≈"
 
 
 def plan(
@@ -44,6 +45,7 @@ def plan(
     from rich.console import Console
 
     from isthmus.job import load_job, update_job_sections
+    from isthmus.plan.following import planned_changes
     from isthmus.plan.levers import levers
     from isthmus.plan.planner import plan as make_plan
 
@@ -58,7 +60,8 @@ def plan(
         _show(Console(highlight=False), chosen, found)
     _draw(notes, Pictures(svg=svg, png=png, html=html), loaded, chosen, found)
     if write:
-        update_job_sections(job, _written(chosen))
+        changes = planned_changes(loaded, chosen)
+        update_job_sections(job, changes.sections, clouds=changes.clouds)
         notes.print(f"[green]✓[/] {job} now holds this choice")
     elif not as_json:
         notes.print(f"[dim]next: isthmus plan {job} --write puts this choice into the job[/]")
@@ -68,39 +71,6 @@ def _facts(plan: "Plan", levers: "Sequence[Lever]") -> dict[str, Any]:
     from isthmus.plan.choice import plan_to_dict
 
     return {**plan_to_dict(plan), "levers": [asdict(lever) for lever in levers]}
-
-
-def _written(plan: "Plan") -> dict[str, dict[str, object]]:
-    """The choice as the job's sections have it."""
-    from isthmus.plan.choice import DataSettings, PipelineSettings
-
-    sections: dict[str, dict[str, object]] = {}
-    match plan.settings:
-        case PipelineSettings() as settings:
-            counts = [stop - start for start, stop in (stage.layers or (0, 0) for stage in plan.stages)]
-            sections["strategy"] = {
-                "kind": "pipeline",
-                "clouds": list(plan.clouds),
-                "layers": counts,
-                "microbatches": settings.num_microbatches,
-            }
-            if settings.max_in_flight is not None:
-                sections["strategy"]["max_in_flight"] = settings.max_in_flight
-        case DataSettings() as settings:
-            sections["strategy"] = {
-                "kind": "data",
-                "inner_steps": settings.inner_steps,
-                "fragments": settings.num_fragments,
-                "bits": settings.bits,
-            }
-        case None:
-            sections["strategy"] = {
-                "kind": "generator-discriminator",
-                "discriminator_cloud": plan.clouds[-1],
-            }
-    if "recompute" in plan.savers:
-        sections["train"] = {"recompute": True}
-    return sections
 
 
 def _show(console: "Console", plan: "Plan", levers: "Sequence[Lever]") -> None:
@@ -130,8 +100,11 @@ def _tables(plan: "Plan", levers: "Sequence[Lever]") -> "Iterator[Table]":
 def _names_table(plan: "Plan") -> "Table":
     from isthmus.observe.page import Table
 
-    whys = [(plan.what, "taken"), *((one.what, one.why) for one in plan.runners_up)]
-    rows = [(f"{number} {what}", why) for number, (what, why) in enumerate(whys, start=1)]
+    whys = [(plan.what, plan.savers, "taken")]
+    whys += [(one.what, one.savers, one.why) for one in plan.runners_up]
+    rows = [
+        (f"{number} {'; '.join((what, *savers))}", why) for number, (what, savers, why) in enumerate(whys, 1)
+    ]
     return Table(header=("plan", "why it was taken or not"), rows=tuple(rows))
 
 
@@ -146,9 +119,10 @@ def _plans_table(plan: "Plan") -> "Table":
 
 
 def _figures(estimate: "Estimate", memory_share: float | None) -> tuple[str, ...]:
+    about = "" if estimate.is_simulated else _BY_FORMULA
     return (
-        duration(estimate.step_s),
-        f"{estimate.tokens_per_s:,.0f}",
+        about + duration(estimate.step_s),
+        f"{about}{estimate.tokens_per_s:,.0f}",
         "–" if memory_share is None else f"{memory_share:.0%}",
         _size(estimate.wan_bytes),
         _usd(estimate.usd_per_step),
@@ -227,13 +201,20 @@ def _notes(plan: "Plan") -> Iterator[str]:
     price = "" if estimate.total_usd is None else f" and ${estimate.total_usd:,.2f}"
     yield f"{estimate.num_steps} steps take {duration(estimate.total_s)}{price}"
     if plan.savers:
-        yield f"memory is spared by {', '.join(plan.savers)}"
+        yield f"memory is spared by {', '.join(plan.savers)}{_where(plan)}"
     yield from (f"{'-'.join(link.between)}: {link.reason}" for link in plan.links if link.reason)
     yield from plan.notes
     if estimate.usd_per_step is None:
         yield "the price of a cloud is not known: set its usd_per_hour"
-    how = "simulated" if estimate.is_simulated else "by formula"
-    yield f"{plan.num_tried} plans weighed; times of the one taken are {how}"
+    every = (estimate, *(one.estimate for one in plan.runners_up))
+    legend = "" if all(one.is_simulated for one in every) else f"; {_BY_FORMULA} is by formula, not simulated"
+    yield f"{plan.num_tried} plans weighed{legend}"
+
+
+def _where(plan: "Plan") -> str:
+    """Which clouds share their stages out, where not all do."""
+    shared = [stage.cloud for stage in plan.stages if stage.sharding.value != "none"]
+    return f" (sharding at {', '.join(shared)})" if 0 < len(shared) < len(plan.stages) else ""
 
 
 def _chart(plan: "Plan") -> "Chart":
@@ -255,13 +236,15 @@ def _beginning(plan: "Plan") -> "Chart":
     from isthmus.plan.simulate import simulate
 
     scenario = plan.scenario
-    if scenario is None or scenario.num_microbatches <= _NUM_DRAWN * scenario.stages[0].num_ranks:
+    if scenario is None:
         return _chart(plan)
     timeline = simulate(scenario, num_steps=2)
     step = timeline.steps[-1]
     passes_s = [stage.forward_s + stage.backward_s for stage in scenario.stages]
     travel_s = sum(2 * hop.line.latency_s for hop in scenario.hops)
-    end_s = min(step.duration_s, sum(passes_s) + travel_s + _NUM_DRAWN * max(passes_s))
+    end_s = step.duration_s
+    if scenario.num_microbatches > _NUM_DRAWN * scenario.stages[0].num_ranks:
+        end_s = min(end_s, sum(passes_s) + travel_s + _NUM_DRAWN * max(passes_s))
     spans = [one for one in shifted(timeline.spans, -step.start_s) if one.end_s > 0 and one.start_s < end_s]
     return lay_out(_of_first_ranks(spans), start_s=0.0, end_s=end_s, order=plan.clouds)
 

@@ -64,10 +64,10 @@ class CloudSpec(Frozen):
         default="auto", description="kind of device", examples=["cuda"]
     )
     ranks: int = Field(default=1, ge=1, description="number of devices, one process each", examples=[8])
-    sharding: Literal["none", "optimizer", "full"] = Field(
-        default="none",
+    sharding: Literal["auto", "none", "optimizer", "full"] = Field(
+        default="auto",
         description="what of a stage the cloud's ranks share out: nothing, all but the gathered weights of a "
-        "step, or all, where ranks run in lock-step",
+        'step, or all, where ranks run in lock-step; "auto": the plan chooses, and nothing without one',
         examples=["optimizer"],
     )
     memory_bytes: Memory | None = Field(

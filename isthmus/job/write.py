@@ -50,9 +50,18 @@ def update_job_file(path: Path, changes: Mapping[tuple[str, str], LinkFigures]) 
     replace_file(path, updated)
 
 
-def update_job_sections(path: Path, sections: Mapping[str, Mapping[str, object]]) -> None:
-    """Put keys into sections of a job file, such as a plan's choice into `strategy`, and keep its layout."""
-    document: Any = tomlkit.parse(read_job_text(path))
+def update_job_sections(
+    path: Path,
+    sections: Mapping[str, Mapping[str, object]],
+    *,
+    clouds: Mapping[str, Mapping[str, object]] | None = None,
+) -> None:
+    """Put keys into sections and clouds of a job file, such as a plan's choice, and keep its layout."""
+    text = read_job_text(path)
+    names = [cloud.name for cloud in parse_job(text, file=path).cloud]
+    document: Any = tomlkit.parse(text)
+    for name, values in (clouds or {}).items():
+        document["cloud"][names.index(name)].update(values)
     for section, values in sections.items():
         if section not in document:
             document[section] = tomlkit.table()

@@ -1,5 +1,6 @@
 """What a sending stage has seen cross: the mean of each token id, and how hidden states lie around it."""
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -12,6 +13,9 @@ _TOKENS_PER_ID: Final = 256.0
 _TOKENS_PER_DIMENSION: Final = 64.0
 # Beyond it sums over tokens would not be finite.
 _MAX_SQUARED_NORM: Final = 1e30
+
+AddUp = Callable[[Tensor], None]
+"""Sums a tensor over all ranks of a cloud, in place; all of them call it, in one order."""
 
 
 class TokenMeans(nn.Module):
@@ -58,6 +62,21 @@ class TokenMeans(nn.Module):
         off_KD = _deviations(self.sum_KD, self.weight_K, mean_D)
         return (off_KD * self.num_K[:, None]).T @ off_KD / self.num_K.sum().clamp(min=1.0)
 
+    def pool(self, add_up: AddUp) -> None:
+        """Count in what all ranks have seen; where rows are too few, the most frequent ids get them."""
+        num_V = torch.where(self.row_of_V < self._num_rows, self.num_K[self.row_of_V], 0.0)
+        num_all = self.num_K.sum()
+        for one in (num_V, num_all):
+            add_up(one)
+        ids_N = num_V.argsort(descending=True, stable=True)[: min(self._num_rows, int((num_V > 0).sum()))]
+        for one in (self.weight_K, self.sum_KD):
+            own_N = one[self.row_of_V[ids_N]]
+            one.zero_()[: len(ids_N)] = own_N
+            add_up(one)
+        self.num_K.zero_()[: len(ids_N)] = num_V[ids_N]
+        self.num_K[-1] = num_all - num_V[ids_N].sum()
+        self.row_of_V.fill_(self._num_rows)[ids_N] = torch.arange(len(ids_N), device=ids_N.device)
+
     def _give_rows(self, ids_N: Tensor, weights_N: Tensor) -> None:
         came_V = torch.zeros_like(self.row_of_V).index_add_(0, ids_N, (weights_N > 0).to(self.row_of_V.dtype))
         is_new_V = (came_V > 0) & (self.row_of_V == self._num_rows)
@@ -100,6 +119,23 @@ class Observed(nn.Module):
             if self.tokens is not None:
                 self.tokens.add(h_ND, ids_N, weights_N)
             self._add_scatter(self._surprise(h_ND, ids_N), h_ND, weights_N)
+
+    @torch.no_grad()
+    def pool(self, add_up: AddUp) -> None:
+        """Count in what all ranks have seen; all of them have the same then, and none observes any more."""
+        own_D, sum_D = self.mean_D.clone(), self.mean_D * self.weight
+        for one in (sum_D, self.weight):
+            add_up(one)
+        self.mean_D.copy_(sum_D / self.weight.clamp(min=1.0))
+        off_D = own_D - self.mean_D
+        self.spread.add_(self.scatter_weight * off_D.square().sum())
+        if self.tokens is None:
+            # By token id, a surprise is measured from the mean of its id, wherever that of all lies.
+            self.scatter_DD.add_(self.scatter_weight * off_D.outer(off_D))
+        else:
+            self.tokens.pool(add_up)
+        for one in (self.spread, self.scatter_DD, self.scatter_weight):
+            add_up(one)
 
     @property
     def is_empty(self) -> bool:

@@ -8,7 +8,6 @@ from isthmus.plan.choice import BubbleSplit, Form, PipelineSettings, Plan, Plann
 from isthmus.plan.estimates import estimated, memory_parts, split_bubble
 from isthmus.plan.ladder import Loss
 from isthmus.plan.loads import Loads, Terms, line_times, load_up
-from isthmus.plan.pipeline import Policy
 from isthmus.plan.scenario import Scenario
 from isthmus.plan.search import Found
 from isthmus.plan.simulate import simulate
@@ -26,15 +25,16 @@ def assess(found: Found, supply: ModelSupply, terms: Terms) -> Plan:
     bubble = split_bubble(
         loads.step_s,
         [stage.busy_s for stage in stages],
-        latency_s=sum(2 * hop.line.latency_s for hop in loads.scenario.hops),
+        latency_s=sum(2 * hop.line.delay_s for hop in loads.scenario.hops),
         bandwidth_s=_on_lines_s(loads.scenario),
     )
-    number, step = loads.setting.num_microbatches, supply.step
+    number, step, level = loads.setting.num_microbatches, supply.step, supply.levels[loads.setting.level]
     return Plan(
         form=Form.PIPELINE if len(stages) > 1 else Form.ALONE,
         stages=stages,
         links=links,
-        savers=supply.levels[loads.setting.level].words,
+        savers=level.words(loads.clouds),
+        sparing=level.sparing,
         estimate=estimated(
             stages,
             links,
@@ -49,7 +49,7 @@ def assess(found: Found, supply: ModelSupply, terms: Terms) -> Plan:
             num_microbatches=number,
             microbatch_sequences=step.num_sequences // number,
             policy=terms.policy,
-            max_in_flight=_cap(loads),
+            max_in_flight=loads.scenario.max_in_flight,
         ),
         scenario=loads.scenario,
         loss=max((choice.loss for choice in loads.choices), default=Loss.NONE),
@@ -60,12 +60,11 @@ def assess_simulated(plan: Plan) -> Plan:
     """The same plan with the simulator's times, and the bubble from what goes away without each cause."""
     if plan.scenario is None:
         return plan
-    fixed = _as_planned(plan, plan.scenario)
-    step_s = _simulated_s(fixed)
+    step_s = _simulated_s(plan.scenario)
     no_bytes_s = no_wan_s = step_s
-    if fixed.hops:
-        no_bytes_s = _simulated_s(_without_bytes(fixed))
-        no_wan_s = _simulated_s(_without_latency(_without_bytes(fixed)))
+    if plan.scenario.hops:
+        no_bytes = _without_bytes(plan.scenario)
+        no_bytes_s, no_wan_s = _simulated_s(no_bytes), _simulated_s(_without_latency(no_bytes))
     bubble = split_bubble(
         step_s,
         [stage.busy_s for stage in plan.stages],
@@ -79,7 +78,7 @@ def simulated_once(plan: Plan) -> Plan:
     """The same plan with the simulator's time of a step; latency and bandwidth take as long as by formula."""
     if plan.scenario is None:
         return plan
-    step_s = _simulated_s(_as_planned(plan, plan.scenario))
+    step_s = _simulated_s(plan.scenario)
     old, old_s = plan.estimate.bubble, plan.estimate.step_s
     bubble = split_bubble(
         step_s,
@@ -113,6 +112,7 @@ def _stage(loads: Loads, supply: ModelSupply, index: int) -> PlannedStage:
         capacity_bytes=cloud.capacity_bytes,
         usd_per_hour=cloud.usd_per_hour,
         layers=(layers.start, layers.stop),
+        sharding=supply.levels[loads.setting.level].sharding(cloud),
     )
 
 
@@ -129,12 +129,6 @@ def _link(loads: Loads, terms: Terms, index: int) -> PlannedLink:
         usd_per_gib=terms.links[frozenset((first, second))].usd_per_gib,
         reason=choice.reason,
     )
-
-
-def _cap(loads: Loads) -> int | None:
-    """One number for all stages: the least that a stage which wants more can hold."""
-    pairs = zip(loads.windows, loads.wanted, strict=True)
-    return min((window for window, wanted in pairs if window < wanted), default=None)
 
 
 def _on_lines_s(scenario: Scenario) -> float:
@@ -154,10 +148,10 @@ def _limiting(loads: Loads, links: Sequence[PlannedLink]) -> str:
     if loads.is_bound:
         shares = [window / wanted for window, wanted in zip(loads.windows, loads.wanted, strict=True)]
         return f"memory of {loads.clouds[shares.index(min(shares))].name}"
-    waiting_s = sum(2 * hop.line.latency_s + sum(line_times(hop)) for hop in scenario.hops)
+    waiting_s = sum(2 * hop.line.delay_s + sum(line_times(hop)) for hop in scenario.hops)
     slowest = intervals_s.index(max(intervals_s))
     if waiting_s > scenario.num_microbatches * intervals_s[slowest]:
-        farthest = max(range(len(links)), key=lambda one: scenario.hops[one].line.latency_s)
+        farthest = max(range(len(links)), key=lambda one: scenario.hops[one].line.delay_s)
         return f"round trip of {'-'.join(links[farthest].between)}"
     return f"compute of {loads.clouds[slowest].name}"
 
@@ -176,15 +170,8 @@ def _retimed(plan: Plan, *, step_s: float, bubble: BubbleSplit) -> Plan:
 
 
 def _simulated_s(scenario: Scenario) -> float:
-    """A step that follows another: the first does not wait for the last stage's update."""
+    """A step that follows another, with the windows measured in that one: what `isthmus simulate` says."""
     return simulate(scenario, num_steps=_NUM_SIMULATED_STEPS).step_s
-
-
-def _as_planned(plan: Plan, scenario: Scenario) -> Scenario:
-    """With the planned windows from the first step on, which workers have from the second on."""
-    if scenario.policy is not Policy.WAN_ONE_F_ONE_B:
-        return scenario
-    return replace(scenario, windows=tuple(stage.window for stage in plan.stages))
 
 
 def _without_bytes(scenario: Scenario) -> Scenario:
@@ -201,5 +188,8 @@ def _without_bytes(scenario: Scenario) -> Scenario:
 
 
 def _without_latency(scenario: Scenario) -> Scenario:
-    hops = tuple(replace(hop, line=replace(hop.line, latency_s=0.0, jitter_s=0.0)) for hop in scenario.hops)
+    hops = tuple(
+        replace(hop, line=replace(hop.line, latency_s=0.0, jitter_s=0.0, handling_s=0.0))
+        for hop in scenario.hops
+    )
     return replace(scenario, hops=hops)

@@ -8,8 +8,10 @@ from typing import Any, Final
 
 from isthmus.errors import UserError
 from isthmus.plan.ladder import Loss
+from isthmus.plan.memory import Sharding
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.scenario import Scenario, scenario_from_dict, scenario_to_dict
+from isthmus.plan.sparing import Sparing
 
 PLAN_FILE: Final = "plan.json"
 VERSION: Final = 1
@@ -40,6 +42,8 @@ class PlannedStage:
     usd_per_hour: float | None
     layers: tuple[int, int] | None = None
     """The first layer, and the one behind the last."""
+    sharding: Sharding = Sharding.NONE
+    """What its ranks share out."""
 
     @property
     def memory_bytes(self) -> int:
@@ -131,6 +135,19 @@ class Decisions:
     recompute: bool
     codecs: tuple[tuple[str, str], ...]
     reasons: tuple[str, ...] = ()
+    sharding: tuple[str, ...] = ()
+    """Of each stage; none where nothing is said."""
+    offload_optimizer: bool = False
+    optimizer_bits: int = 32
+
+    @property
+    def sparing(self) -> Sparing:
+        """What spares memory at every stage."""
+        return Sparing(
+            recompute=self.recompute,
+            offload_optimizer=self.offload_optimizer,
+            optimizer_bits=self.optimizer_bits,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +159,7 @@ class RunnerUp:
     estimate: Estimate
     memory_share: float | None
     why: str
+    savers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +170,10 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     links: tuple[PlannedLink, ...]
     savers: tuple[str, ...]
-    """What spares memory, in the words of the job where it has a key for it."""
+    """What spares memory, in words."""
     estimate: Estimate
     reason: str
+    sparing: Sparing = Sparing()  # noqa: RUF009 it is frozen
     settings: PipelineSettings | DataSettings | None = None
     scenario: Scenario | None = None
     loss: Loss = Loss.NONE
@@ -177,9 +196,12 @@ class Plan:
             layers=tuple(stop - start for start, stop in (one.layers or (0, 0) for one in self.stages)),
             num_microbatches=self.settings.num_microbatches,
             max_in_flight=self.settings.max_in_flight,
-            recompute="recompute" in self.savers,
+            recompute=self.sparing.recompute,
             codecs=tuple((one.forward_codec, one.backward_codec) for one in self.links),
             reasons=self.notes,
+            sharding=tuple(one.sharding.value for one in self.stages),
+            offload_optimizer=self.sparing.offload_optimizer,
+            optimizer_bits=self.sparing.optimizer_bits,
         )
 
     @property
@@ -254,6 +276,10 @@ def decisions_from_dict(values: Mapping[str, Any]) -> Decisions:
             recompute=bool(values["recompute"]),
             codecs=tuple((str(forward), str(backward)) for forward, backward in values["codecs"]),
             reasons=tuple(str(one) for one in values["reasons"]),
+            # Older plans do not have these.
+            sharding=tuple(Sharding(one).value for one in values.get("sharding", ())),
+            offload_optimizer=bool(values.get("offload_optimizer", False)),
+            optimizer_bits=int(values.get("optimizer_bits", 32)),
         )
     except (KeyError, TypeError, ValueError):
         raise UserError("the decisions of a plan cannot be read", hint=_HOW) from None

@@ -79,6 +79,7 @@ def _plan(study: Study, wholes: Sequence[Whole], wires: Sequence[Wire], sync: Sy
         stages=stages,
         links=links,
         savers=max((one.savers for one in wholes), key=len),
+        sparing=max((one.sparing for one in wholes), key=lambda one: len(one.words)),
         estimate=estimate,
         reason="",
         settings=DataSettings(inner_steps=sync.inner_steps, num_fragments=sync.num_fragments, bits=sync.bits),

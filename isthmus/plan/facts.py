@@ -9,6 +9,7 @@ from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, LinkSpec
 from isthmus.plan.activations import Arithmetic, Precision
 from isthmus.plan.devices import CATALOGUE, Accelerator, find_accelerator, new_accelerator
+from isthmus.plan.memory import Sharding
 from isthmus.plan.profile import Profile, read_profile
 from isthmus.plan.scenario import Line
 from isthmus.plan.shapes import Task, load_config
@@ -27,6 +28,8 @@ class CloudFacts:
     capacity_bytes: int | None
     """Of one rank's memory, None where it is unknown."""
     usd_per_hour: float | None
+    sharding: Sharding | None = None
+    """What its ranks share out, None where the plan chooses."""
 
     def room_bytes(self, share: float) -> int:
         """What a plan may fill of a rank's memory."""
@@ -40,7 +43,6 @@ class StepFacts:
     num_sequences: int
     sequence_length: int
     precision: Precision
-    recompute: bool
     num_steps: int
 
     @property
@@ -85,7 +87,6 @@ def step_facts(job: Job) -> StepFacts:
         num_sequences=num_tokens // length,
         sequence_length=length,
         precision=Precision(job.train.precision),
-        recompute=job.train.recompute is True,
         num_steps=job.train.steps,
     )
 
@@ -130,6 +131,7 @@ def _cloud(cloud: CloudSpec, own: Mapping[str, Accelerator]) -> CloudFacts:
         profile=profile,
         capacity_bytes=cloud.memory_bytes or (accelerator.memory_bytes if is_known else None),
         usd_per_hour=whole if cloud.usd_per_hour is None else cloud.usd_per_hour,
+        sharding=None if cloud.sharding == "auto" else Sharding(cloud.sharding),
     )
 
 

@@ -124,6 +124,7 @@ def _plan(study: Study, feeds: Sequence[_Feed], judge: Whole) -> Plan:
         stages=stages,
         links=links,
         savers=max((one.savers for one in (*generators, judge)), key=len),
+        sparing=max((one.sparing for one in (*generators, judge)), key=lambda one: len(one.words)),
         estimate=estimated(
             stages,
             links,

@@ -22,7 +22,7 @@ HEADROOM: Final = 0.9
 _TOLERANCE: Final = 0.05
 # Figures that move to and fro must not move the codec with them.
 _CAUTIOUS_HEADROOM: Final = 0.7
-_WORTHWHILE_GAIN: Final = 0.1
+_WORTHWHILE_GAIN: Final = 0.12
 
 _SHARES_OF_WIDTH: Final = (4, 8, 16)
 _LEAST_RANK: Final = 8
@@ -212,8 +212,8 @@ def reconsider(
     best = choose(crossing, figures, rungs=rungs, bounds=bounds)
     if own is None:
         return best
-    now_s, then_s = own.step_s(figures, 1.0), max(figures.interval_s, best.forward_s, best.backward_s)
-    if now_s > then_s * (1 + _WORTHWHILE_GAIN):
+    then_s = next(one for one in options if one.pair == best.pair).step_s(figures, HEADROOM)
+    if own.step_s(figures, HEADROOM) > then_s * (1 + _WORTHWHILE_GAIN):
         return best
     safe = choose(crossing, figures, rungs=rungs, bounds=bounds, headroom=_CAUTIOUS_HEADROOM)
     milder = {one.pair for one in options if one.mildness < own.mildness}

@@ -91,13 +91,14 @@ def _least_memory(study: Study) -> tuple[float, Plan | None]:
 
 
 def _first(study: Study, supply: ModelSupply) -> Plan | None:
-    """Anything that fits with the smallest micro-batches and every saver."""
-    strictest = replace(supply, levels=supply.levels[-1:], _tables={}, _memory={}, _costs={})
+    """Anything that fits with the smallest micro-batches and all that spares memory."""
+    strict = [one for one in supply.levels if one.sparing.recompute]
+    strictest = replace(supply, levels=strict, _tables={}, _memory={}, _costs={})
     given = getattr(study.job.strategy, "microbatches", None)
     found = search(
         strictest,
         microbatches=[given or study.step.num_sequences],
-        num_levels=1,
+        num_levels=len(strict),
         constraints=study.terms.constraints,
     )
     return assess(found[0], strictest, study.terms) if found else None

@@ -52,7 +52,7 @@ def _open(
         return Flow(
             clock,
             bandwidth_bps=bandwidth_bps,
-            latency_s=line.latency_s + line.handling_s,
+            latency_s=line.delay_s,
             jitter_s=line.jitter_s,
             seed=f"{seed}/{index}/{name}",
             slowdowns=_slowdowns(one for one in on_line if one.kind is FaultKind.SLOW_DOWN),

@@ -7,11 +7,10 @@ from itertools import pairwise
 from isthmus.plan.facts import CloudFacts
 from isthmus.plan.ladder import Bounds, Choice, Figures, Rung, choose
 from isthmus.plan.pipeline import Policy
-from isthmus.plan.rank_windows import Measured, next_windows
+from isthmus.plan.rank_windows import at_worst, expected, next_windows
 from isthmus.plan.scenario import HopLoad, Scenario, StageLoad
 from isthmus.plan.search import Constraints, Found, Setting, measure_with
 from isthmus.plan.supply import ModelSupply
-from isthmus.plan.window import Hop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +71,17 @@ def load_up(found: Found, supply: ModelSupply, terms: Terms) -> Loads:
         policy=terms.policy,
         first_trained=next(trained, len(stages) - 1),
     )
-    wanted = terms.windows or next_windows(scenario, _as_measured(scenario))
-    windows = _windows(scenario, wanted, _caps(found, supply, terms))
+    held, measured = _held(found, supply, terms), expected(scenario)
+    wanted = terms.windows or next_windows(scenario, measured)
+    cap = _cap(scenario, wanted, held)
+    fixed = None if terms.windows is None else _given_windows(terms.windows, held)
     return Loads(
         setting=setting,
         clouds=tuple(supply.clouds[cloud] for cloud in partition.clouds),
         layers=partition.ranges,
-        scenario=replace(scenario, windows=windows if terms.windows or windows != wanted else None),
+        scenario=replace(scenario, windows=fixed, max_in_flight=cap),
         wanted=wanted,
-        windows=windows,
+        windows=fixed or next_windows(scenario, measured, max_in_flight=cap),
         choices=choices,
         step_s=measure_with(found.problem, partition, hops, [one.num_ranks for one in stages]).step_s,
     )
@@ -122,7 +123,7 @@ def _hops(
     return tuple(choices), tuple(hops)
 
 
-def _caps(found: Found, supply: ModelSupply, terms: Terms) -> list[float]:
+def _held(found: Found, supply: ModelSupply, terms: Terms) -> list[float]:
     """The most that a rank of each stage may keep in flight."""
     spots = zip(found.partition.clouds, found.partition.ranges, strict=True)
     held = [
@@ -131,30 +132,19 @@ def _caps(found: Found, supply: ModelSupply, terms: Terms) -> list[float]:
     return [min(one, terms.max_in_flight or one) for one in held]
 
 
-def _windows(scenario: Scenario, wanted: Sequence[int], caps: Sequence[float]) -> tuple[int, ...]:
-    """What is wanted and fits; a policy with a fixed order may not wait for forwards that cannot come."""
-    sizes: list[int] = []
-    for stage, size, cap in zip(scenario.stages, wanted, caps, strict=True):
-        bounds = [size, cap]
-        if sizes and scenario.policy is not Policy.WAN_ONE_F_ONE_B:
-            before = scenario.stages[len(sizes) - 1]
-            bounds.append(sizes[-1] * before.num_ranks // stage.num_ranks)
-        sizes.append(int(max(1, min(bounds))))
-    return tuple(sizes)
+def _cap(scenario: Scenario, wanted: Sequence[int], held: Sequence[float]) -> int | None:
+    """One number for all stages, as runs have it: the least that a stage which wants more can hold.
+
+    Workers whose messages meet on the line may ask for more than is expected; where that would not fit, and
+    nobody is kept from what is expected, they are bound too.
+    """
+    binding = [one for one, size in zip(held, wanted, strict=True) if one < size]
+    if binding:
+        return int(max(1, min(binding)))
+    most = next_windows(scenario, at_worst(scenario))
+    tight = [one for one, size in zip(held, most, strict=True) if one < size]
+    return int(min(tight)) if tight and min(tight) >= max(wanted) else None
 
 
-def _as_measured(scenario: Scenario) -> Measured:
-    """What workers will find: ranks that send at the same time share the line."""
-    hops = []
-    for hop, (first, second) in zip(scenario.hops, pairwise(scenario.stages), strict=True):
-        num_sharing = min(scenario.num_microbatches, max(first.num_ranks, second.num_ranks))
-        forward_s, backward_s = line_times(hop)
-        hops.append(
-            Hop(
-                forward_s=num_sharing * forward_s + hop.forward_coding_s,
-                backward_s=num_sharing * backward_s + hop.backward_coding_s,
-                latency_s=hop.line.latency_s,
-            )
-        )
-    pass_s = tuple(stage.forward_s + stage.backward_s for stage in scenario.stages)
-    return Measured(pass_s=pass_s, hops=tuple(hops))
+def _given_windows(given: Sequence[int], held: Sequence[float]) -> tuple[int, ...]:
+    return tuple(int(max(1, min(size, most))) for size, most in zip(given, held, strict=True))

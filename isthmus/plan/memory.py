@@ -24,6 +24,16 @@ class OptimizerState(enum.Enum):
     EIGHT_BIT = "8-bit"
 
 
+class Sharding(enum.StrEnum):
+    """What of a stage is dealt out to the ranks of its cloud, and for how long."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    """Weights are gathered once a step and gradients reduced once, so ranks hold both whole in between."""
+    FULL = "full"
+    """Each layer is gathered when it runs, and reduced when it has."""
+
+
 class WeightStorage(enum.Enum):
     """What weights and gradients are kept in."""
 
@@ -36,14 +46,20 @@ class WeightStorage(enum.Enum):
 class Savers:
     """What a stage does to need less memory; recomputing is part of the workload.
 
-    With `num_shards` ranks sharing weights, gradients and optimizer state, the weights are gathered once a
-    step, in the precision of the computation.
+    With any sharding `num_shards` ranks share weights, gradients and optimizer state; what is gathered is in
+    the precision of the computation.
     """
 
     optimizer: OptimizerState = OptimizerState.FLOAT32
     weights: WeightStorage = WeightStorage.FLOAT32
+    sharding: Sharding = Sharding.NONE
     num_shards: int = 1
     offload_optimizer: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks share anything."""
+        return self.sharding is not Sharding.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +72,7 @@ class Memory:
     master: int
     """The float32 copy of weights that are kept narrower."""
     gathered: int
-    """The weights of all shards, for the time of a step."""
+    """Weights, and for a layer alone gradients, of all shards, for the time of a step or of a layer."""
     activations: int
     """Of all micro-batches in flight, and their bfloat16 copies of the weights."""
     working: int
@@ -103,11 +119,12 @@ def stage_memory(
     kept = _kept_bytes(costs, layers, has_copies=arithmetic.is_mixed and not _has_narrow_weights(savers))
     has_boundary = len(layers) < costs.num_layers
     return Memory(
-        weights=weight_bytes * num_held,
-        gradients=weight_bytes * num_held,
+        # Where ranks share, FSDP2 offloads the shares of the weights too.
+        weights=0 if savers.is_sharded and savers.offload_optimizer else weight_bytes * num_held,
+        gradients=weight_bytes * (num_owned if savers.sharding is Sharding.OPTIMIZER else num_held),
         optimizer=0 if savers.offload_optimizer else round(_state_bytes(savers) * num_held),
         master=WIDE_BYTES * num_held if is_narrow and not savers.offload_optimizer else 0,
-        gathered=arithmetic.element_bytes * num_owned if savers.num_shards > 1 else 0,
+        gathered=_gathered_bytes(costs, layers, savers, num_owned),
         activations=window * kept,
         working=_working_bytes(costs, layers, kept, is_cast=arithmetic.is_mixed and not is_narrow),
         update=_update_bytes(costs, layers, savers),
@@ -119,7 +136,20 @@ def stage_memory(
 
 def _has_narrow_weights(savers: Savers) -> bool:
     """Whether products read bfloat16 weights as they are: they are kept, or gathered, so."""
-    return savers.weights is WeightStorage.BFLOAT16 or savers.num_shards > 1
+    return savers.weights is WeightStorage.BFLOAT16 or savers.is_sharded
+
+
+def _gathered_bytes(costs: ModelCosts, layers: range, savers: Savers, num_owned: int) -> int:
+    element_bytes = costs.workload.arithmetic.element_bytes
+    match savers.sharding:
+        case Sharding.NONE:
+            return 0
+        case Sharding.OPTIMIZER:
+            return element_bytes * num_owned
+        case Sharding.FULL:
+            # A layer and the next, which is fetched ahead, and the gradients of the one.
+            largest = max(part.num_parameters for part in costs.parts(layers))
+            return (2 * element_bytes + WIDE_BYTES) * largest
 
 
 def _state_bytes(savers: Savers) -> float:

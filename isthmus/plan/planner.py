@@ -3,8 +3,10 @@
 study the job → search pipelines, copies, generators → keep the limits → simulate the best → choose
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from isthmus.errors import UserError
@@ -20,7 +22,7 @@ from isthmus.plan.choice import Form, Plan, RunnerUp
 from isthmus.plan.data_plans import data_plans
 from isthmus.plan.generator_plans import generator_plans
 from isthmus.plan.limits import keep_limits, nothing_fits
-from isthmus.plan.search import search
+from isthmus.plan.search import Found, search
 from isthmus.plan.study import LOSSES, Study, study
 from isthmus.plan.supply import microbatch_choices
 from isthmus.units import format_duration
@@ -39,24 +41,28 @@ _MAX_ASSESSED: Final = 400
 _MAX_RUNNERS_UP: Final = 6
 
 
-def plan(
-    job: Job, *, runnable_only: bool = False, is_quick: bool = False, progress: Progress = lambda _: None
-) -> Plan:
+def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: None) -> Plan:
     """The best plan within the job's limits, or one sentence on what is in the way of any.
 
-    With `runnable_only` it spares memory only in ways that workers know; `is_quick` simulates only the best.
+    With `is_quick` only the best is simulated.
     """
     progress("reading the job")
-    ready = study(job, runnable_only=runnable_only)
+    ready = study(job)
     plans = _candidates(ready, progress)
     if not plans:
         raise nothing_fits(ready)
     allowed = keep_limits(plans, job)
     simulated = _simulate_best(allowed, job, progress, is_quick=is_quick)
     best = _pick(keep_limits(simulated, job), job)
+    if not is_quick:
+        progress("simulating the runners-up")
+        simulated += _simulate_some(_others(best, (simulated, allowed, plans), job))
+        # By formula some may have looked slower than they are.
+        best = _pick(keep_limits(simulated, job), job)
+    others = _others(best, (simulated, allowed, plans), job)
     if not is_quick and simulated_work(best) <= _SIMULATED_PASSES:
         best = assess_simulated(best)
-    runners_up = _runners_up(best, simulated, allowed, plans, job)
+    runners_up = tuple(_runner_up(one, best, job) for one in others)
     return replace(
         best,
         reason=_reason(best, runners_up),
@@ -78,7 +84,7 @@ def _candidates(ready: Study, progress: Progress) -> list[Plan]:
         case AutoStrategy():
             pipelines = list(_pipelines(ready, progress))
             progress("weighing copies of the model")
-            return [*pipelines, *data_plans(ready)]
+            return _milder([*pipelines, *data_plans(ready)], ready)
 
 
 def _pipelines(ready: Study, progress: Progress) -> Iterator[Plan]:
@@ -90,16 +96,37 @@ def _pipelines(ready: Study, progress: Progress) -> Iterator[Plan]:
         most=_MAX_MICROBATCHES,
         num_ranks=min(cloud.num_ranks for cloud in ready.clouds),
     )
-    limits = ready.job.limits
     progress(f"cutting the model for {len(numbers)} numbers of micro-batches")
-    found = search(
+    found = _search(ready, numbers)
+    yield from (assess(one, ready.supply, ready.terms) for one in found[:_MAX_ASSESSED])
+
+
+def _search(ready: Study, microbatches: Sequence[int]) -> list[Found]:
+    """What fits; by a last resort only what nothing else makes fit, or what has fewer stages for it."""
+    limits, levels = ready.job.limits, ready.supply.levels
+    look = partial(
+        search,
         ready.supply,
-        microbatches=numbers,
-        num_levels=len(ready.supply.levels),
+        microbatches=microbatches,
         constraints=ready.terms.constraints,
         keeps_every_set=limits.budget_usd is not None or limits.deadline_s is not None,
     )
-    yield from (assess(one, ready.supply, ready.terms) for one in found[:_MAX_ASSESSED])
+    num_mild = sum(not one.is_last_resort for one in levels)
+    found = look(num_levels=num_mild)
+    fewest = min((len(one.partition.clouds) for one in found), default=math.inf)
+    least = len(ready.clouds) if ready.terms.constraints.uses_all else 1
+    if num_mild == len(levels) or fewest <= least:
+        return found
+    resorts = look(first_level=num_mild, num_levels=len(levels))
+    fewer = (one for one in resorts if len(one.partition.clouds) < fewest)
+    return sorted([*found, *fewer], key=lambda one: one.partition.step_s)
+
+
+def _milder(plans: Sequence[Plan], ready: Study) -> list[Plan]:
+    """Without copies of the model that fit only by a last resort, where something else fits without one."""
+    mild = {one.sparing for one in ready.supply.levels if not one.is_last_resort}
+    has_mild = any(one.sparing in mild for one in plans)
+    return [one for one in plans if one.form is not Form.DATA or one.sparing in mild or not has_mild]
 
 
 def _refuse_copies(ready: Study) -> list[Plan]:
@@ -149,12 +176,21 @@ def _cost(plan: Plan, job: Job) -> float:
     return plan.estimate.step_s if job.limits.deadline_s is None or usd is None else usd
 
 
-def _runners_up(
-    best: Plan, simulated: Sequence[Plan], allowed: Sequence[Plan], plans: Sequence[Plan], job: Job
-) -> tuple[RunnerUp, ...]:
-    """The best of each other form and set of clouds, what was simulated first."""
+def _simulate_some(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that are not simulated yet, as many as the work allows."""
+    done: list[Plan] = []
+    work = 0
+    for one in plans:
+        work += 0 if one.estimate.is_simulated else simulated_work(one)
+        if one.scenario is not None and not one.estimate.is_simulated and work <= _SIMULATED_PASSES:
+            done.append(simulated_once(one))
+    return done
+
+
+def _others(best: Plan, groups: Sequence[Sequence[Plan]], job: Job) -> list[Plan]:
+    """The best of each other form and set of clouds; earlier groups, such as what was simulated, go first."""
     chosen: dict[tuple[Form, tuple[str, ...]], Plan] = {}
-    for group in (simulated, allowed, plans):
+    for group in groups:
         for one in sorted(group, key=lambda one: _cost(one, job)):
             chosen.setdefault((one.form, one.clouds), one)
     chosen.pop((best.form, best.clouds), None)
@@ -162,15 +198,17 @@ def _runners_up(
     every_form = {one.form: one for one in reversed(others)}
     first = [one for one in others if one in every_form.values()]
     rest = [one for one in others if one not in first]
-    return tuple(
-        RunnerUp(
-            form=one.form,
-            what=one.what,
-            estimate=one.estimate,
-            memory_share=one.memory_share,
-            why=_why(one, best, job),
-        )
-        for one in sorted([*first, *rest][:_MAX_RUNNERS_UP], key=lambda one: _cost(one, job))
+    return sorted([*first, *rest][:_MAX_RUNNERS_UP], key=lambda one: _cost(one, job))
+
+
+def _runner_up(one: Plan, best: Plan, job: Job) -> RunnerUp:
+    return RunnerUp(
+        form=one.form,
+        what=one.what,
+        estimate=one.estimate,
+        memory_share=one.memory_share,
+        why=_why(one, best, job),
+        savers=one.savers,
     )
 
 

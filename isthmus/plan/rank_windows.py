@@ -1,8 +1,9 @@
 """Windows of ranks: before anything is measured, and at the end of a step from what was measured in it.
 
-With one rank per stage this is what the workers do. With several, a rank of stage i gets every R_i-th
-micro-batch, so its own interval is `u_i = R_i·τ`. What it hands on comes back after the round trip and after
-as many intervals of a rank behind it as that has in flight:
+The one place that says so: workers, simulator and planner ask here. With several ranks, a rank of stage i
+gets every R_i-th micro-batch, so its own interval is `u_i = R_i·τ`. What it hands on comes back after the
+round trip, on which it shares the line with its siblings, and after as many intervals of a rank behind it as
+that has in flight:
 
     w_i = 1 + ceil(2·tt_i / u_i) + ceil(w_{i+1}·u_{i+1} / u_i),   1 at the last stage
 """
@@ -10,6 +11,7 @@ as many intervals of a rank behind it as that has in flight:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 from isthmus.plan.pipeline import Policy
@@ -43,6 +45,36 @@ def bare_scenario(num_ranks: Sequence[int], *, num_microbatches: int, policy: Po
     )
 
 
+def expected(scenario: Scenario) -> Measured:
+    """What workers will measure: the shortest way is alone on its line.
+
+    Coding is no part of it: a message is stamped when it is coded, and what it took to come is known before
+    it is decoded. Handling is: all but the latency counts as time on the line.
+    """
+    return Measured(
+        pass_s=tuple(stage.forward_s + stage.backward_s for stage in scenario.stages),
+        hops=tuple(
+            Hop(
+                forward_s=8 * hop.forward_bytes / hop.line.down_bps + hop.line.handling_s,
+                backward_s=8 * hop.backward_bytes / hop.line.up_bps + hop.line.handling_s,
+                latency_s=hop.line.latency_s,
+            )
+            for hop in scenario.hops
+        ),
+    )
+
+
+def at_worst(scenario: Scenario) -> Measured:
+    """What workers measure where even the shortest way shares its line with all that may be on it."""
+    found = expected(scenario)
+    slowest_s = max(stage.interval_s for stage in scenario.stages)
+    hops = tuple(
+        replace(hop, forward_s=max(slowest_s, hop.forward_s), backward_s=max(slowest_s, hop.backward_s))
+        for hop in found.hops
+    )
+    return replace(found, hops=hops)
+
+
 def first_windows(scenario: Scenario, *, max_in_flight: int | None = None) -> tuple[int, ...]:
     """Windows of each stage's ranks before anything is measured; `max_in_flight` bounds every rank."""
     ranks = [stage.num_ranks for stage in scenario.stages]
@@ -58,9 +90,24 @@ def next_windows(
     """Windows of each stage's ranks for the next step."""
     interval_s = max(_MIN_INTERVAL_S, *_stage_intervals_s(scenario, measured), *_line_s(scenario, measured))
     spare_s = _SPARE_SHARE * interval_s
-    hops = tuple(replace(hop, latency_s=hop.latency_s + spare_s / 2) for hop in measured.hops)
-    spared = replace(measured, hops=hops)
-    return _windows(scenario, spared, interval_s=interval_s, max_in_flight=max_in_flight)
+    hops = tuple(
+        _shared(replace(hop, latency_s=hop.latency_s + spare_s / 2), number, interval_s)
+        for hop, number in zip(measured.hops, _num_sharing(scenario), strict=True)
+    )
+    return _windows(
+        scenario, replace(measured, hops=hops), interval_s=interval_s, max_in_flight=max_in_flight
+    )
+
+
+def _shared(hop: Hop, number: int, interval_s: float) -> Hop:
+    """A message that so many ranks send at the same time, where the shortest way was measured alone.
+
+    Where even that one shared its line too much is counted, but never more than an interval of the ranks.
+    """
+    if number == 1:
+        return hop
+    forward_s, backward_s = (number * min(one, interval_s) for one in (hop.forward_s, hop.backward_s))
+    return replace(hop, forward_s=max(hop.forward_s, forward_s), backward_s=max(hop.backward_s, backward_s))
 
 
 def _stage_intervals_s(scenario: Scenario, measured: Measured) -> list[float]:
@@ -69,15 +116,17 @@ def _stage_intervals_s(scenario: Scenario, measured: Measured) -> list[float]:
 
 
 def _line_s(scenario: Scenario, measured: Measured) -> list[float]:
-    """Time of one message on each line; as many pairs of ranks as there may be have shared it."""
-    sharing = [
-        max(one.num_ranks, other.num_ranks)
-        for one, other in zip(scenario.stages, scenario.stages[1:], strict=False)
-    ]
+    """Time of one message on each line, if as many pairs of ranks as there may be have shared it."""
     return [
         max(hop.forward_s, hop.backward_s) / number
-        for hop, number in zip(measured.hops, sharing, strict=True)
+        for hop, number in zip(measured.hops, _num_sharing(scenario), strict=True)
     ]
+
+
+def _num_sharing(scenario: Scenario) -> list[int]:
+    """The most ranks that may send over each line at the same time."""
+    most = scenario.num_microbatches
+    return [min(most, max(one.num_ranks, other.num_ranks)) for one, other in pairwise(scenario.stages)]
 
 
 def _windows(
@@ -117,9 +166,9 @@ def _bounds(scenario: Scenario, before: Sequence[int]) -> list[int]:
     stage = len(before)
     num_ranks = scenario.stages[stage].num_ranks
     bounds = [math.ceil(scenario.num_microbatches / num_ranks)]
-    if before and scenario.policy is not Policy.GPIPE:
-        num_before = before[-1] * scenario.stages[stage - 1].num_ranks
-        # 1F1B waits for the forward that it has chosen, so it may not choose one that cannot come.
-        is_strict = scenario.policy is Policy.ONE_F_ONE_B
+    num_before = before[-1] * scenario.stages[stage - 1].num_ranks if before else scenario.num_microbatches
+    if before and (scenario.policy is not Policy.GPIPE or num_before < scenario.num_microbatches):
+        # Who waits for the forward that it has chosen may not choose one that cannot come.
+        is_strict = scenario.policy is not Policy.WAN_ONE_F_ONE_B
         bounds.append(num_before // num_ranks if is_strict else math.ceil(num_before / num_ranks))
     return bounds

@@ -41,6 +41,11 @@ class Line:
     jitter_s: float = 0.0
     handling_s: float = 0.0
 
+    @property
+    def delay_s(self) -> float:
+        """What every message takes beside its time on the line."""
+        return self.latency_s + self.handling_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopLoad:
@@ -60,7 +65,8 @@ class HopLoad:
 class Scenario:
     """A pipeline as far as its time goes; one hop between each two neighbouring stages.
 
-    `windows` are per rank of each stage; None lets each be found from the times, as the workers do.
+    `windows` are per rank of each stage; None lets each be found from the times, as the workers do, up to
+    `max_in_flight`.
     """
 
     stages: tuple[StageLoad, ...]
@@ -69,6 +75,7 @@ class Scenario:
     policy: Policy = Policy.WAN_ONE_F_ONE_B
     windows: tuple[int, ...] | None = None
     first_trained: int = 0
+    max_in_flight: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.hops) != len(self.stages) - 1:
@@ -96,6 +103,7 @@ def scenario_from_dict(values: Mapping[str, Any]) -> Scenario:
             policy=Policy(values["policy"]),
             windows=None if windows is None else tuple(int(one) for one in windows),
             first_trained=int(values.get("first_trained", 0)),
+            max_in_flight=values.get("max_in_flight"),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(

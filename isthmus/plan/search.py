@@ -91,24 +91,26 @@ def search(
     *,
     microbatches: Sequence[int],
     num_levels: int,
+    first_level: int = 0,
     constraints: Constraints = Constraints(),  # noqa: B008 it is frozen
     keeps_every_set: bool = False,
 ) -> list[Found]:
     """All that is worth a closer look, best first; with `keeps_every_set` one for each set of clouds."""
+    levels = range(first_level, num_levels)
     found: list[Found] = []
     # Many small micro-batches are likely best, and the sooner the best is found the more is cut off.
     for number in sorted(microbatches, reverse=True):
         best_s = min((one.partition.step_s for one in found), default=math.inf)
         spread = _SPREAD if len(supply.num_ranks) <= _NUM_FEW_CLOUDS else _NARROW_SPREAD
         cutoff_s = math.inf if keeps_every_set else best_s * spread
-        found += _under(supply, number, num_levels, constraints, cutoff_s, keeps_every_set)
+        found += _under(supply, number, levels, constraints, cutoff_s, keeps_every_set)
     return sorted(found, key=lambda one: (one.partition.step_s, one.setting, one.partition.clouds))
 
 
 def _under(
     supply: Supply,
     num_microbatches: int,
-    num_levels: int,
+    levels: range,
     constraints: Constraints,
     cutoff_s: float,
     keeps_every_set: bool,
@@ -117,13 +119,13 @@ def _under(
     unbound_s: float | None = None
     num_found = 1 << len(supply.num_ranks) if keeps_every_set else _NUM_PER_SETTING
     slack = 0.0 if len(supply.num_ranks) <= _NUM_FEW_CLOUDS else _SLACK
-    for level in range(num_levels):
+    for level in levels:
         setting = Setting(num_microbatches=num_microbatches, level=level)
         problem = build_problem(supply, setting, constraints)
         partitions = best_partitions(problem, slack=slack, cutoff_s=cutoff_s, num_found=num_found)
         for one in partitions:
             yield Found(setting=setting, partition=balanced(problem, one), problem=problem)
-        if level + 1 == num_levels:
+        if level == levels[-1]:
             return
         if unbound_s is None:
             roomy = without_memory(supply, setting, constraints)
@@ -165,7 +167,7 @@ def passage(hop: HopLoad, num_microbatches: int, num_ranks: tuple[int, int] = (1
     num_down, num_up = (min(one, num_microbatches) for one in num_ranks)
     coding_s = hop.forward_coding_s + hop.backward_coding_s
     return Passage(
-        once_s=2 * hop.line.latency_s + num_down * forward_s + num_up * backward_s + coding_s,
+        once_s=2 * hop.line.delay_s + num_down * forward_s + num_up * backward_s + coding_s,
         pace_s=max((num_microbatches - num_down) * forward_s, (num_microbatches - num_up) * backward_s),
     )
 

@@ -36,7 +36,7 @@ class Settling:
         self._ways = ways
         self._on_verdict = on_verdict
         self._tallies = [_Tally() for _ in scenario.stages]
-        self.windows = [scenario.windows or first_windows(scenario)]
+        self.windows = [scenario.windows or first_windows(scenario, max_in_flight=scenario.max_in_flight)]
         """The windows of each stage's ranks, of every step so far and of the next."""
 
     def note_pass(self, stage: int, busy_s: float) -> None:
@@ -82,7 +82,7 @@ class Settling:
             pass_s=tuple(tally.busy_s / scenario.num_microbatches for tally in self._tallies),
             hops=tuple(self._measured_hop(index) for index in range(len(self._ways))),
         )
-        return next_windows(scenario, measured)
+        return next_windows(scenario, measured, max_in_flight=scenario.max_in_flight)
 
     def _measured_hop(self, index: int) -> Hop:
         """Travel less latency is time on the line; to frozen stages nothing comes back."""

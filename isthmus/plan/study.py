@@ -5,17 +5,26 @@ from dataclasses import dataclass
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.job import CodecSpec, Job, LinkSpec, PipelineStrategy
+from isthmus.job import (
+    CodecSpec,
+    DataStrategy,
+    GeneratorDiscriminatorStrategy,
+    Job,
+    LinkSpec,
+    PipelineStrategy,
+)
 from isthmus.plan.costs import model_costs
 from isthmus.plan.encoder_decoder import MODEL_TYPE as ENCODER_DECODER
 from isthmus.plan.encoder_decoder import read_encoder_decoder
 from isthmus.plan.facts import CloudFacts, StepFacts, cloud_facts, line, model_config, step_facts, task
 from isthmus.plan.ladder import Bounds, Crossing, Figures, Loss, Pair, choose, ladder
 from isthmus.plan.loads import LinkTerms, Terms
+from isthmus.plan.lock_step import check_lock_step
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.search import Constraints
 from isthmus.plan.shapes import read_shape
-from isthmus.plan.supply import CostModel, LinkFacts, ModelSupply, levels
+from isthmus.plan.sparing import levels
+from isthmus.plan.supply import CostModel, LinkFacts, ModelSupply
 
 LOSSES: Final = {"none": Loss.NONE, "slight": Loss.SLIGHT, "some": Loss.SOME}
 _ANY_ROWS: Final = 1024
@@ -44,18 +53,20 @@ class Study:
     terms: Terms
 
 
-def study(job: Job, *, runnable_only: bool = False) -> Study:
+def study(job: Job) -> Study:
     """Read a job, or say in one sentence what is missing or wrong."""
     model, step = read_model(job), step_facts(job)
     strategy = job.strategy if isinstance(job.strategy, PipelineStrategy) else None
     clouds = _ordered(cloud_facts(job), strategy)
     _check_given(strategy, model, step, clouds)
+    if not isinstance(job.strategy, DataStrategy | GeneratorDiscriminatorStrategy):
+        check_lock_step(job.used(), strategy or PipelineStrategy(kind="pipeline"))
     return Study(
         job=job,
         model=model,
         step=step,
         clouds=clouds,
-        supply=make_supply(job, model, step, clouds, runnable_only=runnable_only),
+        supply=make_supply(job, model, step, clouds),
         terms=Terms(
             links={frozenset(link.between): _link_terms(job, link, model.width) for link in job.link},
             constraints=_constraints(strategy, model),
@@ -84,9 +95,7 @@ def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
     )
 
 
-def make_supply(
-    job: Job, model: Model, step: StepFacts, clouds: tuple[CloudFacts, ...], *, runnable_only: bool = False
-) -> ModelSupply:
+def make_supply(job: Job, model: Model, step: StepFacts, clouds: tuple[CloudFacts, ...]) -> ModelSupply:
     """What these clouds take for the model, with every link between them whose figures are known."""
     numbers = {cloud.name: number for number, cloud in enumerate(clouds)}
     links = {}
@@ -98,11 +107,7 @@ def make_supply(
         clouds=clouds,
         links=links,
         step=step,
-        levels=levels(
-            recompute=step.recompute,
-            has_ranks=any(cloud.num_ranks > 1 for cloud in clouds),
-            runnable_only=runnable_only,
-        ),
+        levels=levels(job, clouds),
         costs_of=model.costs_of,
         memory_share=job.limits.memory_share,
         backward_share=model.backward_share,
@@ -173,7 +178,8 @@ def _link_terms(job: Job, link: LinkSpec, width: int) -> LinkTerms:
             forward=link.codec.forward if isinstance(link.codec.forward, CodecSpec) else None,
             backward=link.codec.backward if isinstance(link.codec.backward, CodecSpec) else None,
         ),
-        rungs=ladder(link.boundary.crossing_width(width)),
+        # As steering has it, or a run would change codecs that were planned right.
+        rungs=ladder(link.boundary.crossing_width(width), shares_ids=True),
     )
 
 

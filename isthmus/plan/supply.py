@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
+from isthmus.plan.activations import WIDE_BYTES
 from isthmus.plan.costs import ModelCosts, Workload
 from isthmus.plan.facts import CloudFacts, StepFacts
 from isthmus.plan.ladder import Crossing, Pair
-from isthmus.plan.memory import Memory, OptimizerState, Savers, stage_memory
+from isthmus.plan.memory import Memory, Savers, Sharding, stage_memory
 from isthmus.plan.scenario import HopLoad, Line
 from isthmus.plan.search import Setting, StageTable
+from isthmus.plan.sparing import Level
 from isthmus.plan.times import ModelTimes, estimated_times, measured_times
 from isthmus.plan.walks import Table
 
@@ -26,48 +28,8 @@ _PASS_OVERHEAD_S: Final = 2e-4
 _LEAST_LAYER_S: Final = 1e-4
 # Reading and writing that a codec does for each byte that it is given.
 _CODING_PASSES: Final = 16
-_OFFLOADED_BYTES_PER_PARAMETER: Final = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
-    """One way to spare memory, by words that a user reads; later levels spare more and take longer."""
-
-    words: tuple[str, ...]
-    recompute: bool = False
-    is_sharded: bool = False
-    optimizer: OptimizerState = OptimizerState.FLOAT32
-    offload_optimizer: bool = False
-
-    def savers(self, cloud: CloudFacts) -> Savers:
-        """What it means at a cloud."""
-        return Savers(
-            optimizer=self.optimizer,
-            num_shards=cloud.num_ranks if self.is_sharded else 1,
-            offload_optimizer=self.offload_optimizer,
-        )
-
-
-def levels(*, recompute: bool, has_ranks: bool, runnable_only: bool = False) -> tuple[Level, ...]:
-    """All levels from the mildest on; what the job already does is part of each.
-
-    Sharding takes no longer than copies do, and the update less, so ranks always shard.
-    """
-    words = ("sharding inside the cloud",) if has_ranks else ()
-    plain = Level(words=words, is_sharded=has_ranks)
-    recomputing = replace(plain, words=(*words, "recompute"), recompute=True)
-    found = [recomputing] if recompute else [plain, recomputing]
-    if runnable_only:
-        return tuple(found)
-    small = replace(
-        recomputing,
-        words=(*recomputing.words, "8-bit optimizer"),
-        optimizer=OptimizerState.EIGHT_BIT,
-    )
-    on_host = replace(
-        recomputing, words=(*recomputing.words, "optimizer on the host"), offload_optimizer=True
-    )
-    return (*found, small, on_host)
+# Two moments of four bytes, there and back.
+_OFFLOADED_BYTES_PER_PARAMETER: Final = 16
 
 
 CostModel = Callable[[Workload], ModelCosts]
@@ -116,7 +78,7 @@ class ModelSupply:
             num_sequences=self.step.num_sequences // setting.num_microbatches,
             sequence_length=self.step.sequence_length,
             arithmetic=self.step.arithmetic(cloud),
-            recompute=self.levels[setting.level].recompute,
+            recompute=self.levels[setting.level].sparing.recompute,
         )
         if workload not in self._costs:
             self._costs[workload] = self.costs_of(workload)
@@ -140,15 +102,16 @@ class ModelSupply:
         costs, times = self.costs(facts, setting), self.times(facts, setting)
         savers = self.levels[setting.level].savers(facts)
         least_s = 0.0 if facts.profile is not None or facts.accelerator.is_cpu else _LEAST_LAYER_S
+        gather_s = [_gather_s(costs, layer.num_parameters, savers) for layer in costs.layers]
         forward_s = _between(
             times.embedding.forward_s,
-            [max(least_s, one.forward_s) for one in times.layers],
+            [max(least_s, one.forward_s, wait_s) for one, wait_s in zip(times.layers, gather_s, strict=True)],
             times.head.forward_s,
         )
         backward_s = self.backward_share * _between(
             0.0 if self.num_frozen else times.embedding.backward_s,
             [
-                0.0 if layer < self.num_frozen else max(2 * least_s, one.backward_s)
+                0.0 if layer < self.num_frozen else max(2 * least_s, one.backward_s, 2 * gather_s[layer])
                 for layer, one in enumerate(times.layers)
             ],
             times.head.backward_s,
@@ -262,8 +225,28 @@ def _update_s(costs: ModelCosts, times: ModelTimes, savers: Savers, num_ranks: i
     optimizer_s = parameters / savers.num_shards * times.update_s_per_parameter
     if savers.offload_optimizer:
         optimizer_s += parameters / savers.num_shards * _OFFLOADED_BYTES_PER_PARAMETER / _HOST_BYTES_PER_S
-    exchanged = 2 * (num_ranks - 1) / num_ranks * 4 * parameters
+    exchanged = (num_ranks - 1) / num_ranks * _exchanged_bytes(costs, savers) * parameters
     return np.asarray(optimizer_s + exchanged / _INSIDE_BYTES_PER_S)
+
+
+def _exchanged_bytes(costs: ModelCosts, savers: Savers) -> int:
+    """Of each parameter at the end of a step: its gradient is summed, then the sum or the weight gathered."""
+    match savers.sharding:
+        case Sharding.NONE:
+            return 2 * WIDE_BYTES
+        case Sharding.OPTIMIZER:
+            return WIDE_BYTES + costs.workload.arithmetic.element_bytes
+        case Sharding.FULL:
+            return 0
+
+
+def _gather_s(costs: ModelCosts, num_parameters: int, savers: Savers) -> float:
+    """What a pass waits for the weights of a layer, beside which the layer before is computed."""
+    if savers.sharding is not Sharding.FULL:
+        return 0.0
+    share = (savers.num_shards - 1) / savers.num_shards
+    num_bytes = share * num_parameters * costs.workload.arithmetic.element_bytes
+    return num_bytes / _INSIDE_BYTES_PER_S
 
 
 def _coding_s(raw_bytes: int, cloud: CloudFacts) -> float:

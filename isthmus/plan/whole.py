@@ -9,6 +9,7 @@ from isthmus.plan.estimates import memory_parts
 from isthmus.plan.facts import CloudFacts
 from isthmus.plan.replicas import Replica
 from isthmus.plan.search import Setting
+from isthmus.plan.sparing import Level, Sparing
 from isthmus.plan.supply import ModelSupply, microbatch_choices
 
 _MAX_MICROBATCHES: Final = 4096
@@ -26,7 +27,12 @@ class Whole:
     @property
     def savers(self) -> tuple[str, ...]:
         """What spares its memory."""
-        return self.supply.levels[self.setting.level].words
+        return self._level.words([self.cloud])
+
+    @property
+    def sparing(self) -> Sparing:
+        """The same as the job's `[train]` has it."""
+        return self._level.sparing
 
     @property
     def num_parameters(self) -> int:
@@ -45,7 +51,12 @@ class Whole:
             memory=memory_parts(memory),
             capacity_bytes=self.cloud.capacity_bytes,
             usd_per_hour=self.cloud.usd_per_hour,
+            sharding=self._level.sharding(self.cloud),
         )
+
+    @property
+    def _level(self) -> Level:
+        return self.supply.levels[self.setting.level]
 
     @property
     def _layers(self) -> range:

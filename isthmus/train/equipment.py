@@ -1,5 +1,6 @@
 """A stage and all that trains it, made ready at one rank: built, equipped, shared out, reduced."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,13 +11,14 @@ from isthmus.job.boundary import HiddenSpec
 from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.stage import Stage
+from isthmus.plan.memory import Sharding
 from isthmus.train.device import Device
 from isthmus.train.optimizer import Decay, Optimizer, Schedule
 from isthmus.train.pipeline import Course
 from isthmus.train.reduction import NoReduction, PlainReduction, Reduction
 from isthmus.train.savers import equip, optimizer_state
 from isthmus.train.setup import Setup
-from isthmus.train.sharding import LockStepReduction, ShardedReduction, Sharding, shard
+from isthmus.train.sharding import LockStepReduction, ShardedReduction, shard
 from isthmus.train.wiring import num_frozen_layers
 from isthmus.train.world import World
 
@@ -59,6 +61,7 @@ class Equipment:
             lora=None if self.job.model is None else self.job.model.lora,
         ).to(self.device.torch_device)
         stage = equip(stage, self.job, cloud=self.cloud.name, device=self.device)
+        stage.notes += tuple(_notes(course, index))
         if self.is_sharded:
             self._share_out(stage)
         return stage
@@ -83,6 +86,16 @@ class Equipment:
             compute_dtype=AUTOCAST[self.job.train.precision],
             keeps_sharded=self.sharding is Sharding.FULL,
             offload=self.job.train.offload_optimizer,
+        )
+
+
+def _notes(course: Course, index: int) -> Iterator[str]:
+    """What a stage does otherwise than its job may lead one to expect."""
+    would_cache = course.cache_bytes > 0 and 0 < index == course.first_trained
+    if would_cache and not course.is_cached:
+        yield (
+            "what frozen layers give is not cached: where clouds have several ranks a sequence comes to "
+            "another one every time, so it crosses every time"
         )
 
 

@@ -36,7 +36,7 @@ class Keeper:
             self._checkpoints.save(state, stage=self._stage, optimizer=self._optimizer)
             return
         cuts = self._world.gather_bytes(save(state.cuts.tensors()))
-        weights = self._together(self._stage.tensors_by_name())
+        weights = self._together(self._stage.tensors_by_name()) | self._observed_by_rank()
         moments = self._together(self._optimizer.tensors())
         if cuts is not None:
             others = tuple(SavedCuts.from_tensors(load(one)) for one in cuts[1:])
@@ -53,7 +53,8 @@ class Keeper:
             state, weights, moments = self._checkpoints.read(step, stage=self._stage)
         own = self._stage.tensors_by_name()
         for name, tensor in self._dealt(weights, own).items():
-            own[name].copy_(tensor)
+            is_by_rank = tensor.ndim > own[name].ndim
+            own[name].copy_(tensor[self._world.seat.rank] if is_by_rank else tensor)
         parameters = self._stage.parameters_by_name()
         like = {name: parameters[name.partition("/")[2]] for name in self._names(moments)}
         self._optimizer.load_tensors(self._dealt(moments, like))
@@ -71,6 +72,15 @@ class Keeper:
         """The model's weights by its own names, where ranks hold shares of them; None where they do not."""
         own = dict(self._stage.model.state_dict())
         return self._together(own) if any(isinstance(one, DTensor) for one in own.values()) else None
+
+    def _observed_by_rank(self) -> dict[str, Tensor]:
+        """What each rank has seen for a bottleneck that is still to begin, stacked at the leader."""
+        down = self._stage.down
+        if down is None or down.has_begun:
+            return {}
+        own = {f"down.observed.{name}": one.cpu() for name, one in down.observed.named_buffers()}
+        found = [load(one) for one in self._world.gather_bytes(save(own)) or ()]
+        return {name: torch.stack([one[name] for one in found]) for name in own} if found else {}
 
     def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors on the host at the leader, none elsewhere."""

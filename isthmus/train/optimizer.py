@@ -80,7 +80,8 @@ class Optimizer:
         grads = self._gradients()
         if not grads:
             return ()
-        norms = torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
+        # With sharding and offload, only the halves of bottlenecks are still on the device.
+        norms = torch.stack([torch.linalg.vector_norm(grad).to(grads[0].device) for grad in grads])
         return tuple(float(norm) ** 2 for norm in norms.tolist())
 
     def update(self, step: int, *, norm: float) -> None:

@@ -11,7 +11,9 @@ from isthmus.model.boundary import StageInput, StageOutput
 from isthmus.model.randomness import Moment
 from isthmus.model.stage import Stage
 from isthmus.plan.types import Pass, Run
+from isthmus.train.beginning import begin_down, begin_up
 from isthmus.train.messages import Gradient, Microbatch
+from isthmus.train.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +95,14 @@ class Passes:
             return None
         return Gradient(values=kept.arrived.grad, mask=kept.microbatch.batch.mask)
 
-    def begin_sending(self) -> dict[str, Tensor] | None:
+    def begin_sending(self, world: World) -> dict[str, Tensor] | None:
         """Begin the bottleneck behind this stage, if there is one; gives what the stage behind needs."""
-        return None if self._stage.down is None else self._stage.down.begin()
+        return None if self._stage.down is None else begin_down(self._stage.down, world)
 
-    def begin_receiving(self, take: Callable[[], Mapping[str, Tensor]]) -> None:
+    def begin_receiving(self, world: World, take: Callable[[], Mapping[str, Tensor]]) -> None:
         """Begin the bottleneck before this stage, if there is one, with what the stage before gives."""
         if self._stage.up is not None:
-            self._stage.up.begin(take())
+            begin_up(self._stage.up, world, take)
 
     def losses(self) -> list[float]:
         """The loss of each micro-batch of this turn, summed over its targets; the last stage has them."""

@@ -48,13 +48,16 @@ class PlainReduction:
 
     def __init__(self, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
         self._world = world
-        self._parameters = [parameters[name] for name in sorted(parameters)]
+        trained = [name for name in sorted(parameters) if parameters[name].requires_grad]
+        self._parameters = [parameters[name] for name in trained]
 
     def begin(self, *, is_training: bool) -> None:
         """Nothing to do: the parameters are here."""
 
     def reduce(self) -> None:
         """Sum the gradients over all ranks; one without a micro-batch adds nothing."""
+        if not self._parameters:
+            return
         used = self._world.totals([one.grad is not None for one in self._parameters])
         present = [one for one, count in zip(self._parameters, used, strict=True) if count]
         for parameter in present:

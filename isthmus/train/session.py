@@ -135,7 +135,7 @@ class _Session:
         course = self._course(offer, blueprint)
         equipment = self._equipment(blueprint)
         stage = equipment.stage(course)
-        optimizer = make_optimizer(self._job, stage, offload=not equipment.is_sharded)
+        optimizer = make_optimizer(equipment.job, stage, offload=not equipment.is_sharded)
         keeper = Keeper(checkpoints, self._world, stage=stage, optimizer=optimizer)
         reduction = equipment.reduction(stage)
         self._train(stage, optimizer, reduction, course, start, keeper, data, run)
@@ -207,9 +207,10 @@ class _Session:
         )
 
     def _equipment(self, blueprint: Blueprint) -> Equipment:
+        job = self._setup.followed(self._job)
         return Equipment(
-            job=self._job,
-            cloud=self._cloud,
+            job=job,
+            cloud=job.cloud_named(self._cloud.name),
             setup=self._setup,
             blueprint=blueprint,
             device=self._device,

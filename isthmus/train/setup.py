@@ -14,16 +14,17 @@ from isthmus.model.heads import HEADS
 from isthmus.plan.choice import Decisions, PipelineSettings, Plan
 from isthmus.plan.facts import model_config
 from isthmus.plan.families import FAMILIES
+from isthmus.plan.following import follow
 from isthmus.plan.ladder import Pair
+from isthmus.plan.lock_step import check_lock_step
+from isthmus.plan.memory import Sharding
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.planner import plan
 from isthmus.train.batches import Layout, divide_batch
-from isthmus.train.rank_limits import check_ranks
 from isthmus.units import format_bytes
 
 _MICROBATCHES_PER_STAGE: Final = 8
-# Weights, gradients and the two moments of AdamW, in float32; and what of it is gathered where ranks share.
-_STATE_BYTES_PER_PARAMETER: Final = 16
+# Weights and gradients in float32, which are gathered where ranks share.
 _GATHERED_BYTES_PER_PARAMETER: Final = 8
 
 
@@ -44,6 +45,10 @@ class Setup:
     decisions: Decisions | None = None
     """What the other clouds must know of the plan; None where nothing was planned."""
     plan: Plan | None = None
+
+    def followed(self, job: Job) -> Job:
+        """The job with what it leaves open about memory as it was decided."""
+        return follow(job, self.clouds, self.decisions)
 
     def stage_layers(self, num_layers: int) -> tuple[range, ...]:
         """The layers of each stage."""
@@ -67,7 +72,7 @@ def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) 
         raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
     strategy = _pipeline(job)
     clouds = stage_order(job)
-    check_ranks(job, strategy)
+    check_lock_step(job, strategy)
     if decisions is not None:
         return _decided(job, strategy, clouds, decisions)
     why_not = _why_not_planned(job)
@@ -78,7 +83,7 @@ def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) 
 
 def _planned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...]) -> Setup:
     fixed = job.model_copy(update={"strategy": strategy.model_copy(update={"clouds": clouds})})
-    chosen = plan(fixed, runnable_only=True)
+    chosen = plan(fixed)
     chosen = replace(chosen, notes=tuple(_reasons(job, strategy, chosen)))
     if chosen.decisions is None:
         raise ValueError("a pipeline was asked for and something else planned")
@@ -95,8 +100,7 @@ def _reasons(job: Job, strategy: PipelineStrategy, chosen: Plan) -> Iterator[str
     if strategy.microbatches is None and isinstance(chosen.settings, PipelineSettings):
         number, size = chosen.settings.num_microbatches, chosen.settings.microbatch_sequences
         yield f"micro-batches: {number} of {size} sequences, the best of all that divide a step"
-    if "recompute" in chosen.savers and not job.train.recompute:
-        yield "recompute: on, since activations do not fit otherwise"
+    yield from _spared(job, chosen)
     if isinstance(chosen.settings, PipelineSettings) and chosen.settings.max_in_flight is not None:
         yield f"in flight: at most {chosen.settings.max_in_flight}, which is what memory holds"
     free = {link.name for link in job.link if "auto" in (link.codec.forward, link.codec.backward)}
@@ -106,13 +110,26 @@ def _reasons(job: Job, strategy: PipelineStrategy, chosen: Plan) -> Iterator[str
     yield f"planned: {chosen.reason}"
 
 
+def _spared(job: Job, chosen: Plan) -> Iterator[str]:
+    """What spares memory that the job did not ask for."""
+    shared = [one.cloud for one in chosen.stages if one.sharding is not Sharding.NONE]
+    if free := [name for name in shared if job.cloud_named(name).sharding == "auto"]:
+        yield f"sharding: the ranks of {' and of '.join(free)} share a stage, for copies do not fit as well"
+    if chosen.sparing.recompute and not job.train.recompute:
+        yield "recompute: on, since activations do not fit otherwise"
+    if chosen.sparing.offload_optimizer and not job.train.offload_optimizer:
+        yield "optimizer: its moments are on the host, since nothing else fits"
+    if chosen.sparing.optimizer_bits != job.train.optimizer_bits:
+        yield f"optimizer: moments of {chosen.sparing.optimizer_bits} bits, since nothing else fits"
+
+
 def _decided(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], decisions: Decisions) -> Setup:
     number = decisions.num_microbatches
     return Setup(
         clouds=clouds,
         layout=_layout(job, number),
         policy=Policy(strategy.policy),
-        max_in_flight=strategy.max_in_flight or decisions.max_in_flight or number,
+        max_in_flight=decisions.max_in_flight or strategy.max_in_flight or number,
         recompute=decisions.recompute or job.train.recompute is True,
         notes=decisions.reasons,
         layers=decisions.layers,
@@ -189,9 +206,10 @@ def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None)
 
 def check_fits(job: Job, setup: Setup, blueprint: Blueprint) -> None:
     """Refuse a stage whose weights, gradients and moments alone are over the memory of its cloud."""
+    job = setup.followed(job)
     for name, layers in zip(setup.clouds, setup.stage_layers(blueprint.num_layers), strict=True):
         cloud = job.cloud_named(name)
-        needed_bytes = _state_bytes(cloud, sum(blueprint.anatomy.owned_by(layers).values()))
+        needed_bytes = _state_bytes(job, cloud, sum(blueprint.anatomy.owned_by(layers).values()))
         memory_bytes = _memory_bytes(cloud)
         if memory_bytes is not None and needed_bytes > memory_bytes:
             raise UserError(
@@ -236,16 +254,17 @@ def _along_links(names: Sequence[str], linked: set[frozenset[str]]) -> tuple[str
     return tuple(order)
 
 
-def _state_bytes(cloud: CloudSpec, num_parameters: int) -> int:
+def _state_bytes(job: Job, cloud: CloudSpec, num_parameters: int) -> int:
     """What one rank holds; what layers gather for a moment does not count."""
     share = -(-num_parameters // cloud.ranks)
+    moments = 0 if job.train.offload_optimizer and cloud.device != "cpu" else job.train.optimizer_bits // 4
+    each = _GATHERED_BYTES_PER_PARAMETER + moments
     match cloud.sharding:
-        case "none":
-            return _STATE_BYTES_PER_PARAMETER * num_parameters
         case "optimizer":
-            return _GATHERED_BYTES_PER_PARAMETER * num_parameters + _STATE_BYTES_PER_PARAMETER * share
+            return _GATHERED_BYTES_PER_PARAMETER * num_parameters + each * share
         case "full":
-            return _STATE_BYTES_PER_PARAMETER * share
+            return each * share
+    return each * num_parameters
 
 
 def _memory_bytes(cloud: CloudSpec) -> int | None:

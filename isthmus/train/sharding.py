@@ -4,10 +4,11 @@ optimizer   parameters are gathered once at the start of a turn, gradients reduc
             may run different micro-batches in different orders in between
 full        every layer is gathered when it runs and reduced when it has: the least memory, where all ranks
             run one sequence of passes in lock-step
+
+Halves of bottlenecks are small, computed in float32 and given their values late: every rank has them whole.
 """
 
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    UnshardHandle,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
@@ -25,15 +27,8 @@ from torch.distributed.tensor import DTensor
 from isthmus.errors import UserError
 from isthmus.model.layer_call import LayerCall
 from isthmus.model.stage import Stage
+from isthmus.train.reduction import PlainReduction
 from isthmus.train.world import World
-
-
-class Sharding(StrEnum):
-    """What of a stage is dealt out to the ranks of its cloud, and for how long."""
-
-    NONE = "none"
-    OPTIMIZER = "optimizer"
-    FULL = "full"
 
 
 def shard(
@@ -57,11 +52,11 @@ def shard(
             reduce_dtype=None if compute_dtype is None else torch.float32,
             cast_forward_inputs=False,
         ),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": _on_host(device) if offload else OffloadPolicy(),
     }
     for layer in _layers(stage):
         fully_shard(layer, **options)
-    fully_shard(stage, **options)
+    fully_shard(stage, **options, ignored_params=set(_halves(stage).values()))
     for module in _sharded(stage):
         # Losses are weighted by the targets of the whole step already.
         module.set_gradient_divide_factor(1.0)
@@ -75,23 +70,28 @@ class ShardedReduction:
     def __init__(self, world: World, stage: Stage) -> None:
         self._world = world
         self._stage = stage
+        self._halves = PlainReduction(world, _halves(stage))
+        self._gathering: list[UnshardHandle] = []
         root = _root(stage)
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
 
     def begin(self, *, is_training: bool) -> None:
-        """Gather all parameters, in training and in evaluation."""
+        """Start to gather all parameters, in training and in evaluation; each layer waits for its own."""
         del is_training
-        for module in _sharded(self._stage):
-            module.unshard()
+        started = [module.unshard(async_op=True) for module in _sharded(self._stage)]
+        self._gathering = [one for one in started if one is not None]
 
     def reduce(self) -> None:
         """Sum the gradients over all ranks, and keep this rank's share of them and of the parameters."""
+        for one in self._gathering:
+            one.wait()  # Nothing has, at a rank without a micro-batch.
         reduce_now(self._stage)
+        self._halves.reduce()
 
     def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
         """The sum over the shares of all ranks."""
-        return self._world.sums(own)
+        return _sums(self._world, self._stage, own)
 
 
 class LockStepReduction:
@@ -100,6 +100,7 @@ class LockStepReduction:
     def __init__(self, world: World, stage: Stage) -> None:
         self._world = world
         self._stage = stage
+        self._halves = PlainReduction(world, _halves(stage))
 
     def begin(self, *, is_training: bool) -> None:
         """Let layers gather themselves in training; ranks may evaluate different numbers of micro-batches."""
@@ -111,11 +112,12 @@ class LockStepReduction:
                 module.unshard()
 
     def reduce(self) -> None:
-        """Nothing to do: every backward has reduced its part."""
+        """Sum the gradients of halves of bottlenecks; every backward has reduced its part of all others."""
+        self._halves.reduce()
 
     def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
         """The sum over the shares of all ranks."""
-        return self._world.sums(own)
+        return _sums(self._world, self._stage, own)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -141,6 +143,23 @@ def reduce_now(stage: Stage) -> None:
     root.set_requires_gradient_sync(False)
 
 
+def _sums(world: World, stage: Stage, own: tuple[float, ...]) -> tuple[float, ...]:
+    """Squared norms over all ranks; of a gradient that every rank has whole, the leader's."""
+    present = [one for one in stage.parameters_by_name().values() if one.grad is not None]
+    counts = [world.seat.is_leader or isinstance(one.grad, DTensor) for one in present]
+    return world.sums([norm if count else 0.0 for norm, count in zip(own, counts, strict=True)])
+
+
+def _halves(stage: Stage) -> dict[str, nn.Parameter]:
+    """The parameters of the stage's halves of bottlenecks, by name."""
+    return {
+        f"{side}.{name}": parameter
+        for side, half in (("up", stage.up), ("down", stage.down))
+        if half is not None
+        for name, parameter in half.named_parameters()
+    }
+
+
 def _fill_gaps(group: Any) -> None:
     """A rank without a micro-batch, or a parameter that none of its micro-batches used, adds nothing."""
     for one in group.fsdp_params:
@@ -148,6 +167,11 @@ def _fill_gaps(group: Any) -> None:
         is_empty = one.unsharded_accumulated_grad is None and parameter.grad is None
         if is_empty and parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
+
+
+def _on_host(device: torch.device) -> OffloadPolicy:
+    """Memory that is pinned for the copies to an accelerator, where there is one."""
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu")
 
 
 def _prepare(stage: Stage) -> None:

@@ -20,6 +20,8 @@ _NUM_WARM_UP_STEPS: Final = 1
 _NUM_STEPS: Final = 3
 # What is shorter on the line cannot be told from the time that threads take to wake up.
 _LEAST_ON_LINE_S: Final = 0.005
+# And nothing is handed over in less: the line is at least as fast as this would make it.
+_LEAST_MEASURED_S: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +139,23 @@ def _widened(standing: Standing, widening: Widening, crossing: Crossing, *, of_g
 
 
 def _figures(terms: Terms, pair: Pair, hop: Hop, interval_s: float) -> Figures:
-    """The line's bandwidths from the time of a message on it; the job's own tell how both ways compare."""
+    """The line's bandwidths from the time of a message on it; the job's own tell how both ways compare.
+
+    The job's stand where the message is too short to be measured, as by them it should be.
+    """
     down_bps, up_bps = terms.bandwidths_bps or (1.0, 1.0)
-    if terms.bandwidths_bps is None or hop.forward_s >= _LEAST_ON_LINE_S:
-        forward_s = 8 * pair.forward_bytes(terms.crossing) / down_bps
-        backward_s = 8 * pair.backward_bytes(terms.crossing) / up_bps
-        mean_s = (forward_s + backward_s) / 2 if terms.crossing.has_gradient else forward_s
-        scale = mean_s / max(hop.forward_s, _LEAST_ON_LINE_S)
+    expected_s = _mean_s(terms.crossing, pair, down_bps, up_bps)
+    if terms.bandwidths_bps is None or max(hop.forward_s, expected_s) >= _LEAST_ON_LINE_S:
+        scale = expected_s / max(hop.forward_s, _LEAST_MEASURED_S)
         down_bps, up_bps = down_bps * scale, up_bps * scale
     return Figures(interval_s=interval_s, down_bps=down_bps, up_bps=up_bps)
+
+
+def _mean_s(crossing: Crossing, pair: Pair, down_bps: float, up_bps: float) -> float:
+    """Of an activation and its gradient on the line, as a hop has it."""
+    forward_s = 8 * pair.forward_bytes(crossing) / down_bps
+    backward_s = 8 * pair.backward_bytes(crossing) / up_bps
+    return (forward_s + backward_s) / 2 if crossing.has_gradient else forward_s
 
 
 def _median(figures: Sequence[Figures]) -> Figures:

@@ -200,10 +200,10 @@ class Worker:
         if turn.step != self._begins_at:
             return
         self._begins_at = None
-        tensors = self._passes.begin_sending()
-        if tensors is not None:
+        tensors = self._passes.begin_sending(self._world)
+        if tensors is not None and self._world.seat.is_leader:
             self._traffic.send_beginning(tensors)
-        self._passes.begin_receiving(self._traffic.take_beginning)
+        self._passes.begin_receiving(self._world, self._traffic.take_beginning)
 
     def _read(self, turn: Started, source: Source) -> None:
         asked_s = time.time()

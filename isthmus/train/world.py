@@ -24,6 +24,7 @@ from isthmus.wan.seat import Seat
 # A rank may wait for a sibling that waits for another cloud; who is gone or frozen, the watch tells sooner.
 _TIMEOUT: Final = timedelta(minutes=30)
 _LAST_WORD_S: Final = 2.0
+_SILENCE_S: Final = 60.0
 
 
 class World(Protocol):
@@ -158,18 +159,23 @@ class Ranks:
 
 @contextmanager
 def join_world(
-    seat: Seat, device: Device, *, cloud: str, end: Callable[[str], None] = lambda _: None
+    seat: Seat,
+    device: Device,
+    *,
+    cloud: str,
+    end: Callable[[str], None] = lambda _: None,
+    silence_s: float = _SILENCE_S,
 ) -> Iterator[World]:
     """Meet the other ranks of this cloud; the world ends with the block.
 
-    If it ends before, because a rank is lost, `end` is told why, from another thread.
+    If it ends before, because a rank is gone or silent for too long, `end` is told why, from another thread.
     """
     if seat.num_ranks == 1:
         yield Alone()
         return
     with _collective():
         store = _open_store(seat)
-        watch = Watch(seat, cloud=cloud, store=store, end=end)
+        watch = Watch(seat, cloud=cloud, store=store, end=end, timeout_s=silence_s)
     with watch:
         try:
             with _process_group(seat, device, store) as world:

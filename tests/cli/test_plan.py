@@ -95,6 +95,52 @@ def test_what_was_written_is_planned_again(job_file: Path, kind: str) -> None:
     assert first["what"] == second["what"]
 
 
+def tight_job(path: Path, *, memory: str) -> Path:
+    """Clouds of four ranks with little memory, as a file."""
+    text = TWO_CLOUDS.replace("listen =", f'memory = "{memory}"  # of each\nranks = 4\nlisten =')
+    path.write_text(text + '[strategy]\nkind = "pipeline"\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    ("memory", "sharding", "savers"),
+    [
+        ("40 GiB", "none", (False, False, 32)),
+        ("7 GiB", "optimizer", (False, False, 32)),
+        ("3.5 GiB", "optimizer", (True, True, 32)),
+    ],
+)
+def test_what_spares_memory_is_written_and_runs(
+    tmp_path: Path, memory: str, sharding: str, savers: tuple[bool, bool, int]
+) -> None:
+    from isthmus.train.setup import set_up
+
+    path = tight_job(tmp_path / "tight.toml", memory=memory)
+    first = json.loads(invoke(path, "--json", "--write", "--no-levers").stdout)
+    assert path.read_text().count("# of each") == 2
+    written = load_job(path)
+    train = written.train
+    assert [cloud.sharding for cloud in written.cloud] == [sharding] * 2
+    assert (train.recompute, train.offload_optimizer, train.optimizer_bits) == savers
+    assert [stage["sharding"] for stage in first["stages"]] == [sharding] * 2
+    assert tuple(first["sparing"].values()) == savers
+    setup = set_up(written)
+    assert setup.followed(written) == written
+    assert setup.decisions is not None
+    assert setup.decisions.layers == tuple(first["decisions"]["layers"])
+
+
+def test_times_by_formula_are_marked(job_file: Path) -> None:
+    shown = invoke(job_file, "--no-levers").output
+    facts = json.loads(invoke(job_file, "--no-levers", "--json").stdout)
+    by_formula = [one["form"] for one in facts["runners_up"] if not one["estimate"]["is_simulated"]]
+    assert set(by_formula) <= {"data"}, "small pipelines are all simulated"
+    assert "≈" in shown
+    assert "≈ is by formula" in shown
+    plain = invoke(job_file, "--no-levers", "--set", "strategy.kind=pipeline").output
+    assert "≈" not in plain
+
+
 def test_pictures(job_file: Path, tmp_path: Path) -> None:
     svg, html = tmp_path / "plan.svg", tmp_path / "plan.html"
     for kind in ("pipeline", "data"):

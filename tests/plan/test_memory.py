@@ -12,7 +12,7 @@ from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.heads import HEADS
 from isthmus.plan.activations import Arithmetic, Precision
 from isthmus.plan.costs import Workload, model_costs
-from isthmus.plan.memory import Memory, OptimizerState, Savers, WeightStorage, stage_memory
+from isthmus.plan.memory import Memory, OptimizerState, Savers, Sharding, WeightStorage, stage_memory
 from isthmus.plan.shapes import Task, read_shape
 from isthmus.train.device import Device
 from isthmus.train.profiling import Rig, Size
@@ -135,11 +135,28 @@ def test_eight_bit_state_and_offload_shrink_the_optimizer() -> None:
 
 
 def test_shards_divide_the_state_and_add_what_is_gathered() -> None:
-    plain, shared = memory(), memory(savers=Savers(num_shards=8))
+    plain = memory()
+    shared = memory(savers=Savers(sharding=Sharding.OPTIMIZER, num_shards=8))
+    for part in ("weights", "optimizer"):
+        assert getattr(shared, part) == pytest.approx(getattr(plain, part) / 8, rel=1e-6)
+    assert shared.gathered == plain.weights // 2, "in bfloat16"
+    assert shared.gradients == plain.gradients, "they are reduced once a step, and whole until then"
+    assert shared.total_bytes < plain.total_bytes
+
+
+def test_ranks_in_lock_step_gather_one_layer_and_the_next() -> None:
+    plain = memory()
+    shared = memory(savers=Savers(sharding=Sharding.FULL, num_shards=8))
     for part in ("weights", "gradients", "optimizer"):
         assert getattr(shared, part) == pytest.approx(getattr(plain, part) / 8, rel=1e-6)
-    assert shared.gathered == plain.weights // 2
-    assert shared.total_bytes < plain.total_bytes
+    assert 0 < shared.gathered < plain.weights
+
+
+def test_shares_on_the_host_leave_what_is_gathered() -> None:
+    savers = Savers(sharding=Sharding.OPTIMIZER, num_shards=8, offload_optimizer=True)
+    away = memory(savers=savers)
+    assert (away.weights, away.optimizer) == (0, 0)
+    assert away.gathered > 0
 
 
 def test_narrow_weights_have_a_master_copy() -> None:

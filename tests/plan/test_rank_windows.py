@@ -8,14 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.plan.pipeline import Policy
-from isthmus.plan.rank_windows import Measured, first_windows, next_windows
+from isthmus.plan.planner import plan
+from isthmus.plan.rank_windows import Measured, at_worst, expected, first_windows, next_windows
+from isthmus.plan.scenario import Scenario
 from isthmus.plan.simulate import simulate
 from isthmus.plan.window import Hop
 from isthmus.train.courier import Courier
 from isthmus.train.messages import Tally, pack_tally
 from isthmus.train.pipeline import Course
 from isthmus.train.settlement import Seen, Settlement, Terms
-from tests.plan.scenarios import pipeline
+from tests.plan.jobs import two_clouds
+from tests.plan.scenarios import hop, pipeline, stage
 
 # Sums and differences of these are exact.
 times = st.integers(1, 600).map(lambda number: number / 64)
@@ -82,3 +85,69 @@ def test_ranks_with_measured_windows_are_as_busy_as_with_all_in_flight(ranks: tu
     unbounded = simulate(replace(scenario, windows=(48, 48, 48))).steps[-1]
     assert found.duration_s <= 1.02 * unbounded.duration_s
     assert found.windows[0] * ranks[0] < 48
+
+
+def test_what_is_expected_is_what_is_measured() -> None:
+    """Coding is not: a message is stamped behind it."""
+    coded = replace(pipeline(3, 24), hops=(hop(0.5, 1.0, coding_s=2.0),) * 2)
+    slow = replace(coded.hops[0], line=replace(coded.hops[0].line, handling_s=0.25))
+    scenario = replace(coded, hops=(slow, *coded.hops[1:]))
+    assert next_windows(scenario, expected(scenario)) == simulate(scenario, num_steps=2).steps[-1].windows
+
+
+@pytest.mark.parametrize("ranks", [(4, 4), (8, 2), (2, 8), (16, 16)])
+def test_ranks_that_meet_on_the_line_have_what_hides_it(ranks: tuple[int, int]) -> None:
+    """Half of each rank's time a line is taken, and all ranks send at once."""
+    scenario = Scenario(
+        stages=tuple(
+            stage(index, forward_s=float(one), backward_s=2.0 * one, num_ranks=one)
+            for index, one in enumerate(ranks)
+        ),
+        hops=(hop(1.5, 3.0),),
+        num_microbatches=64,
+    )
+    planned = next_windows(scenario, expected(scenario))
+    most = next_windows(scenario, at_worst(scenario))
+    found = simulate(scenario, num_steps=3).steps[-1]
+    widest = simulate(replace(scenario, windows=(64, 64))).steps[-1].duration_s
+    as_planned = simulate(replace(scenario, windows=planned)).steps[-1].duration_s
+    assert as_planned <= 1.02 * widest
+    assert found.duration_s <= 1.02 * widest
+    assert all(one <= other for one, other in zip(found.windows, most, strict=True))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    ranks=st.lists(st.integers(1, 4), min_size=2, max_size=3),
+    num_microbatches=st.integers(1, 12),
+    max_in_flight=st.integers(1, 6),
+    policy=st.sampled_from(list(Policy)),
+)
+def test_nobody_waits_for_what_cannot_come(
+    ranks: list[int], num_microbatches: int, max_in_flight: int, policy: Policy
+) -> None:
+    scenario = Scenario(
+        stages=tuple(stage(index, num_ranks=one) for index, one in enumerate(ranks)),
+        hops=(hop(0.25, 0.5),) * (len(ranks) - 1),
+        num_microbatches=num_microbatches,
+        policy=policy,
+        max_in_flight=max_in_flight,
+    )
+    steps = simulate(scenario, num_steps=2).steps
+    assert len(steps) == 2
+    assert max(steps[-1].windows) <= max_in_flight
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (4, 4), (8, 2), (2, 8)])
+@pytest.mark.parametrize("memory", ["40 GiB", "9 GiB"])
+def test_plan_and_simulation_take_the_same_time(ranks: tuple[int, int], memory: str) -> None:
+    clouds = [f"cloud.{name}.ranks={one}" for name, one in zip(("east", "west"), ranks, strict=True)]
+    clouds += [f"cloud.{name}.memory={memory}" for name in ("east", "west")]
+    chosen = plan(two_clouds("strategy.kind=pipeline", "link.0.rtt=200 ms", *clouds), is_quick=True)
+    assert chosen.scenario is not None
+    assert chosen.decisions is not None
+    assert chosen.scenario.max_in_flight == chosen.decisions.max_in_flight, "workers are bound alike"
+    timeline = simulate(chosen.scenario, num_steps=4)
+    assert chosen.estimate.step_s == pytest.approx(timeline.step_s, rel=1e-3)
+    for step in timeline.steps:
+        assert max(step.windows) <= (chosen.scenario.max_in_flight or 64)

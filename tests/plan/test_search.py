@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations, product
 
 import numpy as np
@@ -167,6 +167,18 @@ def test_milder_codecs_can_be_measured_on_the_same_partition() -> None:
     assert measure_with(problem, best, [hop], [1, 1]) == best
     heavy = HopLoad(line=hop.line, forward_bytes=10**7, backward_bytes=0)
     assert measure_with(problem, best, [heavy], [1, 1]).pace_s == passage(heavy, 4).pace_s > best.pace_s
+
+
+def test_handling_counts_as_latency_does() -> None:
+    plain = two_clouds().hop((0, 1), Setting(num_microbatches=4))
+    slow = replace(plain, line=replace(plain.line, handling_s=0.5))
+    assert passage(slow, 4).once_s == pytest.approx(passage(plain, 4).once_s + 1.0)
+    assert passage(slow, 4).pace_s == passage(plain, 4).pace_s
+
+
+def test_levels_may_be_searched_from_a_later_one_on() -> None:
+    found = search(two_clouds(memory=99.0), microbatches=[4], num_levels=3, first_level=1)
+    assert {one.setting.level for one in found} == {1}
 
 
 def test_divisors() -> None:

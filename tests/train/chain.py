@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isthmus.events import Span
 from isthmus.job.boundary import HiddenSpec
+from isthmus.job.lora import LoraSpec
 from isthmus.model.anatomy import split_layers
 from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import Blueprint
@@ -219,7 +220,12 @@ def chain(
 
 
 def make_stages(
-    plan: Blueprint, agreed: Course, *, recompute: bool = False, num_frozen_layers: int = 0
+    plan: Blueprint,
+    agreed: Course,
+    *,
+    recompute: bool = False,
+    num_frozen_layers: int = 0,
+    lora: LoraSpec | None = None,
 ) -> list[Stage]:
     boundaries = [agreed.cut(number).boundary for number in range(agreed.num_stages - 1)]
     ends = [HiddenSpec(), *boundaries, HiddenSpec()]
@@ -233,12 +239,17 @@ def make_stages(
             inbound=ends[index],
             outbound=ends[index + 1],
             num_frozen_layers=num_frozen_layers,
+            lora=lora,
         )
         for index, layers in enumerate(split_layers(plan.num_layers, agreed.num_stages))
     ]
 
 
-def make_optimizer(stage: Stage, max_norm: float | None) -> Optimizer:
+def make_optimizer(stage: Stage, max_norm: float | None, **options: Any) -> Optimizer:
     return Optimizer(
-        stage.parameters_by_name(), schedule=SCHEDULE, weight_decay=WEIGHT_DECAY, max_norm=max_norm
+        stage.parameters_by_name(),
+        schedule=SCHEDULE,
+        weight_decay=WEIGHT_DECAY,
+        max_norm=max_norm,
+        **options,
     )

@@ -2,7 +2,7 @@
 
 import multiprocessing
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from isthmus.job import Job
+from isthmus.job.boundary import parse_boundary
 from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
+from isthmus.job.lora import LoraSpec
+from isthmus.model.blueprint import Blueprint
 from isthmus.model.boundary import Batch
 from isthmus.plan.ladder import Pair
+from isthmus.plan.memory import OptimizerState, Sharding
 from isthmus.plan.pipeline import Policy
 from isthmus.train.checkpoint import Checkpoints, State
 from isthmus.train.cut import Cut
@@ -26,7 +30,7 @@ from isthmus.train.device import Device
 from isthmus.train.keeping import Keeper
 from isthmus.train.pipeline import Course, Post, pipeline_worker
 from isthmus.train.reduction import NoReduction, PlainReduction, Reduction
-from isthmus.train.sharding import LockStepReduction, ShardedReduction, Sharding, shard
+from isthmus.train.sharding import LockStepReduction, ShardedReduction, shard
 from isthmus.train.worker import StepEnded
 from isthmus.train.world import World, join_world
 from isthmus.wan.certificates import Identity
@@ -51,24 +55,32 @@ class Case:
     num_held_out: int = 0
     policy: Policy = Policy.WAN_ONE_F_ONE_B
     codec: tuple[str, str] | None = None
+    boundary: str = "hidden"
     autocast: torch.dtype | None = None
     model: str = "llama"
+    changes: dict[str, Any] = field(default_factory=dict)
+    """To the model's configuration."""
+    lora: LoraSpec | None = None
+    optimizer_state: OptimizerState = OptimizerState.FLOAT32
+    offload: bool = False
     folder: Path | None = None
     """Where every step is saved, and the first step is taken from."""
 
     @property
+    def blueprint(self) -> Blueprint:
+        return blueprint(self.model, **self.changes)
+
+    @property
     def course(self) -> Course:
-        cuts: tuple[Cut, ...] = ()
-        if self.codec is not None:
-            forward, backward = map(parse_codec, self.codec)
-            cuts = (Cut(codecs=Pair(forward=forward, backward=backward)),) * (len(self.ranks) - 1)
+        forward, backward = map(parse_codec, self.codec or ("raw", "raw"))
+        cut = Cut(codecs=Pair(forward=forward, backward=backward), boundary=parse_boundary(self.boundary))
         return course(
             len(self.ranks),
             self.num_microbatches,
             num_steps=self.num_steps,
             num_ranks=self.ranks,
             policy=self.policy,
-            cuts=cuts,
+            cuts=(cut,) * (len(self.ranks) - 1),
             evaluate_every=2 if self.num_held_out else None,
             num_validation_microbatches=self.num_held_out,
         )
@@ -84,11 +96,11 @@ class Case:
         return parse_job(TINY + network, file=Path("tiny.toml"))
 
     def steps(self) -> list[list[Batch]]:
-        return batches(blueprint(self.model), self.num_microbatches, num_steps=self.num_steps)
+        return batches(self.blueprint, self.num_microbatches, num_steps=self.num_steps)
 
     def held_out(self) -> list[Batch]:
         count = self.num_held_out
-        return batches(blueprint(self.model), count, num_steps=1)[0] if count else []
+        return batches(self.blueprint, count, num_steps=1)[0] if count else []
 
 
 @dataclass(frozen=True)
@@ -187,7 +199,10 @@ def _serve(pipe: Connection) -> None:
 
 def _train(task: Task) -> Found:
     device = Device("cpu")
+    is_coarse = task.case.optimizer_state is OptimizerState.EIGHT_BIT
     with (
+        # torchao compiles its update, which takes a C++ compiler and long; uncompiled it does the same.
+        torch.compiler.set_stance("force_eager") if is_coarse else nullcontext(),
         Endpoint(
             task.job, cloud=task.cloud, rank=task.seat.rank, identity=task.identity, site=task.site
         ) as endpoint,
@@ -207,9 +222,9 @@ class _Rank:
         )
         self.index = CLOUDS.index(task.cloud)
         self.course = self.case.course
-        self.stage = make_stages(blueprint(self.case.model), self.course)[self.index]
+        self.stage = make_stages(self.case.blueprint, self.course, lora=self.case.lora)[self.index]
         self.reduction = self._reduction()
-        self.optimizer = make_optimizer(self.stage, 0.5)
+        self.optimizer = make_optimizer(self.stage, 0.5, state=self.case.optimizer_state)
 
     def _reduction(self) -> Reduction:
         if self.world.seat.num_ranks == 1:
@@ -223,6 +238,7 @@ class _Rank:
             num_ranks=self.world.seat.num_ranks,
             keeps_sharded=is_full,
             compute_dtype=self.case.autocast,
+            offload=self.case.offload,
         )
         return (
             LockStepReduction(self.world, self.stage) if is_full else ShardedReduction(self.world, self.stage)

@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
+from isthmus.job.lora import LoraSpec
+from isthmus.plan.memory import OptimizerState, Sharding
 from isthmus.plan.pipeline import Policy
-from isthmus.train.sharding import Sharding
 from tests.model.cases import blueprint
 from tests.train.ranks import Case, Crew, Found, whole_model
 from tests.train.test_exactness import alone
@@ -107,3 +110,124 @@ def test_bfloat16_is_gathered_and_float32_is_kept(crew: Crew) -> None:
     assert found["north", 0].losses == pytest.approx(losses, rel=5e-3)
     moved = max(float(np.abs(parameters[name] - one.numpy()).max()) for name, one in expected.items())
     assert 0 < moved < 2e-2
+
+
+# Wide enough for moments in 8 bits, whose blocks end where the parts of two and of three ranks do.
+WIDE = {"hidden_size": 96, "intermediate_size": 96, "vocab_size": 96}
+# A moment at the edge between two codes may fall to either side.
+COARSE_ATOL = 2e-4
+
+
+EIGHT_BIT = Case(
+    ranks=(3, 1), sharding=Sharding.OPTIMIZER, optimizer_state=OptimizerState.EIGHT_BIT, changes=WIDE
+)
+
+
+def test_moments_in_8_bits_are_shared_out(crew: Crew) -> None:
+    found = whole_model(crew.run(EIGHT_BIT), (3, 1))
+    for name, value in whole_model(crew.run(replace(EIGHT_BIT, ranks=(1, 1))), (1, 1)).items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=COARSE_ATOL, err_msg=name)
+
+
+def test_shared_moments_in_8_bits_are_saved_whole_and_go_on_to_the_bit(crew: Crew, tmp_path: Path) -> None:
+    # The embedding's parts end within a block on three ranks.
+    case = replace(EIGHT_BIT, changes={**WIDE, "vocab_size": 80}, num_steps=2, folder=tmp_path)
+    expected = whole_model(crew.run(case), case.ranks)
+    with safe_open(tmp_path / "checkpoints/step-00000001/north/optimizer.safetensors", "pt") as saved:
+        shapes = {name: tuple(saved.get_tensor(name).shape) for name in saved.keys()}  # noqa: SIM118
+    assert shapes["exp_avg/model.embed_tokens.weight"] == (80, 96)
+    assert shapes["exp_avg.codes/model.layers.0.mlp.gate_proj.weight"] == (96, 96)
+    assert shapes["exp_avg.scale/model.layers.0.mlp.gate_proj.weight"] == (96 * 96 // 256,)
+    resumed = whole_model(crew.run(replace(case, first_step=1)), case.ranks)
+    assert all((resumed[name] == value).all() for name, value in expected.items())
+
+
+ADAPTED = Case(ranks=(1, 1), lora=LoraSpec(r=4, alpha=8.0), num_microbatches=4, num_held_out=3)
+
+
+@pytest.fixture(scope="module")
+def adapted(crew: Crew) -> dict[str, Any]:
+    return whole_model(crew.run(ADAPTED), (1, 1))
+
+
+def test_adapters_are_shared_out(crew: Crew, adapted: dict[str, Any], tmp_path: Path) -> None:
+    case = replace(ADAPTED, ranks=(1, 3), sharding=Sharding.OPTIMIZER, folder=tmp_path)
+    found = whole_model(crew.run(case), case.ranks)
+    for name, value in adapted.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=ATOL, err_msg=name)
+    resumed = whole_model(crew.run(replace(case, first_step=2)), case.ranks)
+    assert all((resumed[name] == value).all() for name, value in found.items())
+
+
+@pytest.mark.parametrize(("autocast", "atol"), [(None, ATOL), (torch.bfloat16, 2e-2)], ids=str)
+def test_adapters_are_shared_out_layer_by_layer(
+    crew: Crew, adapted: dict[str, Any], autocast: torch.dtype | None, atol: float
+) -> None:
+    case = replace(
+        ADAPTED, ranks=(2, 2), sharding=Sharding.FULL, policy=Policy.ONE_F_ONE_B, autocast=autocast
+    )
+    found = whole_model(crew.run(case), case.ranks)
+    for name, value in adapted.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=atol, err_msg=name)
+        assert (found[name] == value).all() == (".lora_" not in name), name
+
+
+@pytest.mark.parametrize("sharding", [Sharding.OPTIMIZER, Sharding.FULL])
+def test_shares_in_host_memory_change_nothing(crew: Crew, sharding: Sharding, tmp_path: Path) -> None:
+    case = Case(ranks=(2, 2), sharding=sharding, policy=Policy.ONE_F_ONE_B, num_microbatches=4, num_steps=2)
+    expected = whole_model(crew.run(case), case.ranks)
+    offloaded = replace(case, offload=True, folder=tmp_path)
+    for one in (offloaded, replace(offloaded, first_step=1)):
+        found = whole_model(crew.run(one), case.ranks)
+        assert all((found[name] == value).all() for name, value in expected.items())
+
+
+# Begun with the mean and directions drawn from the seed, both ends are what one process would have.
+DRAWN = Case(ranks=(1, 1), boundary="bottleneck(5, init=random, anchor=none, warmup=1)", num_held_out=2)
+
+
+@pytest.fixture(scope="module")
+def narrowed(crew: Crew) -> dict[str, Any]:
+    return whole_model(crew.run(DRAWN), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharding"),
+    [((3, 1), Sharding.NONE), ((1, 2, 1), Sharding.OPTIMIZER), ((2, 2), Sharding.OPTIMIZER)],
+    ids=str,
+)
+def test_bottlenecks_begin_alike_at_all_ranks(
+    crew: Crew, narrowed: dict[str, Any], ranks: tuple[int, ...], sharding: Sharding
+) -> None:
+    case = replace(DRAWN, ranks=ranks, sharding=sharding)
+    found = crew.run(case)
+    parameters = whole_model(found, ranks)
+    if len(ranks) > 2:
+        narrowed = whole_model(crew.run(replace(DRAWN, ranks=(1,) * len(ranks))), (1,) * len(ranks))
+    for name, value in narrowed.items():
+        if ".observed." not in name:
+            np.testing.assert_allclose(parameters[name], value, rtol=0, atol=ATOL, err_msg=name)
+
+
+def test_ranks_in_lock_step_may_have_a_bottleneck(crew: Crew) -> None:
+    case = replace(DRAWN, num_microbatches=4, policy=Policy.ONE_F_ONE_B, autocast=torch.bfloat16)
+    expected = whole_model(crew.run(case), (1, 1))
+    found = whole_model(crew.run(replace(case, ranks=(2, 2), sharding=Sharding.FULL)), (2, 2))
+    for name, value in expected.items():
+        if ".observed." not in name:
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-2, err_msg=name)
+
+
+@pytest.mark.parametrize("first_step", [1, 2, 3])
+def test_what_ranks_have_observed_is_taken_up_again(crew: Crew, first_step: int, tmp_path: Path) -> None:
+    case = Case(
+        ranks=(2, 1),
+        boundary="bottleneck(5, warmup=2)",
+        sharding=Sharding.OPTIMIZER,
+        num_steps=4,
+        folder=tmp_path,
+    )
+    expected = whole_model(crew.run(case), case.ranks)
+    assert all(np.isfinite(value).all() for value in expected.values())
+    resumed = whole_model(crew.run(replace(case, first_step=first_step)), case.ranks)
+    assert all((resumed[name] == value).all() for name, value in expected.items())

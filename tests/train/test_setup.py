@@ -1,5 +1,6 @@
 """What cannot run is said in one sentence with its cure, before anything starts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,14 +188,11 @@ def test_cuts_take_what_the_job_says_and_else_what_was_planned() -> None:
 
 
 SHARED_OUT = ("cloud.west.ranks=2", "cloud.west.sharding=full")
-BOTTLENECK = "link.0.boundary=bottleneck(4, warmup=1)"
 
 
 @pytest.mark.parametrize(
     ("overrides", "what"),
     [
-        (("cloud.east.ranks=2", BOTTLENECK), "has a bottleneck, which each end must begin alone"),
-        (("cloud.west.ranks=2", "cloud.west.sharding=optimizer", "train.optimizer_bits=8"), "with 8 bits"),
         (SHARED_OUT, "policy wan-1f1b does not keep"),
         ((*SHARED_OUT, "strategy.policy=1f1b"), "as many ranks in every cloud"),
         (
@@ -209,6 +207,11 @@ def test_what_several_ranks_cannot_do_has_a_cure(overrides: tuple[str, ...], wha
     assert caught.value.hint
 
 
+def test_ranks_may_share_out_moments_in_8_bits() -> None:
+    shared = ("cloud.west.ranks=2", "cloud.west.sharding=optimizer")
+    assert set_up(tiny_job(*shared, "train.optimizer_bits=8")).clouds == ("east", "west")
+
+
 def test_ranks_that_share_a_stage_out_need_less_memory_each() -> None:
     job = tiny_job("cloud.west.memory=270 KB", "cloud.west.ranks=4")
     blueprint = blueprint_of(job, config={}, num_labels=None)
@@ -216,3 +219,36 @@ def test_ranks_that_share_a_stage_out_need_less_memory_each() -> None:
         check_fits(job, set_up(job), blueprint)
     shared = tiny_job("cloud.west.memory=270 KB", "cloud.west.ranks=4", "cloud.west.sharding=optimizer")
     check_fits(shared, set_up(shared), blueprint)
+
+
+SMALL = ("cloud.west.ranks=4", "cloud.west.memory=500 KB", "strategy.microbatches=16")
+
+
+def test_ranks_share_a_stage_out_where_the_plan_says_so() -> None:
+    job = tiny_job(*FIGURES, *SMALL)
+    setup = set_up(job)
+    assert any(note.startswith("sharding: the ranks of west") for note in setup.notes)
+    for one in (setup, set_up(job, decisions=setup.decisions, plans=False)):
+        assert [cloud.sharding for cloud in one.followed(job).cloud] == ["none", "optimizer"]
+        check_fits(job, one, blueprint_of(job, config={}, num_labels=None))
+
+
+def test_ranks_hold_copies_where_nothing_is_planned() -> None:
+    job = tiny_job(*SMALL)
+    assert {cloud.sharding for cloud in set_up(job).followed(job).cloud} == {"none"}
+
+
+def test_moments_in_8_bits_fit_where_others_do_not() -> None:
+    job, small = (tiny_job("cloud.west.memory=270 KB", *more) for more in ((), ("train.optimizer_bits=8",)))
+    blueprint = blueprint_of(job, config={}, num_labels=None)
+    with pytest.raises(UserError, match="needs"):
+        check_fits(job, set_up(job), blueprint)
+    check_fits(small, set_up(small), blueprint)
+
+
+def test_what_memory_holds_bounds_what_the_job_allows() -> None:
+    job = tiny_job(*FIGURES, *SMALL, "strategy.max_in_flight=16")
+    decisions = set_up(job).decisions
+    assert decisions is not None
+    assert set_up(job, decisions=replace(decisions, max_in_flight=3)).max_in_flight == 3
+    assert set_up(job, decisions=replace(decisions, max_in_flight=None)).max_in_flight == 16

@@ -1,6 +1,7 @@
 """Codecs change at a step boundary, at both ends, for a reason that is told."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,24 @@ def test_a_line_that_is_hidden_stays_raw_and_one_that_gets_fast_goes_back() -> N
     steers, notes = steering(terms(strong, is_free=True, bandwidths_bps=(1e9, 1e9)))
     assert [steers(tally(step)) for step in range(5)][-1] == (RAW_PAIR,)
     assert len(notes) == 1
+
+
+def test_a_line_that_is_faster_than_the_job_says_gets_a_milder_codec() -> None:
+    strong = pair("subspace(32, anchor=tokens) | int4", "int4(stochastic)")
+    found = terms(strong, is_free=True, bandwidths_bps=(2e6, 2e6))
+    steers, notes = steering(replace(found, bounds=Bounds(loss=Loss.SOME)))
+    # By the job a message would take 34 ms.
+    chosen = [steers(tally(step, on_line_s=0.0)) for step in range(12)]
+    assert chosen[2] == (strong,)
+    assert [str(found[0].forward) for found in chosen[3::3]] == ["center | rotate | int4", "bf16", "raw"]
+    assert len(notes) == 3
+
+
+def test_what_is_too_short_to_be_measured_is_as_the_job_says() -> None:
+    own = pair("bf16", "bf16")
+    steers, notes = steering(terms(own, is_free=True, bandwidths_bps=(1e9, 1e9)))
+    assert [steers(tally(step, on_line_s=0.0049)) for step in range(5)][-1] == (RAW_PAIR,)
+    assert "2.097 ms on the line" in notes[0]
 
 
 def test_what_the_job_says_is_not_chosen() -> None:

@@ -1,0 +1,126 @@
+"""The real runs: worker, link, codecs and steering are the product's, put together as a session does it."""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from predicted.cases import Case
+from predicted.journey import Visit
+from sleeping import Timer
+
+from auto.planning import Prepared, TrialsByCase, read_plan
+from auto.trials import CROSSING, Trial
+from isthmus.train.cut import Cut, texts_of
+from isthmus.train.device import Device
+from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.pipeline import Course, pipeline_worker
+from isthmus.train.steering import Steering
+from isthmus.train.wiring import cuts_of, steering_terms
+
+NUM_STEADY_STEPS: Final = 4
+# The windows are those of the first steps.
+_NUM_WARM_UP_STEPS: Final = 2
+# A basis is sent anew after 1, 2, 4 and 8 steps.
+_NUM_LEARNING_STEPS: Final = 9
+# Measured figures may decide after four steps, before a basis is due again in step 16.
+_NUM_SETTLING_STEPS: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What came of a trial: the codecs it began and ended with, and its steps."""
+
+    number: int
+    trial: Trial
+    first: tuple[str, str]
+    last: tuple[str, str]
+    since_step: int
+    steps_s: tuple[float, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def steady_s(self) -> float:
+        """The median of the last steps."""
+        return statistics.median(self.steps_s[-NUM_STEADY_STEPS:])
+
+
+def run(visit: Visit, *, trials: TrialsByCase, plans: Path) -> list[Ran]:
+    """Run all trials on a line, one after the other."""
+    found = []
+    for case in visit.cases:
+        for trial in trials[case.number]:
+            visit.meet()
+            if visit.post.index == 0:
+                visit.report(f"{case.wan.name}: {trial.name}")
+            found.append(_run_trial(case, trial, visit, read_plan(plans, case, trial)))
+    visit.meet()
+    return found
+
+
+def _run_trial(case: Case, trial: Trial, visit: Visit, prepared: Prepared) -> Ran:
+    course, stage, timer = _course(prepared, trial), visit.stage(case), Timer()
+    reasons = [*prepared.setup.notes]
+    steering = _steering(prepared, course, reasons)
+    worker, traffic = pipeline_worker(
+        course=course,
+        post=visit.post,
+        stage=stage,
+        optimizer=Optimizer(_parameters(stage), schedule=Schedule(peak=1e-6, num_steps=1), max_norm=1.0),
+        device=Device(case.stages.device),
+        source=case.stages.source(course.num_microbatches) if visit.post.up is None else None,
+        observer=timer,
+        steer=steering,
+    )
+    with traffic:
+        worker.run(course.turns())
+    (standing,) = steering.standings
+    return Ran(
+        number=case.number,
+        trial=trial,
+        first=texts_of(course.cut(0).codecs),
+        last=texts_of(standing.pair),
+        since_step=standing.since_step,
+        steps_s=tuple(one.duration_s for one in timer.steps),
+        reasons=tuple(one for one in reasons if "codec" in one or one.startswith("link")),
+    )
+
+
+def _course(prepared: Prepared, trial: Trial) -> Course:
+    setup = prepared.setup
+    cuts = cuts_of(prepared.job, setup.clouds, planned=setup.codecs)
+    return Course(
+        num_stages=len(setup.clouds),
+        num_steps=_num_steps(trial, cuts),
+        num_microbatches=setup.layout.num_microbatches,
+        seed=0,
+        max_in_flight=setup.max_in_flight,
+        policy=setup.policy,
+        cuts=cuts,
+    )
+
+
+def _num_steps(trial: Trial, cuts: Iterable[Cut]) -> int:
+    is_learning = trial.mistake != 1.0 or any(cut.codecs.has_subspace for cut in cuts)
+    num_steps = _NUM_LEARNING_STEPS if is_learning else _NUM_WARM_UP_STEPS
+    if trial.rung is None:
+        num_steps += _NUM_SETTLING_STEPS
+    return num_steps + NUM_STEADY_STEPS
+
+
+def _steering(prepared: Prepared, course: Course, reasons: list[str]) -> Steering:
+    """As a session makes it."""
+    terms = steering_terms(
+        prepared.job,
+        prepared.setup.clouds,
+        course.cuts,
+        num_rows=CROSSING.num_rows,
+        hidden_width=CROSSING.width,
+        trained_from=course.first_trained,
+    )
+    return Steering(terms, num_microbatches=course.num_microbatches, note=reasons.append)
+
+
+def _parameters(stage: Any) -> dict[str, Any]:
+    return dict(stage.model.named_parameters())

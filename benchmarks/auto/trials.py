@@ -1,0 +1,107 @@
+"""What is tried on each line: the automatic choice, and fixed codecs that could be as fast."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from predicted.cases import RAW, Case, wan_of
+from predicted.stages import WIDTH, SleepingStages
+from sleeping import Nap
+
+from isthmus.plan.ladder import Bounds, Crossing, Figures, Loss, Pair, Rung, choose, ladder
+
+NAP: Final = Nap(forward_s=0.010, backward_s=0.020)
+NUM_TOKENS: Final = 256
+NUM_MICROBATCHES: Final = 16
+RTT_MS: Final = 40.0
+CROSSING: Final = Crossing(num_rows=NUM_TOKENS, width=WIDTH)
+RUNGS: Final = ladder(WIDTH, shares_ids=True)
+_COMPUTE_S: Final = NAP.forward_s + NAP.backward_s
+
+# What is so much longer on the line than the fastest is not the best choice, and not run.
+_HOPELESS: Final = 1.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run on a line: with the codecs of a rung, or those that are chosen.
+
+    `mistake` is what the job says of the bandwidth, as a share of what was probed: probes grow old.
+    """
+
+    name: str
+    rung: Rung | None = None
+    loss: Loss = Loss.SOME
+    mistake: float = 1.0
+
+    @property
+    def pair(self) -> Pair | None:
+        """The codecs that the job names, None where it says "auto"."""
+        return None if self.rung is None else Pair(forward=self.rung.forward, backward=self.rung.backward)
+
+
+AUTO: Final = Trial(name="auto")
+DEFAULT: Final = Trial(name="auto, slight loss", loss=Loss.SLIGHT)
+TOLD_MORE: Final = Trial(name="auto, told 4 × the bandwidth", mistake=4.0)
+TOLD_LESS: Final = Trial(name="auto, told ¼ of the bandwidth", mistake=0.25)
+
+Grid = Mapping[float, tuple[Trial, ...]]
+"""Bandwidths in Mbit/s with the automatic trials on them."""
+
+# So that every rung has its turn.
+GRID: Final[Grid] = {
+    1000: (AUTO,),
+    400: (AUTO,),
+    200: (AUTO,),
+    100: (AUTO, TOLD_MORE, TOLD_LESS),
+    50: (AUTO,),
+    20: (AUTO, DEFAULT),
+    8: (AUTO,),
+    4: (AUTO,),
+}
+QUICK_GRID: Final[Grid] = {400: (AUTO,), 100: (AUTO, TOLD_MORE), 50: (AUTO,)}
+
+
+def cases_of(grid: Grid) -> list[Case]:
+    """One for each line; its trials have their own codecs."""
+    stages = SleepingStages(naps=(NAP, NAP), num_tokens=NUM_TOKENS)
+    return [
+        Case(
+            number=number,
+            wan=wan_of((RTT_MS, mbps)),
+            stages=stages,
+            num_microbatches=NUM_MICROBATCHES,
+            codec=RAW,
+        )
+        for number, mbps in enumerate(grid)
+    ]
+
+
+def bandwidth_bps(case: Case) -> float:
+    """What its line carries each way."""
+    return case.wan.lines[0].bandwidth_bps
+
+
+def trials_of(case: Case, autos: Sequence[Trial]) -> list[Trial]:
+    """The automatic trials of a line, then all fixed ones that could be best of what loses no more."""
+    promising = [rung for auto in autos for rung in _promising(case, expected_loss(case, auto))]
+    return [*autos, *(Trial(name=str(rung.forward), rung=rung) for rung in RUNGS if rung in promising)]
+
+
+def expected_loss(case: Case, auto: Trial) -> Loss:
+    """What the figures of the emulated line and of the naps ask for."""
+    both_bps = bandwidth_bps(case)
+    figures = Figures(interval_s=_COMPUTE_S, down_bps=both_bps, up_bps=both_bps)
+    return choose(CROSSING, figures, rungs=RUNGS, bounds=Bounds(loss=auto.loss)).loss
+
+
+def _promising(case: Case, loss: Loss) -> list[Rung]:
+    allowed = {rung: _on_line_s(rung, case) for rung in RUNGS if rung.loss <= loss}
+    fastest_s = max(_COMPUTE_S, min(allowed.values()))
+    return [rung for rung, on_line_s in allowed.items() if on_line_s <= _HOPELESS * fastest_s]
+
+
+def _on_line_s(rung: Rung, case: Case) -> float:
+    """The longer of an activation and its gradient."""
+    pair = Pair(forward=rung.forward, backward=rung.backward)
+    return 8 * max(pair.forward_bytes(CROSSING), pair.backward_bytes(CROSSING)) / bandwidth_bps(case)

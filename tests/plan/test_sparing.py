@@ -1,0 +1,162 @@
+"""Memory is spared no more than it must be, only in ways that a run accepts, and runs do as was planned."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus.job.load import parse_job
+from isthmus.plan.choice import Form, Plan, decisions_from_dict
+from isthmus.plan.facts import cloud_facts
+from isthmus.plan.following import follow, planned_changes
+from isthmus.plan.memory import Sharding
+from isthmus.plan.planner import plan
+from isthmus.plan.sparing import Sparing, levels
+from tests.plan.jobs import TWO_CLOUDS, two_clouds
+
+PIPELINE = "strategy.kind=pipeline"
+RANKS = ("cloud.east.ranks=4", "cloud.west.ranks=4")
+LOCK_STEP = (PIPELINE, "strategy.policy=1f1b", "strategy.microbatches=64")
+
+
+def with_memory(size: str, *changes: str) -> Job:
+    return two_clouds(f"cloud.east.memory={size}", f"cloud.west.memory={size}", *changes)
+
+
+def shardings(chosen: Plan) -> list[Sharding]:
+    return [stage.sharding for stage in chosen.stages]
+
+
+def test_ranks_hold_copies_where_these_fit() -> None:
+    chosen = plan(two_clouds(PIPELINE, *RANKS), is_quick=True)
+    assert shardings(chosen) == [Sharding.NONE] * 2
+    assert chosen.savers == ()
+    assert chosen.sparing == Sparing()
+
+
+def test_ranks_share_a_stage_out_where_copies_do_not_fit() -> None:
+    chosen = plan(with_memory("7 GiB", PIPELINE, *RANKS), is_quick=True)
+    assert shardings(chosen) == [Sharding.OPTIMIZER] * 2
+    assert chosen.savers == ("sharding inside the cloud",)
+    assert chosen.decisions is not None
+    assert chosen.decisions.sharding == ("optimizer", "optimizer")
+
+
+def test_what_the_job_says_of_a_cloud_is_kept() -> None:
+    given_one = ("cloud.east.sharding=none", "cloud.west.sharding=optimizer")
+    tight = plan(with_memory("7 GiB", PIPELINE, *RANKS, *given_one), is_quick=True)
+    roomy = plan(two_clouds(PIPELINE, *RANKS, *given_one), is_quick=True)
+    for chosen in (tight, roomy):
+        found = dict(zip(chosen.clouds, shardings(chosen), strict=True))
+        assert found == {"east": Sharding.NONE, "west": Sharding.OPTIMIZER}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    ranks=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    sharding=st.tuples(*[st.sampled_from(["auto", "none", "optimizer"])] * 2),
+    recompute=st.sampled_from(["true", "false", "auto"]),
+    saver=st.sampled_from([(), ("train.optimizer_bits=8",), ("train.offload_optimizer=true",)]),
+)
+def test_no_level_is_one_that_a_run_refuses(
+    ranks: tuple[int, int], sharding: tuple[str, str], recompute: str, saver: tuple[str, ...]
+) -> None:
+    names = ("east", "west")
+    overrides = [f"cloud.{name}.ranks={number}" for name, number in zip(names, ranks, strict=True)]
+    overrides += [f"cloud.{name}.sharding={one}" for name, one in zip(names, sharding, strict=True)]
+    job = two_clouds(*overrides, f"train.recompute={recompute}", *saver)
+    clouds = cloud_facts(job)
+    found = levels(job, clouds)
+    assert len(found) == len(set(found))
+    for level in found:
+        for cloud, one in zip(clouds, sharding, strict=True):
+            is_kept = one == "auto" or level.sharding(cloud) == one
+            assert is_kept or cloud.num_ranks == 1
+            assert level.sharding(cloud) is not Sharding.FULL, "ranks are not in lock-step"
+        assert not (level.sparing.offload_optimizer and level.sparing.optimizer_bits == 8)
+        assert level.sparing.recompute or recompute != "true"
+        assert level.sparing.offload_optimizer == job.train.offload_optimizer or level.is_last_resort
+        assert level.sparing.optimizer_bits == job.train.optimizer_bits or level.is_last_resort
+    assert found[0].sparing.recompute == (recompute == "true"), "auto asks for nothing"
+
+
+def test_a_last_resort_is_taken_only_where_nothing_else_fits() -> None:
+    assert plan(with_memory("7 GiB", PIPELINE), is_quick=True).savers == ("recompute",)
+    chosen = plan(with_memory("4 GiB", PIPELINE), is_quick=True)
+    assert chosen.sparing == Sparing(recompute=True, offload_optimizer=True)
+    small = plan(with_memory("4 GiB", PIPELINE, "train.offload_optimizer=false", *RANKS), is_quick=True)
+    assert shardings(small) == [Sharding.OPTIMIZER] * 2
+
+
+def test_a_last_resort_may_spare_a_stage() -> None:
+    chosen = plan(with_memory("12 GiB"), is_quick=True)
+    by_form = {one.form: one.savers for one in reversed(chosen.runners_up)}
+    assert (chosen.form, chosen.savers) == (Form.PIPELINE, ())
+    assert by_form[Form.ALONE] == ("optimizer on the host",)
+    assert Form.DATA not in by_form, "as many clouds as the pipeline, which needs no last resort"
+
+
+def test_the_memory_of_a_cpu_is_not_spared_by_its_host() -> None:
+    job = two_clouds("cloud.east.device=cpu", "cloud.east.accelerator=cpu")
+    east, west = cloud_facts(job)
+    on_host = next(one for one in levels(job, (east, west)) if one.sparing.offload_optimizer)
+    assert not on_host.savers(east).offload_optimizer
+    assert on_host.savers(west).offload_optimizer
+
+
+def test_ranks_in_lock_step_share_out_everything_where_they_must() -> None:
+    roomy = plan(two_clouds(*LOCK_STEP, *RANKS), is_quick=True)
+    assert shardings(roomy) == [Sharding.NONE] * 2
+    tight = plan(with_memory("2500 MiB", *LOCK_STEP, *RANKS), is_quick=True)
+    assert shardings(tight) == [Sharding.FULL] * 2
+    with pytest.raises(UserError, match="nothing fits"):
+        plan(with_memory("2500 MiB", PIPELINE, *RANKS))
+
+
+def test_a_plan_refuses_ranks_out_of_step_as_a_run_does() -> None:
+    with pytest.raises(UserError, match="needs ranks in lock-step") as caught:
+        plan(two_clouds(PIPELINE, *RANKS, "cloud.east.sharding=full"))
+    assert "1f1b" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("size", ["7 GiB", "4500 MiB", "4 GiB", "3 GiB"])
+@pytest.mark.parametrize("ranks", [(), RANKS], ids=["one rank", "four ranks"])
+def test_a_run_does_what_was_planned_and_what_would_be_written(size: str, ranks: Sequence[str]) -> None:
+    job = with_memory(size, PIPELINE, *ranks)
+    try:
+        chosen = plan(job, is_quick=True)
+    except UserError:
+        return
+    assert chosen.decisions is not None
+    decisions = decisions_from_dict(asdict(chosen.decisions))
+    run = follow(job, chosen.clouds, decisions)
+    assert run.train.recompute == chosen.sparing.recompute
+    assert run.train.optimizer_bits == chosen.sparing.optimizer_bits
+    assert run.train.offload_optimizer == chosen.sparing.offload_optimizer
+    found = {cloud.name: cloud.sharding for cloud in run.cloud}
+    assert found == {stage.cloud: stage.sharding.value for stage in chosen.stages}
+    changes = planned_changes(job, chosen)
+    assert run.train == job.train.model_copy(update=changes.train)
+    assert set(changes.clouds) == (set(chosen.clouds) if ranks else set())
+    again = plan(run, is_quick=True)
+    assert (again.sparing, shardings(again)) == (chosen.sparing, shardings(chosen))
+
+
+def test_a_run_that_is_not_planned_holds_copies_and_what_the_job_says() -> None:
+    run = follow(two_clouds(*RANKS, "cloud.west.sharding=optimizer"), ("east", "west"), None)
+    assert [cloud.sharding for cloud in run.cloud] == ["none", "optimizer"]
+
+
+def test_recompute_as_memory_asks_for_stays_so() -> None:
+    text = TWO_CLOUDS + 'recompute = "auto"\nmemory_budget = "6 GiB"\n'
+    sizes = ("cloud.east.memory=7 GiB", "cloud.west.memory=7 GiB")
+    job = parse_job(text, file=Path("two.toml"), overrides=(PIPELINE, *sizes))
+    chosen = plan(job, is_quick=True)
+    assert chosen.sparing.recompute
+    assert planned_changes(job, chosen).train == {}
+    assert follow(job, chosen.clouds, chosen.decisions).train.recompute == "auto"
