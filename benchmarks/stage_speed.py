@@ -97,7 +97,7 @@ class Scale:
 
 
 FULL = Scale(
-    width=2048, num_layers=20, vocabulary_size=32000, num_sequences=4, length=2048, num_microbatches=16
+    width=4096, num_layers=5, vocabulary_size=32000, num_sequences=4, length=2048, num_microbatches=16
 )
 TINY = Scale(width=64, num_layers=2, vocabulary_size=128, num_sequences=2, length=32, num_microbatches=3)
 

@@ -80,6 +80,7 @@ class Watch:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._left = threading.Event()
+        self._num_left = 0
         self._reason: str | None = None
         self._meet(store)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -175,6 +176,7 @@ class Watch:
                 peer.rank = rank
             case {"bye": True} if peer.rank is not None:
                 peer.has_left = True
+                self._num_left += 1
             case {"lost": str(reason)} if peer.rank is not None:
                 self._lose(reason)
             case _:
@@ -233,10 +235,12 @@ class Watch:
     def _say_goodbye(self) -> None:
         """Leave in order; the leader stays until everyone else has left."""
         if not self._seat.is_leader:
+            # First of all, since the leader may be gone as soon as it has heard.
+            self._left.set()
             self._tell_all({"bye": True})
             return
         until_s = time.monotonic() + self._timeout_s
         while self._reason is None and time.monotonic() < until_s:
-            if all(peer.has_left for peer in list(self._peers) if peer.rank is not None):
+            if self._num_left == self._seat.num_ranks - 1:
                 return
             time.sleep(0.02)
