@@ -32,9 +32,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from isthmus.job.load import parse_job
 from isthmus.model.boundary import StageInput
+from isthmus.train.course import Course, Post
 from isthmus.train.device import Device
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import Course, Post, pipeline_worker
+from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.local import LocalWan

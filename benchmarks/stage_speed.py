@@ -43,11 +43,12 @@ from isthmus.model.boundary import Batch
 from isthmus.model.heads import HEADS
 from isthmus.plan.ladder import Pair
 from isthmus.plan.types import Started
+from isthmus.train.course import Course, Post
 from isthmus.train.cut import Cut
 from isthmus.train.device import Device
 from isthmus.train.messages import Evaluated
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import Course, Post, pipeline_worker
+from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.train.sharding import ShardedReduction, shard
 from isthmus.train.worker import StepEnded

@@ -12,10 +12,11 @@ from sleeping import Timer
 
 from auto.planning import Prepared, TrialsByCase, read_plan
 from auto.trials import CROSSING, Trial
+from isthmus.train.course import Course
 from isthmus.train.cut import Cut, texts_of
 from isthmus.train.device import Device
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import Course, pipeline_worker
+from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.steering import Steering
 from isthmus.train.wiring import cuts_of, steering_terms
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 
 from isthmus.job import Job
+from isthmus.train.course import Post
 from isthmus.train.device import Device
-from isthmus.train.pipeline import Post
 from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site

@@ -6,10 +6,11 @@ from typing import Any, Final
 
 from sleeping import Timer
 
+from isthmus.train.course import Course
 from isthmus.train.cut import Cut
 from isthmus.train.device import Device
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import Course, pipeline_worker
+from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.profiling import AUTOCAST
 from predicted.cases import Case
 from predicted.journey import Visit

@@ -12,9 +12,9 @@ from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.stage import Stage
 from isthmus.plan.memory import Sharding
+from isthmus.train.course import Course
 from isthmus.train.device import Device
 from isthmus.train.optimizer import Decay, Optimizer, Schedule
-from isthmus.train.pipeline import Course
 from isthmus.train.reduction import NoReduction, PlainReduction, Reduction
 from isthmus.train.savers import equip, optimizer_state
 from isthmus.train.setup import Setup

@@ -25,6 +25,7 @@ from isthmus.model.stage import Stage
 from isthmus.plan.choice import decisions_from_dict
 from isthmus.train.agreement import Offer, Start, agree_on_end, agree_on_step, pass_offer_on
 from isthmus.train.checkpoint import Checkpoints, State
+from isthmus.train.course import Course, Post
 from isthmus.train.cut import SavedCuts
 from isthmus.train.data import TrainingData, open_data
 from isthmus.train.device import Device
@@ -34,7 +35,7 @@ from isthmus.train.journal import Journal, Report, Tracker
 from isthmus.train.keeping import Keeper
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.parts import gather_parts
-from isthmus.train.pipeline import Course, Post, pipeline_worker
+from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.preflight import read_decisions
 from isthmus.train.reduction import Reduction
 from isthmus.train.runs import (

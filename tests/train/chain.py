@@ -20,10 +20,11 @@ from isthmus.model.boundary import Batch, StageOutput
 from isthmus.model.stage import Stage
 from isthmus.plan.ladder import Pair
 from isthmus.train.checkpoint import State
+from isthmus.train.course import Course, Post
 from isthmus.train.device import Device
 from isthmus.train.messages import Evaluated, Tally
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import Course, Post, pipeline_worker
+from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.traffic import Traffic
 from isthmus.train.worker import StepEnded
 from isthmus.wan.memory import MemoryLink

@@ -25,10 +25,11 @@ from isthmus.plan.ladder import Pair
 from isthmus.plan.memory import OptimizerState, Sharding
 from isthmus.plan.pipeline import Policy
 from isthmus.train.checkpoint import Checkpoints, State
+from isthmus.train.course import Course, Post
 from isthmus.train.cut import Cut
 from isthmus.train.device import Device
 from isthmus.train.keeping import Keeper
-from isthmus.train.pipeline import Course, Post, pipeline_worker
+from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.reduction import NoReduction, PlainReduction, Reduction
 from isthmus.train.sharding import LockStepReduction, ShardedReduction, shard
 from isthmus.train.worker import StepEnded

@@ -12,8 +12,8 @@ from isthmus.model.blueprint import Blueprint
 from isthmus.model.boundary import Batch
 from isthmus.plan.ladder import Pair
 from isthmus.train.cache import Admission, Cache, sequences_of
+from isthmus.train.course import Course
 from isthmus.train.cut import Cut
-from isthmus.train.pipeline import Course
 from isthmus.train.wiring import first_trained
 from tests.model.cases import blueprint, make_batch
 from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Chain, Given, chain, course, make_stages
