@@ -28,7 +28,8 @@ from isthmus.train.device import Device, Lane, Mark
 PAIRS: Final = {
     "raw": ("raw", "raw"),
     "rotate | int8": ("rotate | int8", "rotate | int8"),
-    "rotate | int4": ("rotate | int4", "rotate | int4(stochastic)"),
+    "rotate | int4": ("rotate | int4", "rotate | int4"),
+    "rotate | int4, stochastic back": ("rotate | int4", "rotate | int4(stochastic)"),
 }
 _NUM_WARM_UP_STEPS: Final = 2
 
@@ -46,7 +47,7 @@ class StageSize:
 
 
 FULL: Final = StageSize(
-    width=2048, num_layers=6, num_tokens=4096, num_microbatches=8, num_steps=5, num_rounds=3
+    width=2048, num_layers=6, num_tokens=4096, num_microbatches=8, num_steps=4, num_rounds=5
 )
 TINY: Final = StageSize(width=64, num_layers=1, num_tokens=64, num_microbatches=2, num_steps=2, num_rounds=1)
 
