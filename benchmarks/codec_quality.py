@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import time
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -42,11 +43,13 @@ HEADLINE_TASK = "mt"
 NUM_SEEDS, NUM_HEADLINE_SEEDS = 3, 5
 
 
-def make_task(name: str, folder: Path, device: torch.device, *, is_tiny: bool) -> Task:
-    """The task of a name."""
+def make_task(name: str, folder: Path, device: torch.device, *, is_tiny: bool, warm_up: float | None) -> Task:
+    """The task of a name; its bottlenecks begin after this share of the steps."""
+    changes = {} if warm_up is None else {"raw_warmup_share": warm_up}
     if name == "mt":
-        return TranslationTask(folder, device, translation.TINY if is_tiny else translation.FULL)
-    recipe = language.TINY if is_tiny else language.FULL
+        size = translation.TINY if is_tiny else translation.FULL
+        return TranslationTask(folder, device, replace(size, **changes))
+    recipe = replace(language.TINY if is_tiny else language.FULL, **changes)
     return LanguageTask(folder, device, recipe, num_cuts=1 if name == "lm1" else 3)
 
 
@@ -86,10 +89,10 @@ def train(options: argparse.Namespace) -> None:
         hypotheses.open("a") as said,
         shared_gpu(is_wanted=options.mps) as is_shared,
     ):
-        about = machine() | {"mps": is_shared, "workers": options.workers}
+        about = machine() | {"mps": is_shared, "workers": options.workers, "warm_up": options.warm_up}
         ended_runs = train_all(
             runs,
-            partial(make_task, is_tiny=options.tiny),
+            partial(make_task, is_tiny=options.tiny, warm_up=options.warm_up),
             options.data,
             num_workers=options.workers,
             deadline_s=options.deadline_s,
@@ -165,6 +168,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(MAIN_ROWS))
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of 3, and 5 for headline rows")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--warm-up", type=float, help="share of the steps before a bottleneck begins")
     parser.add_argument("--deadline-s", type=float, help="start no run that would not end by then")
     parser.add_argument("--skip-done", type=Path, nargs="+", default=[], metavar="FILE")
     parser.add_argument("--workers", type=int, default=12)
