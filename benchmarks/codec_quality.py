@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from mps import shared_gpu
@@ -45,7 +46,7 @@ NUM_SEEDS, NUM_HEADLINE_SEEDS = 3, 5
 
 def make_task(name: str, folder: Path, device: torch.device, *, is_tiny: bool, warm_up: float | None) -> Task:
     """The task of a name; its bottlenecks begin after this share of the steps."""
-    changes = {} if warm_up is None else {"raw_warmup_share": warm_up}
+    changes: dict[str, Any] = {} if warm_up is None else {"raw_warmup_share": warm_up}
     if name == "mt":
         size = translation.TINY if is_tiny else translation.FULL
         return TranslationTask(folder, device, replace(size, **changes))
