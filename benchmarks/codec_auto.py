@@ -5,12 +5,14 @@ python benchmarks/codec_auto.py [--quick] [--out DIR] [--json]
 In this order: every line is probed and both stages are profiled by the product's own probe and rig; the
 product plans a job for each trial from those figures, and the plans are written to a file; only then does
 anything run. The automatic runs begin with the planned codecs and are steered by what they measure, as in a
-session; some are told a wrong bandwidth, as by a probe that has grown old. Fixed runs have the codecs of one
-rung of the ladder. What is compared is the steady step: the best fixed choice is the fastest rung that loses
-no more than what the automatic run ended with.
+session; some are told a wrong bandwidth, as by a probe that has grown old, and in one the line is slow for a
+while. Where directions differ, lines are given down / up. Fixed runs have the codecs of one rung of the
+ladder. What is compared is the steady step: the best fixed choice is the fastest rung that loses no more than
+what the automatic run ended with.
 
 Stages sleep, so that both clouds fit on few cores; packets, codecs, links, schedule and steering are real.
-The basis of a subspace, which is sent every 100 steps once it is learned, is not in the steady step.
+The basis of a subspace, which is sent every 100 steps once it is learned, is not in the steady step; the
+choice counts it by the steps of the job.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from typing import Any
 
 from auto.planning import TrialsByCase, write_plans
 from auto.running import NUM_STEADY_STEPS, Ran, run
-from auto.scores import GOAL, Row, fixed_record, is_monotone, loss_of, rows_of
+from auto.scores import GOAL, MOST_STEPS, Row, fixed_record, is_monotone, loss_of, rows_of
 from auto.trials import (
     GRID,
     NAP,
@@ -73,7 +75,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
     for row in rows:
         auto = row.auto
         table.add_row(
-            f"{row.mbps:g} Mbit/s",
+            row.line.rates,
             auto.trial.name,
             _short(auto.first),
             _short(auto.last) + (f", step {auto.since_step}" if auto.since_step else ""),
@@ -93,6 +95,10 @@ def how() -> str:
         f"float32, {1e3 * NAP.forward_s:g} + {1e3 * NAP.backward_s:g} ms of compute each; steps are medians "
         f"of the last {NUM_STEADY_STEPS}; best fixed: the fastest rung of equal or milder loss"
     )
+
+
+def _word(is_so: bool) -> str:
+    return "yes" if is_so else "no"
 
 
 def machine() -> dict[str, Any]:
@@ -135,13 +141,21 @@ def main() -> None:
         console.print(how())
         show(console, rows)
         worst = max(row.excess for row in rows)
-        console.print(f"never milder on a narrower line: {'yes' if monotone else 'no'}")
+        console.print(f"never milder on a narrower line: {_word(monotone)}")
+        console.print(f"the wide direction milder: {_word(all(row.is_wide_milder for row in rows))}")
+        for row in rows:
+            if (way := row.following) is not None:
+                console.print(
+                    f"a slow-down followed after {way.there_steps} steps, left after {way.back_steps}, in "
+                    f"{way.num_changes} changes; goal ≤ {MOST_STEPS} steps each, 2 changes"
+                )
         console.print(f"at most {worst:+.1%} longer than the best fixed choice; goal ≤ {GOAL:.0%}")
     line = {
         "benchmark": "codec_auto",
         **machine(),
         "took_s": time.monotonic() - started_s,
         "is_monotone": monotone,
+        "is_wide_milder": all(row.is_wide_milder for row in rows),
         "worst_excess": max(row.excess for row in rows),
         "auto": [row.record() for row in rows],
         "fixed": [fixed_record(cases[one.number], one) for one in runs if one.trial.rung is not None],

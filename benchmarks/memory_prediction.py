@@ -3,9 +3,10 @@
 python benchmarks/memory_prediction.py [--device auto|cpu|cuda] [--quick] [--models llama gpt2 ...]
 
 Each case is one stage of a real model in training: passes, optimizer, several micro-batches in flight. The
-prediction is made from the configuration alone, before the stage is built. The allocator's word is torch's:
-its memory events on a CPU, the peak of what is allocated on an accelerator. A case runs two steps, and the
-second, when the optimizer's state is there, is measured.
+prediction is made from the configuration alone, before the stage is built. Some stages train adapters alone,
+or have frozen layers. The allocator's word is torch's: its memory events on a CPU, the peak of what is
+allocated on an accelerator. A case runs two steps, and the second, when the optimizer's state is there, is
+measured.
 """
 
 import argparse
@@ -24,11 +25,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from isthmus.job.lora import LoraSpec
 from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.heads import HEADS
 from isthmus.plan.activations import Arithmetic, Precision
 from isthmus.plan.costs import Workload, model_costs
+from isthmus.plan.learning import Learning, read_adapters
 from isthmus.plan.memory import Memory, stage_memory
 from isthmus.plan.shapes import Task, read_shape
 from isthmus.train.device import Device
@@ -69,6 +72,8 @@ class Case:
     sequence_length: int = 128
     width: int = 256
     vocabulary_size: int = 4096
+    num_frozen: int = 0
+    lora: LoraSpec | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -96,6 +101,11 @@ class Case:
         """Those of the stage."""
         return range(*PLACES[self.place])
 
+    @property
+    def learns(self) -> str:
+        """What of it is trained, in words."""
+        return "adapters" if self.lora else f"layers from {self.num_frozen} on" if self.num_frozen else "all"
+
 
 def predict(case: Case, *, on_accelerator: bool) -> Memory:
     """What the planner says."""
@@ -105,14 +115,24 @@ def predict(case: Case, *, on_accelerator: bool) -> Memory:
         arithmetic=Arithmetic(precision=case.precision, on_accelerator=on_accelerator),
         recompute=case.recompute,
     )
-    costs = model_costs(read_shape(case.config, task=case.task), workload)
+    shape = read_shape(case.config, task=case.task)
+    adapters = None if case.lora is None else read_adapters(case.lora, shape)
+    learning = Learning(num_frozen_layers=case.num_frozen, adapters=adapters)
+    costs = model_costs(shape, workload, learning)
     return stage_memory(costs, case.layers, window=case.window, num_buffered=0)
 
 
 def measure(case: Case, device: Device) -> int:
     """What the allocator says of the second step, in bytes."""
     blueprint = fresh_blueprint(case.config, head=HEADS[case.task.value])
-    stage = build_stage(blueprint, case.layers, seed=0, recompute=case.recompute)
+    stage = build_stage(
+        blueprint,
+        case.layers,
+        seed=0,
+        recompute=case.recompute,
+        num_frozen_layers=case.num_frozen,
+        lora=case.lora,
+    )
     size = Size(
         num_sequences=case.num_sequences, sequence_length=case.sequence_length, precision=case.precision
     )
@@ -172,6 +192,9 @@ def cases(models: list[str], *, is_quick: bool, on_accelerator: bool) -> list[Ca
         )
         for model, place, precision, recompute in product(models, places, Precision, (False, True))
     ]
+    some = [case for case in found if case.place == ("last" if is_quick else "middle")]
+    found += [replace(case, lora=LoraSpec(r=8)) for case in some]
+    found += [replace(case, num_frozen=3 if case.place == "middle" else 5) for case in some]
     if not on_accelerator:
         return found
     # Sizes that a GPU is bought for: workspaces and rounding matter less, as they do in use.
@@ -183,11 +206,13 @@ def cases(models: list[str], *, is_quick: bool, on_accelerator: bool) -> list[Ca
 
 def show(console: Console, rows: list[tuple[Case, Memory, int]]) -> None:
     """The table, and the errors in a line."""
-    table = Table("model", "stage", "precision", "recompute", "in flight", "predicted", "allocator", "error")
+    header = ("model", "stage", "learns", "precision", "recompute", "in flight")
+    table = Table(*header, "predicted", "allocator", "error")
     for case, predicted, found in rows:
         table.add_row(
             case.model,
             case.place,
+            case.learns,
             case.precision.value,
             "yes" if case.recompute else "no",
             str(case.window),
@@ -215,7 +240,13 @@ def main() -> None:
         rows.append((case, predicted, measure(case, device)))
     show(Console(width=120), rows)
     results = [
-        {**asdict(case), "precision": case.precision.value, "predicted": asdict(memory), "bytes": found}
+        {
+            **asdict(case),
+            "precision": case.precision.value,
+            "lora": case.lora and case.lora.model_dump(),
+            "predicted": asdict(memory),
+            "bytes": found,
+        }
         for case, memory, found in rows
     ]
     machine = {

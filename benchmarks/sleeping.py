@@ -64,8 +64,13 @@ class SleepingStage(nn.Module):
         self.nap = nap
         self.is_first = is_first
         self.is_last = is_last
+        self.sends_gradient = not is_first
         self.down = self.up = None
         self.hidden = torch.randn(1, num_tokens, width, generator=torch.Generator().manual_seed(0))
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """Of the model."""
+        return dict(self.model.named_parameters())
 
     def forward(self, inputs: StageInput) -> SleepingOutput:
         """Sleep as long as a forward pass takes."""

@@ -19,6 +19,9 @@ WAITING_KIND: Final = "data"
 CODING_KINDS: Final = frozenset({"encode", "decode"})
 """The kinds of spans in which what crosses is coded, beside the computation."""
 
+STARTED_KIND: Final = "started"
+"""The kind of facts with which a rank begins, and again where its run goes on after a stop."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:

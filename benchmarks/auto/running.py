@@ -11,16 +11,20 @@ from predicted.journey import Visit
 from sleeping import Timer
 
 from auto.planning import Prepared, TrialsByCase, read_plan
-from auto.trials import CROSSING, Trial
+from auto.trials import CROSSING, SlowDown, Trial
+from isthmus.plan.ladder import Pair
 from isthmus.train.course import Course
 from isthmus.train.cut import Cut, texts_of
 from isthmus.train.device import Device
+from isthmus.train.messages import Tally
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.steering import Steering
 from isthmus.train.wiring import cuts_of, steering_terms
+from isthmus.train.worker import StepEnded
 
 NUM_STEADY_STEPS: Final = 4
+_UNTIL_TOLD_S: Final = 600.0
 # The windows are those of the first steps.
 _NUM_WARM_UP_STEPS: Final = 2
 # A basis is sent anew after 1, 2, 4 and 8 steps.
@@ -39,12 +43,46 @@ class Ran:
     last: tuple[str, str]
     since_step: int
     steps_s: tuple[float, ...]
+    codecs: tuple[tuple[str, str], ...]
+    """Those of each step."""
     reasons: tuple[str, ...]
 
     @property
     def steady_s(self) -> float:
         """The median of the last steps."""
         return statistics.median(self.steps_s[-NUM_STEADY_STEPS:])
+
+
+class Watched:
+    """Steers, and keeps what it says."""
+
+    def __init__(self, steering: Steering) -> None:
+        self.steering = steering
+        self.found: list[tuple[str, str]] = []
+
+    def __call__(self, tally: Tally) -> tuple[Pair, ...]:
+        """The codecs of the next step."""
+        (pair,) = self.steering(tally)
+        self.found.append(texts_of(pair))
+        return (pair,)
+
+
+class Disturber(Timer):
+    """Keeps each step, and slows the line down between two of them."""
+
+    def __init__(self, visit: Visit, slow_down: SlowDown | None) -> None:
+        super().__init__()
+        self._visit = visit
+        self._slow_down = slow_down
+
+    def step_ended(self, ended: StepEnded) -> None:
+        """Note how long it took; the line changes for the step behind."""
+        super().step_ended(ended)
+        slow_down, step = self._slow_down, len(self.steps)
+        if slow_down is not None and step == slow_down.first_step:
+            self._visit.slow_down(slow_down.factor, _UNTIL_TOLD_S)
+        elif slow_down is not None and step == slow_down.end_step:
+            self._visit.slow_down(1.0, 0.0)
 
 
 def run(visit: Visit, *, trials: TrialsByCase, plans: Path) -> list[Ran]:
@@ -61,9 +99,10 @@ def run(visit: Visit, *, trials: TrialsByCase, plans: Path) -> list[Ran]:
 
 
 def _run_trial(case: Case, trial: Trial, visit: Visit, prepared: Prepared) -> Ran:
-    course, stage, timer = _course(prepared, trial), visit.stage(case), Timer()
+    course, stage = _course(prepared, trial), visit.stage(case)
+    timer = Disturber(visit, trial.slow_down) if visit.post.index == 0 else Timer()
     reasons = [*prepared.setup.notes]
-    steering = _steering(prepared, course, reasons)
+    steering = Watched(_steering(prepared, course, reasons))
     worker, traffic = pipeline_worker(
         course=course,
         post=visit.post,
@@ -76,7 +115,7 @@ def _run_trial(case: Case, trial: Trial, visit: Visit, prepared: Prepared) -> Ra
     )
     with traffic:
         worker.run(course.turns())
-    (standing,) = steering.standings
+    (standing,) = steering.steering.standings
     return Ran(
         number=case.number,
         trial=trial,
@@ -84,6 +123,7 @@ def _run_trial(case: Case, trial: Trial, visit: Visit, prepared: Prepared) -> Ra
         last=texts_of(standing.pair),
         since_step=standing.since_step,
         steps_s=tuple(one.duration_s for one in timer.steps),
+        codecs=(texts_of(course.cut(0).codecs), *steering.found[:-1]),
         reasons=tuple(one for one in reasons if "codec" in one or one.startswith("link")),
     )
 
@@ -103,6 +143,8 @@ def _course(prepared: Prepared, trial: Trial) -> Course:
 
 
 def _num_steps(trial: Trial, cuts: Iterable[Cut]) -> int:
+    if trial.slow_down is not None:
+        return trial.slow_down.end_step + _NUM_LEARNING_STEPS + NUM_STEADY_STEPS
     is_learning = trial.mistake != 1.0 or any(cut.codecs.has_subspace for cut in cuts)
     num_steps = _NUM_LEARNING_STEPS if is_learning else _NUM_WARM_UP_STEPS
     if trial.rung is None:
@@ -117,6 +159,9 @@ def _steering(prepared: Prepared, course: Course, reasons: list[str]) -> Steerin
         prepared.setup.clouds,
         course.cuts,
         num_rows=CROSSING.num_rows,
+        num_microbatches=course.num_microbatches,
+        # Runs end when they are steady; a basis counts by the steps that the job has.
+        num_steps=prepared.job.train.steps,
         hidden_width=CROSSING.width,
         trained_from=course.first_trained,
     )

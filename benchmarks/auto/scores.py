@@ -1,18 +1,34 @@
 """What the automatic choice came to, beside the best fixed codecs that lose no more."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from predicted.cases import MBPS, Case
+from predicted.cases import MBPS, Case, LineShape
 
 from auto.running import Ran
-from auto.trials import AUTO, CROSSING, RUNGS, bandwidth_bps, expected_loss
+from auto.trials import AUTO, CROSSING, RUNGS, expected_loss, line_of
 from isthmus.plan.ladder import Loss, Pair
 from isthmus.train.cut import read_pair
 
 GOAL: Final = 0.10
+# Steps from a change of the line to the codecs that it asks for: three are measured, and both ends must know.
+MOST_STEPS: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """Steps of a slow-down until codecs changed, then until they were as before, and all changes."""
+
+    there_steps: int
+    back_steps: int
+    num_changes: int
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it was followed soon, and left again without going to and fro."""
+        return max(self.there_steps, self.back_steps) <= MOST_STEPS and self.num_changes == 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +40,9 @@ class Row:
     best: Ran
 
     @property
-    def mbps(self) -> float:
-        """What the line carries."""
-        return bandwidth_bps(self.case) / MBPS
+    def line(self) -> LineShape:
+        """Where it ran."""
+        return line_of(self.case)
 
     @property
     def excess(self) -> float:
@@ -38,10 +54,23 @@ class Row:
         """Whether it is within the goal, and loses no more than its line asks for."""
         return self.excess <= GOAL and loss_of(self.auto.last) <= expected_loss(self.case, self.auto.trial)
 
+    @property
+    def is_wide_milder(self) -> bool:
+        """Whether the direction that carries more stands on a milder rung; even lines have none such."""
+        down, up = _rungs(self.auto.last)
+        if self.line.down_bps == self.line.up_bps:
+            return True
+        return down < up if self.line.down_bps > self.line.up_bps else up < down
+
+    @property
+    def following(self) -> "Following | None":
+        """How a slow-down was followed, if there was one."""
+        return _following(self.auto) if self.auto.trial.slow_down is not None else None
+
     def record(self) -> dict[str, Any]:
         """All that is known of it."""
         return {
-            "mbps": self.mbps,
+            **_mbps(self.case),
             "trial": self.auto.trial.name,
             "planned": self.auto.first,
             "settled": self.auto.last,
@@ -54,6 +83,7 @@ class Row:
             "is_right": self.is_right,
             "steps_s": self.auto.steps_s,
             "reasons": self.auto.reasons,
+            "following": None if self.following is None else asdict(self.following),
         }
 
 
@@ -69,16 +99,13 @@ def rows_of(cases: Sequence[Case], runs: Sequence[Ran]) -> list[Row]:
 
 def loss_of(texts: tuple[str, str]) -> Loss:
     """What codecs of the ladder may cost, the worse of both directions."""
-    pair = read_pair(list(texts))
-    return max(
-        next(rung.loss for rung in RUNGS if rung.forward == pair.forward),
-        next(rung.loss for rung in RUNGS if rung.backward == pair.backward),
-    )
+    return max(RUNGS[index].loss for index in _rungs(texts))
 
 
 def is_monotone(rows: Sequence[Row]) -> bool:
     """Whether a narrower line never has more bytes in either direction, where the job is right about it."""
-    ordered = sorted((one for one in rows if one.auto.trial == AUTO), key=lambda one: -one.mbps)
+    even = (one for one in rows if one.auto.trial == AUTO and one.line.down_bps == one.line.up_bps)
+    ordered = sorted(even, key=lambda one: -one.line.down_bps)
     return all(
         wide >= narrow
         for before, behind in pairwise(ordered)
@@ -89,7 +116,7 @@ def is_monotone(rows: Sequence[Row]) -> bool:
 def fixed_record(case: Case, ran: Ran) -> dict[str, Any]:
     """A run with fixed codecs."""
     return {
-        "mbps": bandwidth_bps(case) / MBPS,
+        **_mbps(case),
         "codecs": ran.first,
         "settled": ran.last,
         "steady_s": ran.steady_s,
@@ -106,6 +133,36 @@ def _best_rival(auto: Ran, runs: Sequence[Ran]) -> Ran:
         and one.trial.rung.loss <= loss_of(auto.last)
     ]
     return min(rivals, key=lambda one: one.steady_s)
+
+
+def _following(auto: Ran) -> Following:
+    """A slow-down that is not followed counts as one that is with the last step."""
+    slow_down, codecs = auto.trial.slow_down, auto.codecs
+    if slow_down is None:
+        raise ValueError(f"nothing was slowed down in {auto.trial.name}")
+    before = codecs[slow_down.first_step - 1]
+    steps = range(len(codecs))
+    changed = next((one for one in steps[slow_down.first_step :] if codecs[one] != before), len(codecs))
+    others = [one for one in steps[slow_down.end_step :] if codecs[one] != before]
+    return Following(
+        there_steps=changed - slow_down.first_step,
+        back_steps=others[-1] + 1 - slow_down.end_step if others else 0,
+        num_changes=sum(one != other for one, other in pairwise(codecs)),
+    )
+
+
+def _mbps(case: Case) -> dict[str, float]:
+    line = line_of(case)
+    return {"down_mbps": line.down_bps / MBPS, "up_mbps": line.up_bps / MBPS}
+
+
+def _rungs(texts: tuple[str, str]) -> tuple[int, int]:
+    """Where the codec of each direction stands on the ladder."""
+    pair = read_pair(list(texts))
+    return (
+        next(index for index, rung in enumerate(RUNGS) if rung.forward == pair.forward),
+        next(index for index, rung in enumerate(RUNGS) if rung.backward == pair.backward),
+    )
 
 
 def _weights(texts: tuple[str, str]) -> tuple[int, int]:

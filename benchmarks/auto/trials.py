@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from predicted.cases import RAW, Case, wan_of
+from predicted.cases import MBPS, MS, RAW, Case, LineShape, Wan
 from predicted.stages import WIDTH, SleepingStages
 from sleeping import Nap
 
-from isthmus.plan.ladder import Bounds, Crossing, Figures, Loss, Pair, Rung, choose, ladder
+from isthmus.plan.codec_choice import Bounds, Figures, choose
+from isthmus.plan.ladder import Crossing, Loss, Pair, Rung, ladder
 
 NAP: Final = Nap(forward_s=0.010, backward_s=0.020)
 NUM_TOKENS: Final = 256
@@ -23,6 +24,15 @@ _HOPELESS: Final = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowDown:
+    """A line that carries `factor` times less from one step to another, and then as before."""
+
+    factor: float
+    first_step: int
+    end_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One run on a line: with the codecs of a rung, or those that are chosen.
 
@@ -33,6 +43,7 @@ class Trial:
     rung: Rung | None = None
     loss: Loss = Loss.SOME
     mistake: float = 1.0
+    slow_down: SlowDown | None = None
 
     @property
     def pair(self) -> Pair | None:
@@ -45,21 +56,29 @@ DEFAULT: Final = Trial(name="auto, slight loss", loss=Loss.SLIGHT)
 TOLD_MORE: Final = Trial(name="auto, told 4 × the bandwidth", mistake=4.0)
 TOLD_LESS: Final = Trial(name="auto, told ¼ of the bandwidth", mistake=0.25)
 
-Grid = Mapping[float, tuple[Trial, ...]]
-"""Bandwidths in Mbit/s with the automatic trials on them."""
+SLOWED: Final = Trial(
+    name="auto, ¼ of the line in steps 8–19",
+    loss=Loss.SLIGHT,
+    slow_down=SlowDown(factor=4.0, first_step=8, end_step=20),
+)
 
-# So that every rung has its turn.
+Grid = Mapping[tuple[float, float], tuple[Trial, ...]]
+"""Lines by what they carry down and up, in Mbit/s, with the automatic trials on them."""
+
+# So that every rung has its turn; then lines whose directions differ.
 GRID: Final[Grid] = {
-    1000: (AUTO,),
-    400: (AUTO,),
-    200: (AUTO,),
-    100: (AUTO, TOLD_MORE, TOLD_LESS),
-    50: (AUTO,),
-    20: (AUTO, DEFAULT),
-    8: (AUTO,),
-    4: (AUTO,),
+    (1000, 1000): (AUTO,),
+    (400, 400): (AUTO,),
+    (200, 200): (AUTO,),
+    (100, 100): (AUTO, TOLD_MORE, TOLD_LESS, SLOWED),
+    (50, 50): (AUTO,),
+    (20, 20): (AUTO, DEFAULT),
+    (8, 8): (AUTO,),
+    (4, 4): (AUTO,),
+    (500, 50): (AUTO,),
+    (50, 500): (AUTO,),
 }
-QUICK_GRID: Final[Grid] = {400: (AUTO,), 100: (AUTO, TOLD_MORE), 50: (AUTO,)}
+QUICK_GRID: Final[Grid] = {(100, 100): (AUTO, SLOWED), (500, 50): (AUTO,), (50, 500): (AUTO,)}
 
 
 def cases_of(grid: Grid) -> list[Case]:
@@ -68,18 +87,19 @@ def cases_of(grid: Grid) -> list[Case]:
     return [
         Case(
             number=number,
-            wan=wan_of((RTT_MS, mbps)),
+            wan=Wan(lines=(LineShape(rtt_s=RTT_MS * MS, down_bps=down * MBPS, up_bps=up * MBPS),)),
             stages=stages,
             num_microbatches=NUM_MICROBATCHES,
             codec=RAW,
         )
-        for number, mbps in enumerate(grid)
+        for number, (down, up) in enumerate(grid)
     ]
 
 
-def bandwidth_bps(case: Case) -> float:
-    """What its line carries each way."""
-    return case.wan.lines[0].bandwidth_bps
+def line_of(case: Case) -> LineShape:
+    """Its only line."""
+    (line,) = case.wan.lines
+    return line
 
 
 def trials_of(case: Case, autos: Sequence[Trial]) -> list[Trial]:
@@ -90,8 +110,8 @@ def trials_of(case: Case, autos: Sequence[Trial]) -> list[Trial]:
 
 def expected_loss(case: Case, auto: Trial) -> Loss:
     """What the figures of the emulated line and of the naps ask for."""
-    both_bps = bandwidth_bps(case)
-    figures = Figures(interval_s=_COMPUTE_S, down_bps=both_bps, up_bps=both_bps)
+    line = line_of(case)
+    figures = Figures(interval_s=_COMPUTE_S, down_bps=line.down_bps, up_bps=line.up_bps)
     return choose(CROSSING, figures, rungs=RUNGS, bounds=Bounds(loss=auto.loss)).loss
 
 
@@ -103,5 +123,5 @@ def _promising(case: Case, loss: Loss) -> list[Rung]:
 
 def _on_line_s(rung: Rung, case: Case) -> float:
     """The longer of an activation and its gradient."""
-    pair = Pair(forward=rung.forward, backward=rung.backward)
-    return 8 * max(pair.forward_bytes(CROSSING), pair.backward_bytes(CROSSING)) / bandwidth_bps(case)
+    pair, line = Pair(forward=rung.forward, backward=rung.backward), line_of(case)
+    return 8 * max(pair.forward_bytes(CROSSING) / line.down_bps, pair.backward_bytes(CROSSING) / line.up_bps)

@@ -26,10 +26,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineShape:
-    """What one emulated line is set to; both ways alike."""
+    """What one emulated line is set to: activations go down, gradients up."""
 
     rtt_s: float
-    bandwidth_bps: float
+    down_bps: float
+    up_bps: float
+
+    @property
+    def bandwidth_bps(self) -> float:
+        """Of the narrower direction."""
+        return min(self.down_bps, self.up_bps)
+
+    @property
+    def rates(self) -> str:
+        """Such as "100 Mbit/s", or "500 / 50 Mbit/s" where the directions differ."""
+        down, up = f"{self.down_bps / MBPS:g}", f"{self.up_bps / MBPS:g}"
+        return f"{down if down == up else f'{down} / {up}'} Mbit/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +58,7 @@ class Wan:
     @property
     def name(self) -> str:
         """As tables show it."""
-        return ", ".join(f"{1e3 * one.rtt_s:g} ms {one.bandwidth_bps / MBPS:g} Mbit/s" for one in self.lines)
+        return ", ".join(f"{1e3 * one.rtt_s:g} ms {one.rates}" for one in self.lines)
 
     def job(self) -> Job:
         """All but the last cloud can be dialled."""
@@ -57,7 +69,8 @@ class Wan:
         clouds.append(f'[[cloud]]\nname = "{self.clouds[-1]}"\n')
         links = [
             f'[[link]]\nbetween = ["{first}", "{second}"]\n'
-            f'bandwidth = "{line.bandwidth_bps / MBPS:g} Mbps"\nrtt = "{1e3 * line.rtt_s:g} ms"\n'
+            f'bandwidth = ["{line.down_bps / MBPS:g} Mbps", "{line.up_bps / MBPS:g} Mbps"]\n'
+            f'rtt = "{1e3 * line.rtt_s:g} ms"\n'
             for line, first, second in zip(self.lines, self.clouds, self.clouds[1:], strict=False)
         ]
         text = 'name = "prediction"\n' + "".join((*clouds, *links))
@@ -96,8 +109,12 @@ class Case:
 
 
 def wan_of(*lines: tuple[float, float]) -> Wan:
-    """Lines by round trip in milliseconds and bandwidth in Mbit/s."""
-    return Wan(lines=tuple(LineShape(rtt_s=rtt_ms * MS, bandwidth_bps=mbps * MBPS) for rtt_ms, mbps in lines))
+    """Lines by round trip in milliseconds and bandwidth in Mbit/s, the same both ways."""
+    return Wan(
+        lines=tuple(
+            LineShape(rtt_s=rtt_ms * MS, down_bps=mbps * MBPS, up_bps=mbps * MBPS) for rtt_ms, mbps in lines
+        )
+    )
 
 
 # Longest pipelines first: a cloud that is no part of the others is then done, and disturbs nothing.

@@ -4,9 +4,10 @@ Every process first measures on every WAN, then waits until the predictions are 
 """
 
 import functools
+import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,14 @@ from isthmus.wan.link import Link
 from isthmus.wan.local import LocalWan
 from isthmus.wan.packet import Packet
 from isthmus.wan.processes import Report, run_clouds
-from predicted.cases import Case, Wan
+from predicted.cases import CLOUDS, Case, Wan
 from predicted.stages import Stages
 
 _HERE: Final = "journey/here"
 _GO: Final = "journey/go"
 _POLL_S: Final = 0.2
 _MEASURED: Final = "measured"
+_SLOW_DOWN: Final = "slow-down "
 
 At = Callable[["Visit"], Any]
 """What a cloud does on a WAN, with its links open."""
@@ -65,6 +67,11 @@ class Visit:
             self.built[case.stages] = stage.to(Device(case.stages.device).torch_device)
         return self.built[case.stages]
 
+    def slow_down(self, factor: float, duration_s: float) -> None:
+        """Have the first emulated line carry `factor` times less for this long, or until told anew."""
+        about = {"wan": self.cases[0].wan.name, "factor": factor, "duration_s": duration_s}
+        self.report(_SLOW_DOWN + json.dumps(about))
+
     def meet(self) -> None:
         """Wait until all clouds have come here."""
         if self.post.down is not None:
@@ -91,28 +98,36 @@ def travel(cases: Sequence[Case], plans: Plans, *, on_measured: Callable[[], Non
     home = max((case.wan for case in cases), key=lambda wan: len(wan.clouds)).job()
     names = [cloud.name for cloud in home.cloud]
     waiting = set(names)
+    emulated: dict[str, LocalWan] = {}
 
     def on_report(cloud: str, text: str) -> None:
-        if text != _MEASURED:
+        if text.startswith(_SLOW_DOWN):
+            _slow_down(emulated, json.loads(text.removeprefix(_SLOW_DOWN)))
+        elif text != _MEASURED:
             say(text)
-            return
-        waiting.discard(cloud)
-        if not waiting:
-            on_measured()
+        else:
+            waiting.discard(cloud)
+            if not waiting:
+                on_measured()
 
     with ExitStack() as stack:
-        stops = [_stop(wan, cases, stack) for wan in dict.fromkeys(case.wan for case in cases)]
+        wans = list(dict.fromkeys(case.wan for case in cases))
+        emulated |= {wan.name: stack.enter_context(LocalWan(wan.job())) for wan in wans}
+        stops = [_stop(wan, cases, emulated[wan.name]) for wan in wans]
         work = functools.partial(_be_cloud, stops=stops, plans=plans)
         found = run_clouds(home, work, stack.enter_context(LocalWan(home)), on_report=on_report)
     brought: list[Any] = found[names[0]]
     return brought
 
 
-def _stop(wan: Wan, cases: Sequence[Case], stack: ExitStack) -> Stop:
-    job = wan.job()
-    emulated = stack.enter_context(LocalWan(job))
+def _slow_down(emulated: Mapping[str, LocalWan], about: Mapping[str, Any]) -> None:
+    wan = emulated[about["wan"]]
+    wan.relay(*CLOUDS[:2]).slow_down(about["factor"], about["duration_s"])
+
+
+def _stop(wan: Wan, cases: Sequence[Case], emulated: LocalWan) -> Stop:
     return Stop(
-        job=job,
+        job=wan.job(),
         cases=tuple(case for case in cases if case.wan == wan),
         identities={cloud: emulated.identity(cloud) for cloud in wan.clouds},
         sites={cloud: emulated.site(cloud) for cloud in wan.clouds},

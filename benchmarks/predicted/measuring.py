@@ -52,7 +52,10 @@ class Folder:
 
     def probe(self, case: Case, cloud: str) -> Path:
         """The link from a cloud to the next, in the WAN of a case."""
-        lines = "-".join(f"{1e3 * one.rtt_s:g}ms{one.bandwidth_bps / 1e6:g}Mbps" for one in case.wan.lines)
+        lines = "-".join(
+            f"{1e3 * one.rtt_s:g}ms{one.down_bps / 1e6:g}and{one.up_bps / 1e6:g}Mbps"
+            for one in case.wan.lines
+        )
         return self.path / f"probe-{lines}-{cloud}.json"
 
     def profile(self, case: Case, cloud: str) -> Path:

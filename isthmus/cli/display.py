@@ -18,10 +18,11 @@ _LEAST_SHOWN_SHARE: Final = 0.005
 
 
 class Display:
-    """Shows the words that clouds send while they train."""
+    """Shows the words that clouds send while they train; of one `site` alone what that one knows."""
 
-    def __init__(self, console: Console, *, num_steps: int) -> None:
+    def __init__(self, console: Console, *, num_steps: int, site: str | None = None) -> None:
         self._console = console
+        self._site = site
         self._num_steps = num_steps
         self._step: dict[str, Any] = {}
         self._evaluation: dict[str, Any] = {}
@@ -52,11 +53,13 @@ class Display:
                     f"step {values['step']}: validation loss {values['loss']:.4f}{without}", style="cyan"
                 )
             case "note":
-                self._console.print(f"{cloud}: {values['text']}", style="dim")
+                # Reasons name tables of the job, such as [limits], which are no markup.
+                text = f"{cloud}: {values['text']}"
+                self._console.print(text, style="dim", markup=False, soft_wrap=not self._console.is_terminal)
 
     def _hear_step(self, cloud: str, values: dict[str, Any]) -> None:
         self._clouds[cloud] = values
-        if "loss" not in values:
+        if "loss" not in values and cloud != self._site:
             return
         self._step = values
         is_due = time.monotonic() - self._printed_s > _LINE_EVERY_S
@@ -67,8 +70,12 @@ class Display:
 
     def _line(self) -> str:
         one = self._step
+        place = f"step {one['step'] + 1}/{self._num_steps}"
+        if "loss" not in one:
+            sent = format_bytes(_rounded_bytes(sum(one["sent_bytes"].values())))
+            return f"{place}  sent {sent}  hidden {self._hidden()}"
         return (
-            f"step {one['step'] + 1}/{self._num_steps}  loss {one['loss']:.4f}  "
+            f"{place}  loss {one['loss']:.4f}  "
             f"{one['tokens_per_s']:.0f} tokens/s  {format_duration(_short(one['duration_s']))}/step  "
             f"bubble {one['bubble']:.0%}  hidden {self._hidden()}  {self._left()} left"
         )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from isthmus.cli.options import JobArgument, JsonOption, SetOption
+
 if TYPE_CHECKING:
     from isthmus.wan.doctor import Devices, Finding
 
@@ -26,15 +28,18 @@ print(json.dumps([device.type if num_devices else None, num_devices]))
 
 
 def doctor(
-    job: Annotated[Path, typer.Argument(help="The job file.")],
-    cloud: Annotated[str | None, typer.Option(help="The cloud that this machine belongs to.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    job: JobArgument,
+    cloud: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The cloud that this machine belongs to.")
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Check before a run that this machine is ready for the job."""
     from isthmus.job import load_job
     from isthmus.wan.doctor import Verdict, examine
 
-    loaded = load_job(job)
+    loaded = load_job(job, overrides=overrides or ())
     here = loaded.cloud_named(cloud) if cloud is not None else None
     findings = []
     for finding in examine(loaded, here, find_devices=find_devices, runs=_RUNS, now=datetime.now(UTC)):

@@ -1,10 +1,12 @@
 """The `isthmus` command: verbs, and what a user sees when something is wrong."""
 
 import sys
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 
+from isthmus import __version__
 from isthmus.cli.certs import certs_app
 from isthmus.cli.doctor import doctor
 from isthmus.cli.gateway import gateway
@@ -16,6 +18,9 @@ from isthmus.cli.run import run
 from isthmus.cli.schema import schema
 from isthmus.cli.simulate import simulate
 from isthmus.errors import IsthmusError, JobError, UserError
+
+# What the extra `train` brings.
+_FOR_TRAINING: Final = frozenset({"huggingface_hub", "safetensors", "tokenizers", "torch", "transformers"})
 
 app = typer.Typer(
     name="isthmus",
@@ -36,6 +41,21 @@ app.add_typer(certs_app, name="certs")
 app.command()(schema)
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"isthmus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the release.")
+    ] = False,
+) -> None:
+    pass
+
+
 def main() -> None:
     """Run the command line; a user's mistake exits with 2, a failure with 1, neither with a traceback."""
     try:
@@ -43,6 +63,13 @@ def main() -> None:
     except IsthmusError as error:
         show_error(error)
         sys.exit(2 if isinstance(error, UserError) else 1)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _FOR_TRAINING:
+            raise
+        hint = "pip install 'isthmus[train]'; plan, simulate and probe do without"
+        show_error(UserError(f"this command needs {package}, which is not installed here", hint=hint))
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -208,7 +208,7 @@ def _notes(plan: "Plan") -> Iterator[str]:
         yield "the price of a cloud is not known: set its usd_per_hour"
     every = (estimate, *(one.estimate for one in plan.runners_up))
     legend = "" if all(one.is_simulated for one in every) else f"; {_BY_FORMULA} is by formula, not simulated"
-    yield f"{plan.num_tried} plans weighed{legend}"
+    yield f"{plan.num_tried} {'plan' if plan.num_tried == 1 else 'plans'} weighed{legend}"
 
 
 def _where(plan: "Plan") -> str:

@@ -33,7 +33,7 @@ def probe(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure round trip, jitter and bandwidth of every link, over the real link layer.
+    """Measure round trip, jitter, handling and bandwidth of every link, over the real link layer.
 
     Without --cloud all clouds of the job run on this machine, joined through an emulated WAN that has the
     figures of the job. With --cloud this machine is that one cloud: start the same command at the others too.
@@ -97,7 +97,8 @@ def _table(job: "Job", found: list["Measurement"]) -> "Table":
 
     from isthmus.units import format_bandwidth, format_duration
 
-    table = Table("link", "", "there", "back", "round trip", "jitter", "clock", box=None, pad_edge=False)
+    header = ("link", "", "there", "back", "rtt", "jitter", "handling", "clock")
+    table = Table(*header, box=None, pad_edge=False)
     for link, one in zip(job.link, found, strict=False):
         there, back = link.bandwidth_bps or (None, None)
         table.add_row(
@@ -106,6 +107,7 @@ def _table(job: "Job", found: list["Measurement"]) -> "Table":
             *("–" if bps is None else format_bandwidth(bps) for bps in (there, back)),
             "–" if link.rtt_s is None else format_duration(link.rtt_s),
             format_duration(link.jitter_s),
+            format_duration(link.handling_s),
             "",
         )
         table.add_row(
@@ -114,6 +116,7 @@ def _table(job: "Job", found: list["Measurement"]) -> "Table":
             *(format_bandwidth(_rounded(bps)) for bps in one.bandwidth_bps),
             format_duration(_rounded(one.rtt_s)),
             format_duration(_rounded(one.jitter_s)),
+            format_duration(_rounded(one.handling_s)),
             f"{1000 * one.clock_offset_s:+.2f} ms",
         )
     return table
@@ -127,6 +130,7 @@ def _figures(measurement: "Measurement") -> "LinkFigures":
         bandwidth_bps=(_rounded(there), _rounded(back)),
         rtt_s=_rounded(measurement.rtt_s),
         jitter_s=_rounded(measurement.jitter_s),
+        handling_s=_rounded(measurement.handling_s),
     )
 
 

@@ -62,13 +62,17 @@ def run(
     if seat is not None and not seat.is_leader:
         # Rank 0 speaks for its cloud; of the others only errors are heard.
         console = Console(quiet=True)
-    with Display(console, num_steps=loaded.train.steps) as display:
-        if cloud is None or seat is None:
-            folder = _run_here(
-                loaded, runs, resume == "auto", tuple(track or ()), faults, display, restarts=restarts
-            )
-        else:
-            folder = _run_as(loaded, cloud, seat, runs, resume == "auto", tuple(track or ()), display)
+    try:
+        with Display(console, num_steps=loaded.train.steps, site=cloud) as display:
+            if cloud is None or seat is None:
+                folder = _run_here(
+                    loaded, runs, resume == "auto", tuple(track or ()), faults, display, restarts=restarts
+                )
+            else:
+                folder = _run_as(loaded, cloud, seat, runs, resume == "auto", tuple(track or ()), display)
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on from what was saved last")
+        raise
     if seat is not None and not seat.is_leader:
         return
     summary = summarize(folder)
@@ -89,12 +93,13 @@ def _run_here(
     *,
     restarts: int,
 ) -> Path:
-    from isthmus.observe.trackers import open_trackers
+    from isthmus.observe.trackers import check_trackers, open_trackers
     from isthmus.plan.faults import load_faults
     from isthmus.train.preflight import choose_run
     from isthmus.train.session import Place
     from isthmus.wan.local import LocalWan
 
+    check_trackers(trackers)
     script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
     folder = choose_run(job, root=root, resume=resume)
     num_threads = max(1, (os.cpu_count() or 1) // sum(cloud.ranks for cloud in job.cloud))
@@ -145,7 +150,7 @@ def _run_as(
     trackers: tuple[str, ...],
     display: "Display",
 ) -> Path:
-    from isthmus.observe.trackers import open_trackers
+    from isthmus.observe.trackers import check_trackers, open_trackers
     from isthmus.train.preflight import choose_run
     from isthmus.train.session import Place, train_cloud
     from isthmus.train.setup import set_up
@@ -154,6 +159,7 @@ def _run_as(
 
     identity = read_identity(Path(job.cloud_named(cloud).certificates), cloud)
     chooses = seat.is_leader and set_up(job).clouds[0] == cloud
+    check_trackers(trackers if chooses else ())
     run_id = choose_run(job, root=root, resume=resume).name if chooses else None
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     place = Place(root=root, run_id=run_id, open_trackers=opens)

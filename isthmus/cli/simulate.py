@@ -170,7 +170,7 @@ def _worth_showing(steps: "Sequence[SimulatedStep]") -> "Iterator[SimulatedStep]
 
 def _step_row(step: "SimulatedStep") -> tuple[str, ...]:
     return (
-        str(step.step),
+        str(step.step + 1),
         duration(step.start_s),
         duration(step.duration_s),
         *(f"{bubble:.1%}" for bubble in step.bubbles),
@@ -224,8 +224,9 @@ def _loss(found: "Timeline") -> str:
         return ""
     stopped = found.stopped
     return (
-        f"cloud {stopped.cloud} is gone at {duration(stopped.at_s)}, in step {stopped.step}: the run ends; "
-        f"what was saved goes back to step {stopped.safe_step}, {duration(stopped.lost_s)} of work are lost"
+        f"cloud {stopped.cloud} is gone at {duration(stopped.at_s)}, in step {stopped.step + 1}: "
+        f"the run ends; what was saved goes back to step {stopped.safe_step}, "
+        f"{duration(stopped.lost_s)} of work are lost"
     )
 
 

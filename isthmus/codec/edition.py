@@ -9,11 +9,15 @@ never have to agree. In order:
     deviations   float32   (rank) standard deviation along each direction
     slots        int32     (anchors) which anchors are set
     vectors      float16   (width, rank) orthonormal columns
-    anchors      float16   (anchors, width) mean of a token id, less the mean of all
+    anchors      int8      (anchors, width) mean of a token id, less the mean of all, behind bf16 scales
     bits         uint8     (rank) for integers whose bits are shared out; zeros otherwise
+
+Eight bits are enough for anchors: both ends take off the same, so what rounding does to one is no error of a
+message. Vectors have sixteen, for along the strongest of them a rounded one would lose as much as all others.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -21,14 +25,20 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from isthmus.codec.base import flat_bytes, from_bytes
+from isthmus.codec.base import Key, Message, flat_bytes, from_bytes
+from isthmus.codec.integers import IntegerCoder
 from isthmus.codec.moments import NUM_SLOTS
 from isthmus.codec.waterfill import MAX_BITS, ColumnCode, column_code
 from isthmus.errors import FrameError
-from isthmus.job.subspace_sizes import TAG_BYTES
+from isthmus.job.codec_steps import Integers
+from isthmus.job.subspace_sizes import ANCHOR_GROUP, TAG_BYTES, anchor_bytes
 
-_MOST_HALF: Final = torch.finfo(torch.float16).max
+# Kept as halves, which end at 65504.
+_MOST_ANCHOR: Final = 2.0**15
 _NUMBER_BYTES: Final = 8
+_BYTES: Final = IntegerCoder(Integers(bits=8, group=ANCHOR_GROUP))
+# Only stochastic rounding would look at it.
+_ANY_MESSAGE: Final = Message(key=Key(step=0, microbatch=0), seed=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +97,7 @@ def pack_edition(
                 deviation_R.to(torch.float32),
                 slot_U.to(torch.int32),
                 vectors_DR.to(torch.float16),
-                anchor_UD.clamp(-_MOST_HALF, _MOST_HALF).to(torch.float16),
+                *_BYTES.encode(anchor_UD.cpu().float().clamp(-_MOST_ANCHOR, _MOST_ANCHOR), _ANY_MESSAGE),
                 torch.tensor(bits, dtype=torch.uint8),
             )
         ]
@@ -112,7 +122,7 @@ def unpack_edition(packed: Tensor, shapes: Shapes, *, device: torch.device) -> E
         deviation_R=deviation_R,
         vectors_DR=_halves(vectors, (shapes.width, shapes.rank)).to(device),
         slot_U=slot_U.to(device),
-        anchor_UD=_halves(anchors, (shapes.num_anchors, shapes.width)).to(device),
+        anchor_UD=_bytes(anchors, (shapes.num_anchors, shapes.width)).to(device),
         tag=packed[:TAG_BYTES].to(device),
         code=None if shapes.num_bits is None else _code(bits.tolist(), shapes.num_bits, deviation_R),
     )
@@ -120,13 +130,20 @@ def unpack_edition(packed: Tensor, shapes: Shapes, *, device: torch.device) -> E
 
 def _split(packed: Tensor, shapes: Shapes) -> list[Tensor]:
     width, rank, anchors = shapes.width, shapes.rank, shapes.num_anchors
-    sizes = (_NUMBER_BYTES, 4 * width, 4 * rank, 4 * anchors, 2 * width * rank, 2 * anchors * width, rank)
+    rows_bytes = (2 * width * rank, anchors * anchor_bytes(width))
+    sizes = (_NUMBER_BYTES, 4 * width, 4 * rank, 4 * anchors, *rows_bytes, rank)
     ends = accumulate(sizes, initial=TAG_BYTES)
     return [packed[start:stop] for start, stop in pairwise(ends)]
 
 
 def _halves(part: Tensor, shape: tuple[int, int]) -> Tensor:
     return from_bytes(part, torch.float16).view(shape).float()
+
+
+def _bytes(part: Tensor, shape: tuple[int, int]) -> Tensor:
+    """On the host, where every end comes to the same numbers."""
+    start = part.numel() - math.prod(shape)
+    return _BYTES.decode(iter((part[:start], part[start:])), shape, _ANY_MESSAGE)
 
 
 def _code(bits: list[int], num_bits: int, deviation_R: Tensor) -> ColumnCode:

@@ -16,7 +16,7 @@ from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import CodecSpec, gradient_codec
 from isthmus.job.codec_sizes import CodeState
 
-_STATE_VERSION: Final = 1
+_STATE_VERSION: Final = 2
 _VERSION: Final = "version"
 
 

@@ -9,6 +9,7 @@ from isthmus.codec.base import State
 from isthmus.codec.edition import Edition, Shapes, pack_edition
 from isthmus.codec.moments import Moments, TokenSums, principal
 from isthmus.codec.waterfill import allot_bits
+from isthmus.job.subspace_sizes import num_due
 
 # What was seen before an edition counts half for the next one, so that the basis follows the training.
 _FADING: Final = 0.5
@@ -108,8 +109,3 @@ class Learner:
             self._tokens.fade(_FADING)
         self._first_step = step if self._first_step is None else self._first_step
         self._last_step = step
-
-
-def num_due(age: int, *, every: int) -> int:
-    """Editions that are due after the first until this age: at 1, 2, 4, … steps, then every so many."""
-    return min(age, every - 1).bit_length() + age // every

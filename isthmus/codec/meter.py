@@ -114,5 +114,5 @@ class Guard:
         return Widening(
             pair=wider,
             reason=f"{what} {new} instead of {old}: the cosine between what was sent and what arrives "
-            f"fell to {cosine:.4f}, below {self.least_cosine:g}",
+            f"fell to {cosine:.4f}, below the link's guard_cosine of {self.least_cosine:g}",
         )

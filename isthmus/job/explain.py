@@ -113,6 +113,6 @@ def _tag_of(model: type[Frozen]) -> object:
 def _without_tag(place: Place) -> Place:
     # Inside a union by `kind`, pydantic puts the kind into the place; the user did not write it there.
     match place:
-        case ("strategy", _, key, *deeper):
-            return ("strategy", key, *deeper)
+        case ("strategy", tag, *deeper) if tag != "kind":
+            return ("strategy", *deeper)
     return place

@@ -156,6 +156,17 @@ def _read_stripes(value: object) -> int | Literal["auto"]:
     raise FieldError(f'must be "auto" or a whole number from 1 to {_MAX_STRIPES}, not {show_value(value)}')
 
 
+def _read_caps(value: object) -> int | tuple[int, ...]:
+    each = value if isinstance(value, list | tuple) else [value]
+    counts = [one for one in each if isinstance(one, int) and not isinstance(one, bool) and one >= 1]
+    if not each or len(counts) < len(each):
+        raise FieldError(
+            f"must be a whole number of at least 1 or a list of such, not {show_value(value)}",
+            cure="for example 8, or [8, 2] for two stages",
+        )
+    return tuple(counts) if each is value else counts[0]
+
+
 def _read_pair(value: object) -> tuple[str, str]:
     match value:
         case [str(first), str(second)]:
@@ -218,5 +229,10 @@ Stripes = Annotated[
         _read_stripes,
         json_schema_input_type=Annotated[int, Field(ge=1, le=_MAX_STRIPES)] | Literal["auto"],
     ),
+]
+_Cap = Annotated[int, Field(ge=1)]
+Caps = Annotated[
+    int | tuple[int, ...],
+    BeforeValidator(_read_caps, json_schema_input_type=_Cap | tuple[_Cap, ...]),
 ]
 Pair = Annotated[tuple[str, str], BeforeValidator(_read_pair, json_schema_input_type=tuple[str, str])]

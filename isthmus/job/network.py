@@ -159,6 +159,12 @@ class LinkSpec(Frozen):
     jitter_s: Duration = Field(
         default=0.0, alias="jitter", description="variation of the round-trip time", examples=["2 ms"]
     )
+    handling_s: Duration = Field(
+        default=0.0,
+        alias="handling",
+        description="what both ends take to hand a message over, beside its way; for planning",
+        examples=["1.5 ms"],
+    )
     connection_bps: Bandwidth | None = Field(
         default=None,
         alias="connection_bandwidth",

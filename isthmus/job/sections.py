@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from isthmus.job.fields import CacheMemory, CheckpointInterval, Frozen, Memory
+from isthmus.job.fields import CacheMemory, Caps, CheckpointInterval, Frozen, Memory
 from isthmus.job.findings import FieldError, show_value
 from isthmus.job.lora import LoraSpec
 
@@ -190,10 +190,10 @@ class PipelineStrategy(Frozen):
         description="micro-batches per step; chosen by the planner unless given",
         examples=[16],
     )
-    max_in_flight: int | None = Field(
+    max_in_flight: Caps | None = Field(
         default=None,
-        ge=1,
-        description="the most micro-batches whose activations a stage keeps; all of a step unless given",
+        description="the most micro-batches whose activations a rank keeps: one number for all stages, or a "
+        "list in the order of the stages; all of a step unless given",
         examples=[8],
     )
     policy: Literal["wan-1f1b", "1f1b", "gpipe"] = Field(
@@ -219,8 +219,8 @@ class PipelineStrategy(Frozen):
 
     @model_validator(mode="after")
     def _lists_fit(self) -> Self:
-        lists = {"clouds": self.clouds, "layers": self.layers, "windows": self.windows}
-        given = {key: one for key, one in lists.items() if one is not None}
+        keys = ("clouds", "layers", "windows", "max_in_flight")
+        given = {key: one for key in keys if isinstance(one := getattr(self, key), tuple)}
         if len({len(one) for one in given.values()}) > 1:
             counts = ", ".join(f"{len(one)} {key}" for key, one in given.items())
             raise FieldError(f"has {counts}", cure="give one entry for each stage")

@@ -35,7 +35,7 @@ _NOT_IN_DIGEST: Final[dict[str, Any]] = {
     "accelerator": True,
     "limits": True,
     "cloud": {"__all__": {"certificates", "proxy", "gateway", "profile"}},
-    "link": {"__all__": {"bandwidth_bps", "rtt_s", "jitter_s", "connection_bps"}},
+    "link": {"__all__": {"bandwidth_bps", "rtt_s", "jitter_s", "handling_s", "connection_bps"}},
 }
 
 

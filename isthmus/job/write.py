@@ -27,6 +27,7 @@ class LinkFigures:
     bandwidth_bps: tuple[float, float] | None = None
     rtt_s: float | None = None
     jitter_s: float | None = None
+    handling_s: float | None = None
     connection_bps: float | None = None
 
 
@@ -89,6 +90,8 @@ def _texts(figures: LinkFigures) -> Iterator[tuple[str, str | list[str]]]:
         yield "rtt", format_duration(figures.rtt_s)
     if figures.jitter_s is not None:
         yield "jitter", format_duration(figures.jitter_s)
+    if figures.handling_s is not None:
+        yield "handling", format_duration(figures.handling_s)
     if figures.connection_bps is not None:
         yield "connection_bandwidth", format_bandwidth(figures.connection_bps)
 

@@ -160,4 +160,7 @@ def _near(word: str, known: Iterable[str]) -> str:
 
 def _unusable(name: str, error: Exception) -> UserError:
     reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-    return UserError(f"the configuration of {name} cannot be used: {reason[0].strip()}")
+    return UserError(
+        f"the configuration of {name} cannot be used: {reason[0].strip().removeprefix('ValueError: ')}",
+        hint="correct it in [model.config], or in the config.json of the model",
+    )

@@ -83,7 +83,7 @@ def compare(recorded: Recorded) -> Comparison:
         ),
         durations=tuple(_pairs(_durations_s(predicted), _durations_s(measured))),
         bytes_per_step=tuple(_pairs(_bytes_per_step(predicted), _bytes_per_step(measured))),
-        measured_waits=_waits(recorded.spans, clouds),
+        measured_waits=_waits(recorded.spans, clouds, starts_s=recorded.starts_s),
         predicted_waits=() if timeline is None else _waits(timeline.spans, clouds),
         losses=tuple((int(one["step"]), float(one["loss"])) for one in steps),
         measured_chart=_measured_chart(recorded.spans, clouds),
@@ -165,8 +165,10 @@ def _pairs(predicted: Figures, measured: Figures) -> list[Pair]:
     ]
 
 
-def _waits(spans: Sequence[Span], clouds: Sequence[str]) -> tuple[Waits, ...]:
-    found = [waits_of(spans, cloud=cloud, is_first=cloud == clouds[0]) for cloud in clouds]
+def _waits(
+    spans: Sequence[Span], clouds: Sequence[str], *, starts_s: Sequence[float] = ()
+) -> tuple[Waits, ...]:
+    found = [waits_of(spans, cloud=cloud, is_first=cloud == clouds[0], starts_s=starts_s) for cloud in clouds]
     return tuple(one for one in found if one is not None)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
-from isthmus.events import EVENTS_FOLDER, Fact, Span, read_events
+from isthmus.events import EVENTS_FOLDER, STARTED_KIND, Fact, Span, read_events
 from isthmus.plan.choice import PLAN_FILE, scenario_of
 from isthmus.plan.scenario import Scenario
 
@@ -28,6 +28,11 @@ class Recorded:
     spans: tuple[Span, ...]
     facts: tuple[Fact, ...]
     planned: Planned | None
+
+    @property
+    def starts_s(self) -> tuple[float, ...]:
+        """When ranks began, and when they went on after a stop."""
+        return tuple(fact.at_s for fact in self.facts if fact.kind == STARTED_KIND)
 
     def values(self, kind: str) -> list[Mapping[str, Any]]:
         """The values of all facts of a kind, in order."""

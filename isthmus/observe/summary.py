@@ -1,5 +1,6 @@
 """What a run came to, read from its events: step time, bubble, hidden share of WAN time, bytes."""
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from isthmus.events import (
     CODING_KINDS,
     COMPUTE_KINDS,
     EVENTS_FOLDER,
+    STARTED_KIND,
     WAITING_KIND,
     Event,
     Fact,
@@ -72,7 +74,7 @@ class Summary:
 
 def summarize(run: Path) -> Summary:
     """Read the events of all clouds that are here."""
-    files = sorted((run / EVENTS_FOLDER).glob("*.jsonl"))
+    files = sorted((run / EVENTS_FOLDER).glob("*.jsonl"), key=_cloud_and_rank)
     if not files:
         raise UserError(f"{run} holds no events", hint="give the folder of a run, runs/<name>/<id>")
     by_cloud = {file.stem: list(read_events(file)) for file in files}
@@ -98,6 +100,11 @@ def summarize(run: Path) -> Summary:
     )
 
 
+def _cloud_and_rank(file: Path) -> tuple[str, int]:
+    cloud, _, rank = file.stem.partition(".")
+    return cloud, int(rank or 0)
+
+
 def bits_per_element(facts: Iterable[Fact]) -> float | None:
     """What one number that crossed between stages took on the line; None if nothing crossed."""
     sent = [fact.values for fact in facts if fact.kind == "sent"]
@@ -107,14 +114,15 @@ def bits_per_element(facts: Iterable[Fact]) -> float | None:
 
 def summarize_cloud(cloud: str, events: Iterable[Event]) -> CloudSummary:
     """What one cloud's spans say, from the end of its first step to the end of its last."""
-    spans = [event for event in events if isinstance(event, Span)]
+    listed = list(events)
+    spans = [event for event in listed if isinstance(event, Span)]
     updates = [span.end_s for span in spans if span.kind == "optimize"]
     measured = _within(spans, updates)
     busy = union((one.start_s, one.end_s) for one in measured if one.kind in COMPUTE_KINDS)
     moving = union((one.start_s, one.end_s) for one in measured if one.kind == "transfer")
     coding_s = sum(one.duration_s for one in measured if one.kind in CODING_KINDS)
     data_s = sum(one.duration_s for one in measured if one.kind == WAITING_KIND)
-    elapsed_s = updates[-1] - updates[0] if len(updates) > _NUM_WARM_UP_STEPS else 0.0
+    elapsed_s = updates[-1] - updates[0] - _stopped_s(listed) if len(updates) > _NUM_WARM_UP_STEPS else 0.0
     return CloudSummary(
         cloud=cloud,
         bubble=max(0.0, 1 - total_s(busy) / elapsed_s) if elapsed_s else 0.0,
@@ -123,6 +131,17 @@ def summarize_cloud(cloud: str, events: Iterable[Event]) -> CloudSummary:
         coding_share=coding_s / elapsed_s if elapsed_s else 0.0,
         data_share=data_s / elapsed_s if elapsed_s else 0.0,
     )
+
+
+def _stopped_s(events: Iterable[Event]) -> float:
+    """How long no process was there, between a stop and the start after it."""
+    total_s, last_s = 0.0, math.inf
+    for event in events:
+        if isinstance(event, Span):
+            last_s = event.end_s
+        elif event.kind == STARTED_KIND:
+            total_s += max(0.0, event.at_s - last_s)
+    return total_s
 
 
 def _within(spans: Sequence[Span], updates: Sequence[float]) -> list[Span]:

@@ -1,6 +1,7 @@
 """Metrics for trackers that users have already: TensorBoard, Weights & Biases, MLflow, trackio."""
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,11 +25,23 @@ def open_trackers(run: Path, *, names: Sequence[str], project: str) -> list[Trac
     return [open_tracker(name, run=run, project=project) for name in names]
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse, before anything is started, what could not be opened."""
+    for name in names:
+        _check_known(name)
+        if importlib.util.find_spec(name) is None:
+            raise _missing(name)
+
+
 def open_tracker(name: str, *, run: Path, project: str) -> Tracker:
     """The tracker of that name, for one run."""
+    _check_known(name)
+    return _TRACKERS[name](run, project)
+
+
+def _check_known(name: str) -> None:
     if name not in _TRACKERS:
         raise UserError(f"there is no tracker {name!r}", hint=f"choose one of {', '.join(_TRACKERS)}")
-    return _TRACKERS[name](run, project)
 
 
 class _TensorBoard:
@@ -74,7 +87,11 @@ def _module(name: str, package: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise UserError(f"{package} is not installed", hint=f"pip install {package}") from None
+        raise _missing(package) from None
+
+
+def _missing(package: str) -> UserError:
+    return UserError(f"{package} is not installed", hint=f"pip install {package}")
 
 
 _TRACKERS: Final[Mapping[str, Callable[[Path, str], Tracker]]] = MappingProxyType(

@@ -29,13 +29,18 @@ class Waits:
 _REASONS = ("busy", "for_data", "for_activations", "for_gradients", "for_other_stages")
 
 
-def waits_of(spans: Iterable[Span], *, cloud: str, is_first: bool) -> Waits | None:
-    """Where the time of a cloud went; None where it has not updated twice."""
+def waits_of(
+    spans: Iterable[Span], *, cloud: str, is_first: bool, starts_s: Sequence[float] = ()
+) -> Waits | None:
+    """Where the time of a cloud went; None where it has not updated twice.
+
+    Nobody waits between a stop and the start after it.
+    """
     by_track: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda one: one.start_s):
         if span.kind in COMPUTE_KINDS and span.track.partition("/")[0] == cloud:
             by_track.setdefault(span.track, []).append(span)
-    found = [_waits(own, is_first) for own in by_track.values()]
+    found = [_waits(own, is_first, starts_s) for own in by_track.values()]
     totals = [one for one in found if one is not None]
     if not totals:
         return None
@@ -43,16 +48,20 @@ def waits_of(spans: Iterable[Span], *, cloud: str, is_first: bool) -> Waits | No
     return Waits(cloud=cloud, **shares)
 
 
-def _waits(spans: Sequence[Span], is_first: bool) -> dict[str, float] | None:
+def _waits(spans: Sequence[Span], is_first: bool, starts_s: Sequence[float]) -> dict[str, float] | None:
     updates = [place for place, span in enumerate(spans) if span.kind == "optimize"]
     if len(updates) < 2:
         return None
     measured = spans[updates[0] : updates[-1] + 1]
     spent_s = dict.fromkeys(_REASONS, 0.0)
-    for before, span in pairwise(measured):
-        spent_s["busy"] += span.duration_s
-        spent_s[_reason(before, span, is_first)] += max(0.0, span.start_s - before.end_s)
     elapsed_s = measured[-1].end_s - measured[0].end_s
+    for before, span in pairwise(measured):
+        gap_s = max(0.0, span.start_s - before.end_s)
+        spent_s["busy"] += span.duration_s
+        if any(before.end_s < start_s <= span.start_s for start_s in starts_s):
+            elapsed_s -= gap_s
+        else:
+            spent_s[_reason(before, span, is_first)] += gap_s
     return {reason: amount_s / elapsed_s for reason, amount_s in spent_s.items()} if elapsed_s else None
 
 

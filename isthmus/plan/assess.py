@@ -104,7 +104,7 @@ def _stage(loads: Loads, supply: ModelSupply, index: int) -> PlannedStage:
     memory = supply.memory(cloud, loads.setting, layers, window=loads.windows[index])
     return PlannedStage(
         cloud=cloud.name,
-        holds=f"layers {layers.start}–{layers.stop - 1}",
+        holds=_named(layers),
         num_ranks=load.num_ranks,
         busy_s=num_rounds * pass_s + load.update_s,
         window=loads.windows[index],
@@ -114,6 +114,11 @@ def _stage(loads: Loads, supply: ModelSupply, index: int) -> PlannedStage:
         layers=(layers.start, layers.stop),
         sharding=supply.levels[loads.setting.level].sharding(cloud),
     )
+
+
+def _named(layers: range) -> str:
+    last = layers.stop - 1
+    return f"layer {last}" if len(layers) == 1 else f"layers {layers.start}–{last}"
 
 
 def _link(loads: Loads, terms: Terms, index: int) -> PlannedLink:

@@ -10,7 +10,7 @@ from isthmus.errors import UserError
 from isthmus.plan.ladder import Loss
 from isthmus.plan.memory import Sharding
 from isthmus.plan.pipeline import Policy
-from isthmus.plan.scenario import Scenario, scenario_from_dict, scenario_to_dict
+from isthmus.plan.scenario import Caps, Scenario, caps_from_json, scenario_from_dict, scenario_to_dict
 from isthmus.plan.sparing import Sparing
 
 PLAN_FILE: Final = "plan.json"
@@ -113,7 +113,7 @@ class PipelineSettings:
     num_microbatches: int
     microbatch_sequences: int
     policy: Policy
-    max_in_flight: int | None
+    max_in_flight: Caps | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class Decisions:
 
     layers: tuple[int, ...]
     num_microbatches: int
-    max_in_flight: int | None
+    max_in_flight: Caps | None
     recompute: bool
     codecs: tuple[tuple[str, str], ...]
     reasons: tuple[str, ...] = ()
@@ -268,11 +268,10 @@ def decisions_of(text: str) -> Decisions | None:
 def decisions_from_dict(values: Mapping[str, Any]) -> Decisions:
     """What `asdict` made of decisions, as JSON gives it back."""
     try:
-        most = values["max_in_flight"]
         return Decisions(
             layers=tuple(int(one) for one in values["layers"]),
             num_microbatches=int(values["num_microbatches"]),
-            max_in_flight=None if most is None else int(most),
+            max_in_flight=caps_from_json(values["max_in_flight"]),
             recompute=bool(values["recompute"]),
             codecs=tuple((str(forward), str(backward)) for forward, backward in values["codecs"]),
             reasons=tuple(str(one) for one in values["reasons"]),

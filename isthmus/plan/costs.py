@@ -12,10 +12,20 @@ from isthmus.plan.activations import (
     embedding_bytes_per_token,
     head_bytes_per_token,
     layer_bytes_per_token,
-    scores_bytes_per_token,
 )
-from isthmus.plan.families import Norm, Rotary
-from isthmus.plan.shapes import ModelShape, Task
+from isthmus.plan.families import Product, Rotary
+from isthmus.plan.learning import ALL, Depth, Learning
+from isthmus.plan.shapes import ModelShape
+from isthmus.plan.weights import (
+    attention_matrices,
+    head_matrices,
+    inner_matrices,
+    largest_up,
+    num_head_vector_parameters,
+    num_norm_parameters,
+    num_vector_parameters,
+)
+from isthmus.plan.working import layer_working_bytes, weight_gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +45,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCosts:
-    """The costs of an embedding, a layer or a head; a backward pass takes twice the forward's operations."""
+    """The costs of an embedding, a layer or a head."""
 
     num_parameters: int
+    num_trained: int
+    """The parameters that learn, which have gradients and moments."""
     matrices: Mapping[str, int]
     """The parameters that are multiplied with, by product; in bfloat16 each has a copy."""
     flops: float
@@ -51,7 +63,16 @@ class PartCosts:
     working_bytes: int
     """The most that a backward pass holds on top of what is kept."""
     largest_parameter: int
-    """Elements of the largest tensor of weights."""
+    """Elements of the largest tensor that learns."""
+    backward_share: float = 2.0
+    """Operations of a backward pass, as a share of the forward's: less where weights do not learn."""
+    keeps_input: bool = True
+    """Whether its input is among what is kept, and not only copies of it."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a gradient comes to it."""
+        return self.backward_share > 0
 
     @property
     def cast_bytes(self) -> int:
@@ -72,8 +93,6 @@ class ModelCosts:
     """Parameters of the head that are the embedding's where one stage holds both."""
     num_embedding_parameters: int
     """Of the table of tokens, whose gradient is made whole."""
-    keeps_stream: bool
-    """Whether a layer's input is among what it keeps, and not only copies of it."""
     shared_bytes: int
     """What the layers of a stage keep together for a micro-batch: the rotary tables."""
 
@@ -98,140 +117,169 @@ class ModelCosts:
         owned = sum(part.num_parameters for part in self.parts(layers))
         return owned - self.num_tied_parameters if len(layers) == self.num_layers else owned
 
+    def num_trained(self, layers: range) -> int:
+        """Those of them that learn; weights that are tied to a frozen embedding are frozen with it."""
+        trained = sum(part.num_trained for part in self.parts(layers))
+        is_whole = len(layers) == self.num_layers
+        return trained - min(self.num_tied_parameters, self.head.num_trained) if is_whole else trained
 
-def model_costs(shape: ModelShape, workload: Workload) -> ModelCosts:
-    """The costs of all parts of a model."""
-    by_window = {window: _layer(shape, workload, window) for window in set(shape.attention_windows)}
+
+def model_costs(shape: ModelShape, workload: Workload, learning: Learning = ALL) -> ModelCosts:
+    """The costs of all parts of a model of which so much learns."""
+    kinds = [(window, learning.depth(layer)) for layer, window in enumerate(shape.attention_windows)]
+    by_kind = {kind: _layer(shape, workload, learning, *kind) for kind in set(kinds)}
     table = shape.vocabulary_size * shape.embedding_width
     biases = shape.vocabulary_size * max(0, shape.family.num_score_biases - 1)
     return ModelCosts(
         workload=workload,
         width=shape.width,
-        embedding=_embedding(shape, workload),
-        layers=tuple(by_window[window] for window in shape.attention_windows),
-        head=_head(shape, workload),
+        embedding=_embedding(shape, workload, learns=learning.has_embedding),
+        layers=tuple(by_kind[kind] for kind in kinds),
+        # A head for classes is not in a checkpoint, so it learns beside adapters too.
+        head=_head(shape, workload, learns=learning.has_weights or not shape.task.is_language_model),
         num_tied_parameters=table + biases if shape.is_tied else 0,
         num_embedding_parameters=table,
-        keeps_stream=not (shape.family.is_encoder and workload.arithmetic.is_mixed),
         shared_bytes=_shared_bytes(shape, workload),
     )
 
 
-def _embedding(shape: ModelShape, workload: Workload) -> PartCosts:
+def _embedding(shape: ModelShape, workload: Workload, *, learns: bool) -> PartCosts:
     width, num_tokens = shape.embedding_width, workload.num_tokens
     norm = 2 * width if shape.family.is_encoder else 0
     matrices = {"projection": width * shape.width} if width != shape.width else {}
     bias = shape.width if matrices else 0
     vectors = shape.vocabulary_size + shape.num_positions + shape.num_token_types
+    num_parameters = vectors * width + norm + sum(matrices.values()) + bias
+    kept = embedding_bytes_per_token(shape, workload.arithmetic) if learns else 0.0
     return PartCosts(
-        num_parameters=vectors * width + norm + sum(matrices.values()) + bias,
-        matrices=matrices,
+        num_parameters=num_parameters,
+        num_trained=num_parameters if learns else 0,
+        matrices=matrices if learns else {},
         flops=2.0 * num_tokens * sum(matrices.values()),
         float32_flops=0.0,
         moved_bytes=2.0 * WIDE_BYTES * width * num_tokens,
-        kept_bytes=round(num_tokens * embedding_bytes_per_token(shape, workload.arithmetic)),
+        kept_bytes=round(num_tokens * kept),
         working_bytes=WIDE_BYTES * num_tokens * shape.width,
-        largest_parameter=shape.vocabulary_size * width,
+        largest_parameter=shape.vocabulary_size * width if learns else 0,
+        backward_share=2.0 if learns else 0.0,
     )
 
 
-def _layer(shape: ModelShape, workload: Workload, window: int | None) -> PartCosts:
-    num_tokens = workload.num_tokens
-    attention, inner = _attention_matrices(shape), _inner_matrices(shape)
-    flops = 2.0 * num_tokens * sum(attention.values())
-    flops += 4.0 * num_tokens * shape.num_heads * shape.head_width * _span(shape, workload, window)
+def _layer(
+    shape: ModelShape, workload: Workload, learning: Learning, window: int | None, depth: Depth
+) -> PartCosts:
+    num_tokens, adapters = workload.num_tokens, learning.adapters
+    attention, inner = attention_matrices(shape), inner_matrices(shape)
     router = shape.width * shape.num_experts
-    expert_flops = 0.0
-    if shape.num_experts:
-        share = shape.num_active_experts / shape.num_experts
-        expert_flops = 2.0 * num_tokens * share * sum(inner.values())
-        flops += 2.0 * num_tokens * router
-    else:
-        flops += 2.0 * num_tokens * sum(inner.values())
-    kept = layer_bytes_per_token(
-        shape, workload.arithmetic, sequence_length=workload.sequence_length, window=window
-    )
-    scores = scores_bytes_per_token(
-        shape, workload.arithmetic, sequence_length=workload.sequence_length, window=window
-    )
+    num_weights = sum(attention.values()) + sum(inner.values()) + router + num_vector_parameters(shape)
+    num_adapted = 0 if adapters is None else adapters.num_parameters(shape)
+    num_learning = num_adapted if adapters else num_weights
+    # Experts are multiplied in float32, so they have no copies.
+    matrices = attention | ({"router": router} if shape.num_experts else inner)
+    product_flops = 2.0 * num_tokens * sum(matrices.values())
+    expert_flops = _expert_flops(shape, workload, inner)
+    # Both sides of these products have a gradient, or learn.
+    other_flops = 2.0 * num_tokens * num_adapted
+    other_flops += 4.0 * num_tokens * shape.num_heads * shape.head_width * _span(shape, workload, window)
     return PartCosts(
-        num_parameters=sum(attention.values()) + sum(inner.values()) + router + _layer_vectors(shape),
-        # Experts are multiplied in float32, so they have no copies.
-        matrices=attention | ({"router": router} if shape.num_experts else inner),
-        flops=flops,
+        num_parameters=num_weights + num_adapted,
+        num_trained=0 if depth is Depth.FROZEN else num_learning,
+        matrices=_copied(matrices, num_adapted, depth),
+        flops=product_flops + other_flops,
         float32_flops=expert_flops,
         moved_bytes=0.0,
-        kept_bytes=round(num_tokens * kept),
-        working_bytes=max(_layer_working_bytes(shape, workload, inner), round(num_tokens * scores)),
-        largest_parameter=max(_largest_up(shape, inner), inner["down"], attention["out"]),
+        kept_bytes=_layer_kept_bytes(shape, workload, learning, window, depth),
+        working_bytes=layer_working_bytes(
+            shape,
+            workload.arithmetic,
+            learning,
+            num_tokens=num_tokens,
+            sequence_length=workload.sequence_length,
+            window=window,
+        ),
+        largest_parameter=_largest_learning(shape, learning, depth),
+        backward_share=_backward_share(product_flops + expert_flops, other_flops, learning, depth),
+        keeps_input=depth is Depth.ABOVE and _keeps_input(shape, workload, learning),
     )
 
 
-def _head(shape: ModelShape, workload: Workload) -> PartCosts:
+def _expert_flops(shape: ModelShape, workload: Workload, inner: Mapping[str, int]) -> float:
+    if not shape.num_experts:
+        return 0.0
+    share = shape.num_active_experts / shape.num_experts
+    return 2.0 * workload.num_tokens * share * sum(inner.values())
+
+
+def _backward_share(product_flops: float, other_flops: float, learning: Learning, depth: Depth) -> float:
+    """Two products for each of the forward pass: for its input, and for its weights if they learn."""
+    if depth is Depth.FROZEN:
+        return 0.0
+    num_each = 2.0 if learning.has_weights else 1.0
+    return (num_each * product_flops + 2.0 * other_flops) / (product_flops + other_flops)
+
+
+def _copied(matrices: Mapping[str, int], num_adapted: int, depth: Depth) -> dict[str, int]:
+    """The weights of which a backward pass needs a copy: where an input has a gradient, or in adapters."""
+    if depth is Depth.FROZEN:
+        return {}
+    needed = {name: size for name, size in matrices.items() if depth is Depth.ABOVE or name != "qkv"}
+    return needed | ({"adapters": num_adapted} if num_adapted else {})
+
+
+def _keeps_input(shape: ModelShape, workload: Workload, learning: Learning) -> bool:
+    """Norms before a part keep what they read; encoders have none there, only products."""
+    if not shape.family.is_encoder:
+        return True
+    reads = learning.num_readers(Product.QUERY, Product.KEY, Product.VALUE)
+    return reads > 0 and not workload.arithmetic.is_mixed
+
+
+def _layer_kept_bytes(
+    shape: ModelShape, workload: Workload, learning: Learning, window: int | None, depth: Depth
+) -> int:
+    kept = layer_bytes_per_token(
+        shape,
+        workload.arithmetic,
+        sequence_length=workload.sequence_length,
+        window=window,
+        learning=learning,
+        depth=depth,
+    )
+    return round(workload.num_tokens * kept)
+
+
+def _largest_learning(shape: ModelShape, learning: Learning, depth: Depth) -> int:
+    if depth is Depth.FROZEN:
+        return 0
+    if learning.adapters is not None:
+        return learning.adapters.largest_parameter(shape)
+    attention, inner = attention_matrices(shape), inner_matrices(shape)
+    return max(largest_up(shape), inner["down"], attention["out"])
+
+
+def _head(shape: ModelShape, workload: Workload, *, learns: bool) -> PartCosts:
     num_tokens, arithmetic = workload.num_tokens, workload.arithmetic
     num_classes = shape.vocabulary_size if shape.task.is_language_model else shape.num_labels
-    matrices = _head_matrices(shape, num_classes)
+    matrices = head_matrices(shape, num_classes)
     scores_bytes = WIDE_BYTES * num_classes * num_tokens
-    norm = 0 if shape.family.is_encoder else _norm_parameters(shape)
+    norm = 0 if shape.family.is_encoder else num_norm_parameters(shape)
     # The gradient of the loss and that of the scores, beside the probabilities; or, these gone, the weights'.
     gradient = arithmetic.element_bytes * num_classes * num_tokens
-    gradient += _gradient_bytes(matrices["scores"], arithmetic) - scores_bytes
+    gradient += (weight_gradient_bytes(matrices["scores"], arithmetic) if learns else 0) - scores_bytes
+    num_parameters = norm + sum(matrices.values()) + num_head_vector_parameters(shape, num_classes)
+    kept = head_bytes_per_token(shape, arithmetic, num_classes=num_classes, learns=learns)
     return PartCosts(
-        num_parameters=norm + sum(matrices.values()) + _head_vectors(shape, num_classes),
+        num_parameters=num_parameters,
+        num_trained=num_parameters if learns else 0,
         matrices=matrices,
         flops=2.0 * num_tokens * sum(matrices.values()),
         float32_flops=0.0,
         moved_bytes=4.0 * scores_bytes,
-        kept_bytes=round(num_tokens * head_bytes_per_token(shape, arithmetic, num_classes=num_classes)),
+        kept_bytes=round(num_tokens * kept),
         working_bytes=max(2 * scores_bytes, gradient),
-        largest_parameter=matrices["scores"],
+        largest_parameter=matrices["scores"] if learns else 0,
+        backward_share=2.0 if learns else 1.0,
     )
-
-
-def _attention_matrices(shape: ModelShape) -> dict[str, int]:
-    queries = shape.num_heads * shape.head_width
-    keys = shape.num_key_value_heads * shape.head_width
-    return {"qkv": shape.width * (queries + 2 * keys), "out": queries * shape.width}
-
-
-def _inner_matrices(shape: ModelShape) -> dict[str, int]:
-    one = max(1, shape.num_experts) * shape.width * shape.inner_width
-    return {"up": 2 * one if shape.family.is_gated else one, "down": one}
-
-
-def _layer_vectors(shape: ModelShape) -> int:
-    """Norms and biases of a layer."""
-    queries = shape.num_heads * shape.head_width
-    keys = shape.num_key_value_heads * shape.head_width
-    num_ups = 2 if shape.family.is_gated else 1
-    return (
-        2 * _norm_parameters(shape)
-        + (2 * shape.head_width if shape.family.has_query_norm else 0)
-        + (queries + 2 * keys if shape.has_qkv_bias else 0)
-        + (shape.width if shape.has_out_bias else 0)
-        + (num_ups * shape.inner_width + shape.width if shape.has_mlp_bias else 0)
-    )
-
-
-def _norm_parameters(shape: ModelShape) -> int:
-    return 2 * shape.width if shape.family.norm is Norm.LAYER else shape.width
-
-
-def _head_matrices(shape: ModelShape, num_classes: int) -> dict[str, int]:
-    """Encoders have a product before that of the scores, but for one class per token or place."""
-    if not shape.family.is_encoder or shape.task in (Task.TOKEN_CLASSIFICATION, Task.QUESTION_ANSWERING):
-        return {"scores": shape.width * num_classes}
-    middle = shape.embedding_width if shape.task is Task.MASKED_LM else shape.width
-    return {"transform": shape.width * middle, "scores": middle * num_classes}
-
-
-def _head_vectors(shape: ModelShape, num_classes: int) -> int:
-    if not shape.family.is_encoder:
-        has_bias = shape.task in (Task.TOKEN_CLASSIFICATION, Task.QUESTION_ANSWERING)
-        return num_classes if has_bias else 0
-    if shape.task is Task.MASKED_LM:
-        return 3 * shape.embedding_width + shape.family.num_score_biases * num_classes
-    return num_classes + (shape.width if shape.task is Task.SEQUENCE_CLASSIFICATION else 0)
 
 
 def _span(shape: ModelShape, workload: Workload, window: int | None) -> float:
@@ -241,32 +289,6 @@ def _span(shape: ModelShape, workload: Workload, window: int | None) -> float:
         return float(length)
     reach = length if window is None else min(length, window)
     return reach - reach * (reach - 1) / (2 * length)
-
-
-def _layer_working_bytes(shape: ModelShape, workload: Workload, inner: Mapping[str, int]) -> int:
-    """Gradients on their way through the feed-forward part, where a layer's backward pass begins."""
-    arithmetic, num_tokens = workload.arithmetic, workload.num_tokens
-    element, num_rows = arithmetic.element_bytes, num_tokens
-    if shape.num_experts:
-        element, num_rows = WIDE_BYTES, num_tokens * shape.num_active_experts
-        arithmetic = Arithmetic(on_accelerator=arithmetic.on_accelerator)
-    rows = num_rows * shape.inner_width * element
-    num_held = 2 if shape.family.is_gated else 1
-    at_down = rows + _gradient_bytes(inner["down"], arithmetic)
-    # By then all that was kept of the activation is gone, which is twice what its gradients take.
-    at_up = _gradient_bytes(_largest_up(shape, inner), arithmetic) - num_held * rows
-    stream = num_tokens * shape.width * (WIDE_BYTES + (element if element < WIDE_BYTES else 0))
-    return round(stream + max(at_down, num_held * rows, at_up))
-
-
-def _largest_up(shape: ModelShape, inner: Mapping[str, int]) -> int:
-    is_joint = shape.family.has_joint_projections or shape.num_experts or not shape.family.is_gated
-    return inner["up"] if is_joint else inner["up"] // 2
-
-
-def _gradient_bytes(num_weights: int, arithmetic: Arithmetic) -> int:
-    """A product's new gradient of its weights, before it is added; in bfloat16 beside its wider copy."""
-    return num_weights * (WIDE_BYTES + (arithmetic.element_bytes if arithmetic.is_mixed else 0))
 
 
 def _shared_bytes(shape: ModelShape, workload: Workload) -> int:

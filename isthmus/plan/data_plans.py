@@ -55,7 +55,7 @@ def _plan(study: Study, wholes: Sequence[Whole], wires: Sequence[Wire], sync: Sy
         [one.replica for one in wholes],
         wires,
         sync,
-        num_parameters=wholes[0].num_parameters,
+        num_parameters=wholes[0].num_trained,
         num_microbatches=wholes[0].setting.num_microbatches,
     )
     stages = tuple(one.stage("the whole model", busy_s=costs.compute_s) for one in wholes)

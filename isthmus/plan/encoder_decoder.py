@@ -15,10 +15,8 @@ from isthmus.plan.shapes import ModelShape, Task, read_shape
 
 MODEL_TYPE: Final = "encoder-decoder"
 _ADAPTER_WIDTH: Final = 512
-# Frozen weights take 4 of the 16 bytes of those that are trained in float32 with AdamW.
-_FROZEN_SHARE: Final = 0.25
 # No gradient of frozen weights is made: one of the two products of a backward pass remains.
-_BACKWARD_SHARE: Final = 0.5
+_BACKWARD_SHARE: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,6 @@ class EncoderDecoder:
     encoder: ModelShape
     decoder: ModelShape
     adapter_width: int
-    backward_share: float = _BACKWARD_SHARE
 
     @property
     def num_encoder_layers(self) -> int:
@@ -56,13 +53,14 @@ class EncoderDecoder:
         attending = {id(layer): _with(layer, cross, workload) for layer in others}
         return replace(
             encoder,
-            embedding=_frozen(encoder.embedding),
+            # Nothing below it learns, so nothing goes back to it.
+            embedding=replace(_frozen(encoder.embedding), backward_share=0.0, kept_bytes=0),
             layers=(
                 *(adapted[id(layer)] for layer in encoder.layers),
                 _with(_joined(decoder.embedding, first), cross, workload),
                 *(attending[id(layer)] for layer in others),
             ),
-            head=decoder.head,
+            head=replace(decoder.head, backward_share=_BACKWARD_SHARE),
             num_tied_parameters=0,
         )
 
@@ -85,7 +83,7 @@ def read_encoder_decoder(config: Mapping[str, object]) -> EncoderDecoder:
 
 
 def _frozen(part: PartCosts) -> PartCosts:
-    return replace(part, num_parameters=round(_FROZEN_SHARE * part.num_parameters))
+    return replace(part, num_trained=0, largest_parameter=0, backward_share=_BACKWARD_SHARE)
 
 
 def _with(layer: PartCosts, num_trained: int, workload: Workload) -> PartCosts:
@@ -94,6 +92,8 @@ def _with(layer: PartCosts, num_trained: int, workload: Workload) -> PartCosts:
     return replace(
         frozen,
         num_parameters=frozen.num_parameters + num_trained,
+        num_trained=num_trained,
+        largest_parameter=num_trained,
         flops=frozen.flops + 2.0 * workload.num_tokens * num_trained,
         matrices={**frozen.matrices, "adapter": num_trained},
     )

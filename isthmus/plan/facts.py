@@ -114,7 +114,11 @@ def line(link: LinkSpec, first: str) -> Line:
     there, back = link.bandwidth_bps or (1.0, 1.0)
     down_bps, up_bps = (there, back) if first == link.between[0] else (back, there)
     return Line(
-        down_bps=down_bps, up_bps=up_bps, latency_s=(link.rtt_s or 0.0) / 2, jitter_s=link.jitter_s / 2
+        down_bps=down_bps,
+        up_bps=up_bps,
+        latency_s=(link.rtt_s or 0.0) / 2,
+        jitter_s=link.jitter_s / 2,
+        handling_s=link.handling_s,
     )
 
 

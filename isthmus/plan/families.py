@@ -27,11 +27,27 @@ class Rotary(enum.Enum):
     """Some of the width turns and the rest is put beside it again, which copies both."""
 
 
+class Product(enum.Enum):
+    """A linear module of a layer."""
+
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    QUERY_KEY_VALUE = "query, key and value"
+    OUT = "out"
+    GATE = "gate"
+    UP = "up"
+    GATE_UP = "gate and up"
+    DOWN = "down"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The structure that all models of one `model_type` share."""
 
     defaults: Mapping[str, object]
+    products: Mapping[Product, str]
+    """The linear modules of a layer, by their names in it."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """What other families' configurations say, and this one's cannot."""
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -103,10 +119,30 @@ _ENCODER_SIZES: Final = {
     "type_vocab_size": 2,
 }
 
+_ATTENTION: Final = {
+    Product.QUERY: "self_attn.q_proj",
+    Product.KEY: "self_attn.k_proj",
+    Product.VALUE: "self_attn.v_proj",
+    Product.OUT: "self_attn.o_proj",
+}
+_SPLIT: Final = _ATTENTION | {
+    Product.GATE: "mlp.gate_proj",
+    Product.UP: "mlp.up_proj",
+    Product.DOWN: "mlp.down_proj",
+}
+
 
 def _encoder(*, num_score_biases: int = 2, **changes: object) -> Family:
     return Family(
         defaults=_defaults(**(_ENCODER_SIZES | changes)),
+        products={
+            Product.QUERY: "attention.self.query",
+            Product.KEY: "attention.self.key",
+            Product.VALUE: "attention.self.value",
+            Product.OUT: "attention.output.dense",
+            Product.UP: "intermediate.dense",
+            Product.DOWN: "output.dense",
+        },
         fixed=_ALL_BIAS,
         spellings={
             "hidden_dropout_prob": "residual_dropout",
@@ -124,19 +160,23 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": Family(
             defaults=_defaults(intermediate_size=11008, attention_bias=False, mlp_bias=False),
+            products=_SPLIT,
             fixed=_NO_POSITIONS,
         ),
         "qwen2": Family(
             defaults=_defaults(**_QWEN),
+            products=_SPLIT,
             fixed=_NO_POSITIONS | _NO_BIAS | {"qkv_bias": True},
         ),
         "qwen3": Family(
             defaults=_defaults(**_QWEN, head_dim=128, attention_bias=False),
+            products=_SPLIT,
             fixed=_NO_POSITIONS | {"mlp_bias": False},
             has_query_norm=True,
         ),
         "mistral": Family(
             defaults=_defaults(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096),
+            products=_SPLIT,
             fixed=_NO_POSITIONS | _NO_BIAS,
         ),
         "gemma": Family(
@@ -152,10 +192,17 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 tie_word_embeddings=True,
                 attention_bias=False,
             ),
+            products=_SPLIT,
             fixed=_NO_POSITIONS | {"mlp_bias": False},
         ),
         "phi3": Family(
             defaults=_defaults(vocab_size=32064, hidden_size=3072, intermediate_size=8192),
+            products={
+                Product.QUERY_KEY_VALUE: "self_attn.qkv_proj",
+                Product.OUT: "self_attn.o_proj",
+                Product.GATE_UP: "mlp.gate_up_proj",
+                Product.DOWN: "mlp.down_proj",
+            },
             fixed=_NO_POSITIONS | _NO_BIAS,
             spellings={"resid_pdrop": "residual_dropout"},
             rotary=Rotary.SPLIT,
@@ -173,6 +220,12 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 use_parallel_residual=True,
                 partial_rotary_factor=0.25,
             ),
+            products={
+                Product.QUERY_KEY_VALUE: "attention.query_key_value",
+                Product.OUT: "attention.dense",
+                Product.UP: "mlp.dense_h_to_4h",
+                Product.DOWN: "mlp.dense_4h_to_h",
+            },
             fixed=_NO_POSITIONS | {"mlp_bias": True},
             spellings={"hidden_dropout": "residual_dropout", "rotary_pct": "partial_rotary_factor"},
             norm=Norm.LAYER,
@@ -184,6 +237,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             defaults=_defaults(
                 intermediate_size=14336, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
             ),
+            # Experts and their router are parameters of their own, in no linear module.
+            products=_ATTENTION,
             fixed=_NO_POSITIONS | _NO_BIAS,
             spellings={"num_experts": "num_local_experts"},
         ),
@@ -201,6 +256,12 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 residual_dropout=0.1,
                 embedding_dropout=0.1,
             ),
+            products={
+                Product.QUERY_KEY_VALUE: "attn.c_attn",
+                Product.OUT: "attn.c_proj",
+                Product.UP: "mlp.c_fc",
+                Product.DOWN: "mlp.c_proj",
+            },
             fixed=_ALL_BIAS,
             spellings={
                 "n_embd": "hidden_size",

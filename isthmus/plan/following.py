@@ -11,6 +11,7 @@ from typing import Final
 from isthmus.job import Job
 from isthmus.plan.choice import DataSettings, Decisions, PipelineSettings, Plan
 from isthmus.plan.memory import Sharding
+from isthmus.plan.scenario import Caps
 from isthmus.plan.sparing import Sparing
 
 _OPEN: Final = "auto"
@@ -58,13 +59,12 @@ def _strategy(plan: Plan) -> dict[str, object]:
     match plan.settings:
         case PipelineSettings() as settings:
             counts = [stop - start for start, stop in (stage.layers or (0, 0) for stage in plan.stages)]
-            bound = {} if settings.max_in_flight is None else {"max_in_flight": settings.max_in_flight}
             return {
                 "kind": "pipeline",
                 "clouds": list(plan.clouds),
                 "layers": counts,
                 "microbatches": settings.num_microbatches,
-                **bound,
+                **_bound(settings.max_in_flight),
             }
         case DataSettings() as settings:
             return {
@@ -75,6 +75,12 @@ def _strategy(plan: Plan) -> dict[str, object]:
             }
         case None:
             return {"kind": "generator-discriminator", "discriminator_cloud": plan.clouds[-1]}
+
+
+def _bound(caps: Caps | None) -> dict[str, object]:
+    if caps is None:
+        return {}
+    return {"max_in_flight": list(caps) if isinstance(caps, tuple) else caps}
 
 
 def _spared(job: Job, sparing: Sparing, sharding: Mapping[str, str]) -> Changes:

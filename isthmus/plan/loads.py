@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from isthmus.plan.codec_choice import Bounds, Choice, Figures, choose
 from isthmus.plan.facts import CloudFacts
-from isthmus.plan.ladder import Bounds, Choice, Figures, Rung, choose
+from isthmus.plan.ladder import Rung
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.rank_windows import at_worst, expected, next_windows
-from isthmus.plan.scenario import HopLoad, Scenario, StageLoad
+from isthmus.plan.scenario import Caps, HopLoad, Scenario, StageLoad
 from isthmus.plan.search import Constraints, Found, Setting, measure_with
 from isthmus.plan.supply import ModelSupply
 
@@ -30,7 +31,7 @@ class Terms:
     links: dict[frozenset[str], LinkTerms]
     constraints: Constraints
     policy: Policy
-    max_in_flight: int | None
+    max_in_flight: Caps | None
     windows: tuple[int, ...] | None
 
 
@@ -73,15 +74,15 @@ def load_up(found: Found, supply: ModelSupply, terms: Terms) -> Loads:
     )
     held, measured = _held(found, supply, terms), expected(scenario)
     wanted = terms.windows or next_windows(scenario, measured)
-    cap = _cap(scenario, wanted, held)
+    caps = _caps(scenario, wanted, held)
     fixed = None if terms.windows is None else _given_windows(terms.windows, held)
     return Loads(
         setting=setting,
         clouds=tuple(supply.clouds[cloud] for cloud in partition.clouds),
         layers=partition.ranges,
-        scenario=replace(scenario, windows=fixed, max_in_flight=cap),
+        scenario=replace(scenario, windows=fixed, max_in_flight=caps),
         wanted=wanted,
-        windows=fixed or next_windows(scenario, measured, max_in_flight=cap),
+        windows=fixed or next_windows(scenario, measured, max_in_flight=caps),
         choices=choices,
         step_s=measure_with(found.problem, partition, hops, [one.num_ranks for one in stages]).step_s,
     )
@@ -129,21 +130,22 @@ def _held(found: Found, supply: ModelSupply, terms: Terms) -> list[float]:
     held = [
         float(supply.table(cloud, found.setting).held[layers.start, layers.stop]) for cloud, layers in spots
     ]
-    return [min(one, terms.max_in_flight or one) for one in held]
+    given = terms.max_in_flight
+    caps = given if isinstance(given, tuple) else (given,) * len(held)
+    return [min(one, cap or one) for one, cap in zip(held, caps, strict=True)]
 
 
-def _cap(scenario: Scenario, wanted: Sequence[int], held: Sequence[float]) -> int | None:
-    """One number for all stages, as runs have it: the least that a stage which wants more can hold.
+def _caps(scenario: Scenario, wanted: Sequence[int], held: Sequence[float]) -> Caps | None:
+    """What each stage can hold, one number where all hold the same, and None where that binds nobody.
 
-    Workers whose messages meet on the line may ask for more than is expected; where that would not fit, and
-    nobody is kept from what is expected, they are bound too.
+    Workers whose messages meet on the line may ask for more than is expected, and are bound then too.
     """
-    binding = [one for one, size in zip(held, wanted, strict=True) if one < size]
-    if binding:
-        return int(max(1, min(binding)))
     most = next_windows(scenario, at_worst(scenario))
-    tight = [one for one, size in zip(held, most, strict=True) if one < size]
-    return int(min(tight)) if tight and min(tight) >= max(wanted) else None
+    asked = [max(sizes) for sizes in zip(wanted, most, strict=True)]
+    if all(one >= size for one, size in zip(held, asked, strict=True)):
+        return None
+    caps = tuple(int(max(1, min(one, scenario.num_microbatches))) for one in held)
+    return caps if len(set(caps)) > 1 else caps[0]
 
 
 def _given_windows(given: Sequence[int], held: Sequence[float]) -> tuple[int, ...]:

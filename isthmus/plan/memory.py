@@ -111,8 +111,8 @@ def stage_memory(
     `num_buffered` messages of a boundary wait to be computed or sent.
     """
     savers = savers or Savers()
-    num_owned = costs.num_parameters(layers)
-    num_held = -(-num_owned // savers.num_shards)
+    num_owned, num_trained = costs.num_parameters(layers), costs.num_trained(layers)
+    num_held, num_learning = (-(-one // savers.num_shards) for one in (num_owned, num_trained))
     is_narrow = savers.weights is WeightStorage.BFLOAT16
     weight_bytes = 2 if is_narrow else WIDE_BYTES
     arithmetic = costs.workload.arithmetic
@@ -121,9 +121,9 @@ def stage_memory(
     return Memory(
         # Where ranks share, FSDP2 offloads the shares of the weights too.
         weights=0 if savers.is_sharded and savers.offload_optimizer else weight_bytes * num_held,
-        gradients=weight_bytes * (num_owned if savers.sharding is Sharding.OPTIMIZER else num_held),
-        optimizer=0 if savers.offload_optimizer else round(_state_bytes(savers) * num_held),
-        master=WIDE_BYTES * num_held if is_narrow and not savers.offload_optimizer else 0,
+        gradients=weight_bytes * (num_trained if savers.sharding is Sharding.OPTIMIZER else num_learning),
+        optimizer=0 if savers.offload_optimizer else round(_state_bytes(savers) * num_learning),
+        master=WIDE_BYTES * num_learning if is_narrow and not savers.offload_optimizer else 0,
         gathered=_gathered_bytes(costs, layers, savers, num_owned),
         activations=window * kept,
         working=_working_bytes(costs, layers, kept, is_cast=arithmetic.is_mixed and not is_narrow),
@@ -149,7 +149,8 @@ def _gathered_bytes(costs: ModelCosts, layers: range, savers: Savers, num_owned:
         case Sharding.FULL:
             # A layer and the next, which is fetched ahead, and the gradients of the one.
             largest = max(part.num_parameters for part in costs.parts(layers))
-            return (2 * element_bytes + WIDE_BYTES) * largest
+            largest_trained = max(part.num_trained for part in costs.parts(layers))
+            return 2 * element_bytes * largest + WIDE_BYTES * largest_trained
 
 
 def _state_bytes(savers: Savers) -> float:
@@ -158,28 +159,34 @@ def _state_bytes(savers: Savers) -> float:
 
 def _kept_bytes(costs: ModelCosts, layers: range, *, has_copies: bool) -> int:
     """What one micro-batch in flight keeps at a stage."""
+    if not any(part.has_backward for part in costs.parts(layers)):
+        return 0
     stream_bytes = costs.boundary_bytes
     is_recomputed = costs.workload.recompute
     kept = costs.shared_bytes
     for part in costs.parts(layers):
         is_layer = part is not costs.embedding and part is not costs.head
         if is_layer and is_recomputed:
-            kept += stream_bytes
+            kept += stream_bytes if part.has_backward else 0
         else:
             kept += part.kept_bytes + (part.cast_bytes if has_copies else 0)
-    # What crosses is kept too: what came is the first layer's input, but encoders keep only copies of that.
-    if layers.start > 0 and not costs.keeps_stream and not is_recomputed:
+    # What crosses is kept too: what came is often the first layer's input, and kept as such.
+    first = costs.layers[layers.start]
+    if layers.start > 0 and not (first.has_backward if is_recomputed else first.keeps_input):
         kept += stream_bytes
     return kept + (stream_bytes if layers.stop < costs.num_layers else 0)
 
 
 def _working_bytes(costs: ModelCosts, layers: range, kept: int, *, is_cast: bool) -> int:
-    """The most above what is kept: where a backward pass begins, or at its end in the embedding."""
+    """The most above what is kept: where a backward pass begins, or at its end in the embedding.
+
+    A stage that does not learn has forward passes alone, which hold about as much.
+    """
     top = _layer_working_bytes(costs, costs.layers[layers.stop - 1], is_cast=is_cast)
     if layers.stop == costs.num_layers:
         top = max(costs.head.working_bytes, top - costs.head.kept_bytes)
     candidates = [top]
-    if layers.start == 0:
+    if layers.start == 0 and costs.embedding.num_trained:
         # By then this micro-batch has given back all it kept.
         table = WIDE_BYTES * costs.num_embedding_parameters
         candidates.append(table + costs.embedding.working_bytes - kept)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Final
 
 from isthmus.plan.pipeline import Policy
-from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
+from isthmus.plan.scenario import Caps, HopLoad, Line, Scenario, StageLoad
 from isthmus.plan.window import EPSILON, Hop, window, windows
 
 _MIN_INTERVAL_S: Final = 1e-6
@@ -75,8 +75,8 @@ def at_worst(scenario: Scenario) -> Measured:
     return replace(found, hops=hops)
 
 
-def first_windows(scenario: Scenario, *, max_in_flight: int | None = None) -> tuple[int, ...]:
-    """Windows of each stage's ranks before anything is measured; `max_in_flight` bounds every rank."""
+def first_windows(scenario: Scenario, *, max_in_flight: Caps | None = None) -> tuple[int, ...]:
+    """Windows of each stage's ranks before anything is measured; `max_in_flight` bounds each rank."""
     ranks = [stage.num_ranks for stage in scenario.stages]
     measured = Measured(
         pass_s=tuple(float(one) for one in ranks), hops=(_UNMEASURED,) * (scenario.num_stages - 1)
@@ -85,7 +85,7 @@ def first_windows(scenario: Scenario, *, max_in_flight: int | None = None) -> tu
 
 
 def next_windows(
-    scenario: Scenario, measured: Measured, *, max_in_flight: int | None = None
+    scenario: Scenario, measured: Measured, *, max_in_flight: Caps | None = None
 ) -> tuple[int, ...]:
     """Windows of each stage's ranks for the next step."""
     interval_s = max(_MIN_INTERVAL_S, *_stage_intervals_s(scenario, measured), *_line_s(scenario, measured))
@@ -130,21 +130,27 @@ def _num_sharing(scenario: Scenario) -> list[int]:
 
 
 def _windows(
-    scenario: Scenario, measured: Measured, *, interval_s: float, max_in_flight: int | None
+    scenario: Scenario, measured: Measured, *, interval_s: float, max_in_flight: Caps | None
 ) -> tuple[int, ...]:
-    cap = scenario.num_microbatches if max_in_flight is None else max_in_flight
+    caps = _caps(scenario, max_in_flight)
     if all(stage.num_ranks == 1 for stage in scenario.stages):
         return windows(
             policy=scenario.policy,
             num_microbatches=scenario.num_microbatches,
             hops=measured.hops,
             interval_s=interval_s,
-            max_in_flight=[cap] * scenario.num_stages,
+            max_in_flight=caps,
         )
     sizes: list[int] = []
-    for wanted in _wanted(scenario, measured.hops, interval_s):
+    for wanted, cap in zip(_wanted(scenario, measured.hops, interval_s), caps, strict=True):
         sizes.append(max(1, min(wanted, cap, *_bounds(scenario, sizes))))
     return tuple(sizes)
+
+
+def _caps(scenario: Scenario, max_in_flight: Caps | None) -> tuple[int, ...]:
+    if isinstance(max_in_flight, tuple):
+        return max_in_flight
+    return (max_in_flight or scenario.num_microbatches,) * scenario.num_stages
 
 
 def _wanted(scenario: Scenario, hops: Sequence[Hop], interval_s: float) -> list[int]:

@@ -7,6 +7,9 @@ from typing import Any
 from isthmus.errors import UserError
 from isthmus.plan.pipeline import Policy
 
+Caps = int | tuple[int, ...]
+"""The most micro-batches that a rank keeps in flight: one number for all stages, or one for each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
@@ -75,7 +78,7 @@ class Scenario:
     policy: Policy = Policy.WAN_ONE_F_ONE_B
     windows: tuple[int, ...] | None = None
     first_trained: int = 0
-    max_in_flight: int | None = None
+    max_in_flight: Caps | None = None
 
     def __post_init__(self) -> None:
         if len(self.hops) != len(self.stages) - 1:
@@ -85,6 +88,13 @@ class Scenario:
     def num_stages(self) -> int:
         """How many stages the pipeline has, `p`."""
         return len(self.stages)
+
+
+def caps_from_json(value: Any) -> Caps | None:
+    """What JSON made of caps, which has no tuples."""
+    if value is None:
+        return None
+    return tuple(int(one) for one in value) if isinstance(value, list | tuple) else int(value)
 
 
 def scenario_to_dict(scenario: Scenario) -> dict[str, Any]:
@@ -103,7 +113,7 @@ def scenario_from_dict(values: Mapping[str, Any]) -> Scenario:
             policy=Policy(values["policy"]),
             windows=None if windows is None else tuple(int(one) for one in windows),
             first_trained=int(values.get("first_trained", 0)),
-            max_in_flight=values.get("max_in_flight"),
+            max_in_flight=caps_from_json(values.get("max_in_flight")),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(

@@ -13,16 +13,18 @@ from isthmus.job import (
     LinkSpec,
     PipelineStrategy,
 )
+from isthmus.plan.codec_choice import Bounds, Figures, choose
 from isthmus.plan.costs import model_costs
 from isthmus.plan.encoder_decoder import MODEL_TYPE as ENCODER_DECODER
 from isthmus.plan.encoder_decoder import read_encoder_decoder
 from isthmus.plan.facts import CloudFacts, StepFacts, cloud_facts, line, model_config, step_facts, task
-from isthmus.plan.ladder import Bounds, Crossing, Figures, Loss, Pair, choose, ladder
+from isthmus.plan.ladder import Crossing, Loss, Pair, ladder
+from isthmus.plan.learning import ALL, Learning, read_adapters
 from isthmus.plan.loads import LinkTerms, Terms
 from isthmus.plan.lock_step import check_lock_step
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.search import Constraints
-from isthmus.plan.shapes import read_shape
+from isthmus.plan.shapes import ModelShape, read_shape
 from isthmus.plan.sparing import levels
 from isthmus.plan.supply import CostModel, LinkFacts, ModelSupply
 
@@ -38,7 +40,6 @@ class Model:
     num_layers: int
     width: int
     cuts: frozenset[int] | None = None
-    backward_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +88,27 @@ def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
             num_layers=both.num_layers,
             width=both.width,
             cuts=frozenset({both.num_encoder_layers}),
-            backward_share=both.backward_share,
         )
     shape = read_shape(config, task=task(job))
+    learning = _learning(job, shape)
     return Model(
-        costs_of=lambda workload: model_costs(shape, workload), num_layers=shape.num_layers, width=shape.width
+        costs_of=lambda workload: model_costs(shape, workload, learning),
+        num_layers=shape.num_layers,
+        width=shape.width,
     )
+
+
+def _learning(job: Job, shape: ModelShape) -> Learning:
+    if job.model is None:
+        return ALL
+    num_frozen, lora = job.model.frozen_layers, job.model.lora
+    if num_frozen > shape.num_layers:
+        raise UserError(
+            f"{num_frozen} layers cannot be frozen in a model of {shape.num_layers}",
+            hint=f"set model.frozen_layers to at most {shape.num_layers}",
+        )
+    adapters = None if lora is None else read_adapters(lora, shape)
+    return Learning(num_frozen_layers=num_frozen, adapters=adapters)
 
 
 def make_supply(job: Job, model: Model, step: StepFacts, clouds: tuple[CloudFacts, ...]) -> ModelSupply:
@@ -110,7 +126,6 @@ def make_supply(job: Job, model: Model, step: StepFacts, clouds: tuple[CloudFact
         levels=levels(job, clouds),
         costs_of=model.costs_of,
         memory_share=job.limits.memory_share,
-        backward_share=model.backward_share,
         num_frozen=job.model.frozen_layers if job.model is not None else 0,
     )
 
@@ -151,8 +166,9 @@ def _check_given(
             f"{strategy.microbatches} micro-batches",
             hint=f"set strategy.microbatches to a divisor of {step.num_sequences}",
         )
-    for key, given in (("layers", strategy.layers), ("windows", strategy.windows)):
-        if given is not None and len(given) != len(clouds):
+    lists = {"layers": strategy.layers, "windows": strategy.windows, "max_in_flight": strategy.max_in_flight}
+    for key, given in lists.items():
+        if isinstance(given, tuple) and len(given) != len(clouds):
             raise UserError(
                 f"strategy.{key} has {len(given)} entries for {len(clouds)} clouds",
                 hint=f"give one number for each cloud, or leave {key} out",
@@ -164,8 +180,8 @@ def _check_given(
         )
     if len(clouds) > model.num_layers:
         raise UserError(
-            f"a model of {model.num_layers} layers cannot be cut into {len(clouds)} stages",
-            hint=f"use 1 to {model.num_layers} clouds",
+            f"{len(clouds)} clouds need {len(clouds)} layers at least, and the model has {model.num_layers}",
+            hint="name fewer clouds in strategy.clouds, or take a deeper model",
         )
 
 

@@ -8,14 +8,14 @@ from typing import Final
 import numpy as np
 
 from isthmus.plan.activations import WIDE_BYTES
-from isthmus.plan.costs import ModelCosts, Workload
+from isthmus.plan.costs import ModelCosts, PartCosts, Workload
 from isthmus.plan.facts import CloudFacts, StepFacts
-from isthmus.plan.ladder import Crossing, Pair
+from isthmus.plan.ladder import Crossing, Pair, Stretch, num_learners
 from isthmus.plan.memory import Memory, Savers, Sharding, stage_memory
 from isthmus.plan.scenario import HopLoad, Line
 from isthmus.plan.search import Setting, StageTable
 from isthmus.plan.sparing import Level
-from isthmus.plan.times import ModelTimes, estimated_times, measured_times
+from isthmus.plan.times import ModelTimes, estimated_times, learned_times, measured_times
 from isthmus.plan.walks import Table
 
 # Inside a cloud, per device: about what a 200 Gbit/s network card gives; links within a machine give more.
@@ -54,8 +54,6 @@ class ModelSupply:
     levels: Sequence[Level]
     costs_of: CostModel
     memory_share: float
-    backward_share: float = 1.0
-    """Of the usual time of a backward pass: less where weights are frozen."""
     num_frozen: int = 0
     """Layers from the first on that are not trained: nothing goes back through them."""
     _costs: dict[Workload, ModelCosts] = field(default_factory=dict)
@@ -88,7 +86,8 @@ class ModelSupply:
         """The times of the model's parts at a cloud, as measured there if they were."""
         costs = self.costs(cloud, setting)
         if cloud.profile is not None:
-            return measured_times(cloud.profile, costs.workload, num_layers=costs.num_layers)
+            measured = measured_times(cloud.profile, costs.workload, num_layers=costs.num_layers)
+            return learned_times(measured, costs)
         return estimated_times(costs, cloud.accelerator)
 
     def table(self, cloud: int, setting: Setting) -> StageTable:
@@ -108,10 +107,10 @@ class ModelSupply:
             [max(least_s, one.forward_s, wait_s) for one, wait_s in zip(times.layers, gather_s, strict=True)],
             times.head.forward_s,
         )
-        backward_s = self.backward_share * _between(
-            0.0 if self.num_frozen else times.embedding.backward_s,
+        backward_s = _between(
+            times.embedding.backward_s,
             [
-                0.0 if layer < self.num_frozen else max(2 * least_s, one.backward_s, 2 * gather_s[layer])
+                max(2 * least_s, one.backward_s, 2 * gather_s[layer]) if one.backward_s else 0.0
                 for layer, one in enumerate(times.layers)
             ],
             times.head.backward_s,
@@ -139,15 +138,21 @@ class ModelSupply:
             num_rows=num_sequences * self.step.sequence_length,
             width=self.links[pair].width,
             has_gradient=has_gradient,
+            stretch=Stretch(
+                num_steps=self.step.num_steps,
+                num_microbatches=setting.num_microbatches,
+                num_learners=num_learners(*(self.clouds[one].num_ranks for one in pair)),
+            ),
         )
 
     def coded_hop(
         self, pair: tuple[int, int], setting: Setting, codecs: Pair, *, has_gradient: bool = True
     ) -> HopLoad:
-        """What a micro-batch sends with these codecs."""
+        """What a micro-batch sends with these codecs; over the run, editions of a basis are a part of it."""
         crossing = self.crossing(pair, setting, has_gradient=has_gradient)
         first, second = (self.clouds[one] for one in pair)
-        forward_bytes, backward_bytes = codecs.forward_bytes(crossing), codecs.backward_bytes(crossing)
+        forward_bytes = codecs.forward_bytes(crossing) + round(codecs.edition_bytes(crossing))
+        backward_bytes = codecs.backward_bytes(crossing)
         raw_bytes = crossing.num_rows * crossing.width * crossing.element_bytes
         coding_s = [
             0.0 if codec.is_raw else _coding_s(raw_bytes, cloud)
@@ -217,25 +222,27 @@ def _between(first: float, layers: Sequence[float], last: float) -> Table:
 
 def _update_s(costs: ModelCosts, times: ModelTimes, savers: Savers, num_ranks: int) -> Table:
     """The optimizer on what a rank owns, and the sum of gradients over the ranks."""
-    parameters = _between(
-        costs.embedding.num_parameters,
-        [layer.num_parameters for layer in costs.layers],
-        costs.head.num_parameters,
-    )
-    optimizer_s = parameters / savers.num_shards * times.update_s_per_parameter
+    trained = _summed(costs, lambda part: part.num_trained)
+    optimizer_s = trained / savers.num_shards * times.update_s_per_parameter
     if savers.offload_optimizer:
-        optimizer_s += parameters / savers.num_shards * _OFFLOADED_BYTES_PER_PARAMETER / _HOST_BYTES_PER_S
-    exchanged = (num_ranks - 1) / num_ranks * _exchanged_bytes(costs, savers) * parameters
+        optimizer_s += trained / savers.num_shards * _OFFLOADED_BYTES_PER_PARAMETER / _HOST_BYTES_PER_S
+    exchanged = (num_ranks - 1) / num_ranks * _summed(costs, lambda part: _exchanged(part, costs, savers))
     return np.asarray(optimizer_s + exchanged / _INSIDE_BYTES_PER_S)
 
 
-def _exchanged_bytes(costs: ModelCosts, savers: Savers) -> int:
-    """Of each parameter at the end of a step: its gradient is summed, then the sum or the weight gathered."""
+def _summed(costs: ModelCosts, count: Callable[[PartCosts], int]) -> Table:
+    """Sums (a, b) over the parts of any stage."""
+    return _between(count(costs.embedding), [count(layer) for layer in costs.layers], count(costs.head))
+
+
+def _exchanged(part: PartCosts, costs: ModelCosts, savers: Savers) -> int:
+    """Bytes at the end of a step: gradients are summed, then the sums or all weights gathered."""
     match savers.sharding:
         case Sharding.NONE:
-            return 2 * WIDE_BYTES
+            return 2 * WIDE_BYTES * part.num_trained
         case Sharding.OPTIMIZER:
-            return WIDE_BYTES + costs.workload.arithmetic.element_bytes
+            gathered = costs.workload.arithmetic.element_bytes * part.num_parameters
+            return WIDE_BYTES * part.num_trained + gathered
         case Sharding.FULL:
             return 0
 

@@ -1,6 +1,6 @@
 """How long each part of a model takes on a device: estimated from its costs, or as a profile measured it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from isthmus.errors import UserError
@@ -13,6 +13,8 @@ from isthmus.plan.profile import NO_TIME, PassTimes, Profile
 _UPDATE_BYTES_PER_PARAMETER: Final = 21 * WIDE_BYTES
 # A gradient of the whole table is zeroed, filled and added to the one there is.
 _TABLE_PASSES: Final = 4
+# Products of a backward pass for each of the forward pass, where all learns.
+_MEASURED_SHARE: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,8 @@ class ModelTimes:
 def estimated_times(costs: ModelCosts, accelerator: Accelerator) -> ModelTimes:
     """From operations and bytes, at the speeds that the accelerator reaches."""
     precision = costs.workload.arithmetic.precision
-    table_s = _TABLE_PASSES * WIDE_BYTES * costs.num_embedding_parameters / accelerator.memory_bandwidth
+    table_bytes = WIDE_BYTES * costs.num_embedding_parameters if costs.embedding.has_backward else 0
+    table_s = _TABLE_PASSES * table_bytes / accelerator.memory_bandwidth
     layers = (_estimated(part, accelerator, precision) for part in costs.layers)
     return ModelTimes(
         embedding=_estimated(costs.embedding, accelerator, precision)
@@ -70,16 +73,34 @@ def measured_times(profile: Profile, workload: Workload, *, num_layers: int) -> 
     )
 
 
-def _estimated(part: PartCosts, accelerator: Accelerator, precision: Precision) -> PassTimes:
-    """A backward pass takes two products for each of the forward pass: one for its input, one for weights."""
-    forward_s = (
-        part.flops / accelerator.effective_flops(precision)
-        + part.float32_flops / accelerator.effective_flops(Precision.FLOAT32)
-        + part.moved_bytes / accelerator.memory_bandwidth
+def learned_times(times: ModelTimes, costs: ModelCosts) -> ModelTimes:
+    """Times that were measured while all learned, for a model of which less does."""
+    is_recomputed = costs.workload.recompute
+    pairs = zip(times.layers, costs.layers, strict=True)
+    return replace(
+        times,
+        embedding=_learned(times.embedding, costs.embedding, is_recomputed=False),
+        layers=tuple(_learned(one, part, is_recomputed=is_recomputed) for one, part in pairs),
+        head=_learned(times.head, costs.head, is_recomputed=False),
     )
-    return PassTimes(forward_s=forward_s, backward_s=2 * forward_s)
+
+
+def _learned(times: PassTimes, part: PartCosts, *, is_recomputed: bool) -> PassTimes:
+    again_s = times.forward_s if is_recomputed and part.has_backward else 0.0
+    own_s = times.backward_s - (times.forward_s if is_recomputed else 0.0)
+    return replace(times, backward_s=part.backward_share / _MEASURED_SHARE * own_s + again_s)
+
+
+def _estimated(part: PartCosts, accelerator: Accelerator, precision: Precision) -> PassTimes:
+    products_s = part.flops / accelerator.effective_flops(precision)
+    products_s += part.float32_flops / accelerator.effective_flops(Precision.FLOAT32)
+    moved_s = part.moved_bytes / accelerator.memory_bandwidth
+    backward_s = part.backward_share * products_s + (2 * moved_s if part.has_backward else 0.0)
+    return PassTimes(forward_s=products_s + moved_s, backward_s=backward_s)
 
 
 def _again(times: PassTimes) -> PassTimes:
-    """With the forward pass run again before the backward."""
+    """With the forward pass run again before the backward, if there is one."""
+    if not times.backward_s:
+        return times
     return PassTimes(forward_s=times.forward_s, backward_s=times.backward_s + times.forward_s)

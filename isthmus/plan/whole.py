@@ -35,9 +35,9 @@ class Whole:
         return self._level.sparing
 
     @property
-    def num_parameters(self) -> int:
-        """Of the model."""
-        return self.supply.costs(self.cloud, self.setting).num_parameters(self._layers)
+    def num_trained(self) -> int:
+        """Parameters of the model that learn."""
+        return self.supply.costs(self.cloud, self.setting).num_trained(self._layers)
 
     def stage(self, holds: str, *, busy_s: float) -> PlannedStage:
         """Its part of a plan."""

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
@@ -231,6 +232,8 @@ def _own_scales(parameter: nn.Parameter, every: Tensor) -> Tensor:
 
 
 def _torchao() -> Any:
+    # Compiled programs of its update are then not kept between runs, which is no news to whoever trains.
+    warnings.filterwarnings("ignore", message="OptimState8bit does not implement", category=UserWarning)
     try:
         importlib.import_module("torchao.optim.subclass_8bit")
         return importlib.import_module("torchao.optim")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.rank_windows import bare_scenario, first_windows
 from isthmus.plan.routing import Routing
+from isthmus.plan.scenario import Caps
 from isthmus.plan.types import Arrived, Pass, Run, Send, Started
 from isthmus.train.cut import Cut
 from isthmus.wan.link import Link
@@ -20,7 +21,7 @@ class Course:
     num_steps: int
     num_microbatches: int
     seed: int
-    max_in_flight: int
+    max_in_flight: Caps
     policy: Policy = Policy.WAN_ONE_F_ONE_B
     evaluate_every: int | None = None
     num_validation_microbatches: int = 0

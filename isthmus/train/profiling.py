@@ -55,12 +55,15 @@ class Rig:
         self._width: int = stage.model.config.hidden_size
         self._generator = torch.Generator().manual_seed(0)
         self._passes = Passes(
-            self.stage, device=device.torch_device, seed=0, autocast=AUTOCAST[size.precision]
+            self.stage,
+            device=device.torch_device,
+            seed=0,
+            autocast=AUTOCAST[size.precision],
+            sends_gradients=stage.sends_gradient,
         )
         self._passes.set_training(True)
-        parameters = dict(stage.model.named_parameters())
         schedule = Schedule(peak=1e-6, num_steps=1)
-        self._optimizer = Optimizer(parameters, schedule=schedule, max_norm=1.0)
+        self._optimizer = Optimizer(stage.parameters_by_name(), schedule=schedule, max_norm=1.0)
 
     def forward(self, microbatch: int, *, step: int = 0) -> None:
         """Run a micro-batch, and keep what its backward needs."""

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from isthmus.errors import UserError
-from isthmus.events import EVENTS_FOLDER, EventLog
+from isthmus.events import EVENTS_FOLDER, STARTED_KIND, EventLog
 from isthmus.job import Job
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.export import merge, write_part
@@ -55,6 +55,8 @@ from isthmus.wan.seat import Seat
 
 # Links are served by Python threads beside the one that computes; neither may hold the other up for long.
 SWITCH_INTERVAL_S: Final = 0.0005
+_PATIENCE_S: Final = 5.0
+"""A neighbour that has not come by then is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,7 @@ class _Session:
     def run(self) -> Path:
         """Agree, build, train, export."""
         data = self._open_data(self._place.run_id) if self._is_first and self._is_leader else None
+        self._meet_neighbours()
         offer = self._agree_on_offer(data)
         if offer.decisions is not None:
             self._setup = set_up(self._job, decisions=decisions_from_dict(offer.decisions))
@@ -151,6 +154,20 @@ class _Session:
         if not self._is_leader or not 0 <= stage < len(self._setup.clouds):
             return None
         return self._endpoint.link(self._setup.clouds[stage])
+
+    def _meet_neighbours(self) -> None:
+        """Say whom this cloud waits for, once it has waited a little."""
+        for link in filter(None, (self._up, self._down)):
+            try:
+                link.wait_ready(timeout_s=_PATIENCE_S)
+            except TimeoutError:
+                peer = self._job.cloud_named(link.peer.cloud)
+                place = f" at {peer.listen}" if peer.listen is not None else ""
+                self._note(f"waiting for cloud {peer.name!r}{place}")
+                link.wait_ready()
+
+    def _note(self, text: str) -> None:
+        self._report(json.dumps({"kind": "note", "text": text}))
 
     def _agree_on_offer(self, data: TrainingData | None) -> Offer:
         words = None
@@ -281,7 +298,7 @@ class _Session:
                 for note in (*(self._setup.notes if feed else ()), *stage.notes):
                     journal.note(note)
                 if start.step:
-                    journal.note(f"resumed at step {start.step}")
+                    journal.note(f"resumed after step {start.step}")
             worker, traffic = pipeline_worker(
                 course=course,
                 post=post,
@@ -314,6 +331,8 @@ class _Session:
             self._setup.clouds,
             course.cuts,
             num_rows=num_rows,
+            num_microbatches=course.num_microbatches,
+            num_steps=course.num_steps,
             hidden_width=stage.model.config.hidden_size,
             trained_from=course.first_trained,
         )
@@ -330,6 +349,7 @@ class _Session:
         path = run / EVENTS_FOLDER / f"{name}.jsonl"
         try:
             with EventLog(path, clock_offset_s=start.clock_offset_s) as log:
+                log.fact(STARTED_KIND, {"step": start.step})
                 yield Journal(
                     log,
                     is_first=is_first,
@@ -352,7 +372,7 @@ class _Session:
         if self._is_first:
             companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
             for note in merge(parts, run / MODEL_FOLDER, companions=companions):
-                self._report(json.dumps({"kind": "note", "text": note}))
+                self._note(note)
         shutil.rmtree(own)
 
 

@@ -14,6 +14,7 @@ from isthmus.errors import IsthmusError
 from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.rank_windows import Measured, bare_scenario, next_windows
+from isthmus.plan.scenario import Caps
 from isthmus.plan.types import ScheduleError
 from isthmus.plan.window import Hop
 from isthmus.train.courier import Courier, Mailbox
@@ -40,7 +41,7 @@ class Terms:
     """What the first stage decides by."""
 
     num_microbatches: int
-    max_in_flight: int
+    max_in_flight: Caps
     policy: Policy = Policy.WAN_ONE_F_ONE_B
     should_save: Callable[[int], bool] = field(default=lambda _: False)
     steer: Callable[[Tally], tuple[Pair, ...]] = field(default=lambda _: ())
@@ -140,7 +141,7 @@ class Settlement:
         norm = total_norm(tally.squared_norms)
         if not math.isfinite(norm) or not math.isfinite(tally.loss_sum):
             raise IsthmusError(
-                f"the loss or its gradient is not finite any more at step {tally.step}",
+                f"the loss or its gradient is not finite any more at step {tally.step + 1}",
                 hint="lower train.learning_rate; the weights are as the last checkpoint has them",
             )
         return Verdict(

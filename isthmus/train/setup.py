@@ -1,13 +1,12 @@
 """From a job to what every stage must know, and all that can be wrong with it before anything starts."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from isthmus.errors import UserError
-from isthmus.job import AutoStrategy, CloudSpec, Job, PipelineStrategy, parse_codec
+from isthmus.job import AutoStrategy, Job, PipelineStrategy, parse_codec
 from isthmus.model.anatomy import split_layers
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.heads import HEADS
@@ -20,12 +19,10 @@ from isthmus.plan.lock_step import check_lock_step
 from isthmus.plan.memory import Sharding
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.planner import plan
+from isthmus.plan.scenario import Caps
 from isthmus.train.batches import Layout, divide_batch
-from isthmus.units import format_bytes
 
 _MICROBATCHES_PER_STAGE: Final = 8
-# Weights and gradients in float32, which are gathered where ranks share.
-_GATHERED_BYTES_PER_PARAMETER: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +32,7 @@ class Setup:
     clouds: tuple[str, ...]
     layout: Layout
     policy: Policy
-    max_in_flight: int
+    max_in_flight: Caps
     recompute: bool
     notes: tuple[str, ...]
     layers: tuple[int, ...] | None = None
@@ -73,12 +70,22 @@ def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) 
     strategy = _pipeline(job)
     clouds = stage_order(job)
     check_lock_step(job, strategy)
+    _check_caps(strategy, clouds)
     if decisions is not None:
         return _decided(job, strategy, clouds, decisions)
     why_not = _why_not_planned(job)
     if plans and why_not is None:
         return _planned(job, strategy, clouds)
     return _unplanned(job, strategy, clouds, why_not)
+
+
+def _check_caps(strategy: PipelineStrategy, clouds: Sequence[str]) -> None:
+    caps = strategy.max_in_flight
+    if isinstance(caps, tuple) and len(caps) != len(clouds):
+        raise UserError(
+            f"strategy.max_in_flight has {len(caps)} entries for {len(clouds)} stages",
+            hint="give one number for each stage, or one for all",
+        )
 
 
 def _planned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...]) -> Setup:
@@ -102,12 +109,18 @@ def _reasons(job: Job, strategy: PipelineStrategy, chosen: Plan) -> Iterator[str
         yield f"micro-batches: {number} of {size} sequences, the best of all that divide a step"
     yield from _spared(job, chosen)
     if isinstance(chosen.settings, PipelineSettings) and chosen.settings.max_in_flight is not None:
-        yield f"in flight: at most {chosen.settings.max_in_flight}, which is what memory holds"
+        yield f"in flight: {_most(chosen.settings.max_in_flight, chosen.clouds)}, which is what memory holds"
     free = {link.name for link in job.link if "auto" in (link.codec.forward, link.codec.backward)}
     for link in chosen.links:
         if {"-".join(link.between), "-".join(reversed(link.between))} & free:
             yield f"codec of {'-'.join(link.between)}: {link.reason}"
     yield f"planned: {chosen.reason}"
+
+
+def _most(caps: Caps, clouds: Sequence[str]) -> str:
+    if not isinstance(caps, tuple):
+        return f"at most {caps}"
+    return "at most " + ", ".join(f"{cap} at {cloud}" for cap, cloud in zip(caps, clouds, strict=True))
 
 
 def _spared(job: Job, chosen: Plan) -> Iterator[str]:
@@ -204,21 +217,6 @@ def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None)
     return fresh_blueprint({**(job.model.config or {}), **config}, head=head, num_labels=num_labels)
 
 
-def check_fits(job: Job, setup: Setup, blueprint: Blueprint) -> None:
-    """Refuse a stage whose weights, gradients and moments alone are over the memory of its cloud."""
-    job = setup.followed(job)
-    for name, layers in zip(setup.clouds, setup.stage_layers(blueprint.num_layers), strict=True):
-        cloud = job.cloud_named(name)
-        needed_bytes = _state_bytes(job, cloud, sum(blueprint.anatomy.owned_by(layers).values()))
-        memory_bytes = _memory_bytes(cloud)
-        if memory_bytes is not None and needed_bytes > memory_bytes:
-            raise UserError(
-                f"the stage of cloud {name!r} needs {format_bytes(needed_bytes)} for weights, gradients "
-                f"and optimizer, but it has {format_bytes(memory_bytes)}",
-                hint="take a smaller model, or add clouds, so that each holds fewer layers",
-            )
-
-
 def _pipeline(job: Job) -> PipelineStrategy:
     match job.strategy:
         case PipelineStrategy():
@@ -252,24 +250,3 @@ def _along_links(names: Sequence[str], linked: set[frozenset[str]]) -> tuple[str
             break
         order.append(following[0])
     return tuple(order)
-
-
-def _state_bytes(job: Job, cloud: CloudSpec, num_parameters: int) -> int:
-    """What one rank holds; what layers gather for a moment does not count."""
-    share = -(-num_parameters // cloud.ranks)
-    moments = 0 if job.train.offload_optimizer and cloud.device != "cpu" else job.train.optimizer_bits // 4
-    each = _GATHERED_BYTES_PER_PARAMETER + moments
-    match cloud.sharding:
-        case "optimizer":
-            return _GATHERED_BYTES_PER_PARAMETER * num_parameters + each * share
-        case "full":
-            return each * share
-    return each * num_parameters
-
-
-def _memory_bytes(cloud: CloudSpec) -> int | None:
-    if cloud.memory_bytes is not None:
-        return cloud.memory_bytes
-    if cloud.device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None

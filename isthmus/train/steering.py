@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from isthmus.codec.meter import Guard, Widening
-from isthmus.plan.ladder import Bounds, Crossing, Figures, Pair, Rung, ladder, reconsider
+from isthmus.plan.codec_choice import Bounds, Figures, reconsider
+from isthmus.plan.ladder import Crossing, Pair, Rung, ladder
 from isthmus.plan.window import Hop
 from isthmus.train.cut import Cut
 from isthmus.train.messages import Cosines, Tally
@@ -28,7 +29,7 @@ _LEAST_MEASURED_S: Final = 0.002
 class Terms:
     """What codecs of one cut are chosen by; `is_free` where the job leaves a direction to us.
 
-    `bandwidths_bps` are the job's, down and up.
+    The crossing's stretch is the whole run. `bandwidths_bps` are the job's, down and up.
     """
 
     cut: Cut
@@ -77,8 +78,8 @@ class Steering:
         interval_s = max(tally.busy_s) / self._num_microbatches
         for one, hop, cosines in zip(self._cuts, tally.hops, tally.cosines, strict=True):
             if tally.step >= one.terms.cut.num_warmup_steps:
-                self._guard(one, cosines, tally.step)
                 self._measure(one, hop, interval_s)
+                self._guard(one, cosines, tally.step)
                 self._choose(one, tally.step)
         return tuple(one.standing.pair for one in self._cuts)
 
@@ -113,15 +114,16 @@ class Steering:
 
     def _choose(self, one: _Steered, step: int) -> None:
         terms, standing = one.terms, one.standing
-        if not terms.is_free or len(one.figures) < _NUM_STEPS:
+        crossing = _from_now(terms.crossing, step + 1)
+        if not terms.is_free or len(one.figures) < _NUM_STEPS or crossing is None:
             return
-        bounds = replace(
-            terms.bounds,
-            least_forward_bytes=standing.least_forward_bytes,
-            least_backward_bytes=standing.least_backward_bytes,
-        )
         choice = reconsider(
-            standing.pair, terms.crossing, _median(one.figures), rungs=terms.rungs, bounds=bounds
+            standing.pair,
+            crossing,
+            _median(one.figures),
+            rungs=terms.rungs,
+            bounds=_bounds(terms.bounds, standing),
+            age=step + 1 - max(standing.since_step, terms.cut.num_warmup_steps),
         )
         if choice is not None and choice.pair != standing.pair:
             self._change(one, choice.pair, step, choice.reason)
@@ -129,7 +131,28 @@ class Steering:
     def _change(self, one: _Steered, pair: Pair, step: int, reason: str) -> None:
         one.standing = replace(one.standing, pair=pair, since_step=step + 1)
         one.figures.clear()
-        self._note(f"link {one.terms.cut.name}, from step {step + 1} on: {reason}")
+        # People count steps from 1, and it is the next one that has them.
+        self._note(f"link {one.terms.cut.name}, from step {step + 2} on: {reason}")
+
+
+def _bounds(job: Bounds, standing: Standing) -> Bounds:
+    """What the job allows, less what the guard has ruled out: a codec of the job that it has widened too."""
+    return replace(
+        job,
+        forward=None if job.forward is None else standing.pair.forward,
+        backward=None if job.backward is None else standing.pair.backward,
+        least_forward_bytes=standing.least_forward_bytes,
+        least_backward_bytes=standing.least_backward_bytes,
+    )
+
+
+def _from_now(crossing: Crossing, step: int) -> Crossing | None:
+    """With the steps that are left of the run, None where there are none."""
+    whole = crossing.stretch
+    if whole is None:
+        return crossing
+    left = whole.num_steps - step
+    return replace(crossing, stretch=replace(whole, num_steps=left)) if left > 0 else None
 
 
 def _widened(standing: Standing, widening: Widening, crossing: Crossing, *, of_gradient: bool) -> Standing:

@@ -6,7 +6,8 @@ from itertools import pairwise
 from isthmus.errors import UserError
 from isthmus.job import CodecSpec, Job, LinkSpec
 from isthmus.job.boundary import BottleneckSpec
-from isthmus.plan.ladder import Bounds, Crossing, Loss, Pair
+from isthmus.plan.codec_choice import Bounds
+from isthmus.plan.ladder import Crossing, Loss, Pair, Stretch, num_learners
 from isthmus.train.cut import RAW, Cut
 from isthmus.train.steering import Terms
 
@@ -48,10 +49,13 @@ def steering_terms(
     cuts: Sequence[Cut],
     *,
     num_rows: int,
+    num_microbatches: int,
+    num_steps: int,
     hidden_width: int,
     trained_from: int,
 ) -> tuple[Terms, ...]:
     """By what the codecs of each cut are chosen; `num_rows` are the tokens of a micro-batch."""
+    num_ranks = [job.cloud_named(cloud).ranks for cloud in clouds]
     return tuple(
         Terms(
             cut=cut,
@@ -59,6 +63,11 @@ def steering_terms(
                 num_rows=num_rows,
                 width=cut.boundary.crossing_width(hidden_width),
                 has_gradient=number >= trained_from,
+                stretch=Stretch(
+                    num_steps=num_steps,
+                    num_microbatches=num_microbatches,
+                    num_learners=num_learners(*num_ranks[number : number + 2]),
+                ),
             ),
             bounds=Bounds(
                 loss=Loss[job.limits.codec_loss.upper()],

@@ -254,7 +254,9 @@ def _dial_cure(peer: CloudSpec, error: OSError, *, proxy: Address | None) -> str
     if proxy is not None:
         return "start the proxy, or correct `proxy` in the job"
     if isinstance(error, ConnectionRefusedError):
-        return f"start it there: isthmus gateway JOB --cloud {peer.name}"
+        # One rank that names no gateway holds the port itself.
+        verb = "gateway" if peer.ranks > 1 or peer.gateway != peer.listen else "run"
+        return f"start it there: isthmus {verb} JOB --cloud {peer.name}"
     return f"let the firewalls here and at {peer.name} pass this port"
 
 

@@ -164,7 +164,7 @@ class Endpoint:
         except RuntimeError as error:
             raise UserError(
                 f"cloud {self._cloud.name!r} cannot listen at {bind}: {error}",
-                hint="is another run or a gateway using the port? change `listen`",
+                hint="end what uses the port (a cloud of one rank needs no gateway), or change `listen`",
             ) from error
 
     def _find_link(self, cloud: str, rank: int) -> LinkSpec:

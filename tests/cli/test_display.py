@@ -40,7 +40,8 @@ def test_plain_lines_for_the_first_and_the_last_step() -> None:
         display.hear("east", json.dumps({"kind": "evaluation", "step": 3, "loss": 2.25}))
         plain = {"kind": "evaluation", "step": 3, "loss": 2.125, "is_plain": True}
         display.hear("east", json.dumps(plain))
-        display.hear("west", json.dumps({"kind": "note", "text": "all is well"}))
+        note = "all is well within [limits], " + "and so on " * 20
+        display.hear("west", json.dumps({"kind": "note", "text": note}))
     lines = text_of(shown).splitlines()
     assert [line.split()[1] for line in lines[:2]] == ["1/3", "3/3"]
     assert "loss 2.5000" in lines[0]
@@ -50,7 +51,18 @@ def test_plain_lines_for_the_first_and_the_last_step() -> None:
     assert lines[2:] == [
         "step 3: validation loss 2.2500",
         "step 3: validation loss 2.1250 without codecs",
-        "west: all is well",
+        f"west: {note}",
+    ]
+
+
+def test_a_site_without_the_loss_shows_its_own_steps() -> None:
+    shown = console(is_terminal=False)
+    with Display(shown, num_steps=3, site="west") as display:
+        for number in range(3):
+            display.hear("west", step(number))
+    assert text_of(shown).splitlines() == [
+        "step 1/3  sent 1.907 MiB  hidden 75%",
+        "step 3/3  sent 1.907 MiB  hidden 75%",
     ]
 
 

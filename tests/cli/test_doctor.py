@@ -67,7 +67,7 @@ def test_a_cross_has_its_cure_and_fails() -> None:
     lines = output.splitlines()
     cross = next(index for index, line in enumerate(lines) if line.startswith("✗ reach east"))
     assert exit_code == 1
-    assert lines[cross + 1] == "  cure: start it there: isthmus gateway JOB --cloud east"
+    assert lines[cross + 1] == "  cure: start it there: isthmus run JOB --cloud east"
     assert lines[-1] == "next: mend what has a cross (1), then run this again"
 
 

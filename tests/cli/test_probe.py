@@ -48,6 +48,7 @@ def test_the_demo_measures_what_was_set_and_writes_it(tmp_path: Path) -> None:
     assert link.bandwidth_bps is not None
     assert link.bandwidth_bps[0] == pytest.approx(found["bandwidth_bps"][0], rel=0.01)
     assert link.rtt_s == pytest.approx(found["rtt_s"], rel=0.01)
+    assert link.handling_s == pytest.approx(found["handling_s"], rel=0.01)
 
 
 def test_faults_and_overrides_reach_the_emulated_wan(tmp_path: Path) -> None:

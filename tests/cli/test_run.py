@@ -119,7 +119,7 @@ def test_a_run_that_was_cut_short_goes_on_where_all_clouds_had_saved(
     result = invoke(job_file, "--runs", str(root))
     assert result.exit_code == 0, result.output
     assert Path(json.loads(result.stdout)["run"]) == folder
-    assert "resumed at step" in result.output
+    assert "resumed after step" in result.output
     assert_equal_weights(weights(folder), weights(Path(finished["run"])))
 
 
@@ -171,7 +171,7 @@ def test_the_thin_link_is_coded_and_a_resumed_run_ends_the_same(tmp_path: Path) 
     shutil.rmtree(folder / "checkpoints" / "step-00000005" / "west")
     again = invoke(THIN_LINK, "--runs", str(root), changes=CODED)
     assert again.exit_code == 0, again.output
-    assert "resumed at step" in again.output
+    assert "resumed after step" in again.output
     assert_equal_weights(weights(folder), expected)
 
 
@@ -242,5 +242,5 @@ def test_ranks_of_a_cloud_train_one_model_and_a_killed_one_does_not_end_the_run(
     assert killed.exit_code == 0, killed.output
     text = " ".join(killed.output.split())
     assert "rank 1 of cloud 'east' failed: its process ended with exit code -9; starting again" in text
-    assert "resumed at step" in text
+    assert "resumed after step" in text
     assert_equal_weights(weights(Path(json.loads(killed.stdout)["run"])), expected)

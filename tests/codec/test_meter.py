@@ -113,5 +113,5 @@ def test_the_reason_says_what_was_found() -> None:
     assert found is not None
     assert found.reason == (
         "activations rotate | int8 instead of center | rotate | int4: the cosine between what was sent and "
-        "what arrives fell to 0.9712, below 0.99"
+        "what arrives fell to 0.9712, below the link's guard_cosine of 0.99"
     )

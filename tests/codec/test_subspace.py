@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.codec.base import Key, Payload
+from isthmus.codec.edition import Shapes, pack_edition, unpack_edition
 from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
-from isthmus.codec.learner import num_due
 from isthmus.codec.moments import NUM_SLOTS, Moments, principal, slots_of
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import CodecSpec, gradient_wire_bytes, parse_codec
 from isthmus.job.codec_sizes import CodeState
+from isthmus.job.subspace_sizes import num_due
+from isthmus.plan.ladder import Crossing, Pair, Stretch
 
 CPU = torch.device("cpu")
 WIDTH = 24
@@ -380,3 +382,46 @@ def test_ids_beyond_the_table_share_its_slots() -> None:
 def test_sixteen_times_less_than_bf16_with_everything_counted() -> None:
     spec: CodecSpec = parse_codec("subspace(192) | int4")
     assert 32 / spec.bits_per_element(256, 768) > 31
+
+
+def test_editions_of_a_run_weigh_what_the_ladder_counts() -> None:
+    cut, num_steps, num_rows = ends("subspace(6, anchor=tokens, every=7) | int4"), 20, 16
+    stretch = Stretch(num_steps=num_steps, num_microbatches=2)
+    crossing = Crossing(num_rows=num_rows, width=WIDTH, stretch=stretch)
+    pair = Pair(forward=cut.codecs.forward, backward=cut.codecs.backward)
+    sent = 0
+    for step in range(num_steps):
+        for microbatch in range(2):
+            payload, _ = cut.forward(*cut.rows(num_rows), key(step, microbatch))
+            sent += sum(sizes(payload))
+    foretold = stretch.num_messages * (pair.forward_bytes(crossing) + pair.edition_bytes(crossing))
+    assert sent == pytest.approx(foretold)
+
+
+def test_an_edition_reads_back_within_its_formats() -> None:
+    generator = torch.Generator().manual_seed(2)
+    anchors = torch.randn(5, 40, generator=generator)
+    anchors[:, 3] *= 1000
+    mean, vectors = torch.randn(40, generator=generator), torch.randn(40, 4, generator=generator)
+    packed = pack_edition(
+        number=7,
+        mean_D=mean,
+        deviation_R=torch.ones(4),
+        vectors_DR=vectors,
+        slot_U=torch.arange(5),
+        anchor_UD=anchors,
+        bits=(4,) * 4,
+    )
+    found = unpack_edition(packed, Shapes(width=40, rank=4, num_anchors=5, num_bits=16), device=CPU)
+    assert torch.equal(found.mean_D, mean)
+    assert torch.equal(found.vectors_DR, vectors.half().float())
+    errors = (found.anchor_UD - anchors).abs()
+    # What stands out costs the sixteen that it shares a scale with, and no others.
+    assert errors[:, :16].max() > 0.5
+    assert errors[:, 16:].max() < 0.02
+    with pytest.raises(FrameError, match="differs from what was sent"):
+        unpack_edition(
+            packed.clone().index_fill_(0, torch.tensor([packed.numel() - 9]), 0),
+            Shapes(width=40, rank=4, num_anchors=5, num_bits=16),
+            device=CPU,
+        )

@@ -140,7 +140,12 @@ plans = (
     st.just(AutoStrategy(kind="auto"))
     | st.just(DataStrategy(kind="data"))
     | st.just(GeneratorDiscriminatorStrategy(kind="generator-discriminator"))
-    | st.builds(PipelineStrategy, kind=st.just("pipeline"), microbatches=st.none() | st.integers(1, 99))
+    | st.builds(
+        PipelineStrategy,
+        kind=st.just("pipeline"),
+        microbatches=st.none() | st.integers(1, 99),
+        max_in_flight=st.none() | st.integers(1, 99) | st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    )
 )
 
 
@@ -170,6 +175,7 @@ def links(first: str, second: str) -> st.SearchStrategy[LinkSpec]:
         bandwidth_bps=st.none() | st.tuples(positive, positive),
         rtt_s=st.none() | durations,
         jitter_s=durations,
+        handling_s=durations,
         connection_bps=st.none() | positive,
         stripes=st.just("auto") | st.integers(1, 64),
         heartbeat_timeout_s=st.floats(1, 3600),

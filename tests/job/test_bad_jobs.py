@@ -413,6 +413,24 @@ WRONG = [
         "did you mean 'microbatches'?",
     ),
     (
+        "no micro-batch in flight",
+        f'{GOOD}[strategy]\nkind = "pipeline"\nmax_in_flight = 0\n',
+        "strategy.max_in_flight: must be a whole number of at least 1 or a list of such, not 0",
+        "for example 8, or [8, 2] for two stages",
+    ),
+    (
+        "no micro-batch in flight at one stage",
+        f'{GOOD}[strategy]\nkind = "pipeline"\nmax_in_flight = [8, true]\n',
+        "strategy.max_in_flight: must be a whole number of at least 1 or a list of such, not a list",
+        "for example 8, or [8, 2] for two stages",
+    ),
+    (
+        "caps of more stages than there are",
+        f'{GOOD}[strategy]\nkind = "pipeline"\nlayers = [12, 20]\nmax_in_flight = [8, 2, 1]\n',
+        "strategy: has 2 layers, 3 max_in_flight",
+        "give one entry for each stage",
+    ),
+    (
         "half a step",
         f"{GOOD}[train]\nsteps = 1.5\n",
         "train.steps: must be a whole number, not 1.5",

@@ -1,5 +1,6 @@
 """The schema, the models, the examples and the page about the job file name the same keys."""
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,21 @@ from tests.job.strategies import jobs, with_jobs
 
 ROOT = Path(__file__).parents[2]
 SCHEMA: Any = job_schema()
+PAGE = (ROOT / "docs" / "job.md").read_text()
+JOB = "Job"
+SECTIONS = {
+    "The job": [JOB],
+    "`[[cloud]]`": ["CloudSpec"],
+    "`[[link]]`": ["LinkSpec"],
+    "`[model]`": ["ModelSpec"],
+    "`[model.lora]`": ["LoraSpec"],
+    "`[data]`": ["DataSpec"],
+    "`[strategy]`": ["AutoStrategy", "PipelineStrategy", "DataStrategy", "GeneratorDiscriminatorStrategy"],
+    "`[train]`": ["TrainSpec"],
+    "`[checkpoint]`": ["CheckpointSpec"],
+    "`[limits]`": ["LimitsSpec"],
+    "`[[accelerator]]`": ["AcceleratorSpec"],
+}
 
 
 def resolved(node: Any) -> list[Any]:
@@ -41,7 +57,13 @@ def all_properties() -> Iterator[tuple[str, Any]]:
         yield from node["properties"].items()
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def properties_of(heading: str) -> dict[str, Any]:
+    """Of the tables that a heading of the page is about."""
+    nodes = [SCHEMA if name == JOB else SCHEMA["$defs"][name] for name in SECTIONS[heading]]
+    return {key: node for one in nodes for key, node in one["properties"].items()}
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.toml")), ids=lambda path: path.name)
 def test_examples_use_the_keys_of_the_schema(example: Path) -> None:
     assert list(unknown_keys(tomllib.loads(example.read_text()), SCHEMA)) == []
 
@@ -74,10 +96,31 @@ def test_defaults_are_written_as_in_the_file() -> None:
     assert "default" not in link["rtt"]
 
 
-def test_the_page_names_every_key() -> None:
-    page = (ROOT / "docs" / "job.md").read_text()
-    missing = [key for key, _ in all_properties() if f"`{key}`" not in page]
-    assert missing == []
+def rows_of_the_page() -> dict[str, dict[str, str]]:
+    """By the heading that they stand under, the keys of the page's tables and their defaults."""
+    parts = re.split(r"^## (.+)$", PAGE, flags=re.MULTILINE)[1:]
+    rows = re.compile(r"^\| `(\w+)` \| ([^|]*?) \|", re.MULTILINE)
+    return {heading: dict(rows.findall(text)) for heading, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_the_page_has_every_key_of_a_section_and_no_other(heading: str) -> None:
+    assert set(rows_of_the_page()[heading]) == set(properties_of(heading))
+
+
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_the_page_has_every_default(heading: str) -> None:
+    on_page = {key: text.strip("`") for key, text in rows_of_the_page()[heading].items()}
+    defaults = {key: node["default"] for key, node in properties_of(heading).items() if "default" in node}
+    plain = {key: value for key, value in defaults.items() if not isinstance(value, dict | list)}
+    assert {key: tomllib.loads(f"value = {on_page[key]}")["value"] for key in plain} == plain
+
+
+def test_no_section_is_left_out_of_the_page() -> None:
+    on_page = {name for names in SECTIONS.values() for name in names}
+    assert on_page == {*SCHEMA["$defs"], JOB} - {"CodecSpecs"}
+    assert "`forward`" in PAGE
+    assert "`backward`" in PAGE
 
 
 def test_the_page_shows_the_example() -> None:

@@ -185,6 +185,7 @@ def test_unknown_cloud_is_a_users_mistake() -> None:
         'link.0.bandwidth=["3 Mbps", "4 Mbps"]',
         "link.0.rtt=3 s",
         "link.0.jitter=3 ms",
+        "link.0.handling=3 ms",
         "link.0.connection_bandwidth=1 Mbps",
         "cloud.west.certificates=elsewhere",
         "cloud.west.proxy=http://10.0.0.1:3128",

@@ -38,15 +38,17 @@ def test_dump_writes_units_and_defaults() -> None:
 
 def test_update_changes_the_figures_and_nothing_else(job_file: Path) -> None:
     before = job_file.read_text().splitlines()
-    update_job_file(
-        job_file, {PAIR: LinkFigures(bandwidth_bps=(198.76543e6, 91e6), rtt_s=0.0412345, jitter_s=0.0007)}
+    figures = LinkFigures(
+        bandwidth_bps=(198.76543e6, 91e6), rtt_s=0.0412345, jitter_s=0.0007, handling_s=0.00125
     )
+    update_job_file(job_file, {PAIR: figures})
     after = job_file.read_text().splitlines()
     changed = [line for line in after if line not in before]
     assert [line.partition("#")[0].rstrip() for line in changed] == [
         'bandwidth = ["198.8 Mbps", "91 Mbps"]',
         'rtt = "41.23 ms"',
         'jitter = "700 us"',
+        'handling = "1.25 ms"',
     ]
     kept = [line for line in before if line in after]
     assert len(kept) == len(before) - 2
@@ -57,8 +59,11 @@ def test_update_changes_the_figures_and_nothing_else(job_file: Path) -> None:
 
 def test_updated_file_loads_and_is_still_the_same_job(job_file: Path) -> None:
     digest = load_job(job_file).digest
-    update_job_file(job_file, {PAIR: LinkFigures(bandwidth_bps=(150e6, 150e6), connection_bps=40e6)})
+    update_job_file(
+        job_file, {PAIR: LinkFigures(bandwidth_bps=(150e6, 150e6), handling_s=0.002, connection_bps=40e6)}
+    )
     job = load_job(job_file)
+    assert job.link[0].handling_s == 0.002
     assert job.link[0].bandwidth_bps == (150e6, 150e6)
     assert job.link[0].connection_bps == 40e6
     assert job.link[0].rtt_s == 0.04

@@ -127,3 +127,10 @@ def test_waiting_is_told_by_what_follows() -> None:
     assert (first.busy, first.for_data, first.for_activations, first.for_gradients) == (0.5, 0.1, 0.1, 0.3)
     assert (later.for_data, later.for_activations, later.for_other_stages) == (0.0, 0.2, 0.0)
     assert waits_of(spans, cloud="west", is_first=False) is None
+
+
+def test_nobody_waits_while_a_run_is_stopped() -> None:
+    spans = spans_of(("optimize", 0, 1), ("forward", 2, 3), ("forward", 104, 105), ("optimize", 106, 107))
+    found = waits_of(spans, cloud="east", is_first=False, starts_s=(0.0, 103.0))
+    assert found is not None
+    assert (found.busy, found.for_activations, found.for_other_stages) == (0.6, 0.2, 0.2)

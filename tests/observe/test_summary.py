@@ -1,5 +1,6 @@
 """Figures of a run whose spans are known."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.events import EventLog, Span
+from isthmus.events import STARTED_KIND, Event, EventLog, Fact, Span
 from isthmus.intervals import shared_s, total_s, union
 from isthmus.observe.summary import summarize, summarize_cloud
-from isthmus.observe.trackers import open_tracker
+from isthmus.observe.trackers import check_trackers, open_tracker
 
 times = st.integers(0, 40)
 intervals = st.lists(
@@ -98,6 +99,16 @@ def test_trackers_that_are_unknown_or_missing_have_a_cure(tmp_path: Path) -> Non
     assert "tensorboard" in str(caught.value.hint)
 
 
+def test_trackers_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
+    check_trackers(["mlflow", "tensorboard"])
+    with pytest.raises(UserError, match="no tracker 'tensorbord'"):
+        check_trackers(["tensorbord"])
+    with pytest.raises(UserError, match="wandb is not installed") as caught:
+        check_trackers(["mlflow", "wandb"])
+    assert caught.value.hint == "pip install wandb"
+
+
 def test_a_tracker_gets_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "mlflow.py"
     package.write_text(
@@ -114,3 +125,21 @@ def test_a_tracker_gets_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     import mlflow  # type: ignore[import-not-found]
 
     assert mlflow.calls == ["demo", "7", ({"loss": 1.0}, 3), "end"]
+
+
+def test_ranks_of_a_cloud_come_in_their_order(tmp_path: Path) -> None:
+    for name in ("west", "east.10", "east.2", "east"):
+        with EventLog(tmp_path / "events" / f"{name}.jsonl") as log:
+            log.span(span("optimize", 0.0, 0.5))
+    assert [one.cloud for one in summarize(tmp_path).clouds] == ["east", "east.2", "east.10", "west"]
+
+
+def test_the_time_between_a_stop_and_the_next_start_does_not_count() -> None:
+    events: list[Event] = [
+        Fact(kind=STARTED_KIND, at_s=0.0, values={}),
+        span("optimize", 0.0, 1.0),
+        span("optimize", 2.0, 3.0),
+        Fact(kind=STARTED_KIND, at_s=1003.0, values={}),
+        span("optimize", 1004.0, 1005.0),
+    ]
+    assert summarize_cloud("east", events).bubble == pytest.approx(0.5)

@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.ladder import Bounds, Crossing, Figures, Loss, Pair, choose, ladder, reconsider
+from isthmus.plan.codec_choice import Bounds, Figures, choose, reconsider
+from isthmus.plan.ladder import Crossing, Loss, Pair, ladder
 
 CROSSING = Crossing(num_rows=256, width=1024)
 RUNGS = ladder(1024, shares_ids=True)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.ladder import Bounds, Crossing, Figures, Loss, Pair, choose, ladder, reconsider
+from isthmus.plan.codec_choice import Bounds, Figures, choose, reconsider
+from isthmus.plan.ladder import Crossing, Loss, Pair, ladder
 
 CROSSING = Crossing(num_rows=4096, width=768)
 RUNGS = ladder(768)

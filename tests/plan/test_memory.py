@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from isthmus.job.lora import LoraSpec
 from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.heads import HEADS
 from isthmus.plan.activations import Arithmetic, Precision
 from isthmus.plan.costs import Workload, model_costs
+from isthmus.plan.learning import Learning, read_adapters
 from isthmus.plan.memory import Memory, OptimizerState, Savers, Sharding, WeightStorage, stage_memory
 from isthmus.plan.shapes import Task, read_shape
 from isthmus.train.device import Device
@@ -45,7 +47,14 @@ def take_step(rig: Rig, window: int, step: int) -> None:
 
 
 def allocated_bytes(
-    config: dict[str, Any], task: Task, layers: range, workload: Workload, window: int
+    config: dict[str, Any],
+    task: Task,
+    layers: range,
+    workload: Workload,
+    window: int,
+    *,
+    num_frozen_layers: int = 0,
+    lora: LoraSpec | None = None,
 ) -> int:
     """The most that torch's allocator held in the second step of a real stage."""
     blueprint = fresh_blueprint(config, head=HEADS[task.value])
@@ -54,7 +63,14 @@ def allocated_bytes(
         sequence_length=workload.sequence_length,
         precision=workload.arithmetic.precision,
     )
-    stage = build_stage(blueprint, layers, seed=0, recompute=workload.recompute)
+    stage = build_stage(
+        blueprint,
+        layers,
+        seed=0,
+        recompute=workload.recompute,
+        num_frozen_layers=num_frozen_layers,
+        lora=lora,
+    )
     rig = Rig(stage, device=Device("cpu"), size=size)
     take_step(rig, window, 0)
     held_before = rig.held_bytes()
@@ -89,6 +105,55 @@ def test_the_allocator_agrees(
     predicted = stage_memory(costs, layers, window=window, num_buffered=0)
     found = allocated_bytes(config, task, layers, workload, window)
     assert predicted.total_bytes == pytest.approx(found, rel=0.06)
+
+
+ALL_LINEAR = LoraSpec(r=4)
+TWO_LINEAR = LoraSpec(r=4, targets=("q_proj", "v_proj"))
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize(
+    ("config", "layers", "window", "lora", "num_frozen", "recompute"),
+    [
+        (LLAMA, range(2), 3, ALL_LINEAR, 0, False),
+        (LLAMA, range(2, 4), 3, ALL_LINEAR, 0, True),
+        (LLAMA, range(4, 6), 1, TWO_LINEAR, 0, False),
+        (BERT, range(2, 4), 3, ALL_LINEAR, 0, False),
+        (LLAMA, range(4), 3, ALL_LINEAR, 2, False),
+        (LLAMA, range(3), 3, None, 1, False),
+        (LLAMA, range(2, 4), 3, None, 2, True),
+        (BERT, range(1, 4), 3, None, 2, False),
+    ],
+)
+def test_the_allocator_agrees_where_little_learns(
+    config: dict[str, Any],
+    layers: range,
+    window: int,
+    lora: LoraSpec | None,
+    num_frozen: int,
+    recompute: bool,
+    precision: Precision,
+) -> None:
+    task = Task.MASKED_LM if config is BERT else Task.CAUSAL_LM
+    workload = Workload(
+        num_sequences=4,
+        sequence_length=64,
+        arithmetic=Arithmetic(precision=precision, on_accelerator=False),
+        recompute=recompute,
+    )
+    shape = read_shape(config, task=task)
+    adapters = None if lora is None else read_adapters(lora, shape)
+    costs = model_costs(shape, workload, Learning(num_frozen_layers=num_frozen, adapters=adapters))
+    predicted = stage_memory(costs, layers, window=window, num_buffered=0)
+    found = allocated_bytes(config, task, layers, workload, window, num_frozen_layers=num_frozen, lora=lora)
+    assert predicted.total_bytes == pytest.approx(found, rel=0.06)
+
+
+def test_a_stage_that_does_not_learn_keeps_nothing() -> None:
+    costs = model_costs(BIG, ON_GPU, Learning(num_frozen_layers=16))
+    found = stage_memory(costs, range(8, 16), window=4)
+    assert (found.gradients, found.optimizer, found.activations) == (0, 0, 0)
+    assert found.weights == memory().weights
 
 
 def memory(workload: Workload = ON_GPU, *, window: int = 4, savers: Savers | None = None) -> Memory:

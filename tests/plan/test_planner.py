@@ -198,7 +198,11 @@ def test_a_budget_asks_for_the_fastest_plan_within_it() -> None:
         ([PIPELINE, "strategy.layers=[5, 5]"], "adds up to 10", "add up"),
         ([PIPELINE, "strategy.layers=[12]"], "1 entries for 2 clouds", "one number for each"),
         ([PIPELINE, "strategy.clouds=['east', 'mars']"], "names 'mars'", "east, west"),
-        ([PIPELINE, "model.config.num_hidden_layers=1"], "cannot be cut into 2 stages", "1 to 1"),
+        (
+            [PIPELINE, "model.config.num_hidden_layers=1"],
+            "2 clouds need 2 layers at least, and the model has 1",
+            "fewer clouds",
+        ),
         (
             ["strategy.kind=data", "limits.codec_loss=none", "strategy.inner_steps=30"],
             "more quality",
@@ -287,3 +291,13 @@ def test_ids_cross_and_hidden_states_do_not() -> None:
     per_sequence = chosen.links[0].down_bytes / (job.train.batch_tokens / 512)
     assert 1200 <= per_sequence <= 2200
     assert chosen.links[0].up_bytes == 0
+
+
+def test_handling_delays_every_message() -> None:
+    plain, slow = (
+        plan(two_clouds(PIPELINE, "strategy.microbatches=4", *more), is_quick=True)
+        for more in ((), ("link.0.handling=50 ms",))
+    )
+    assert slow.scenario is not None
+    assert slow.scenario.hops[0].line.handling_s == 0.05
+    assert slow.estimate.step_s >= plain.estimate.step_s + 2 * 0.05

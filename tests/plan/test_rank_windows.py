@@ -120,22 +120,23 @@ def test_ranks_that_meet_on_the_line_have_what_hides_it(ranks: tuple[int, int]) 
 @given(
     ranks=st.lists(st.integers(1, 4), min_size=2, max_size=3),
     num_microbatches=st.integers(1, 12),
-    max_in_flight=st.integers(1, 6),
+    caps=st.integers(1, 6) | st.tuples(*[st.integers(1, 6)] * 3),
     policy=st.sampled_from(list(Policy)),
 )
 def test_nobody_waits_for_what_cannot_come(
-    ranks: list[int], num_microbatches: int, max_in_flight: int, policy: Policy
+    ranks: list[int], num_microbatches: int, caps: int | tuple[int, ...], policy: Policy
 ) -> None:
     scenario = Scenario(
         stages=tuple(stage(index, num_ranks=one) for index, one in enumerate(ranks)),
         hops=(hop(0.25, 0.5),) * (len(ranks) - 1),
         num_microbatches=num_microbatches,
         policy=policy,
-        max_in_flight=max_in_flight,
+        max_in_flight=caps[: len(ranks)] if isinstance(caps, tuple) else caps,
     )
     steps = simulate(scenario, num_steps=2).steps
     assert len(steps) == 2
-    assert max(steps[-1].windows) <= max_in_flight
+    each = caps if isinstance(caps, tuple) else (caps,) * 3
+    assert all(window <= cap for window, cap in zip(steps[-1].windows, each, strict=False))
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (4, 4), (8, 2), (2, 8)])
@@ -150,4 +151,6 @@ def test_plan_and_simulation_take_the_same_time(ranks: tuple[int, int], memory: 
     timeline = simulate(chosen.scenario, num_steps=4)
     assert chosen.estimate.step_s == pytest.approx(timeline.step_s, rel=1e-3)
     for step in timeline.steps:
-        assert max(step.windows) <= (chosen.scenario.max_in_flight or 64)
+        caps = chosen.scenario.max_in_flight or 64
+        each = caps if isinstance(caps, tuple) else (caps, caps)
+        assert all(window <= cap for window, cap in zip(step.windows, each, strict=True))

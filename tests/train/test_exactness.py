@@ -129,7 +129,7 @@ def test_latency_opens_the_window_and_the_cap_closes_it() -> None:
     shape = Shape(delay_s=0.02)
     with chain(plan, course(2, 8), shape=shape) as wide:
         wide.run(Given(steps))
-    with chain(plan, course(2, 8, max_in_flight=3), shape=shape) as narrow:
+    with chain(plan, course(2, 8, max_in_flight=(3, 8)), shape=shape) as narrow:
         narrow.run(Given(steps))
     assert wide.records[0].steps[-1].windows[0] > 3
     assert narrow.records[0].steps[-1].windows[0] == 3

@@ -45,6 +45,7 @@ def test_windows_cover_the_round_trip_and_keep_the_cap() -> None:
     far = tally(busy_s=(1.0, 1.0), hops=(hop,))
     assert settle(far).windows[0] >= 2 + round(0.22 / 0.1)
     assert settle(far, max_in_flight=3).windows[0] == 3
+    assert settle(far, max_in_flight=(4, 1)).windows == (4, 1)
     assert settle(tally(busy_s=(1.0, 1.0), hops=(Hop(forward_s=0, backward_s=0, latency_s=0),))).windows == (
         3,
         1,

@@ -9,11 +9,12 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
-from isthmus.plan.ladder import Pair
+from isthmus.plan.ladder import Pair, Stretch
 from isthmus.plan.pipeline import Policy
 from isthmus.train.cut import texts_of
+from isthmus.train.fitting import check_fits
 from isthmus.train.preflight import check_job
-from isthmus.train.setup import blueprint_of, check_fits, set_up, stage_order
+from isthmus.train.setup import blueprint_of, set_up, stage_order
 from isthmus.train.wiring import cuts_of, steering_terms
 
 TINY = """
@@ -179,12 +180,13 @@ def test_cuts_take_what_the_job_says_and_else_what_was_planned() -> None:
     )
     assert texts_of(open_cut.codecs) == ("raw", "fp16")
     assert texts_of(planned_cut.codecs) == ("bf16", "fp16")
-    options = {"num_rows": 8, "hidden_width": 32, "trained_from": 0}
+    options = {"num_rows": 8, "num_microbatches": 4, "num_steps": 10, "hidden_width": 32, "trained_from": 0}
     (down,) = steering_terms(job, ("east", "west"), [open_cut], **options)
     (up,) = steering_terms(job, ("west", "east"), [open_cut], **options)
     assert (down.bandwidths_bps, up.bandwidths_bps) == ((1e6, 2e6), (2e6, 1e6))
     assert down.is_free
     assert down.bounds.backward == parse_codec("fp16")
+    assert down.crossing.stretch == Stretch(num_steps=10, num_microbatches=4)
 
 
 SHARED_OUT = ("cloud.west.ranks=2", "cloud.west.sharding=full")
@@ -251,4 +253,20 @@ def test_what_memory_holds_bounds_what_the_job_allows() -> None:
     decisions = set_up(job).decisions
     assert decisions is not None
     assert set_up(job, decisions=replace(decisions, max_in_flight=3)).max_in_flight == 3
+    assert set_up(job, decisions=replace(decisions, max_in_flight=(3, 1))).max_in_flight == (3, 1)
     assert set_up(job, decisions=replace(decisions, max_in_flight=None)).max_in_flight == 16
+
+
+def test_each_stage_may_have_its_own_cap() -> None:
+    job = tiny_job("strategy.max_in_flight=[3, 1]")
+    assert set_up(job, plans=False).max_in_flight == (3, 1)
+    with pytest.raises(UserError, match=r"strategy\.max_in_flight has 3 entries for 2 stages"):
+        set_up(tiny_job("strategy.max_in_flight=[3, 2, 1]"))
+
+
+def test_frozen_layers_need_no_gradients() -> None:
+    job, frozen = (tiny_job("cloud.east.memory=200 KB", *more) for more in ((), ("model.frozen_layers=1",)))
+    blueprint = blueprint_of(job, config={}, num_labels=None)
+    with pytest.raises(UserError, match="'east' needs"):
+        check_fits(job, set_up(job, plans=False), blueprint)
+    check_fits(frozen, set_up(frozen, plans=False), blueprint)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.ladder import Bounds, Crossing, Loss, Pair
+from isthmus.plan.codec_choice import Bounds
+from isthmus.plan.ladder import Crossing, Loss, Pair
 from isthmus.plan.window import Hop
 from isthmus.train.cut import RAW_PAIR, Cut
 from isthmus.train.messages import Cosines, Tally
@@ -60,7 +61,7 @@ def test_a_thin_line_gets_a_stronger_codec_once_it_is_measured() -> None:
     assert str(chosen[3][0].forward) == "rotate | int8"
     assert chosen[4] == chosen[3]
     assert len(notes) == 1
-    assert notes[0].startswith("link east-west, from step 4 on: activations rotate | int8")
+    assert notes[0].startswith("link east-west, from step 5 on: activations rotate | int8")
 
 
 def test_a_line_that_is_hidden_stays_raw_and_one_that_gets_fast_goes_back() -> None:

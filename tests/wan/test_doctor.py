@@ -161,10 +161,11 @@ def test_peer_that_listens(tmp_path: Path, listening: Address) -> None:
     assert finding == Finding(name="reach west", verdict=Verdict.OK, what=str(listening))
 
 
-def test_peer_whose_gateway_is_down(tmp_path: Path, closed: Address) -> None:
-    finding = doctor.check_peer(make_cloud(tmp_path), closed, proxy=None)
+@pytest.mark.parametrize(("ranks", "verb"), [(1, "run"), (2, "gateway")])
+def test_peer_that_is_down(ranks: int, verb: str, tmp_path: Path, closed: Address) -> None:
+    finding = doctor.check_peer(make_cloud(tmp_path, ranks=ranks), closed, proxy=None)
     assert (finding.verdict, finding.what) == (Verdict.FAILED, f"{closed}: connection refused")
-    assert "isthmus gateway JOB --cloud west" in str(finding.cure)
+    assert f"isthmus {verb} JOB --cloud west" in str(finding.cure)
 
 
 @pytest.mark.parametrize(

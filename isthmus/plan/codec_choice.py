@@ -1,0 +1,263 @@
+"""Which codec a link gets: compress only what computation does not hide already.
+
+Per link and direction the mildest rung of the ladder is taken that is as fast as any that is allowed: where
+the link is hidden that is `raw`. The planner asks with planned figures, the workers with measured ones; the
+same figures give the same answer everywhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from isthmus.job.codec import CodecSpec
+from isthmus.plan.ladder import Crossing, Loss, Pair, Rung
+from isthmus.units import format_duration
+
+HEADROOM: Final = 0.9
+"""A transfer counts as hidden up to this share of the interval: links are not always at their best."""
+
+# Codecs whose steps take about as long are equals, and the mildest of them is taken.
+_TOLERANCE: Final = 0.05
+# Figures that move to and fro must not move the codec with them.
+_CAUTIOUS_HEADROOM: Final = 0.7
+_WORTHWHILE_GAIN: Final = 0.12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Seconds of computation per micro-batch at the slowest stage, and what the line carries each way."""
+
+    interval_s: float
+    down_bps: float
+    up_bps: float
+
+    def __post_init__(self) -> None:
+        if self.interval_s < 0 or min(self.down_bps, self.up_bps) <= 0:
+            raise ValueError(f"no line has these figures: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a choice must keep to."""
+
+    loss: Loss = Loss.SLIGHT
+    forward: CodecSpec | None = None
+    """The job's own codec of activations, None where it is free."""
+    backward: CodecSpec | None = None
+    least_forward_bytes: int = 0
+    """Where the guard has found codecs with fewer bytes too strong."""
+    least_backward_bytes: int = 0
+
+
+DEFAULT_BOUNDS: Final = Bounds()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The codecs chosen for a link, the time of a message of each on the line, and why.
+
+    `edition_s` is what editions add to an activation, on average.
+    """
+
+    pair: Pair
+    loss: Loss
+    forward_s: float
+    backward_s: float
+    edition_s: float
+    is_hidden: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    """A pair that is allowed: where it stands on the ladder, and how fast it is."""
+
+    pair: Pair
+    loss: Loss
+    rungs: tuple[int, int]
+    forward_s: float
+    backward_s: float
+    edition_s: float
+
+    @property
+    def mildness(self) -> tuple[int, int, int]:
+        """The smaller the milder; between equals the gradient is spared."""
+        return (self.loss, sum(self.rungs), self.rungs[1])
+
+    def pace_s(self, figures: Figures, headroom: float = 1.0) -> float:
+        """What a micro-batch takes in the long run: the slowest of computation and both directions."""
+        return max(figures.interval_s, self.forward_s / headroom, self.backward_s / headroom)
+
+    def step_s(self, figures: Figures, headroom: float) -> float:
+        """The same with editions, which nothing hides: they ride with the first activation of a step."""
+        return self.pace_s(figures, headroom) + self.edition_s
+
+
+def choose(
+    crossing: Crossing,
+    figures: Figures,
+    *,
+    rungs: Sequence[Rung],
+    bounds: Bounds = DEFAULT_BOUNDS,
+) -> Choice:
+    """The mildest codecs with which a step takes no longer than with any others that are allowed."""
+    options = _options(crossing, figures, rungs, bounds)
+    return _explain(_mildest(options, figures, HEADROOM), options, crossing, figures, bounds)
+
+
+def reconsider(
+    current: Pair,
+    crossing: Crossing,
+    figures: Figures,
+    *,
+    rungs: Sequence[Rung],
+    bounds: Bounds = DEFAULT_BOUNDS,
+    age: int = 0,
+) -> Choice | None:
+    """What to change to, None to stay: stronger only for a real gain, milder only with room to spare.
+
+    A basis that has been in use for `age` steps has most of its editions behind it; any other begins anew.
+    """
+    options = [
+        _aged(one, crossing, figures, age) if one.pair == current else one
+        for one in _options(crossing, figures, rungs, bounds)
+    ]
+    own = next((one for one in options if one.pair == current), None)
+    best = _mildest(options, figures, HEADROOM)
+    if own is None or _is_worthwhile(own, best, figures):
+        return _explain(best, options, crossing, figures, bounds)
+    safe = _mildest(options, figures, _CAUTIOUS_HEADROOM)
+    is_milder = safe.mildness < own.mildness
+    return _explain(safe, options, crossing, figures, bounds) if is_milder else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """A codec that one direction may have; the job's own costs nothing that was not agreed to."""
+
+    codec: CodecSpec
+    index: int = 0
+    loss: Loss = Loss.NONE
+    joint: int | None = None
+    """The rung that both directions must stand on if one does."""
+
+
+def _sides(rungs: Sequence[Rung], codecs: Sequence[CodecSpec], own: CodecSpec | None) -> list[_Side]:
+    if own is not None:
+        return [_Side(codec=own)]
+    return [
+        _Side(codec=codec, index=index, loss=rung.loss, joint=index if rung.is_joint else None)
+        for index, (rung, codec) in enumerate(zip(rungs, codecs, strict=True))
+    ]
+
+
+def _options(crossing: Crossing, figures: Figures, rungs: Sequence[Rung], bounds: Bounds) -> list[_Option]:
+    """What is allowed; or all there is, where the job's own codec of one direction leaves nothing."""
+    possible = [
+        _option(down, up, crossing, figures)
+        for down in _sides(rungs, [rung.forward for rung in rungs], bounds.forward)
+        for up in _sides(rungs, [rung.backward for rung in rungs], bounds.backward)
+        if _go_together(down, up, bounds)
+    ]
+    allowed = [option for option in possible if _is_allowed(option, crossing, bounds)]
+    return allowed or possible
+
+
+def _go_together(down: _Side, up: _Side, bounds: Bounds) -> bool:
+    is_free = bounds.forward is None and bounds.backward is None
+    if is_free and down.joint != up.joint:
+        return False
+    return Pair(forward=down.codec, backward=up.codec).is_possible
+
+
+def _option(down: _Side, up: _Side, crossing: Crossing, figures: Figures) -> _Option:
+    pair = Pair(forward=down.codec, backward=up.codec)
+    return _Option(
+        pair=pair,
+        loss=max(down.loss, up.loss),
+        rungs=(down.index, up.index),
+        forward_s=8 * pair.forward_bytes(crossing) / figures.down_bps,
+        backward_s=8 * pair.backward_bytes(crossing) / figures.up_bps,
+        edition_s=8 * pair.edition_bytes(crossing) / figures.down_bps,
+    )
+
+
+def _aged(option: _Option, crossing: Crossing, figures: Figures, age: int) -> _Option:
+    return replace(option, edition_s=8 * option.pair.edition_bytes(crossing, age=age) / figures.down_bps)
+
+
+def _is_allowed(option: _Option, crossing: Crossing, bounds: Bounds) -> bool:
+    return (
+        option.loss <= bounds.loss
+        and option.pair.forward_bytes(crossing) >= bounds.least_forward_bytes
+        and option.pair.backward_bytes(crossing) >= bounds.least_backward_bytes
+    )
+
+
+def _mildest(options: Sequence[_Option], figures: Figures, headroom: float) -> _Option:
+    """Of those that are as fast as any."""
+    fastest_s = min(one.step_s(figures, headroom) for one in options)
+    as_fast = (one for one in options if one.step_s(figures, headroom) <= fastest_s * (1 + _TOLERANCE))
+    return min(as_fast, key=lambda one: one.mildness)
+
+
+def _is_worthwhile(own: _Option, best: _Option, figures: Figures) -> bool:
+    return own.step_s(figures, HEADROOM) > best.step_s(figures, HEADROOM) * (1 + _WORTHWHILE_GAIN)
+
+
+def _explain(
+    chosen: _Option, options: Sequence[_Option], crossing: Crossing, figures: Figures, bounds: Bounds
+) -> Choice:
+    pace_s = chosen.pace_s(figures)
+    slower = [one for one in options if one.mildness < chosen.mildness]
+    forward_s = {one.pair.forward: one.forward_s for one in slower} | {chosen.pair.forward: chosen.forward_s}
+    backward_s = {one.pair.backward: one.backward_s for one in slower}
+    backward_s |= {chosen.pair.backward: chosen.backward_s}
+    has_faster = any(one.pace_s(figures) < pace_s for one in options)
+    scene = _Scene(interval_s=figures.interval_s, pace_s=pace_s, has_faster=has_faster)
+    reason = (
+        f"activations {scene.sentence(chosen.pair.forward, forward_s, is_own=bounds.forward is not None)}"
+    )
+    if chosen.edition_s:
+        reason += f", its basis adds {format_duration(chosen.edition_s)}"
+    if crossing.has_gradient:
+        is_own = bounds.backward is not None
+        reason += f"; gradients {scene.sentence(chosen.pair.backward, backward_s, is_own=is_own)}"
+    return Choice(
+        pair=chosen.pair,
+        loss=chosen.loss,
+        forward_s=chosen.forward_s,
+        backward_s=chosen.backward_s,
+        edition_s=chosen.edition_s,
+        is_hidden=pace_s <= figures.interval_s,
+        reason=reason,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scene:
+    """What both directions are told against; `has_faster` where only a basis makes stronger codecs slower."""
+
+    interval_s: float
+    pace_s: float
+    has_faster: bool
+
+    def sentence(self, codec: CodecSpec, seconds: Mapping[CodecSpec, float], *, is_own: bool) -> str:
+        """Such as "raw: 12 ms on the line is hidden behind 30 ms of compute"; there are milder codecs too."""
+        own_s, compute = seconds[codec], f"{format_duration(self.interval_s)} of compute"
+        start = f"{codec}{', as the job says' if is_own else ''}: {format_duration(own_s)} on the line is"
+        if own_s >= self.pace_s > self.interval_s:
+            return f"{start} more than {compute}, and {self._excuse(is_own=is_own)}"
+        reason = f"hidden behind {compute}"
+        if own_s > self.interval_s:
+            reason = f"less than the {format_duration(self.pace_s)} of the other direction"
+        slower = [(other_s, str(other)) for other, other_s in seconds.items() if other_s > own_s]
+        if slower:
+            reason += f", {min(slower)[1]} would take {format_duration(min(slower)[0])}"
+        return f"{start} {reason}"
+
+    def _excuse(self, *, is_own: bool) -> str:
+        if is_own:
+            return 'codec = "auto" may find a faster one'
+        counted = " once its basis is counted" if self.has_faster else ""
+        return f"no codec that is allowed is faster{counted}"

@@ -1,0 +1,118 @@
+"""The basis of a subspace counts by the steps that it serves."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.job.codec import parse_codec
+from isthmus.job.codec_steps import Subspace
+from isthmus.job.subspace_sizes import num_due, num_editions
+from isthmus.plan.choice import PipelineSettings
+from isthmus.plan.codec_choice import Bounds, Figures, choose, reconsider
+from isthmus.plan.ladder import Crossing, Loss, Pair, Stretch, ladder, num_learners
+from isthmus.plan.planner import plan
+from tests.plan.jobs import two_clouds
+
+CROSSING = Crossing(num_rows=256, width=1024)
+RUNGS = ladder(1024, shares_ids=True)
+BOUNDS = Bounds(loss=Loss.SOME)
+INT4, STRONGEST = (Pair(forward=rung.forward, backward=rung.backward) for rung in (RUNGS[3], RUNGS[-1]))
+THIN = Figures(interval_s=0.03, down_bps=4e6, up_bps=4e6)
+
+
+def over(num_steps: int, num_microbatches: int = 16, **changes: int) -> Crossing:
+    return replace(
+        CROSSING, stretch=Stretch(num_steps=num_steps, num_microbatches=num_microbatches, **changes)
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(every=st.integers(1, 130), age=st.integers(0, 400), num_steps=st.integers(1, 400))
+def test_editions_are_counted_as_they_fall_due(every: int, age: int, num_steps: int) -> None:
+    due = [step == 0 or num_due(step, every=every) > num_due(step - 1, every=every) for step in range(800)]
+    step = Subspace(rank=8, every=every)
+    assert num_editions(step, num_steps, age=age) == sum(due[age : age + num_steps])
+
+
+def test_what_has_no_basis_has_no_editions_and_a_run_without_end_does_not_count_them() -> None:
+    assert INT4.edition_bytes(over(1)) == 0
+    assert STRONGEST.edition_bytes(CROSSING) == 0
+    assert STRONGEST.edition_bytes(over(1, 1)) > 400_000
+
+
+def test_every_pair_of_ranks_has_its_own_basis() -> None:
+    assert num_learners(4, 6) == 12
+    alone, many = (STRONGEST.edition_bytes(over(100, num_learners=one)) for one in (1, 12))
+    assert many == 12 * alone
+
+
+def test_a_run_too_short_for_a_basis_does_without() -> None:
+    short = choose(over(2, 1), THIN, rungs=RUNGS, bounds=BOUNDS)
+    assert short.pair == INT4
+    assert "no codec that is allowed is faster once its basis is counted" in short.reason
+    longer = choose(over(1000), THIN, rungs=RUNGS, bounds=BOUNDS)
+    assert longer.pair == STRONGEST
+    assert 0.02 * longer.forward_s < longer.edition_s < 0.1 * longer.forward_s
+    assert "its basis adds" in longer.reason.partition("; gradients")[0]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    mbps=st.floats(0.5, 200),
+    num_steps=st.integers(1, 2000),
+    num_microbatches=st.integers(1, 32),
+)
+def test_no_basis_is_sent_that_costs_more_than_it_saves(
+    mbps: float, num_steps: int, num_microbatches: int
+) -> None:
+    crossing, line = over(num_steps, num_microbatches), replace(THIN, down_bps=mbps * 1e6, up_bps=mbps * 1e6)
+    choice = choose(crossing, line, rungs=RUNGS, bounds=BOUNDS)
+    own_s = max(line.interval_s, choice.forward_s, choice.backward_s) + choice.edition_s
+    plain = choose(crossing, line, rungs=RUNGS, bounds=Bounds(loss=Loss.SLIGHT))
+    assert own_s <= 1.1 * max(line.interval_s, plain.forward_s, plain.backward_s)
+
+
+@settings(deadline=None, max_examples=150)
+@given(wide=st.floats(1, 2000), share=st.floats(0.01, 1), num_steps=st.integers(1, 2000))
+def test_a_narrower_line_never_has_milder_codecs(wide: float, share: float, num_steps: int) -> None:
+    before, behind = (
+        choose(over(num_steps), replace(THIN, down_bps=bps, up_bps=bps), rungs=RUNGS, bounds=BOUNDS).pair
+        for bps in (wide * 1e6, wide * share * 1e6)
+    )
+    assert behind.forward_bytes(CROSSING) <= before.forward_bytes(CROSSING)
+    assert behind.backward_bytes(CROSSING) <= before.backward_bytes(CROSSING)
+
+
+def test_a_basis_that_is_there_serves_to_the_end_and_a_new_one_is_not_begun_so_late() -> None:
+    last, bounds = over(3, 2), BOUNDS
+    assert reconsider(STRONGEST, last, THIN, rungs=RUNGS, bounds=bounds, age=80) is None
+    assert reconsider(INT4, last, THIN, rungs=RUNGS, bounds=bounds, age=80) is None
+    moved = reconsider(INT4, over(300, 2), THIN, rungs=RUNGS, bounds=bounds, age=80)
+    assert moved is not None
+    assert moved.pair == STRONGEST
+
+
+def test_the_plan_counts_editions_among_bytes_and_dollars() -> None:
+    thin = ("strategy.kind=pipeline", "link.0.bandwidth=20 Mbps", "link.0.usd_per_gib=0.1")
+    codec = 'link.0.codec={ forward = "subspace(128, anchor=tokens) | int4", backward = "int4(stochastic)" }'
+    plans = [plan(two_clouds(*thin, codec, f"train.steps={steps}")) for steps in (20, 2000)]
+    short, long = (one.links[0] for one in plans)
+    assert short.up_bytes == long.up_bytes
+    assert short.down_bytes > 1.05 * long.down_bytes
+    planned = plans[0].settings
+    assert isinstance(planned, PipelineSettings)
+    pair = Pair(forward=parse_codec(short.forward_codec), backward=parse_codec(short.backward_codec))
+    number = planned.num_microbatches
+    crossing = Crossing(
+        num_rows=65536 // number, width=2048, stretch=Stretch(num_steps=20, num_microbatches=number)
+    )
+    expected = number * (pair.forward_bytes(crossing) + pair.edition_bytes(crossing))
+    assert short.down_bytes == pytest.approx(expected, rel=1e-5)
+    assert short.usd_per_gib == long.usd_per_gib == 0.1
+
+
+def test_a_stretch_has_steps_and_messages() -> None:
+    with pytest.raises(ValueError, match="nothing crosses"):
+        over(0)
