@@ -168,11 +168,12 @@ def _wanted(scenario: Scenario, hops: Sequence[Hop], interval_s: float) -> list[
 
 
 def _bounds(scenario: Scenario, before: Sequence[int]) -> list[int]:
-    """What a rank of the next stage can have: its own micro-batches, and what the stage before passes on."""
-    stage = len(before)
-    num_ranks = scenario.stages[stage].num_ranks
+    """What a rank of the next stage can have: its own micro-batches, and what the stages before pass on."""
+    num_ranks = scenario.stages[len(before)].num_ranks
     bounds = [math.ceil(scenario.num_microbatches / num_ranks)]
-    num_before = before[-1] * scenario.stages[stage - 1].num_ranks if before else scenario.num_microbatches
+    # Ranks have one each at least, so a stage may seem to pass on more than ever comes to it.
+    held = [size * stage.num_ranks for size, stage in zip(before, scenario.stages, strict=False)]
+    num_before = min(held, default=scenario.num_microbatches)
     if before and (scenario.policy is not Policy.GPIPE or num_before < scenario.num_microbatches):
         # Who waits for the forward that it has chosen may not choose one that cannot come.
         is_strict = scenario.policy is not Policy.WAN_ONE_F_ONE_B

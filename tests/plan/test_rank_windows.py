@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isthmus.plan.pipeline import Policy
@@ -123,6 +123,7 @@ def test_ranks_that_meet_on_the_line_have_what_hides_it(ranks: tuple[int, int]) 
     caps=st.integers(1, 6) | st.tuples(*[st.integers(1, 6)] * 3),
     policy=st.sampled_from(list(Policy)),
 )
+@example(ranks=[1, 2, 1], num_microbatches=2, caps=(1, 1, 2), policy=Policy.GPIPE)
 def test_nobody_waits_for_what_cannot_come(
     ranks: list[int], num_microbatches: int, caps: int | tuple[int, ...], policy: Policy
 ) -> None:
