@@ -49,7 +49,7 @@ class Bench:
     on_span: Callable[[Span], None]
     volume: Volume = field(default_factory=Volume)
 
-    def code(self, rows_ND: Tensor, codec: CodecSpec, encode: Callable[[Tensor], Payload]) -> Coded:  # noqa: N803
+    def code(self, rows_ND: Tensor, codec: CodecSpec, encode: Callable[[Tensor], Payload]) -> Coded:
         """Rows on the device as bytes on the host, which are there when the lane's work is done."""
         parts = (flat_bytes(rows_ND),) if codec.is_raw else encode(rows_ND)
         return Coded(

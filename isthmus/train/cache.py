@@ -28,14 +28,14 @@ class Sequences:
 
 def sequences_of(batch: Batch, *, keeps_padding: bool) -> Sequences:
     """Know the sequences of a micro-batch by their integers."""
-    valid_BT = torch.ones_like(batch.ids) if batch.mask is None or keeps_padding else batch.mask  # noqa: N806
+    valid_BT = torch.ones_like(batch.ids) if batch.mask is None or keeps_padding else batch.mask
     planes = [batch.ids, batch.position_ids, batch.token_type_ids, batch.mask if keeps_padding else None]
     present = [(number, plane) for number, plane in enumerate(planes) if plane is not None]
     keys = tuple(_key(present, row, valid.bool()) for row, valid in enumerate(valid_BT))
     return Sequences(keys=keys, num_rows=tuple(valid_BT.sum(1).tolist()))
 
 
-def _key(planes: Sequence[tuple[int, Tensor]], row: int, valid_T: Tensor) -> bytes:  # noqa: N803
+def _key(planes: Sequence[tuple[int, Tensor]], row: int, valid_T: Tensor) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for number, plane in planes:
         digest.update(number.to_bytes(1))
@@ -96,7 +96,7 @@ class Cache:
 
     def keep(self, sequences: Sequences, rows: Mapping[int, Tensor]) -> None:
         """Keep the rows of those sequences, by their number, that were admitted."""
-        for number, rows_ND in rows.items():  # noqa: N806
+        for number, rows_ND in rows.items():
             key = sequences.keys[number]
             if key in self.admission and key not in self._rows:
                 # A copy: the tensor may be a view of a packet, all of which it would keep.

@@ -41,7 +41,7 @@ from isthmus.wan.packet import Packet
 class _Sent:
     """An activation whose gradient is awaited."""
 
-    index_N: Tensor | None  # noqa: N815
+    index_N: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -105,7 +105,7 @@ class DownCut:
         """Of the activations measured since this was last asked; NaN if there were none."""
         return _cosine(self.meter.take())
 
-    def _encode(self, microbatch: Microbatch, crossing_BTD: Tensor, about: Send, after: Mark) -> Coded:  # noqa: N803
+    def _encode(self, microbatch: Microbatch, crossing_BTD: Tensor, about: Send, after: Mark) -> Coded:
         code = self.book.at(about.step)
         codec = RAW if self._is_plain(about) else code.pair.forward
         index = rows_that_cross(microbatch, keeps_padding=self._keeps_padding, drops_held=self._drops_held)
@@ -116,7 +116,7 @@ class DownCut:
                 index_N=index, shape=tuple(crossing_BTD.shape), dtype=crossing_BTD.dtype
             )
 
-        def encode(rows_ND: Tensor) -> Payload:  # noqa: N803
+        def encode(rows_ND: Tensor) -> Payload:
             key, ids = _key(about), ids_of(microbatch.batch, index, self.bench.lane)
             payload = code.end.encode(rows_ND, key=key, ids_N=ids, keeps=keeps, learns=learns)
             if about.kind is Pass.FORWARD and self.meter.is_due(key):
@@ -166,7 +166,7 @@ class UpCut:
         code = self.book.at(about.step)
         index = valid_rows(None if self._keeps_padding else gradient.mask)
 
-        def encode(rows_ND: Tensor) -> Payload:  # noqa: N803
+        def encode(rows_ND: Tensor) -> Payload:
             key = _key(about)
             is_due = self.meter.is_due(key)
             payload = code.end.encode_gradient(rows_ND, key=key, keeps=is_due)
@@ -204,7 +204,7 @@ class UpCut:
         self.bench.note_decoded(coded, arrived, started_s)
         return self.bench.lane.hand_over(crossing)
 
-    def _complete(self, cache: Cache, found: Microbatch, crossing_BTD: Tensor | None) -> Tensor:  # noqa: N803
+    def _complete(self, cache: Cache, found: Microbatch, crossing_BTD: Tensor | None) -> Tensor:
         """Put what the cache holds to what has crossed, and keep of that what the cache admits."""
         batch = found.batch
         sequences = sequences_of(batch, keeps_padding=self._keeps_padding)
@@ -218,15 +218,15 @@ class UpCut:
                 index = valid_rows(_mask(batch, keeps_padding=self._keeps_padding), without=new)
                 if crossing_BTD is None:
                     shape = (*batch.ids.shape, rows.shape[-1])
-                    crossing_BTD = restore_padding(rows, index, shape=shape)  # noqa: N806
+                    crossing_BTD = restore_padding(rows, index, shape=shape)
                 elif index is not None:
                     crossing_BTD.flatten(0, -2)[index.to(rows.device)] = rows
         if crossing_BTD is None:
             raise FrameError("a micro-batch of no sequences")
         return self.bench.lane.hand_over(crossing_BTD)
 
-    def _new_rows(self, found: Microbatch, crossing_BTD: Tensor) -> dict[int, Tensor]:  # noqa: N803
-        valid_BT = _mask(found.batch, keeps_padding=self._keeps_padding).bool()  # noqa: N806
+    def _new_rows(self, found: Microbatch, crossing_BTD: Tensor) -> dict[int, Tensor]:
+        valid_BT = _mask(found.batch, keeps_padding=self._keeps_padding).bool()
         new = [number for number in range(len(valid_BT)) if number not in found.held]
         return {number: crossing_BTD[number][valid_BT[number].to(crossing_BTD.device)] for number in new}
 
@@ -239,7 +239,7 @@ def rows_that_cross(microbatch: Microbatch, *, keeps_padding: bool, drops_held: 
     return valid_rows(None if keeps_padding else microbatch.batch.mask)
 
 
-def ids_of(batch: Batch, index_N: Tensor | None, lane: Lane) -> Tensor:  # noqa: N803
+def ids_of(batch: Batch, index_N: Tensor | None, lane: Lane) -> Tensor:
     """The token ids of the rows that cross, on the device."""
     ids = batch.ids.flatten()
     return lane.to_device(ids if index_N is None else ids[index_N])

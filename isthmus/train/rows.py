@@ -8,7 +8,7 @@ from torch import Tensor
 from isthmus.errors import FrameError
 
 
-def valid_rows(mask_BT: Tensor | None, *, without: Collection[int] = ()) -> Tensor | None:  # noqa: N803
+def valid_rows(mask_BT: Tensor | None, *, without: Collection[int] = ()) -> Tensor | None:
     """The numbers of the rows that cross, on the host; None where all do.
 
     Sequences in `without` do not cross; a mask is needed to leave them out.
@@ -22,13 +22,13 @@ def valid_rows(mask_BT: Tensor | None, *, without: Collection[int] = ()) -> Tens
     return crosses.flatten().nonzero().squeeze(1)
 
 
-def drop_padding(x_BTD: Tensor, index_N: Tensor | None) -> Tensor:  # noqa: N803
+def drop_padding(x_BTD: Tensor, index_N: Tensor | None) -> Tensor:
     """The rows that cross, of shape (rows, width); a view where all do."""
     rows = x_BTD.flatten(0, -2)
     return rows if index_N is None else rows[index_N.to(rows.device)]
 
 
-def restore_padding(rows_ND: Tensor, index_N: Tensor | None, *, shape: tuple[int, ...]) -> Tensor:  # noqa: N803
+def restore_padding(rows_ND: Tensor, index_N: Tensor | None, *, shape: tuple[int, ...]) -> Tensor:
     """The rows at their places among zeros; a view where all crossed."""
     num_rows = torch.Size(shape[:-1]).numel() if index_N is None else len(index_N)
     if tuple(rows_ND.shape) != (num_rows, shape[-1]):
