@@ -317,7 +317,7 @@ def main() -> None:
     claims = show(found, budget_bytes, Console(width=120))
     about = {
         "machine": platform.processor() or platform.machine(),
-        "device": _device_name(device),
+        "device": device.name,
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "seed": SEED,
@@ -325,12 +325,6 @@ def main() -> None:
         "scale": asdict(scale),
     }
     print(json.dumps({**about, **claims, "ways": {name: asdict(one) for name, one in found.items()}}))
-
-
-def _device_name(device: Device) -> str:
-    if not device.is_accelerator:
-        return "cpu"
-    return str(torch.get_device_module(device.torch_device).get_device_name(device.torch_device))
 
 
 if __name__ == "__main__":

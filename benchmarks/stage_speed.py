@@ -331,7 +331,7 @@ def main() -> None:
     rows = show(scale, found, Console(width=120))
     about = {
         "machine": platform.processor() or platform.machine(),
-        "device": _device_name(device),
+        "device": device.name,
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "seed": SEED,
@@ -363,12 +363,6 @@ def _one_rank(device: Device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _device_name(device: Device) -> str:
-    if not device.is_accelerator:
-        return "cpu"
-    return str(torch.get_device_module(device.torch_device).get_device_name(device.torch_device))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,13 @@ class Device:
         event.record(torch.accelerator.current_stream(self.torch_device))
         return Mark(event)
 
+    @property
+    def name(self) -> str:
+        """As its maker calls it, or cpu."""
+        if not self.is_accelerator:
+            return "cpu"
+        return str(torch.get_device_module(self.torch_device).get_device_name(self.torch_device))
+
     def lane(self) -> "Lane":
         """A new lane beside the computation."""
         return Lane(self)

@@ -107,7 +107,7 @@ def measure(job: Job, cloud: CloudSpec, *, report: Report = lambda _: None) -> P
     report("the update of the weights, and copies")
     to_host, from_host = _copy_speeds(device)
     return Profile(
-        device=_name(device),
+        device=device.name,
         model_type=str(blueprint.config.model_type),
         samples=tuple(samples),
         update_s_per_parameter=_update_s_per_parameter(blueprint, device, sizes[0]),
@@ -288,10 +288,3 @@ def _batch(head: Head, vocabulary_size: int, size: Size, generator: torch.Genera
     else:
         labels = ids
     return Batch(ids=ids, labels=labels, num_targets=head.num_targets(labels))
-
-
-def _name(device: Device) -> str:
-    if not device.is_accelerator:
-        return "cpu"
-    module = torch.get_device_module(device.torch_device)
-    return str(module.get_device_name(device.torch_device))
