@@ -29,11 +29,11 @@ from isthmus.job.lora import LoraSpec
 from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.heads import HEADS
-from isthmus.plan.activations import Arithmetic, Precision
-from isthmus.plan.costs import Workload, model_costs
-from isthmus.plan.learning import Learning, read_adapters
-from isthmus.plan.memory import Memory, stage_memory
-from isthmus.plan.shapes import Task, read_shape
+from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.learning import Learning, read_adapters
+from isthmus.plan.costs.memory import Memory, stage_memory
+from isthmus.plan.costs.parts import Workload, model_costs
+from isthmus.plan.costs.shapes import Task, read_shape
 from isthmus.train.device import Device
 from isthmus.train.profiling import Rig, Size
 

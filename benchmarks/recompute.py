@@ -39,9 +39,9 @@ from isthmus.model.heads import HEADS, IGNORED
 from isthmus.model.recompute import Fixed, InputSize, Recompute, Stay
 from isthmus.model.stage import Stage
 from isthmus.plan.types import Pass, Run
+from isthmus.train.crossing.messages import Microbatch
 from isthmus.train.device import Device
-from isthmus.train.messages import Microbatch
-from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.passes import Passes
 
 CORPUS = "enwik8-first10M/enwik8.first10M.xz"

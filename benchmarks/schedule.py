@@ -34,14 +34,14 @@ from isthmus.job.load import parse_job
 from isthmus.model.boundary import StageInput
 from isthmus.train.course import Course, Post
 from isthmus.train.device import Device
-from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.local import LocalWan
 from isthmus.wan.processes import Report, run_clouds
-from isthmus.wan.shaping import Shape
-from isthmus.wan.tun import TunWan
+from isthmus.wan.relays.shaping import Shape
+from isthmus.wan.relays.tun import TunWan
 
 NUM_TOKENS, WIDTH = 64, 1024  # 256 KiB of float32
 MESSAGE_BITS = 8 * 4 * NUM_TOKENS * WIDTH

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isthmus.events import Span
 from isthmus.model.boundary import Batch, StageInput
 from isthmus.model.heads import HEADS
-from isthmus.train.messages import Evaluated
+from isthmus.train.crossing.messages import Evaluated
 from isthmus.train.worker import StepEnded
 
 _PR_SET_TIMERSLACK: Final = 29  # from linux/prctl.h

@@ -44,15 +44,15 @@ from isthmus.model.heads import HEADS
 from isthmus.plan.ladder import Pair
 from isthmus.plan.types import Started
 from isthmus.train.course import Course, Post
-from isthmus.train.cut import Cut
+from isthmus.train.crossing.cut import Cut
+from isthmus.train.crossing.messages import Evaluated
 from isthmus.train.device import Device
-from isthmus.train.messages import Evaluated
-from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import pipeline_worker
+from isthmus.train.ranks.sharding import ShardedReduction, shard
+from isthmus.train.ranks.world import Alone
 from isthmus.train.session import SWITCH_INTERVAL_S
-from isthmus.train.sharding import ShardedReduction, shard
 from isthmus.train.worker import StepEnded
-from isthmus.train.world import Alone
 
 NUM_WARM_UP_STEPS = 2
 WINDOW = 2

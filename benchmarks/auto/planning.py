@@ -13,8 +13,8 @@ from auto.trials import NUM_MICROBATCHES, NUM_TOKENS, Trial
 from isthmus.job import Job
 from isthmus.job.load import parse_job
 from isthmus.job.write import replace_file
-from isthmus.plan.choice import decisions_from_dict
-from isthmus.plan.profile import read_profile, write_profile
+from isthmus.plan.costs.profile import read_profile, write_profile
+from isthmus.plan.search.choice import decisions_from_dict
 from isthmus.train.setup import Setup, set_up
 from isthmus.units import format_bandwidth, format_duration
 

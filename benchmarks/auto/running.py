@@ -14,13 +14,13 @@ from auto.planning import Prepared, TrialsByCase, read_plan
 from auto.trials import CROSSING, SlowDown, Trial
 from isthmus.plan.ladder import Pair
 from isthmus.train.course import Course
-from isthmus.train.cut import Cut, texts_of
+from isthmus.train.crossing.cut import Cut, texts_of
+from isthmus.train.crossing.messages import Tally
+from isthmus.train.crossing.steering import Steering
+from isthmus.train.crossing.wiring import cuts_of, steering_terms
 from isthmus.train.device import Device
-from isthmus.train.messages import Tally
-from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import pipeline_worker
-from isthmus.train.steering import Steering
-from isthmus.train.wiring import cuts_of, steering_terms
 from isthmus.train.worker import StepEnded
 
 NUM_STEADY_STEPS: Final = 4

@@ -10,7 +10,7 @@ from predicted.cases import MBPS, Case, LineShape
 from auto.running import Ran
 from auto.trials import AUTO, CROSSING, RUNGS, expected_loss, line_of
 from isthmus.plan.ladder import Loss, Pair
-from isthmus.train.cut import read_pair
+from isthmus.train.crossing.cut import read_pair
 
 GOAL: Final = 0.10
 # Steps from a change of the line to the codecs that it asks for: three are measured, and both ends must know.

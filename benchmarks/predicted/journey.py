@@ -19,12 +19,12 @@ from isthmus.job import Job
 from isthmus.train.course import Post
 from isthmus.train.device import Device
 from isthmus.train.session import SWITCH_INTERVAL_S
-from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.link import Link
 from isthmus.wan.local import LocalWan
 from isthmus.wan.packet import Packet
 from isthmus.wan.processes import Report, run_clouds
+from isthmus.wan.trust.certificates import Identity
 from predicted.cases import CLOUDS, Case, Wan
 from predicted.stages import Stages
 

@@ -11,11 +11,11 @@ import torch
 from isthmus.codec.ends import receiving_end, sending_end
 from isthmus.codec.meter import Meter
 from isthmus.plan.types import Arrived, Pass, Send
-from isthmus.train.bench import Bench
-from isthmus.train.crossing import DownCut, UpCut
-from isthmus.train.cut import Codebook, Cut
+from isthmus.train.crossing.bench import Bench
+from isthmus.train.crossing.cut import Codebook, Cut
+from isthmus.train.crossing.ends import DownCut, UpCut
+from isthmus.train.crossing.messages import Gradient, Microbatch
 from isthmus.train.device import Device
-from isthmus.train.messages import Gradient, Microbatch
 from predicted.cases import Case
 
 _NUM_WARM_UPS: Final = 3

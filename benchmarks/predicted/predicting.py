@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from isthmus.job.write import replace_file
-from isthmus.plan.profile import read_profile
+from isthmus.plan.costs.profile import read_profile
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad, scenario_to_dict
 from isthmus.plan.simulate import simulate
 from predicted.cases import Case

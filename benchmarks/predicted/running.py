@@ -7,9 +7,9 @@ from typing import Any, Final
 from sleeping import Timer
 
 from isthmus.train.course import Course
-from isthmus.train.cut import Cut
+from isthmus.train.crossing.cut import Cut
 from isthmus.train.device import Device
-from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.profiling import AUTOCAST
 from predicted.cases import Case

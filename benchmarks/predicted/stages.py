@@ -10,7 +10,7 @@ from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.boundary import Batch
 from isthmus.model.heads import HEADS
-from isthmus.plan.activations import Precision
+from isthmus.plan.costs.activations import Precision
 from isthmus.train.profiling import Size
 
 WIDTH: Final = 1024

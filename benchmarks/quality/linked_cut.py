@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isthmus.codec.base import Key, Payload
 from isthmus.codec.ends import Codecs
-from isthmus.train.coded import as_buffer, as_bytes
+from isthmus.train.crossing.coded import as_buffer, as_bytes
 from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet

@@ -32,10 +32,10 @@ from isthmus.model.randomness import Moment, seed_from
 from isthmus.model.stage import Stage
 from isthmus.plan.ladder import Pair
 from isthmus.train.course import Course, Post
-from isthmus.train.cut import Cut as LinkCut
+from isthmus.train.crossing.cut import Cut as LinkCut
+from isthmus.train.crossing.messages import Evaluated
 from isthmus.train.device import Device
-from isthmus.train.messages import Evaluated
-from isthmus.train.optimizer import Optimizer, Schedule, total_norm
+from isthmus.train.optimize.optimizer import Optimizer, Schedule, total_norm
 from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.worker import StepEnded
 from isthmus.wan.endpoint import Endpoint

@@ -14,8 +14,8 @@ from isthmus.events import Span
 from isthmus.job.codec import gradient_codec
 from isthmus.plan.ladder import Pair
 from isthmus.plan.types import Pass, Send
-from isthmus.train.coded import Coded, flat_bytes
-from isthmus.train.messages import (
+from isthmus.train.crossing.coded import Coded, flat_bytes
+from isthmus.train.crossing.messages import (
     BACKWARD,
     FORWARD,
     TALLY,

@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from isthmus.wan.certificates import CertificateFacts
+    from isthmus.wan.trust.certificates import CertificateFacts
 
 certs_app = typer.Typer(
     name="certs",
@@ -26,7 +26,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the key that is th
 @certs_app.command()
 def authority(folder: Folder = Path("certs"), force: Force = False) -> None:
     """Make the authority, once, at the operator who vouches for all clouds."""
-    from isthmus.wan.certificates import make_authority
+    from isthmus.wan.trust.certificates import make_authority
 
     certificate = make_authority(folder, force=force)
     typer.echo(f"✓ {certificate}, for every cloud to have")
@@ -41,7 +41,7 @@ def request(
     force: Force = False,
 ) -> None:
     """Make a cloud's key and signing request, in that cloud."""
-    from isthmus.wan.certificates import key_fingerprint, make_request
+    from isthmus.wan.trust.certificates import key_fingerprint, make_request
 
     path = make_request(folder, cloud, force=force)
     typer.echo(f"✓ {folder / f'{cloud}.key'}, to stay here")
@@ -57,7 +57,7 @@ def sign(
     folder: Folder = Path("certs"),
 ) -> None:
     """Sign a cloud's request, at the operator; sign it again to renew."""
-    from isthmus.wan.certificates import key_fingerprint, sign_request
+    from isthmus.wan.trust.certificates import key_fingerprint, sign_request
 
     path = sign_request(request, cloud=cloud, folder=folder, days=days)
     typer.echo(f"✓ {path}, valid {days} days, for the key {key_fingerprint(request)}")
@@ -73,7 +73,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a folder holds, until when it is valid, and what is wrong with it."""
-    from isthmus.wan.certificates import inspect_folder
+    from isthmus.wan.trust.certificates import inspect_folder
 
     facts = inspect_folder(folder, now=datetime.now(UTC))
     if as_json:

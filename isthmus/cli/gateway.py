@@ -15,8 +15,8 @@ from isthmus.cli.options import JobArgument, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from isthmus.job import Address, CloudSpec
-    from isthmus.wan.certificates import Identity
-    from isthmus.wan.gateway import RankChange
+    from isthmus.wan.relays.gateway import RankChange
+    from isthmus.wan.trust.certificates import Identity
 
 Say = Callable[[str, Mapping[str, object]], None]
 
@@ -39,7 +39,7 @@ def gateway(
     """
     from isthmus.errors import UserError
     from isthmus.job import load_job
-    from isthmus.wan.certificates import read_identity
+    from isthmus.wan.trust.certificates import read_identity
 
     spec = load_job(job, overrides=overrides or ()).cloud_named(cloud)
     if spec.listen is None:
@@ -53,7 +53,7 @@ def gateway(
 
 
 async def _serve(spec: "CloudSpec", identity: "Identity", place: tuple[str, int], say: Say) -> None:
-    from isthmus.wan.gateway import Gateway
+    from isthmus.wan.relays.gateway import Gateway
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

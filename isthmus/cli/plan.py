@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from isthmus.job import Job
     from isthmus.observe.page import Table
     from isthmus.observe.timeline import Chart
-    from isthmus.plan.choice import BubbleSplit, Estimate, Plan, PlannedStage
     from isthmus.plan.levers import Lever
+    from isthmus.plan.search.choice import BubbleSplit, Estimate, Plan, PlannedStage
 
 # Boxes with their numbers in a picture, for each rank.
 _NUM_DRAWN: Final = 12
@@ -68,7 +68,7 @@ def plan(
 
 
 def _facts(plan: "Plan", levers: "Sequence[Lever]") -> dict[str, Any]:
-    from isthmus.plan.choice import plan_to_dict
+    from isthmus.plan.search.choice import plan_to_dict
 
     return {**plan_to_dict(plan), "levers": [asdict(lever) for lever in levers]}
 
@@ -220,8 +220,8 @@ def _where(plan: "Plan") -> str:
 def _chart(plan: "Plan") -> "Chart":
     """One step, or a sketch of a few where the form has no scheduler yet."""
     from isthmus.observe.timeline import chart_of_step, lay_out
+    from isthmus.plan.replicated.sketch import sketch
     from isthmus.plan.simulate import simulate
-    from isthmus.plan.sketch import sketch
 
     if plan.scenario is not None:
         return chart_of_step(simulate(plan.scenario, num_steps=2))

@@ -81,9 +81,9 @@ def _probe_here(job: "Job", duration_s: float, faults: Path | None, show: "Show"
 
 
 def _probe_as(job: "Job", cloud: str, duration_s: float, show: "Show") -> list["Measurement"]:
-    from isthmus.wan.certificates import read_identity
     from isthmus.wan.endpoint import Endpoint
     from isthmus.wan.probe import probe_cloud
+    from isthmus.wan.trust.certificates import read_identity
 
     identity = read_identity(Path(job.cloud_named(cloud).certificates), cloud)
     with Endpoint(job, cloud=cloud, identity=identity) as endpoint:

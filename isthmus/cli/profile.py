@@ -10,7 +10,7 @@ from isthmus.cli.options import JobArgument, JsonOption, SetOption
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from isthmus.plan.profile import PassTimes, Profile, Sample
+    from isthmus.plan.costs.profile import PassTimes, Profile, Sample
 
 
 def profile(
@@ -33,7 +33,7 @@ def profile(
 
     from isthmus.job import load_job
     from isthmus.job.write import replace_file
-    from isthmus.plan.profile import write_profile
+    from isthmus.plan.costs.profile import write_profile
     from isthmus.train.profiling import measure
 
     loaded = load_job(job, overrides=overrides or ())

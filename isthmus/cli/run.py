@@ -154,8 +154,8 @@ def _run_as(
     from isthmus.train.preflight import choose_run
     from isthmus.train.session import Place, train_cloud
     from isthmus.train.setup import set_up
-    from isthmus.wan.certificates import read_identity
     from isthmus.wan.endpoint import Endpoint
+    from isthmus.wan.trust.certificates import read_identity
 
     identity = read_identity(Path(job.cloud_named(cloud).certificates), cloud)
     chooses = seat.is_leader and set_up(job).clouds[0] == cloud

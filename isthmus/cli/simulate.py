@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from isthmus.observe.page import Table
     from isthmus.observe.timeline import Chart
-    from isthmus.plan.copies import Checkpointing
-    from isthmus.plan.lines import Disturbance
     from isthmus.plan.scenario import Scenario
-    from isthmus.plan.timeline import SimulatedStep, Timeline
+    from isthmus.plan.simulation.copies import Checkpointing
+    from isthmus.plan.simulation.lines import Disturbance
+    from isthmus.plan.simulation.timeline import SimulatedStep, Timeline
 
 # A step is shown when its time differs by this share from the one before.
 _CHANGE = 0.02
@@ -72,8 +72,8 @@ def _scenario(path: Path, overrides: Sequence[str]) -> "tuple[Scenario, Checkpoi
     if path.suffix == ".json":
         return _scenario_of_plan(path, overrides), None
     from isthmus.job import load_job
-    from isthmus.plan.copies import Checkpointing
     from isthmus.plan.planner import plan
+    from isthmus.plan.simulation.copies import Checkpointing
 
     job = load_job(path, overrides=overrides)
     scenario = plan(job).scenario
@@ -87,7 +87,7 @@ def _scenario(path: Path, overrides: Sequence[str]) -> "tuple[Scenario, Checkpoi
 
 def _scenario_of_plan(path: Path, overrides: Sequence[str]) -> "Scenario":
     from isthmus.job.load import read_job_text
-    from isthmus.plan.choice import scenario_of
+    from isthmus.plan.search.choice import scenario_of
 
     if overrides:
         raise UserError("--set changes a job, not a plan that is made", hint="give the job file instead")

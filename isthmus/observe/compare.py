@@ -21,7 +21,7 @@ from isthmus.observe.timeline import (
 from isthmus.observe.waits import Waits, waits_of
 from isthmus.plan.scenario import Scenario
 from isthmus.plan.simulate import simulate
-from isthmus.plan.timeline import Timeline
+from isthmus.plan.simulation.timeline import Timeline
 
 _KINDS: Final = ("forward", "backward", "optimize", "encode", "transfer", "decode")
 _NUM_WARM_UP_STEPS: Final = 1

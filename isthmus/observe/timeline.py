@@ -7,7 +7,7 @@ from typing import Final
 
 from isthmus.events import COMPUTE_KINDS, Span
 from isthmus.intervals import Interval, union
-from isthmus.plan.timeline import Timeline
+from isthmus.plan.simulation.timeline import Timeline
 
 LINE_MARK: Final = "→"
 """What the track of a line has in its name, between the clouds."""

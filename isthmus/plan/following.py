@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from isthmus.job import Job
-from isthmus.plan.choice import DataSettings, Decisions, PipelineSettings, Plan
-from isthmus.plan.memory import Sharding
+from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.scenario import Caps
-from isthmus.plan.sparing import Sparing
+from isthmus.plan.search.choice import DataSettings, Decisions, PipelineSettings, Plan
+from isthmus.plan.search.sparing import Sparing
 
 _OPEN: Final = "auto"
 

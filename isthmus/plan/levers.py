@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from isthmus.errors import UserError
 from isthmus.job import CodecSpecs, Job, LinkSpec, PipelineStrategy, parse_codec
-from isthmus.plan.choice import Form, PipelineSettings, Plan
 from isthmus.plan.planner import plan as make_plan
+from isthmus.plan.search.choice import Form, PipelineSettings, Plan
 
 _INT4: Final = CodecSpecs(
     forward=parse_codec("rotate | int4"), backward=parse_codec("rotate | int4(stochastic)")

@@ -17,14 +17,14 @@ from isthmus.job import (
     Job,
     PipelineStrategy,
 )
-from isthmus.plan.assess import assess, assess_simulated, simulated_once, simulated_work
-from isthmus.plan.choice import Form, Plan, RunnerUp
-from isthmus.plan.data_plans import data_plans
-from isthmus.plan.generator_plans import generator_plans
-from isthmus.plan.limits import keep_limits, nothing_fits
-from isthmus.plan.search import Found, search
-from isthmus.plan.study import LOSSES, Study, study
-from isthmus.plan.supply import microbatch_choices
+from isthmus.plan.replicated.data import data_plans
+from isthmus.plan.replicated.generator import generator_plans
+from isthmus.plan.search.assess import assess, assess_simulated, simulated_once, simulated_work
+from isthmus.plan.search.choice import Form, Plan, RunnerUp
+from isthmus.plan.search.limits import keep_limits, nothing_fits
+from isthmus.plan.search.settings import Found, search
+from isthmus.plan.search.study import LOSSES, Study, study
+from isthmus.plan.search.supply import microbatch_choices
 from isthmus.units import format_duration
 
 Progress = Callable[[str], None]

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from isthmus.events import Span
-from isthmus.plan.clockwork import Clock
-from isthmus.plan.copies import Checkpointing, Copies
 from isthmus.plan.faults import CloudFault, CloudFaultKind
-from isthmus.plan.lines import Disturbance, Way, open_ways, pace_of
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.routing import route, shares
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.settling import Settling
-from isthmus.plan.timeline import LineTraffic, SimulatedStep, Stopped, Timeline
+from isthmus.plan.simulation.clockwork import Clock
+from isthmus.plan.simulation.copies import Checkpointing, Copies
+from isthmus.plan.simulation.lines import Disturbance, Way, open_ways, pace_of
+from isthmus.plan.simulation.settling import Settling
+from isthmus.plan.simulation.timeline import LineTraffic, SimulatedStep, Stopped, Timeline
 from isthmus.plan.types import Action, Arrived, Done, Event, Lost, Optimize, Pass, Resized, Run, Send, Started
 
 

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from isthmus.errors import FrameError, UserError
 from isthmus.model.stage import Stage
-from isthmus.train.cut import SavedCuts, read_pair, texts_of
-from isthmus.train.optimizer import Optimizer
-from isthmus.train.order import Cursor
-from isthmus.train.steering import Standing
+from isthmus.train.crossing.cut import SavedCuts, read_pair, texts_of
+from isthmus.train.crossing.steering import Standing
+from isthmus.train.data.order import Cursor
+from isthmus.train.optimize.optimizer import Optimizer
 
 CHECKPOINTS_FOLDER: Final = "checkpoints"
 COMPLETE: Final = "COMPLETE"

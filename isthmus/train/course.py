@@ -9,7 +9,7 @@ from isthmus.plan.rank_windows import bare_scenario, first_windows
 from isthmus.plan.routing import Routing
 from isthmus.plan.scenario import Caps
 from isthmus.plan.types import Arrived, Pass, Run, Send, Started
-from isthmus.train.cut import Cut
+from isthmus.train.crossing.cut import Cut
 from isthmus.wan.link import Link
 
 

@@ -11,16 +11,16 @@ from isthmus.job.boundary import HiddenSpec
 from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.stage import Stage
-from isthmus.plan.memory import Sharding
+from isthmus.plan.costs.memory import Sharding
 from isthmus.train.course import Course
+from isthmus.train.crossing.wiring import num_frozen_layers
 from isthmus.train.device import Device
-from isthmus.train.optimizer import Decay, Optimizer, Schedule
-from isthmus.train.reduction import NoReduction, PlainReduction, Reduction
+from isthmus.train.optimize.optimizer import Decay, Optimizer, Schedule
+from isthmus.train.ranks.reduction import NoReduction, PlainReduction, Reduction
+from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, shard
+from isthmus.train.ranks.world import World
 from isthmus.train.savers import equip, optimizer_state
 from isthmus.train.setup import Setup
-from isthmus.train.sharding import LockStepReduction, ShardedReduction, shard
-from isthmus.train.wiring import num_frozen_layers
-from isthmus.train.world import World
 
 AUTOCAST: Final = {"float32": None, "bfloat16": torch.bfloat16}
 """What a job's precision computes in, where that is not float32."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from isthmus.events import COMPUTE_KINDS, EventLog, Span
 from isthmus.intervals import shared_s, total_s, union
-from isthmus.train.messages import Evaluated
+from isthmus.train.crossing.messages import Evaluated
 from isthmus.train.worker import StepEnded
 from isthmus.wan.link import Link
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from isthmus.model.stage import Stage
 from isthmus.train.checkpoint import Checkpoints, State
-from isthmus.train.cut import SavedCuts
-from isthmus.train.optimizer import Optimizer
-from isthmus.train.order import Cursor
-from isthmus.train.sharding import whole
-from isthmus.train.world import World
+from isthmus.train.crossing.cut import SavedCuts
+from isthmus.train.data.order import Cursor
+from isthmus.train.optimize.optimizer import Optimizer
+from isthmus.train.ranks.sharding import whole
+from isthmus.train.ranks.world import World
 
 
 class Keeper:

@@ -11,9 +11,9 @@ from isthmus.model.boundary import StageInput, StageOutput
 from isthmus.model.randomness import Moment
 from isthmus.model.stage import Stage
 from isthmus.plan.types import Pass, Run
-from isthmus.train.beginning import begin_down, begin_up
-from isthmus.train.messages import Gradient, Microbatch
-from isthmus.train.world import World
+from isthmus.train.crossing.messages import Gradient, Microbatch
+from isthmus.train.ranks.beginning import begin_down, begin_up
+from isthmus.train.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,21 +12,21 @@ from isthmus.model.stage import Stage
 from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.types import Event
-from isthmus.train.bench import Bench
-from isthmus.train.cache import Admission, Cache, Foresight
-from isthmus.train.courier import Mailbox
 from isthmus.train.course import Course, Post
-from isthmus.train.crossing import DownCut, UpCut
-from isthmus.train.cut import Codebook
+from isthmus.train.crossing.bench import Bench
+from isthmus.train.crossing.cache import Admission, Cache, Foresight
+from isthmus.train.crossing.courier import Mailbox
+from isthmus.train.crossing.cut import Codebook
+from isthmus.train.crossing.ends import DownCut, UpCut
+from isthmus.train.crossing.messages import Tally
+from isthmus.train.crossing.traffic import Delivery, Ends, Traffic
 from isthmus.train.device import Device, Lane
-from isthmus.train.messages import Tally
-from isthmus.train.optimizer import Optimizer
+from isthmus.train.optimize.optimizer import Optimizer
 from isthmus.train.passes import Passes
-from isthmus.train.reduction import NoReduction, Reduction
+from isthmus.train.ranks.reduction import NoReduction, Reduction
+from isthmus.train.ranks.world import Alone, World
 from isthmus.train.settlement import Settlement, Terms
-from isthmus.train.traffic import Delivery, Ends, Traffic
 from isthmus.train.worker import Observer, Role, Source, Worker
-from isthmus.train.world import Alone, World
 from isthmus.wan.link import Link
 
 _FLOAT32_BYTES: Final = 4

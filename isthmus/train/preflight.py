@@ -6,12 +6,12 @@ from pathlib import Path
 from isthmus.job import Job
 from isthmus.job.write import replace_file
 from isthmus.model.boundary import boundary_of
-from isthmus.plan.choice import PLAN_FILE, Decisions, decisions_of, plan_to_json
-from isthmus.train.data import open_data
+from isthmus.plan.search.choice import PLAN_FILE, Decisions, decisions_of, plan_to_json
+from isthmus.train.crossing.wiring import check_cuts, cuts_of, num_frozen_layers
+from isthmus.train.data.training_data import open_data
 from isthmus.train.fitting import check_fits
 from isthmus.train.runs import TOKENIZER_FOLDER, find_unfinished, start_run
 from isthmus.train.setup import Setup, blueprint_of, set_up
-from isthmus.train.wiring import check_cuts, cuts_of, num_frozen_layers
 
 
 def choose_run(job: Job, *, root: Path, resume: bool) -> Path:

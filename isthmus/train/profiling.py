@@ -16,12 +16,12 @@ from isthmus.model.blueprint import Blueprint
 from isthmus.model.boundary import Batch
 from isthmus.model.heads import HEADS, Head
 from isthmus.model.stage import Stage
-from isthmus.plan.activations import Precision
-from isthmus.plan.profile import NO_TIME, PassTimes, Profile, Sample
+from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.profile import NO_TIME, PassTimes, Profile, Sample
 from isthmus.plan.types import Pass, Run
+from isthmus.train.crossing.messages import Microbatch
 from isthmus.train.device import Device
-from isthmus.train.messages import Microbatch
-from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.passes import Passes
 from isthmus.train.setup import blueprint_of
 

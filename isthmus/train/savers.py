@@ -9,7 +9,7 @@ from torch import nn
 from isthmus.job import Job
 from isthmus.model.budget import Budgeted
 from isthmus.model.stage import Stage
-from isthmus.plan.memory import OptimizerState
+from isthmus.plan.costs.memory import OptimizerState
 from isthmus.train.device import Device
 
 _MOMENT_BYTES: Final = {OptimizerState.FLOAT32: 8, OptimizerState.EIGHT_BIT: 2}

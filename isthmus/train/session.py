@@ -22,22 +22,25 @@ from isthmus.job import Job
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.export import merge, write_part
 from isthmus.model.stage import Stage
-from isthmus.plan.choice import decisions_from_dict
+from isthmus.plan.search.choice import decisions_from_dict
 from isthmus.train.agreement import Offer, Start, agree_on_end, agree_on_step, pass_offer_on
 from isthmus.train.checkpoint import Checkpoints, State
 from isthmus.train.course import Course, Post
-from isthmus.train.cut import SavedCuts
-from isthmus.train.data import TrainingData, open_data
+from isthmus.train.crossing.cut import SavedCuts
+from isthmus.train.crossing.steering import Steering
+from isthmus.train.crossing.wiring import cuts_of, first_trained, num_frozen_layers, steering_terms
+from isthmus.train.data.feed import Feed, Share
+from isthmus.train.data.training_data import TrainingData, open_data
 from isthmus.train.device import Device
 from isthmus.train.equipment import AUTOCAST, Equipment, make_optimizer
-from isthmus.train.feed import Feed, Share
 from isthmus.train.journal import Journal, Report, Tracker
 from isthmus.train.keeping import Keeper
-from isthmus.train.optimizer import Optimizer
+from isthmus.train.optimize.optimizer import Optimizer
 from isthmus.train.parts import gather_parts
 from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.preflight import read_decisions
-from isthmus.train.reduction import Reduction
+from isthmus.train.ranks.reduction import Reduction
+from isthmus.train.ranks.world import World, join_world
 from isthmus.train.runs import (
     MODEL_FOLDER,
     PARTS_PREFIX,
@@ -45,10 +48,7 @@ from isthmus.train.runs import (
     join_run,
 )
 from isthmus.train.setup import Setup, blueprint_of, set_up
-from isthmus.train.steering import Steering
-from isthmus.train.wiring import cuts_of, first_trained, num_frozen_layers, steering_terms
 from isthmus.train.worker import StepEnded
-from isthmus.train.world import World, join_world
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.link import Link
 from isthmus.wan.seat import Seat

@@ -17,8 +17,8 @@ from isthmus.plan.rank_windows import Measured, bare_scenario, next_windows
 from isthmus.plan.scenario import Caps
 from isthmus.plan.types import ScheduleError
 from isthmus.plan.window import Hop
-from isthmus.train.courier import Courier, Mailbox
-from isthmus.train.messages import (
+from isthmus.train.crossing.courier import Courier, Mailbox
+from isthmus.train.crossing.messages import (
     TALLY,
     VERDICT,
     Cosines,
@@ -30,8 +30,8 @@ from isthmus.train.messages import (
     verdict_from_words,
     verdict_to_words,
 )
-from isthmus.train.optimizer import total_norm
-from isthmus.train.world import Alone, World
+from isthmus.train.optimize.optimizer import total_norm
+from isthmus.train.ranks.world import Alone, World
 from isthmus.wan.outbox import Priority
 from isthmus.wan.packet import Packet
 

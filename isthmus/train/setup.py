@@ -10,17 +10,17 @@ from isthmus.job import AutoStrategy, Job, PipelineStrategy, parse_codec
 from isthmus.model.anatomy import split_layers
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.heads import HEADS
-from isthmus.plan.choice import Decisions, PipelineSettings, Plan
-from isthmus.plan.facts import model_config
-from isthmus.plan.families import FAMILIES
+from isthmus.plan.costs.families import FAMILIES
+from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.following import follow
 from isthmus.plan.ladder import Pair
 from isthmus.plan.lock_step import check_lock_step
-from isthmus.plan.memory import Sharding
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Caps
-from isthmus.train.batches import Layout, divide_batch
+from isthmus.plan.search.choice import Decisions, PipelineSettings, Plan
+from isthmus.plan.search.facts import model_config
+from isthmus.train.data.batches import Layout, divide_batch
 
 _MICROBATCHES_PER_STAGE: Final = 8
 

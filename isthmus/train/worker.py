@@ -40,19 +40,19 @@ from isthmus.plan.types import (
     Started,
     Stop,
 )
-from isthmus.train.bench import Volume
-from isthmus.train.cache import Foresight
 from isthmus.train.clock import PassClock
-from isthmus.train.courier import Mailbox
-from isthmus.train.cut import SavedCuts
+from isthmus.train.crossing.bench import Volume
+from isthmus.train.crossing.cache import Foresight
+from isthmus.train.crossing.courier import Mailbox
+from isthmus.train.crossing.cut import SavedCuts
+from isthmus.train.crossing.messages import Evaluated, Gradient, Microbatch, Tally, Verdict
+from isthmus.train.crossing.traffic import Delivery, Traffic
 from isthmus.train.device import Device, Mark
-from isthmus.train.messages import Evaluated, Gradient, Microbatch, Tally, Verdict
-from isthmus.train.optimizer import Optimizer
+from isthmus.train.optimize.optimizer import Optimizer
 from isthmus.train.passes import Passes
-from isthmus.train.reduction import Reduction
+from isthmus.train.ranks.reduction import Reduction
+from isthmus.train.ranks.world import World
 from isthmus.train.settlement import Settlement
-from isthmus.train.traffic import Delivery, Traffic
-from isthmus.train.world import World
 
 # Shorter waits for data are not worth a word.
 _LEAST_WAIT_S: Final = 0.001

@@ -19,7 +19,7 @@ from pathlib import Path
 from isthmus.errors import CertificateError
 from isthmus.job import Address, CloudSpec, Job
 from isthmus.units import format_bytes
-from isthmus.wan.certificates import CertificateFacts, inspect_folder, read_identity
+from isthmus.wan.trust.certificates import CertificateFacts, inspect_folder, read_identity
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)

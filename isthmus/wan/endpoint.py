@@ -12,11 +12,11 @@ from typing import Self
 from isthmus.errors import Aborted, Refused, UserError
 from isthmus.job import Address, CloudSpec, Job, LinkSpec
 from isthmus.job.address import format_proxy
-from isthmus.wan.certificates import Identity, server_name
 from isthmus.wan.handshake import Hello, Member, mismatch
 from isthmus.wan.link import Connection, Dial, Link, LinkSettings
-from isthmus.wan.registration import Entry, Registration
+from isthmus.wan.relays.registration import Entry, Registration
 from isthmus.wan.transport import Dialer, Listener, process_loop
+from isthmus.wan.trust.certificates import Identity, server_name
 
 log = logging.getLogger(__name__)
 

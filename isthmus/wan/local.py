@@ -8,11 +8,11 @@ from typing import Self
 
 from isthmus.job import Address, Job, LinkSpec
 from isthmus.plan.faults import Fault
-from isthmus.wan.certificates import Identity, server_name, throwaway
 from isthmus.wan.endpoint import Site
-from isthmus.wan.relay import RelayThread
+from isthmus.wan.relays.relay import RelayThread
+from isthmus.wan.relays.shaping import Shape
 from isthmus.wan.seat import Seat
-from isthmus.wan.shaping import Shape
+from isthmus.wan.trust.certificates import Identity, server_name, throwaway
 
 _HOST = "127.0.0.1"
 

@@ -16,7 +16,7 @@ from isthmus.wan.frames import MAX_FRAME_BYTES
 from isthmus.wan.handshake import Hello, Member, mismatch
 from isthmus.wan.link import Connection, Link, LinkSettings
 from isthmus.wan.loop import LoopThread
-from isthmus.wan.shaping import End, Flow, Line, Shape
+from isthmus.wan.relays.shaping import End, Flow, Line, Shape
 
 
 class MemoryLink:

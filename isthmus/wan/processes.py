@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from isthmus.errors import CloudFailed, IsthmusError, LinkError, RankLost
 from isthmus.job import Job
-from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.local import LocalWan
 from isthmus.wan.seat import EXIT_LOST, Seat
+from isthmus.wan.trust.certificates import Identity
 
 _POLL_S = 0.2
 _LAST_WORDS_S = 3.0

@@ -10,11 +10,11 @@ import grpc
 import grpc.aio
 
 from isthmus.errors import FrameError, Refused
-from isthmus.wan.certificates import Identity
 from isthmus.wan.frames import MAX_FRAME_BYTES
 from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
 from isthmus.wan.link import Connection
 from isthmus.wan.loop import LoopThread
+from isthmus.wan.trust.certificates import Identity
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from isthmus.cli.certs import certs_app
 from isthmus.errors import CertificateError
-from isthmus.wan.certificates import make_authority, make_request, read_identity, sign_request
+from isthmus.wan.trust.certificates import make_authority, make_request, read_identity, sign_request
 
 DOCS = Path(__file__).parents[2] / "docs" / "certificates.md"
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from isthmus.cli import doctor as cli
 from isthmus.errors import UserError
-from isthmus.wan.certificates import make_authority, make_request, sign_request
 from isthmus.wan.doctor import Devices
+from isthmus.wan.trust.certificates import make_authority, make_request, sign_request
 
 JOB = """
 name = "two"

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from isthmus.cli.main import app
 from isthmus.errors import UserError
 from isthmus.job import PipelineStrategy, load_job
-from isthmus.plan.choice import scenario_of
+from isthmus.plan.search.choice import scenario_of
 from tests.plan.jobs import TWO_CLOUDS
 
 WIDE = {"COLUMNS": "240"}

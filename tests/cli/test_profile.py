@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from isthmus.cli.profile import profile
-from isthmus.plan.profile import read_profile
+from isthmus.plan.costs.profile import read_profile
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "demo.toml"
 SMALL = ["--set", "data.sequence_length=16", "--set", "train.batch_tokens=256"]

@@ -22,9 +22,9 @@ from isthmus.cli.run import run
 from isthmus.events import Fact, Span, read_events
 from isthmus.job import load_job
 from isthmus.model.assembly import build_stage
-from isthmus.train.data import open_data
+from isthmus.train.data.feed import Feed
+from isthmus.train.data.training_data import open_data
 from isthmus.train.equipment import make_optimizer
-from isthmus.train.feed import Feed
 from isthmus.train.setup import blueprint_of, set_up
 from tests.train.reference import train_alone
 from tests.train.test_setup import TINY, clouds, links

@@ -13,7 +13,7 @@ from isthmus.observe.recorded import find_run, read_run
 from isthmus.observe.waits import waits_of
 from isthmus.plan.scenario import Scenario, scenario_to_dict
 from isthmus.plan.simulate import simulate
-from isthmus.plan.timeline import Timeline
+from isthmus.plan.simulation.timeline import Timeline
 from tests.plan.scenarios import pipeline
 
 SCENARIO = pipeline(2, 8, serialise_s=0.5, latency_s=1.0)

@@ -8,7 +8,11 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job import Job, PipelineStrategy, load_job, update_job_sections
-from isthmus.plan.choice import (
+from isthmus.plan.following import planned_changes
+from isthmus.plan.planner import plan
+from isthmus.plan.rank_windows import expected, first_windows, next_windows
+from isthmus.plan.scenario import Scenario
+from isthmus.plan.search.choice import (
     Decisions,
     PipelineSettings,
     decisions_from_dict,
@@ -16,10 +20,6 @@ from isthmus.plan.choice import (
     plan_to_json,
     scenario_of,
 )
-from isthmus.plan.following import planned_changes
-from isthmus.plan.planner import plan
-from isthmus.plan.rank_windows import expected, first_windows, next_windows
-from isthmus.plan.scenario import Scenario
 from isthmus.plan.simulate import simulate
 from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 from tests.plan.scenarios import hop, stage

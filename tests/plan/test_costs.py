@@ -13,10 +13,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isthmus.errors import UserError
 from isthmus.model.boundary import Batch, StageInput
 from isthmus.model.heads import HEADS
-from isthmus.plan.activations import Arithmetic, Precision
-from isthmus.plan.costs import ModelCosts, Workload, model_costs
-from isthmus.plan.families import FAMILIES
-from isthmus.plan.shapes import Activation, Task, load_config, read_shape
+from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.families import FAMILIES
+from isthmus.plan.costs.parts import ModelCosts, Workload, model_costs
+from isthmus.plan.costs.shapes import Activation, Task, load_config, read_shape
 from tests.model.cases import CASES, COMMON, CONFIGS, ENCODERS, MOMENT, NUM_LABELS, blueprint, build
 
 WORKLOAD = Workload(num_sequences=2, sequence_length=64)

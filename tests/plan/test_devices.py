@@ -3,11 +3,11 @@
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.plan.activations import Arithmetic, Precision
-from isthmus.plan.costs import Workload, model_costs
-from isthmus.plan.devices import CATALOGUE, DEFAULT_ACHIEVABLE, find_accelerator, new_accelerator
-from isthmus.plan.shapes import read_shape
-from isthmus.plan.times import estimated_times
+from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.devices import CATALOGUE, DEFAULT_ACHIEVABLE, find_accelerator, new_accelerator
+from isthmus.plan.costs.parts import Workload, model_costs
+from isthmus.plan.costs.shapes import read_shape
+from isthmus.plan.costs.times import estimated_times
 
 BFLOAT16 = Arithmetic(precision=Precision.BFLOAT16)
 

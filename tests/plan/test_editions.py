@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from isthmus.job.codec import parse_codec
 from isthmus.job.codec_steps import Subspace
 from isthmus.job.subspace_sizes import num_due, num_editions
-from isthmus.plan.choice import PipelineSettings
 from isthmus.plan.codec_choice import Bounds, Figures, choose, reconsider
 from isthmus.plan.ladder import Crossing, Loss, Pair, Stretch, ladder, num_learners
 from isthmus.plan.planner import plan
+from isthmus.plan.search.choice import PipelineSettings
 from tests.plan.jobs import two_clouds
 
 CROSSING = Crossing(num_rows=256, width=1024)

@@ -18,15 +18,15 @@ from isthmus.job.lora import LoraSpec
 from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import Blueprint, fresh_blueprint
 from isthmus.model.heads import HEADS
-from isthmus.plan.activations import Precision
-from isthmus.plan.costs import ModelCosts, Workload, model_costs
-from isthmus.plan.devices import CATALOGUE
-from isthmus.plan.families import FAMILIES, Product
-from isthmus.plan.learning import Adapters, Learning, product_widths, read_adapters
+from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.devices import CATALOGUE
+from isthmus.plan.costs.families import FAMILIES, Product
+from isthmus.plan.costs.learning import Adapters, Learning, product_widths, read_adapters
+from isthmus.plan.costs.parts import ModelCosts, Workload, model_costs
+from isthmus.plan.costs.profile import PassTimes, Profile, Sample
+from isthmus.plan.costs.shapes import ModelShape, Task, read_shape
+from isthmus.plan.costs.times import estimated_times, learned_times, measured_times
 from isthmus.plan.planner import plan
-from isthmus.plan.profile import PassTimes, Profile, Sample
-from isthmus.plan.shapes import ModelShape, Task, read_shape
-from isthmus.plan.times import estimated_times, learned_times, measured_times
 from tests.plan.jobs import TWO_CLOUDS
 
 SIZES: dict[str, Any] = {

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan import partition
-from isthmus.plan.partition import Partition, best_partitions, measure
-from isthmus.plan.walks import Offer, Passage, Problem, Route
+from isthmus.plan.search import partition
+from isthmus.plan.search.partition import Partition, best_partitions, measure
+from isthmus.plan.search.walks import Offer, Passage, Problem, Route
 
 NUM_LAYERS = st.integers(1, 6)
 TIMES = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.0, 7.0])

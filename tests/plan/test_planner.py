@@ -9,7 +9,9 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job import load_job
-from isthmus.plan.choice import (
+from isthmus.plan.ladder import Loss
+from isthmus.plan.planner import plan
+from isthmus.plan.search.choice import (
     DataSettings,
     Form,
     PipelineSettings,
@@ -18,8 +20,6 @@ from isthmus.plan.choice import (
     plan_to_json,
     scenario_of,
 )
-from isthmus.plan.ladder import Loss
-from isthmus.plan.planner import plan
 from isthmus.plan.simulate import simulate
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.plan.activations import Arithmetic, Precision
-from isthmus.plan.costs import Workload
-from isthmus.plan.profile import PassTimes, Profile, Sample, read_profile, write_profile
-from isthmus.plan.times import measured_times
+from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.parts import Workload
+from isthmus.plan.costs.profile import PassTimes, Profile, Sample, read_profile, write_profile
+from isthmus.plan.costs.times import measured_times
 
 NUM_LAYERS = 3
 

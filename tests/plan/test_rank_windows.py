@@ -13,9 +13,9 @@ from isthmus.plan.rank_windows import Measured, at_worst, expected, first_window
 from isthmus.plan.scenario import Scenario
 from isthmus.plan.simulate import simulate
 from isthmus.plan.window import Hop
-from isthmus.train.courier import Courier
 from isthmus.train.course import Course
-from isthmus.train.messages import Tally, pack_tally
+from isthmus.train.crossing.courier import Courier
+from isthmus.train.crossing.messages import Tally, pack_tally
 from isthmus.train.settlement import Seen, Settlement, Terms
 from tests.plan.jobs import two_clouds
 from tests.plan.scenarios import hop, pipeline, stage

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.plan.ladder import Loss
-from isthmus.plan.replicas import (
+from isthmus.plan.replicated.replicas import (
     Replica,
     Sync,
     Wire,

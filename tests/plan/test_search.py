@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.partition import measure
 from isthmus.plan.scenario import HopLoad, Line
-from isthmus.plan.search import (
+from isthmus.plan.search.partition import measure
+from isthmus.plan.search.settings import (
     Constraints,
     Setting,
     StageTable,
@@ -22,7 +22,7 @@ from isthmus.plan.search import (
     passage,
     search,
 )
-from isthmus.plan.walks import Route
+from isthmus.plan.search.walks import Route
 
 NUM_SEQUENCES = 12
 NUM_LEVELS = 3

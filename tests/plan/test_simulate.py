@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.plan.copies import Checkpointing
 from isthmus.plan.faults import CloudFault, CloudFaultKind, Fault, FaultKind
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.routing import route
 from isthmus.plan.scenario import Scenario, scenario_from_dict, scenario_to_dict
 from isthmus.plan.simulate import simulate
-from isthmus.plan.timeline import Timeline
+from isthmus.plan.simulation.copies import Checkpointing
+from isthmus.plan.simulation.timeline import Timeline
 from isthmus.plan.window import Hop, windows
 from tests.plan.scenarios import hop, pipeline, scenarios, stage
 

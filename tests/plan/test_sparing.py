@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.load import parse_job
-from isthmus.plan.choice import Form, Plan, decisions_from_dict
-from isthmus.plan.facts import cloud_facts
+from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.following import follow, planned_changes
-from isthmus.plan.memory import Sharding
 from isthmus.plan.planner import plan
-from isthmus.plan.sparing import Sparing, levels
+from isthmus.plan.search.choice import Form, Plan, decisions_from_dict
+from isthmus.plan.search.facts import cloud_facts
+from isthmus.plan.search.sparing import Sparing, levels
 from tests.plan.jobs import TWO_CLOUDS, two_clouds
 
 PIPELINE = "strategy.kind=pipeline"

@@ -21,14 +21,14 @@ from isthmus.model.stage import Stage
 from isthmus.plan.ladder import Pair
 from isthmus.train.checkpoint import State
 from isthmus.train.course import Course, Post
+from isthmus.train.crossing.messages import Evaluated, Tally
+from isthmus.train.crossing.traffic import Traffic
 from isthmus.train.device import Device
-from isthmus.train.messages import Evaluated, Tally
-from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import pipeline_worker
-from isthmus.train.traffic import Traffic
 from isthmus.train.worker import StepEnded
 from isthmus.wan.memory import MemoryLink
-from isthmus.wan.shaping import Shape
+from isthmus.wan.relays.shaping import Shape
 from tests.model.cases import SEED
 
 CLOUDS = ("north", "east", "south", "west")

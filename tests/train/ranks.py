@@ -21,23 +21,23 @@ from isthmus.job.load import parse_job
 from isthmus.job.lora import LoraSpec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.boundary import Batch
+from isthmus.plan.costs.memory import OptimizerState, Sharding
 from isthmus.plan.ladder import Pair
-from isthmus.plan.memory import OptimizerState, Sharding
 from isthmus.plan.pipeline import Policy
 from isthmus.train.checkpoint import Checkpoints, State
 from isthmus.train.course import Course, Post
-from isthmus.train.cut import Cut
+from isthmus.train.crossing.cut import Cut
 from isthmus.train.device import Device
 from isthmus.train.keeping import Keeper
 from isthmus.train.pipeline import pipeline_worker
-from isthmus.train.reduction import NoReduction, PlainReduction, Reduction
-from isthmus.train.sharding import LockStepReduction, ShardedReduction, shard
+from isthmus.train.ranks.reduction import NoReduction, PlainReduction, Reduction
+from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, shard
+from isthmus.train.ranks.world import World, join_world
 from isthmus.train.worker import StepEnded
-from isthmus.train.world import World, join_world
-from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.local import LocalWan
 from isthmus.wan.seat import Seat
+from isthmus.wan.trust.certificates import Identity
 from tests.model.cases import blueprint
 from tests.train.chain import CLOUDS, Given, Record, course, make_optimizer, make_stages
 from tests.train.test_exactness import batches
@@ -291,7 +291,7 @@ class _Rank:
         return save
 
     def _parameters(self) -> dict[str, Tensor]:
-        from isthmus.train.sharding import whole
+        from isthmus.train.ranks.sharding import whole
 
         return {name: whole(one).detach().clone() for name, one in self.stage.tensors_by_name().items()}
 

@@ -13,7 +13,7 @@ from isthmus.codec.graph import cross
 from isthmus.model.boundary import Batch, StageInput
 from isthmus.model.randomness import Moment, seed_from
 from isthmus.model.stage import Stage
-from isthmus.train.cut import Cut
+from isthmus.train.crossing.cut import Cut
 
 
 def train_alone(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.train.cut import Cut
+from isthmus.train.crossing.cut import Cut
 from isthmus.train.device import Device
 from tests.model.cases import blueprint
 from tests.train.chain import Given, chain, course

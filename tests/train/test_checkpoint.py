@@ -7,8 +7,8 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.train.checkpoint import COMPLETE, Checkpoints, State
-from isthmus.train.cut import SavedCuts
-from isthmus.train.order import Cursor
+from isthmus.train.crossing.cut import SavedCuts
+from isthmus.train.data.order import Cursor
 from isthmus.train.worker import StepEnded
 from tests.model.cases import blueprint
 from tests.train.chain import CLOUDS, Chain, Given, chain, course

@@ -11,8 +11,8 @@ from isthmus.job.boundary import parse_boundary
 from isthmus.job.codec import parse_codec
 from isthmus.model.blueprint import Blueprint
 from isthmus.plan.ladder import Pair
-from isthmus.train.coded import Coded, as_buffer
-from isthmus.train.cut import Cut
+from isthmus.train.crossing.coded import Coded, as_buffer
+from isthmus.train.crossing.cut import Cut
 from tests.model.cases import blueprint
 from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Given, chain, course, make_stages
 from tests.train.reference import assert_same, parameters_of, train_across

@@ -13,9 +13,9 @@ from torch import Tensor
 from isthmus.errors import FrameError
 from isthmus.model.boundary import Batch
 from isthmus.model.heads import HEADS
-from isthmus.train.batches import collate
-from isthmus.train.integers import Packed, narrow, pack_batch, unpack_batch
-from isthmus.train.samples import Sample
+from isthmus.train.crossing.integers import Packed, narrow, pack_batch, unpack_batch
+from isthmus.train.data.batches import collate
+from isthmus.train.data.samples import Sample
 from isthmus.wan.packet import Packet, pack, unpack
 
 PLANES = ("ids", "mask", "position_ids", "token_type_ids", "labels")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.train.order import Cursor, Order
-from isthmus.train.prefetch import Prefetch
+from isthmus.train.data.order import Cursor, Order
+from isthmus.train.data.prefetch import Prefetch
 
 orders = st.builds(Order, num_samples=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1))
 
@@ -120,7 +120,7 @@ def test_a_slow_source_is_read_further_ahead_and_a_fast_one_less_far_again(
             assert items.depth == depth
         gate.release(400)
         # A busy machine may let any thread wait; by this clock nobody does.
-        monkeypatch.setattr("isthmus.train.prefetch.time", SimpleNamespace(monotonic=lambda: 0.0))
+        monkeypatch.setattr("isthmus.train.data.prefetch.time", SimpleNamespace(monotonic=lambda: 0.0))
         assert [next(items) for _ in range(300)] == list(range(5, 305))
         assert items.depth < 8
         gate.release(100)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.train.corpus import Split, is_held_out, open_rows
+from isthmus.train.data.corpus import Split, is_held_out, open_rows
 
 
 def test_a_text_file_has_a_row_for_each_paragraph(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from isthmus.job import Job
 from isthmus.model.boundary import Batch
 from isthmus.model.heads import HEADS, IGNORED
 from isthmus.plan.routing import Routing
-from isthmus.train.batches import Layout, StepBatches, check_enough, collate, divide_batch
-from isthmus.train.data import TrainingData, open_data
-from isthmus.train.feed import Feed
-from isthmus.train.order import Cursor
-from isthmus.train.samples import PackedSamples, Sample
+from isthmus.train.data.batches import Layout, StepBatches, check_enough, collate, divide_batch
+from isthmus.train.data.feed import Feed
+from isthmus.train.data.order import Cursor
+from isthmus.train.data.samples import PackedSamples, Sample
+from isthmus.train.data.training_data import TrainingData, open_data
 
 CONFIG = {"model_type": "llama", "vocab_size": 300}
 

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from isthmus.errors import UserError
 from isthmus.job import DataSpec
 from isthmus.model.heads import HEADS, IGNORED
-from isthmus.train.columns import Labels, collect_labels
-from isthmus.train.corpus import open_rows
-from isthmus.train.order import Pick
-from isthmus.train.samples import MaskedSamples, PackedSamples, Sample
-from isthmus.train.tasks import (
+from isthmus.train.data.columns import Labels, collect_labels
+from isthmus.train.data.corpus import open_rows
+from isthmus.train.data.order import Pick
+from isthmus.train.data.samples import MaskedSamples, PackedSamples, Sample
+from isthmus.train.data.tasks import (
     answered_samples,
     classified_samples,
     packed_samples,
     tagged_samples,
     window_samples,
 )
-from isthmus.train.tokens import train_tokenizer
+from isthmus.train.data.tokens import train_tokenizer
 
 LABELS = Labels(("no", "yes"))
 

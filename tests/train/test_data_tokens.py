@@ -9,8 +9,8 @@ from transformers import GPT2Config, LlamaConfig
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, ModelSpec
-from isthmus.train.corpus import open_rows
-from isthmus.train.tokens import (
+from isthmus.train.data.corpus import open_rows
+from isthmus.train.data.tokens import (
     choose_tokenizer,
     end_id,
     load_tokenizer,

@@ -7,12 +7,12 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from isthmus.job.boundary import BottleneckSpec
-from isthmus.train import sharding
 from isthmus.train.device import Device
 from isthmus.train.equipment import Equipment
+from isthmus.train.ranks import sharding
+from isthmus.train.ranks.sharding import shard
+from isthmus.train.ranks.world import Alone
 from isthmus.train.setup import blueprint_of, set_up
-from isthmus.train.sharding import shard
-from isthmus.train.world import Alone
 from isthmus.wan.seat import Seat
 from tests.model.cases import blueprint, build
 from tests.train.chain import course

@@ -16,9 +16,9 @@ from isthmus.model.heads import HEADS
 from isthmus.plan.ladder import Pair
 from isthmus.plan.types import Pass, Send
 from isthmus.plan.window import Hop
-from isthmus.train.coded import Coded, flat_bytes, raw_rows
-from isthmus.train.cut import RAW_PAIR
-from isthmus.train.messages import (
+from isthmus.train.crossing.coded import Coded, flat_bytes, raw_rows
+from isthmus.train.crossing.cut import RAW_PAIR
+from isthmus.train.crossing.messages import (
     Cosines,
     Evaluated,
     Microbatch,
@@ -39,7 +39,7 @@ from isthmus.train.messages import (
     unpack_tally,
     unpack_verdict,
 )
-from isthmus.train.rows import drop_padding, restore_padding, valid_rows
+from isthmus.train.crossing.rows import drop_padding, restore_padding, valid_rows
 from isthmus.wan.packet import Packet, pack, unpack
 from tests.model.cases import make_batch
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isthmus.plan.memory import OptimizerState
-from isthmus.train import offload
-from isthmus.train.optimizer import Optimizer, Schedule, total_norm
+from isthmus.plan.costs.memory import OptimizerState
+from isthmus.train.optimize import offload
+from isthmus.train.optimize.optimizer import Optimizer, Schedule, total_norm
 
 NUM_STEPS = 12
 SCHEDULE = Schedule(peak=0.03, num_steps=NUM_STEPS, num_warmup_steps=2)

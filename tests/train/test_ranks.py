@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from isthmus.job.lora import LoraSpec
-from isthmus.plan.memory import OptimizerState, Sharding
+from isthmus.plan.costs.memory import OptimizerState, Sharding
 from isthmus.plan.pipeline import Policy
 from tests.model.cases import blueprint
 from tests.train.ranks import Case, Crew, Found, whole_model

@@ -7,9 +7,9 @@ import pytest
 from isthmus.job import Job
 from isthmus.model.budget import Budgeted
 from isthmus.model.recompute import Fixed
-from isthmus.plan.memory import OptimizerState
+from isthmus.plan.costs.memory import OptimizerState
 from isthmus.train.device import Device
-from isthmus.train.optimizer import Optimizer
+from isthmus.train.optimize.optimizer import Optimizer
 from isthmus.train.savers import equip, optimizer_state
 from tests.model.cases import blueprint, build, make_batch
 from tests.train.chain import SCHEDULE, Given, chain, course

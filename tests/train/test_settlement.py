@@ -8,8 +8,8 @@ import pytest
 from isthmus.errors import Aborted, IsthmusError, LinkError
 from isthmus.plan.types import ScheduleError
 from isthmus.plan.window import Hop
-from isthmus.train.courier import Courier, Mailbox
-from isthmus.train.messages import Tally
+from isthmus.train.crossing.courier import Courier, Mailbox
+from isthmus.train.crossing.messages import Tally
 from isthmus.train.settlement import Seen, Settlement, Terms
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet

@@ -11,11 +11,11 @@ from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
 from isthmus.plan.ladder import Pair, Stretch
 from isthmus.plan.pipeline import Policy
-from isthmus.train.cut import texts_of
+from isthmus.train.crossing.cut import texts_of
+from isthmus.train.crossing.wiring import cuts_of, steering_terms
 from isthmus.train.fitting import check_fits
 from isthmus.train.preflight import check_job
 from isthmus.train.setup import blueprint_of, set_up, stage_order
-from isthmus.train.wiring import cuts_of, steering_terms
 
 TINY = """
 name = "tiny"

@@ -10,9 +10,9 @@ from isthmus.job.codec import parse_codec
 from isthmus.plan.codec_choice import Bounds
 from isthmus.plan.ladder import Crossing, Loss, Pair
 from isthmus.plan.window import Hop
-from isthmus.train.cut import RAW_PAIR, Cut
-from isthmus.train.messages import Cosines, Tally
-from isthmus.train.steering import Standing, Steering, Terms
+from isthmus.train.crossing.cut import RAW_PAIR, Cut
+from isthmus.train.crossing.messages import Cosines, Tally
+from isthmus.train.crossing.steering import Standing, Steering, Terms
 from tests.model.cases import blueprint
 from tests.train.chain import Given, chain, course
 from tests.train.reference import assert_same, parameters_of

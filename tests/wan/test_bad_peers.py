@@ -20,8 +20,6 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from isthmus.errors import Aborted, Refused
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
-from isthmus.wan.authority import Authority, new_key
-from isthmus.wan.certificates import Identity, server_name, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.frames import Ack, Ping, Pong, encode, encode_chunk
 from isthmus.wan.handshake import Hello, Member
@@ -29,6 +27,8 @@ from isthmus.wan.link import Connection, Link, LinkSettings
 from isthmus.wan.loop import LoopThread
 from isthmus.wan.packet import Packet
 from isthmus.wan.transport import Dialer, process_loop
+from isthmus.wan.trust.authority import Authority, new_key
+from isthmus.wan.trust.certificates import Identity, server_name, throwaway
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 from tests.wan.test_frames import mutated
 

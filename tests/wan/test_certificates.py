@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import CertificateError
-from isthmus.wan.certificates import (
+from isthmus.wan.trust.certificates import (
     Identity,
     gateway_name,
     inspect_folder,

@@ -15,8 +15,8 @@ import pytest
 
 from isthmus.job import Address, CloudSpec, Job
 from isthmus.wan import doctor
-from isthmus.wan.certificates import CertificateFacts, make_authority, make_request, sign_request
 from isthmus.wan.doctor import Devices, Finding, Verdict
+from isthmus.wan.trust.certificates import CertificateFacts, make_authority, make_request, sign_request
 
 NOW = datetime.now(UTC)
 HERE = "127.0.0.1"

@@ -12,7 +12,6 @@ import pytest
 from isthmus.errors import Aborted, LinkClosed, LinkError, PeerLost
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
-from isthmus.wan.certificates import Identity, server_name, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.exchange import FIRST_STRIPE
 from isthmus.wan.handshake import Hello, Member
@@ -21,9 +20,10 @@ from isthmus.wan.local import LocalWan
 from isthmus.wan.loop import LoopThread
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
-from isthmus.wan.shaping import Shape
-from isthmus.wan.sockets import listen
+from isthmus.wan.relays.shaping import Shape
+from isthmus.wan.relays.sockets import listen
 from isthmus.wan.transport import Dialer, process_loop
+from isthmus.wan.trust.certificates import Identity, server_name, throwaway
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 
 QUICK = LinkSettings(num_stripes=2, heartbeat_timeout_s=1.0)

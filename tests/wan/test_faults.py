@@ -4,8 +4,8 @@ import pytest
 
 from isthmus.errors import JobError, UserError
 from isthmus.plan.faults import Fault, FaultKind, load_faults
-from isthmus.wan.faults import inject
-from isthmus.wan.shaping import Direction
+from isthmus.wan.relays.faults import inject
+from isthmus.wan.relays.shaping import Direction
 
 GOOD = """
 [[fault]]

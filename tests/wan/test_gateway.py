@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from isthmus.cli.gateway import gateway as gateway_verb
 from isthmus.errors import FrameError, Refused, UserError
 from isthmus.job import Address
-from isthmus.wan.certificates import (
+from isthmus.wan.relays.gateway import Gateway, RankChange
+from isthmus.wan.relays.registration import Entry, KeepAlive, Registration
+from isthmus.wan.trust.certificates import (
     Identity,
     make_authority,
     make_request,
@@ -25,8 +27,6 @@ from isthmus.wan.certificates import (
     sign_request,
     throwaway,
 )
-from isthmus.wan.gateway import Gateway, RankChange
-from isthmus.wan.registration import Entry, KeepAlive, Registration
 
 PATIENCE_S = 20.0
 CALM = KeepAlive(interval_s=0.2, timeout_s=PATIENCE_S)

@@ -16,7 +16,7 @@ from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.local import LocalWan
 from isthmus.wan.outbox import Priority
 from isthmus.wan.packet import Packet
-from isthmus.wan.shaping import Direction
+from isthmus.wan.relays.shaping import Direction
 from tests.wan.clouds import CloudProcess, two_clouds
 
 MB = 1_000_000

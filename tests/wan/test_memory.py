@@ -12,7 +12,7 @@ from isthmus.wan.link import Link, LinkSettings
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.outbox import Priority
 from isthmus.wan.packet import Packet
-from isthmus.wan.shaping import Shape
+from isthmus.wan.relays.shaping import Shape
 
 QUICK = LinkSettings(num_stripes=2, heartbeat_timeout_s=1.0)
 

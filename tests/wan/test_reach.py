@@ -10,11 +10,11 @@ import pytest
 from isthmus.errors import Aborted, Refused, UserError
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
-from isthmus.wan.certificates import throwaway
 from isthmus.wan.endpoint import Endpoint, Site, link_settings, num_stripes
-from isthmus.wan.gateway import Gateway
 from isthmus.wan.loop import LoopThread
 from isthmus.wan.packet import Packet
+from isthmus.wan.relays.gateway import Gateway
+from isthmus.wan.trust.certificates import throwaway
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 
 LOOPBACK = Site(bind=Address(host="127.0.0.1", port=0))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.wan.shaping import End, Flow, Line, Piece, Shape
+from isthmus.wan.relays.shaping import End, Flow, Line, Piece, Shape
 
 MBPS = 1e6
 SETTLED = pytest.approx(0, abs=0.002)

@@ -7,8 +7,8 @@ from shutil import which
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.wan.shaping import Shape
-from isthmus.wan.tun import TunWan
+from isthmus.wan.relays.shaping import Shape
+from isthmus.wan.relays.tun import TunWan
 
 PATIENCE_S = 60
 NUM_ECHOES = 10

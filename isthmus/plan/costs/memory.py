@@ -1,0 +1,208 @@
+"""How much memory a rank of a stage needs at its fullest moment, part by part.
+
+That moment is either the start of a backward pass, when all micro-batches of the window are kept and
+gradients begin to flow, or the update of the weights, when none is.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+from isthmus.plan.costs.activations import WIDE_BYTES
+from isthmus.plan.costs.parts import ModelCosts, PartCosts
+
+# cuBLAS takes 32 MiB for each thread that multiplies on a Hopper GPU; forward and backward have their own.
+_WORKSPACE_BYTES: Final = 2 * 32 * 2**20
+# One byte for each of two moments, and a float32 scale for every 256 of them.
+_SMALL_STATE_BYTES: Final = 2 * (1 + WIDE_BYTES / 256)
+
+
+class OptimizerState(enum.Enum):
+    """What AdamW remembers of each parameter."""
+
+    FLOAT32 = "float32"
+    EIGHT_BIT = "8-bit"
+
+
+class Sharding(enum.StrEnum):
+    """What of a stage is dealt out to the ranks of its cloud, and for how long."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    """Weights are gathered once a step and gradients reduced once, so ranks hold both whole in between."""
+    FULL = "full"
+    """Each layer is gathered when it runs, and reduced when it has."""
+
+
+class WeightStorage(enum.Enum):
+    """What weights and gradients are kept in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    """With a master copy in float32 that the optimizer updates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Savers:
+    """What a stage does to need less memory; recomputing is part of the workload.
+
+    With any sharding `num_shards` ranks share weights, gradients and optimizer state; what is gathered is in
+    the precision of the computation.
+    """
+
+    optimizer: OptimizerState = OptimizerState.FLOAT32
+    weights: WeightStorage = WeightStorage.FLOAT32
+    sharding: Sharding = Sharding.NONE
+    num_shards: int = 1
+    offload_optimizer: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks share anything."""
+        return self.sharding is not Sharding.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The memory of one rank by what it is for, in bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    master: int
+    """The float32 copy of weights that are kept narrower."""
+    gathered: int
+    """Weights, and for a layer alone gradients, of all shards, for the time of a step or of a layer."""
+    activations: int
+    """Of all micro-batches in flight, and their bfloat16 copies of the weights."""
+    working: int
+    """What a pass takes on top."""
+    update: int
+    """What the optimizer takes on top, when there are no activations."""
+    codec: int
+    buffers: int
+    """Messages that have come or have not yet gone."""
+    workspace: int
+    """What the libraries for matrix products reserve."""
+
+    @property
+    def total_bytes(self) -> int:
+        """At the fullest moment."""
+        return self.standing_bytes + max(self.activations + self.working, self.update)
+
+    @property
+    def standing_bytes(self) -> int:
+        """What is there all the time."""
+        state = self.weights + self.gradients + self.optimizer + self.master + self.gathered
+        return state + self.codec + self.buffers + self.workspace
+
+
+def stage_memory(
+    costs: ModelCosts,
+    layers: range,
+    *,
+    window: int,
+    savers: Savers | None = None,
+    codec_bytes: int = 0,
+    num_buffered: int = 2,
+) -> Memory:
+    """The memory of a rank whose stage holds these layers and keeps `window` micro-batches in flight.
+
+    `num_buffered` messages of a boundary wait to be computed or sent.
+    """
+    savers = savers or Savers()
+    num_owned, num_trained = costs.num_parameters(layers), costs.num_trained(layers)
+    num_held, num_learning = (-(-one // savers.num_shards) for one in (num_owned, num_trained))
+    is_narrow = savers.weights is WeightStorage.BFLOAT16
+    weight_bytes = 2 if is_narrow else WIDE_BYTES
+    arithmetic = costs.workload.arithmetic
+    kept = _kept_bytes(costs, layers, has_copies=arithmetic.is_mixed and not _has_narrow_weights(savers))
+    has_boundary = len(layers) < costs.num_layers
+    return Memory(
+        # Where ranks share, FSDP2 offloads the shares of the weights too.
+        weights=0 if savers.is_sharded and savers.offload_optimizer else weight_bytes * num_held,
+        gradients=weight_bytes * (num_trained if savers.sharding is Sharding.OPTIMIZER else num_learning),
+        optimizer=0 if savers.offload_optimizer else round(_state_bytes(savers) * num_learning),
+        master=WIDE_BYTES * num_learning if is_narrow and not savers.offload_optimizer else 0,
+        gathered=_gathered_bytes(costs, layers, savers, num_owned),
+        activations=window * kept,
+        working=_working_bytes(costs, layers, kept, is_cast=arithmetic.is_mixed and not is_narrow),
+        update=_update_bytes(costs, layers, savers),
+        codec=codec_bytes,
+        buffers=num_buffered * costs.boundary_bytes if has_boundary else 0,
+        workspace=_WORKSPACE_BYTES if arithmetic.on_accelerator else 0,
+    )
+
+
+def _has_narrow_weights(savers: Savers) -> bool:
+    """Whether products read bfloat16 weights as they are: they are kept, or gathered, so."""
+    return savers.weights is WeightStorage.BFLOAT16 or savers.is_sharded
+
+
+def _gathered_bytes(costs: ModelCosts, layers: range, savers: Savers, num_owned: int) -> int:
+    element_bytes = costs.workload.arithmetic.element_bytes
+    match savers.sharding:
+        case Sharding.NONE:
+            return 0
+        case Sharding.OPTIMIZER:
+            return element_bytes * num_owned
+        case Sharding.FULL:
+            # A layer and the next, which is fetched ahead, and the gradients of the one.
+            largest = max(part.num_parameters for part in costs.parts(layers))
+            largest_trained = max(part.num_trained for part in costs.parts(layers))
+            return 2 * element_bytes * largest + WIDE_BYTES * largest_trained
+
+
+def _state_bytes(savers: Savers) -> float:
+    return 2 * WIDE_BYTES if savers.optimizer is OptimizerState.FLOAT32 else _SMALL_STATE_BYTES
+
+
+def _kept_bytes(costs: ModelCosts, layers: range, *, has_copies: bool) -> int:
+    """What one micro-batch in flight keeps at a stage."""
+    if not any(part.has_backward for part in costs.parts(layers)):
+        return 0
+    stream_bytes = costs.boundary_bytes
+    is_recomputed = costs.workload.recompute
+    kept = costs.shared_bytes
+    for part in costs.parts(layers):
+        is_layer = part is not costs.embedding and part is not costs.head
+        if is_layer and is_recomputed:
+            kept += stream_bytes if part.has_backward else 0
+        else:
+            kept += part.kept_bytes + (part.cast_bytes if has_copies else 0)
+    # What crosses is kept too: what came is often the first layer's input, and kept as such.
+    first = costs.layers[layers.start]
+    if layers.start > 0 and not (first.has_backward if is_recomputed else first.keeps_input):
+        kept += stream_bytes
+    return kept + (stream_bytes if layers.stop < costs.num_layers else 0)
+
+
+def _working_bytes(costs: ModelCosts, layers: range, kept: int, *, is_cast: bool) -> int:
+    """The most above what is kept: where a backward pass begins, or at its end in the embedding.
+
+    A stage that does not learn has forward passes alone, which hold about as much.
+    """
+    top = _layer_working_bytes(costs, costs.layers[layers.stop - 1], is_cast=is_cast)
+    if layers.stop == costs.num_layers:
+        top = max(costs.head.working_bytes, top - costs.head.kept_bytes)
+    candidates = [top]
+    if layers.start == 0 and costs.embedding.num_trained:
+        # By then this micro-batch has given back all it kept.
+        table = WIDE_BYTES * costs.num_embedding_parameters
+        candidates.append(table + costs.embedding.working_bytes - kept)
+    return max(candidates)
+
+
+def _layer_working_bytes(costs: ModelCosts, layer: PartCosts, *, is_cast: bool) -> int:
+    if not costs.workload.recompute:
+        return layer.working_bytes
+    copies = layer.cast_bytes if is_cast else 0
+    return layer.working_bytes + layer.kept_bytes + copies - costs.boundary_bytes
+
+
+def _update_bytes(costs: ModelCosts, layers: range, savers: Savers) -> int:
+    """Roots of the second moments, parameter by parameter; on an accelerator one kernel does it all."""
+    is_fused = costs.workload.arithmetic.on_accelerator
+    if is_fused or savers.offload_optimizer or savers.optimizer is OptimizerState.EIGHT_BIT:
+        return 0
+    return 2 * WIDE_BYTES * max(part.largest_parameter for part in costs.parts(layers))

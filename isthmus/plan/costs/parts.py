@@ -1,0 +1,297 @@
+"""What each part of a model costs: parameters, arithmetic, activations and what crosses a cut behind it.
+
+A model is an embedding, its layers and a head with the loss; every figure is of one micro-batch on one rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from isthmus.plan.costs.activations import (
+    WIDE_BYTES,
+    Arithmetic,
+    embedding_bytes_per_token,
+    head_bytes_per_token,
+    layer_bytes_per_token,
+)
+from isthmus.plan.costs.families import Product, Rotary
+from isthmus.plan.costs.learning import ALL, Depth, Learning
+from isthmus.plan.costs.shapes import ModelShape
+from isthmus.plan.costs.weights import (
+    attention_matrices,
+    head_matrices,
+    inner_matrices,
+    largest_up,
+    num_head_vector_parameters,
+    num_norm_parameters,
+    num_vector_parameters,
+)
+from isthmus.plan.costs.working import layer_working_bytes, weight_gradient_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One micro-batch, and how it is computed."""
+
+    num_sequences: int
+    sequence_length: int
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    recompute: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """All that are computed, padding included."""
+        return self.num_sequences * self.sequence_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCosts:
+    """The costs of an embedding, a layer or a head."""
+
+    num_parameters: int
+    num_trained: int
+    """The parameters that learn, which have gradients and moments."""
+    matrices: Mapping[str, int]
+    """The parameters that are multiplied with, by product; in bfloat16 each has a copy."""
+    flops: float
+    """Operations of a forward pass, in the precision of the computation."""
+    float32_flops: float
+    """Those that stay in float32 in any precision."""
+    moved_bytes: float
+    """Memory that a forward pass reads and writes outside of matrix products, where that takes the time."""
+    kept_bytes: int
+    """What a backward pass needs, as if nothing were recomputed."""
+    working_bytes: int
+    """The most that a backward pass holds on top of what is kept."""
+    largest_parameter: int
+    """Elements of the largest tensor that learns."""
+    backward_share: float = 2.0
+    """Operations of a backward pass, as a share of the forward's: less where weights do not learn."""
+    keeps_input: bool = True
+    """Whether its input is among what is kept, and not only copies of it."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a gradient comes to it."""
+        return self.backward_share > 0
+
+    @property
+    def cast_bytes(self) -> int:
+        """Copies of the weights in bfloat16."""
+        return 2 * sum(self.matrices.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """All parts of a model under one workload."""
+
+    workload: Workload
+    width: int
+    embedding: PartCosts
+    layers: tuple[PartCosts, ...]
+    head: PartCosts
+    num_tied_parameters: int
+    """Parameters of the head that are the embedding's where one stage holds both."""
+    num_embedding_parameters: int
+    """Of the table of tokens, whose gradient is made whole."""
+    shared_bytes: int
+    """What the layers of a stage keep together for a micro-batch: the rotary tables."""
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers can be dealt out to stages."""
+        return len(self.layers)
+
+    @property
+    def boundary_bytes(self) -> int:
+        """What crosses a cut each way, uncoded: the residual stream, float32 in any precision."""
+        return WIDE_BYTES * self.width * self.workload.num_tokens
+
+    def parts(self, layers: range) -> tuple[PartCosts, ...]:
+        """The parts of the stage that holds these layers, in their order."""
+        first = (self.embedding,) if layers.start == 0 else ()
+        last = (self.head,) if layers.stop == self.num_layers else ()
+        return (*first, *(self.layers[layer] for layer in layers), *last)
+
+    def num_parameters(self, layers: range) -> int:
+        """The parameters of the stage that holds these layers; a cut unties embedding and head."""
+        owned = sum(part.num_parameters for part in self.parts(layers))
+        return owned - self.num_tied_parameters if len(layers) == self.num_layers else owned
+
+    def num_trained(self, layers: range) -> int:
+        """Those of them that learn; weights that are tied to a frozen embedding are frozen with it."""
+        trained = sum(part.num_trained for part in self.parts(layers))
+        is_whole = len(layers) == self.num_layers
+        return trained - min(self.num_tied_parameters, self.head.num_trained) if is_whole else trained
+
+
+def model_costs(shape: ModelShape, workload: Workload, learning: Learning = ALL) -> ModelCosts:
+    """The costs of all parts of a model of which so much learns."""
+    kinds = [(window, learning.depth(layer)) for layer, window in enumerate(shape.attention_windows)]
+    by_kind = {kind: _layer(shape, workload, learning, *kind) for kind in set(kinds)}
+    table = shape.vocabulary_size * shape.embedding_width
+    biases = shape.vocabulary_size * max(0, shape.family.num_score_biases - 1)
+    return ModelCosts(
+        workload=workload,
+        width=shape.width,
+        embedding=_embedding(shape, workload, learns=learning.has_embedding),
+        layers=tuple(by_kind[kind] for kind in kinds),
+        # A head for classes is not in a checkpoint, so it learns beside adapters too.
+        head=_head(shape, workload, learns=learning.has_weights or not shape.task.is_language_model),
+        num_tied_parameters=table + biases if shape.is_tied else 0,
+        num_embedding_parameters=table,
+        shared_bytes=_shared_bytes(shape, workload),
+    )
+
+
+def _embedding(shape: ModelShape, workload: Workload, *, learns: bool) -> PartCosts:
+    width, num_tokens = shape.embedding_width, workload.num_tokens
+    norm = 2 * width if shape.family.is_encoder else 0
+    matrices = {"projection": width * shape.width} if width != shape.width else {}
+    bias = shape.width if matrices else 0
+    vectors = shape.vocabulary_size + shape.num_positions + shape.num_token_types
+    num_parameters = vectors * width + norm + sum(matrices.values()) + bias
+    kept = embedding_bytes_per_token(shape, workload.arithmetic) if learns else 0.0
+    return PartCosts(
+        num_parameters=num_parameters,
+        num_trained=num_parameters if learns else 0,
+        matrices=matrices if learns else {},
+        flops=2.0 * num_tokens * sum(matrices.values()),
+        float32_flops=0.0,
+        moved_bytes=2.0 * WIDE_BYTES * width * num_tokens,
+        kept_bytes=round(num_tokens * kept),
+        working_bytes=WIDE_BYTES * num_tokens * shape.width,
+        largest_parameter=shape.vocabulary_size * width if learns else 0,
+        backward_share=2.0 if learns else 0.0,
+    )
+
+
+def _layer(
+    shape: ModelShape, workload: Workload, learning: Learning, window: int | None, depth: Depth
+) -> PartCosts:
+    num_tokens, adapters = workload.num_tokens, learning.adapters
+    attention, inner = attention_matrices(shape), inner_matrices(shape)
+    router = shape.width * shape.num_experts
+    num_weights = sum(attention.values()) + sum(inner.values()) + router + num_vector_parameters(shape)
+    num_adapted = 0 if adapters is None else adapters.num_parameters(shape)
+    num_learning = num_adapted if adapters else num_weights
+    # Experts are multiplied in float32, so they have no copies.
+    matrices = attention | ({"router": router} if shape.num_experts else inner)
+    product_flops = 2.0 * num_tokens * sum(matrices.values())
+    expert_flops = _expert_flops(shape, workload, inner)
+    # Both sides of these products have a gradient, or learn.
+    other_flops = 2.0 * num_tokens * num_adapted
+    other_flops += 4.0 * num_tokens * shape.num_heads * shape.head_width * _span(shape, workload, window)
+    return PartCosts(
+        num_parameters=num_weights + num_adapted,
+        num_trained=0 if depth is Depth.FROZEN else num_learning,
+        matrices=_copied(matrices, num_adapted, depth),
+        flops=product_flops + other_flops,
+        float32_flops=expert_flops,
+        moved_bytes=0.0,
+        kept_bytes=_layer_kept_bytes(shape, workload, learning, window, depth),
+        working_bytes=layer_working_bytes(
+            shape,
+            workload.arithmetic,
+            learning,
+            num_tokens=num_tokens,
+            sequence_length=workload.sequence_length,
+            window=window,
+        ),
+        largest_parameter=_largest_learning(shape, learning, depth),
+        backward_share=_backward_share(product_flops + expert_flops, other_flops, learning, depth),
+        keeps_input=depth is Depth.ABOVE and _keeps_input(shape, workload, learning),
+    )
+
+
+def _expert_flops(shape: ModelShape, workload: Workload, inner: Mapping[str, int]) -> float:
+    if not shape.num_experts:
+        return 0.0
+    share = shape.num_active_experts / shape.num_experts
+    return 2.0 * workload.num_tokens * share * sum(inner.values())
+
+
+def _backward_share(product_flops: float, other_flops: float, learning: Learning, depth: Depth) -> float:
+    """Two products for each of the forward pass: for its input, and for its weights if they learn."""
+    if depth is Depth.FROZEN:
+        return 0.0
+    num_each = 2.0 if learning.has_weights else 1.0
+    return (num_each * product_flops + 2.0 * other_flops) / (product_flops + other_flops)
+
+
+def _copied(matrices: Mapping[str, int], num_adapted: int, depth: Depth) -> dict[str, int]:
+    """The weights of which a backward pass needs a copy: where an input has a gradient, or in adapters."""
+    if depth is Depth.FROZEN:
+        return {}
+    needed = {name: size for name, size in matrices.items() if depth is Depth.ABOVE or name != "qkv"}
+    return needed | ({"adapters": num_adapted} if num_adapted else {})
+
+
+def _keeps_input(shape: ModelShape, workload: Workload, learning: Learning) -> bool:
+    """Norms before a part keep what they read; encoders have none there, only products."""
+    if not shape.family.is_encoder:
+        return True
+    reads = learning.num_readers(Product.QUERY, Product.KEY, Product.VALUE)
+    return reads > 0 and not workload.arithmetic.is_mixed
+
+
+def _layer_kept_bytes(
+    shape: ModelShape, workload: Workload, learning: Learning, window: int | None, depth: Depth
+) -> int:
+    kept = layer_bytes_per_token(
+        shape,
+        workload.arithmetic,
+        sequence_length=workload.sequence_length,
+        window=window,
+        learning=learning,
+        depth=depth,
+    )
+    return round(workload.num_tokens * kept)
+
+
+def _largest_learning(shape: ModelShape, learning: Learning, depth: Depth) -> int:
+    if depth is Depth.FROZEN:
+        return 0
+    if learning.adapters is not None:
+        return learning.adapters.largest_parameter(shape)
+    attention, inner = attention_matrices(shape), inner_matrices(shape)
+    return max(largest_up(shape), inner["down"], attention["out"])
+
+
+def _head(shape: ModelShape, workload: Workload, *, learns: bool) -> PartCosts:
+    num_tokens, arithmetic = workload.num_tokens, workload.arithmetic
+    num_classes = shape.vocabulary_size if shape.task.is_language_model else shape.num_labels
+    matrices = head_matrices(shape, num_classes)
+    scores_bytes = WIDE_BYTES * num_classes * num_tokens
+    norm = 0 if shape.family.is_encoder else num_norm_parameters(shape)
+    # The gradient of the loss and that of the scores, beside the probabilities; or, these gone, the weights'.
+    gradient = arithmetic.element_bytes * num_classes * num_tokens
+    gradient += (weight_gradient_bytes(matrices["scores"], arithmetic) if learns else 0) - scores_bytes
+    num_parameters = norm + sum(matrices.values()) + num_head_vector_parameters(shape, num_classes)
+    kept = head_bytes_per_token(shape, arithmetic, num_classes=num_classes, learns=learns)
+    return PartCosts(
+        num_parameters=num_parameters,
+        num_trained=num_parameters if learns else 0,
+        matrices=matrices,
+        flops=2.0 * num_tokens * sum(matrices.values()),
+        float32_flops=0.0,
+        moved_bytes=4.0 * scores_bytes,
+        kept_bytes=round(num_tokens * kept),
+        working_bytes=max(2 * scores_bytes, gradient),
+        largest_parameter=matrices["scores"] if learns else 0,
+        backward_share=2.0 if learns else 1.0,
+    )
+
+
+def _span(shape: ModelShape, workload: Workload, window: int | None) -> float:
+    """How many tokens each attends to, on average: those before it, or all."""
+    length = workload.sequence_length
+    if shape.family.is_encoder:
+        return float(length)
+    reach = length if window is None else min(length, window)
+    return reach - reach * (reach - 1) / (2 * length)
+
+
+def _shared_bytes(shape: ModelShape, workload: Workload) -> int:
+    if shape.family.rotary is Rotary.NONE:
+        return 0
+    return 2 * WIDE_BYTES * workload.sequence_length * shape.rotary_width

@@ -1,0 +1,46 @@
+"""The most that a backward pass holds on top of what is kept, in bytes: gradients on their way."""
+
+from isthmus.plan.costs.activations import WIDE_BYTES, Arithmetic, scores_bytes_per_token
+from isthmus.plan.costs.families import Product
+from isthmus.plan.costs.learning import Learning
+from isthmus.plan.costs.shapes import ModelShape
+from isthmus.plan.costs.weights import inner_matrices, largest_up
+
+
+def layer_working_bytes(
+    shape: ModelShape,
+    arithmetic: Arithmetic,
+    learning: Learning,
+    *,
+    num_tokens: int,
+    sequence_length: int,
+    window: int | None,
+) -> int:
+    """Of one layer: in its feed-forward part, where its backward pass begins, or in attention's scores."""
+    scores = scores_bytes_per_token(
+        shape, arithmetic, sequence_length=sequence_length, window=window, learning=learning
+    )
+    return max(_inner_bytes(shape, arithmetic, learning, num_tokens), round(num_tokens * scores))
+
+
+def weight_gradient_bytes(num_weights: int, arithmetic: Arithmetic) -> int:
+    """A product's new gradient of its weights, before it is added; in bfloat16 beside its wider copy."""
+    return num_weights * (WIDE_BYTES + (arithmetic.element_bytes if arithmetic.is_mixed else 0))
+
+
+def _inner_bytes(shape: ModelShape, arithmetic: Arithmetic, learning: Learning, num_tokens: int) -> int:
+    element, num_rows = arithmetic.element_bytes, num_tokens
+    if shape.num_experts:
+        element, num_rows = WIDE_BYTES, num_tokens * shape.num_active_experts
+        arithmetic = Arithmetic(on_accelerator=arithmetic.on_accelerator)
+    rows = num_rows * shape.inner_width * element
+    num_held = 2 if shape.family.is_gated else 1
+    stream = num_tokens * shape.width * (WIDE_BYTES + (element if element < WIDE_BYTES else 0))
+    if not learning.has_weights:
+        # An adapter's gradient of its input is cast to float32 and back before it joins the product's own.
+        is_cast = arithmetic.is_mixed and learning.num_readers(Product.DOWN)
+        return round(stream + rows * (4 if is_cast else num_held))
+    at_down = rows + weight_gradient_bytes(inner_matrices(shape)["down"], arithmetic)
+    # By then all that was kept of the activation is gone, which is twice what its gradients take.
+    at_up = weight_gradient_bytes(largest_up(shape), arithmetic) - num_held * rows
+    return round(stream + max(at_down, num_held * rows, at_up))

@@ -1,0 +1,122 @@
+"""Plans in which every cloud holds the whole model and the copies are made one, rarely or in every step."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import Final
+
+from isthmus.job import DataStrategy, Job
+from isthmus.plan.replicated.replicas import Sync, SyncCosts, Wire, path, sync_choices, sync_costs
+from isthmus.plan.replicated.whole import Whole, whole_models
+from isthmus.plan.search.choice import BubbleSplit, DataSettings, Form, Plan, PlannedLink
+from isthmus.plan.search.estimates import estimated
+from isthmus.plan.search.facts import line
+from isthmus.plan.search.study import Study
+
+# Every subset of more clouds than this would be too many; then all that hold the model take part.
+_MAX_SUBSETS: Final = 6
+# Less than this share of a step is no limit.
+_NOTABLE_SHARE: Final = 0.1
+
+
+def data_plans(study: Study) -> Iterator[Plan]:
+    """Copies of the model on two clouds or more, made one as often as each choice says."""
+    given = study.job.strategy if isinstance(study.job.strategy, DataStrategy) else None
+    syncs = list(
+        sync_choices(
+            num_layers=study.model.num_layers,
+            inner_steps=given.inner_steps if given else None,
+            num_fragments=given.fragments if given else None,
+            bits=given.bits if given else None,
+        )
+    )
+    for wholes in whole_models(study.supply).values():
+        for chosen in _subsets(wholes):
+            wires = _wires(study.job, [one.cloud.name for one in chosen])
+            if all(path(0, other, wires) for other in range(1, len(chosen))):
+                yield from _until_sustainable(_plan(study, chosen, wires, sync) for sync in syncs)
+
+
+def _until_sustainable(plans: Iterable[Plan]) -> Iterator[Plan]:
+    """From the most exact on, up to the first whose traffic is hidden: rarer ones would only cost quality."""
+    for one in plans:
+        yield one
+        if not one.estimate.bubble.total:
+            return
+
+
+def _subsets(wholes: Sequence[Whole]) -> Iterator[Sequence[Whole]]:
+    sizes = range(2, len(wholes) + 1) if len(wholes) <= _MAX_SUBSETS else (len(wholes),)
+    for size in sizes:
+        yield from combinations(wholes, size)
+
+
+def _plan(study: Study, wholes: Sequence[Whole], wires: Sequence[Wire], sync: Sync) -> Plan:
+    costs = sync_costs(
+        [one.replica for one in wholes],
+        wires,
+        sync,
+        num_parameters=wholes[0].num_trained,
+        num_microbatches=wholes[0].setting.num_microbatches,
+    )
+    stages = tuple(one.stage("the whole model", busy_s=costs.compute_s) for one in wholes)
+    links = tuple(_link(study.job, wholes, wire, costs) for wire in wires)
+    estimate = estimated(
+        stages,
+        links,
+        step_s=costs.step_s,
+        num_tokens=study.step.num_tokens,
+        num_steps=study.step.num_steps,
+        bubble=BubbleSplit(
+            fill=0.0,
+            latency=costs.latency_s / costs.step_s,
+            bandwidth=costs.bandwidth_s / costs.step_s,
+            imbalance=0.0,
+        ),
+        limiting=_limiting(wholes, costs),
+    )
+    return Plan(
+        form=Form.DATA,
+        stages=stages,
+        links=links,
+        savers=max((one.savers for one in wholes), key=len),
+        sparing=max((one.sparing for one in wholes), key=lambda one: len(one.words)),
+        estimate=estimate,
+        reason="",
+        settings=DataSettings(inner_steps=sync.inner_steps, num_fragments=sync.num_fragments, bits=sync.bits),
+        loss=costs.loss,
+        notes=(costs.note,),
+    )
+
+
+def _link(job: Job, wholes: Sequence[Whole], wire: Wire, costs: SyncCosts) -> PlannedLink:
+    first, second = (wholes[one].cloud.name for one in wire.between)
+    link = next(one for one in job.link if set(one.between) == {first, second})
+    return PlannedLink(
+        between=(first, second),
+        down_bytes=costs.step_bytes[wire.between],
+        up_bytes=costs.step_bytes[wire.between[::-1]],
+        usd_per_gib=link.usd_per_gib,
+    )
+
+
+def _limiting(wholes: Sequence[Whole], costs: SyncCosts) -> str:
+    if costs.busiest is not None and costs.bandwidth_s > _NOTABLE_SHARE * costs.step_s:
+        return f"bandwidth of {'-'.join(wholes[one].cloud.name for one in costs.busiest)}"
+    return "compute of all clouds"
+
+
+def _wires(job: Job, names: Sequence[str]) -> list[Wire]:
+    wires = []
+    for link in job.link:
+        if all(name in names for name in link.between):
+            seen = line(link, link.between[0])
+            first, second = (names.index(name) for name in link.between)
+            wires.append(
+                Wire(
+                    between=(first, second),
+                    down_bps=seen.down_bps,
+                    up_bps=seen.up_bps,
+                    rtt_s=2 * seen.latency_s,
+                )
+            )
+    return wires

@@ -1,0 +1,151 @@
+"""Plans in which one cloud discriminates what the others generate: token ids and labels cross, one way."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from isthmus.errors import UserError
+from isthmus.job import GeneratorDiscriminatorStrategy, Job, LinkSpec
+from isthmus.plan.costs.parts import model_costs
+from isthmus.plan.costs.shapes import ModelShape, Task, load_config, read_shape
+from isthmus.plan.replicated.replicas import share_out
+from isthmus.plan.replicated.whole import Whole, whole_models
+from isthmus.plan.search.choice import BubbleSplit, Form, Plan, PlannedLink
+from isthmus.plan.search.estimates import estimated
+from isthmus.plan.search.facts import line, model_config
+from isthmus.plan.search.study import Model, Study, make_supply
+
+# XLM-E's generator has 4 layers to the discriminator's 12, of the same width.
+_GENERATOR_SHARE: Final = 3
+_NOTE: Final = "generators run ahead of the discriminator, so nobody waits for a round trip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Feed:
+    """A generator, its link to the discriminator, and what it sends in a step."""
+
+    generator: Whole
+    link: LinkSpec
+    num_bytes: float
+
+    @property
+    def on_line_s(self) -> float:
+        """Time on the line in a step."""
+        return 8 * self.num_bytes / line(self.link, self.generator.cloud.name).down_bps
+
+    def planned(self, judge: str) -> PlannedLink:
+        """Its part of a plan."""
+        return PlannedLink(
+            between=(self.generator.cloud.name, judge),
+            down_bytes=self.num_bytes,
+            up_bytes=0.0,
+            usd_per_gib=self.link.usd_per_gib,
+            reason="token ids and labels, one way",
+        )
+
+
+def generator_plans(study: Study, strategy: GeneratorDiscriminatorStrategy) -> Iterator[Plan]:
+    """One for each cloud that may be the discriminator, and each number of micro-batches."""
+    if len(study.clouds) < 2:
+        raise UserError("generator and discriminator need two clouds", hint="add a [[cloud]] and a [[link]]")
+    small, large = _shapes(study.job, strategy)
+    generators, judges = (
+        whole_models(make_supply(study.job, _model(shape), study.step, study.clouds))
+        for shape in (small, large)
+    )
+    names = [cloud.name for cloud in study.clouds]
+    if strategy.discriminator_cloud is not None:
+        names = [study.job.cloud_named(strategy.discriminator_cloud).name]
+    for number, candidates in judges.items():
+        for judge in (one for one in candidates if one.cloud.name in names):
+            feeds = _feeds(study, generators[number], judge, small.vocabulary_size)
+            if feeds:
+                yield _plan(study, feeds, judge)
+
+
+def _shapes(job: Job, strategy: GeneratorDiscriminatorStrategy) -> tuple[ModelShape, ModelShape]:
+    config = model_config(job)
+    large = read_shape(config, task=Task.TOKEN_CLASSIFICATION, num_labels=1)
+    given = strategy.generator
+    if given is not None:
+        own = load_config(given.source) if given.source is not None else given.config or {}
+        return read_shape(own, task=Task.MASKED_LM), large
+    num_layers = max(1, large.num_layers // _GENERATOR_SHARE)
+    small = read_shape(config, task=Task.MASKED_LM)
+    windows = small.attention_windows[:num_layers]
+    return replace(small, num_layers=num_layers, attention_windows=windows), large
+
+
+def _model(shape: ModelShape) -> Model:
+    return Model(
+        costs_of=lambda workload: model_costs(shape, workload), num_layers=shape.num_layers, width=shape.width
+    )
+
+
+def _feeds(study: Study, generators: Sequence[Whole], judge: Whole, vocabulary: int) -> list[_Feed]:
+    """The generators that a link joins to the discriminator, each with its share of a step."""
+    links = {frozenset(link.between): link for link in study.job.link}
+    joined = [
+        (one, link)
+        for one in generators
+        if (link := links.get(frozenset((one.cloud.name, judge.cloud.name)))) is not None
+    ]
+    speeds = [one.replica.num_ranks / one.replica.microbatch_s for one, _ in joined]
+    step_bytes = study.step.num_sequences * _sequence_bytes(study.step.sequence_length, vocabulary)
+    return [
+        _Feed(generator=one, link=link, num_bytes=step_bytes * speed / sum(speeds))
+        for (one, link), speed in zip(joined, speeds, strict=True)
+    ]
+
+
+def _plan(study: Study, feeds: Sequence[_Feed], judge: Whole) -> Plan:
+    """All work at once, since nothing flows back: the slowest of clouds and links counts."""
+    number = judge.setting.num_microbatches
+    generators = [feed.generator for feed in feeds]
+    generate_s = share_out([one.replica for one in generators], number)
+    judge_s = share_out([judge.replica], number)
+    compute_s = max(generate_s, judge_s)
+    step_s = max(compute_s, *(feed.on_line_s for feed in feeds))
+    mean_s = (len(feeds) * generate_s + judge_s) / (len(feeds) + 1)
+    stages = (
+        *(one.stage("generates", busy_s=generate_s) for one in generators),
+        judge.stage("discriminates", busy_s=judge_s),
+    )
+    links = tuple(feed.planned(judge.cloud.name) for feed in feeds)
+    bubble = BubbleSplit(
+        fill=0.0,
+        latency=0.0,
+        bandwidth=(step_s - compute_s) / step_s,
+        imbalance=(compute_s - mean_s) / step_s,
+    )
+    return Plan(
+        form=Form.GENERATOR_DISCRIMINATOR,
+        stages=stages,
+        links=links,
+        savers=max((one.savers for one in (*generators, judge)), key=len),
+        sparing=max((one.sparing for one in (*generators, judge)), key=lambda one: len(one.words)),
+        estimate=estimated(
+            stages,
+            links,
+            step_s=step_s,
+            num_tokens=study.step.num_tokens,
+            num_steps=study.step.num_steps,
+            bubble=bubble,
+            limiting=_limiting(generate_s, judge_s, step_s, judge.cloud.name),
+        ),
+        reason="",
+        notes=(_NOTE,),
+    )
+
+
+def _limiting(generate_s: float, judge_s: float, step_s: float, judge: str) -> str:
+    if step_s > max(generate_s, judge_s):
+        return f"bandwidth towards {judge}"
+    return f"compute of {judge}" if judge_s >= generate_s else "compute of the generators"
+
+
+def _sequence_bytes(sequence_length: int, vocabulary: int) -> int:
+    """Ids in the smallest type that holds them, and one bit per label."""
+    id_bytes = next(size for size in (1, 2, 4, 8) if vocabulary <= 256**size)
+    return sequence_length * id_bytes + math.ceil(sequence_length / 8)

@@ -1,0 +1,200 @@
+"""From a pipeline that was found to a plan: what it takes by formula, then as the simulator has it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from isthmus.plan.ladder import Loss
+from isthmus.plan.scenario import Scenario
+from isthmus.plan.search.choice import BubbleSplit, Form, PipelineSettings, Plan, PlannedLink, PlannedStage
+from isthmus.plan.search.estimates import estimated, memory_parts, split_bubble
+from isthmus.plan.search.loads import Loads, Terms, line_times, load_up
+from isthmus.plan.search.settings import Found
+from isthmus.plan.search.supply import ModelSupply
+from isthmus.plan.simulate import simulate
+
+_NO_LINE_BPS: Final = 1e15
+_NUM_SIMULATED_STEPS: Final = 2
+
+
+def assess(found: Found, supply: ModelSupply, terms: Terms) -> Plan:
+    """The plan of what was found, by closed forms."""
+    loads = load_up(found, supply, terms)
+    stages = tuple(_stage(loads, supply, index) for index in range(len(loads.clouds)))
+    links = tuple(_link(loads, terms, index) for index in range(len(loads.choices)))
+    bubble = split_bubble(
+        loads.step_s,
+        [stage.busy_s for stage in stages],
+        latency_s=sum(2 * hop.line.delay_s for hop in loads.scenario.hops),
+        bandwidth_s=_on_lines_s(loads.scenario),
+    )
+    number, step, level = loads.setting.num_microbatches, supply.step, supply.levels[loads.setting.level]
+    return Plan(
+        form=Form.PIPELINE if len(stages) > 1 else Form.ALONE,
+        stages=stages,
+        links=links,
+        savers=level.words(loads.clouds),
+        sparing=level.sparing,
+        estimate=estimated(
+            stages,
+            links,
+            step_s=loads.step_s,
+            num_tokens=step.num_tokens,
+            num_steps=step.num_steps,
+            bubble=bubble,
+            limiting=_limiting(loads, links),
+        ),
+        reason="",
+        settings=PipelineSettings(
+            num_microbatches=number,
+            microbatch_sequences=step.num_sequences // number,
+            policy=terms.policy,
+            max_in_flight=loads.scenario.max_in_flight,
+        ),
+        scenario=loads.scenario,
+        loss=max((choice.loss for choice in loads.choices), default=Loss.NONE),
+    )
+
+
+def assess_simulated(plan: Plan) -> Plan:
+    """The same plan with the simulator's times, and the bubble from what goes away without each cause."""
+    if plan.scenario is None:
+        return plan
+    step_s = _simulated_s(plan.scenario)
+    no_bytes_s = no_wan_s = step_s
+    if plan.scenario.hops:
+        no_bytes = _without_bytes(plan.scenario)
+        no_bytes_s, no_wan_s = _simulated_s(no_bytes), _simulated_s(_without_latency(no_bytes))
+    bubble = split_bubble(
+        step_s,
+        [stage.busy_s for stage in plan.stages],
+        latency_s=max(0.0, no_bytes_s - no_wan_s),
+        bandwidth_s=max(0.0, step_s - no_bytes_s),
+    )
+    return _retimed(plan, step_s=step_s, bubble=bubble)
+
+
+def simulated_once(plan: Plan) -> Plan:
+    """The same plan with the simulator's time of a step; latency and bandwidth take as long as by formula."""
+    if plan.scenario is None:
+        return plan
+    step_s = _simulated_s(plan.scenario)
+    old, old_s = plan.estimate.bubble, plan.estimate.step_s
+    bubble = split_bubble(
+        step_s,
+        [stage.busy_s for stage in plan.stages],
+        latency_s=old_s * old.latency,
+        bandwidth_s=old_s * old.bandwidth,
+    )
+    return _retimed(plan, step_s=step_s, bubble=bubble)
+
+
+def simulated_work(plan: Plan) -> int:
+    """How many passes are simulated to time a plan."""
+    if plan.scenario is None:
+        return 0
+    return _NUM_SIMULATED_STEPS * 2 * plan.scenario.num_microbatches * plan.scenario.num_stages
+
+
+def _stage(loads: Loads, supply: ModelSupply, index: int) -> PlannedStage:
+    cloud, layers, load = loads.clouds[index], loads.layers[index], loads.scenario.stages[index]
+    num_rounds = -(-loads.setting.num_microbatches // load.num_ranks)
+    is_trained = index >= loads.scenario.first_trained
+    pass_s = load.forward_s + (load.backward_s if is_trained else 0.0)
+    memory = supply.memory(cloud, loads.setting, layers, window=loads.windows[index])
+    return PlannedStage(
+        cloud=cloud.name,
+        holds=_named(layers),
+        num_ranks=load.num_ranks,
+        busy_s=num_rounds * pass_s + load.update_s,
+        window=loads.windows[index],
+        memory=memory_parts(memory),
+        capacity_bytes=cloud.capacity_bytes,
+        usd_per_hour=cloud.usd_per_hour,
+        layers=(layers.start, layers.stop),
+        sharding=supply.levels[loads.setting.level].sharding(cloud),
+    )
+
+
+def _named(layers: range) -> str:
+    last = layers.stop - 1
+    return f"layer {last}" if len(layers) == 1 else f"layers {layers.start}–{last}"
+
+
+def _link(loads: Loads, terms: Terms, index: int) -> PlannedLink:
+    hop, choice = loads.scenario.hops[index], loads.choices[index]
+    first, second = loads.clouds[index].name, loads.clouds[index + 1].name
+    number = loads.setting.num_microbatches
+    return PlannedLink(
+        between=(first, second),
+        down_bytes=hop.forward_bytes * number,
+        up_bytes=hop.backward_bytes * number,
+        forward_codec=str(choice.pair.forward),
+        backward_codec=str(choice.pair.backward),
+        usd_per_gib=terms.links[frozenset((first, second))].usd_per_gib,
+        reason=choice.reason,
+    )
+
+
+def _on_lines_s(scenario: Scenario) -> float:
+    """Time on the lines that nothing hides: once each way, and where a line is slower than compute."""
+    once_s = sum(sum(line_times(hop)) for hop in scenario.hops)
+    slowest_s = max((max(line_times(hop)) for hop in scenario.hops), default=0.0)
+    compute_s = max(stage.interval_s for stage in scenario.stages)
+    return once_s + (scenario.num_microbatches - 1) * max(0.0, slowest_s - compute_s)
+
+
+def _limiting(loads: Loads, links: Sequence[PlannedLink]) -> str:
+    scenario = loads.scenario
+    intervals_s = [stage.interval_s for stage in scenario.stages]
+    on_lines_s = [max(line_times(hop)) for hop in scenario.hops]
+    if on_lines_s and max(on_lines_s) > max(intervals_s):
+        return f"bandwidth of {'-'.join(links[on_lines_s.index(max(on_lines_s))].between)}"
+    if loads.is_bound:
+        shares = [window / wanted for window, wanted in zip(loads.windows, loads.wanted, strict=True)]
+        return f"memory of {loads.clouds[shares.index(min(shares))].name}"
+    waiting_s = sum(2 * hop.line.delay_s + sum(line_times(hop)) for hop in scenario.hops)
+    slowest = intervals_s.index(max(intervals_s))
+    if waiting_s > scenario.num_microbatches * intervals_s[slowest]:
+        farthest = max(range(len(links)), key=lambda one: scenario.hops[one].line.delay_s)
+        return f"round trip of {'-'.join(links[farthest].between)}"
+    return f"compute of {loads.clouds[slowest].name}"
+
+
+def _retimed(plan: Plan, *, step_s: float, bubble: BubbleSplit) -> Plan:
+    estimate = estimated(
+        plan.stages,
+        plan.links,
+        step_s=step_s,
+        num_tokens=plan.estimate.tokens_per_s * plan.estimate.step_s,
+        num_steps=plan.estimate.num_steps,
+        bubble=bubble,
+        limiting=plan.estimate.limiting,
+    )
+    return replace(plan, estimate=replace(estimate, is_simulated=True))
+
+
+def _simulated_s(scenario: Scenario) -> float:
+    """A step that follows another, with the windows measured in that one: what `isthmus simulate` says."""
+    return simulate(scenario, num_steps=_NUM_SIMULATED_STEPS).step_s
+
+
+def _without_bytes(scenario: Scenario) -> Scenario:
+    hops = tuple(
+        replace(
+            hop,
+            line=replace(hop.line, down_bps=_NO_LINE_BPS, up_bps=_NO_LINE_BPS),
+            forward_coding_s=0.0,
+            backward_coding_s=0.0,
+        )
+        for hop in scenario.hops
+    )
+    return replace(scenario, hops=hops)
+
+
+def _without_latency(scenario: Scenario) -> Scenario:
+    hops = tuple(
+        replace(hop, line=replace(hop.line, latency_s=0.0, jitter_s=0.0, handling_s=0.0))
+        for hop in scenario.hops
+    )
+    return replace(scenario, hops=hops)

@@ -1,0 +1,295 @@
+"""What the planner chose: who does what, what it will take, why, and what else there was."""
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from isthmus.errors import UserError
+from isthmus.plan.costs.memory import Sharding
+from isthmus.plan.ladder import Loss
+from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import Caps, Scenario, caps_from_json, scenario_from_dict, scenario_to_dict
+from isthmus.plan.search.sparing import Sparing
+
+PLAN_FILE: Final = "plan.json"
+VERSION: Final = 1
+_HOW: Final = "make it again with this version of Isthmus"
+
+
+class Form(enum.Enum):
+    """How the work is split between clouds."""
+
+    ALONE = "one cloud alone"
+    PIPELINE = "pipeline"
+    DATA = "data"
+    GENERATOR_DISCRIMINATOR = "generator-discriminator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """One cloud's part: what it holds, and the memory that a rank of it needs, part by part."""
+
+    cloud: str
+    holds: str
+    num_ranks: int
+    busy_s: float
+    """What its busiest rank computes in a step."""
+    window: int
+    memory: Mapping[str, int]
+    capacity_bytes: int | None
+    usd_per_hour: float | None
+    layers: tuple[int, int] | None = None
+    """The first layer, and the one behind the last."""
+    sharding: Sharding = Sharding.NONE
+    """What its ranks share out."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What a rank needs in all."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLink:
+    """What crosses a link in a step, from the first cloud to the second and back, and how it is coded."""
+
+    between: tuple[str, str]
+    down_bytes: float
+    up_bytes: float
+    forward_codec: str = "raw"
+    backward_codec: str = "raw"
+    usd_per_gib: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BubbleSplit:
+    """The share of a step in which clouds do not compute, mean over clouds, by what it is spent on."""
+
+    fill: float
+    latency: float
+    bandwidth: float
+    imbalance: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.fill + self.latency + self.bandwidth + self.imbalance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a plan comes to; dollars are None where a price is unknown."""
+
+    step_s: float
+    tokens_per_s: float
+    bubble: BubbleSplit
+    wan_bytes: float
+    """Over all links, both ways, in a step."""
+    usd_per_step: float | None
+    usd_per_million_tokens: float | None
+    num_steps: int
+    limiting: str
+    """The resource that more of would help most."""
+    is_simulated: bool = False
+
+    @property
+    def total_s(self) -> float:
+        """The whole run."""
+        return self.num_steps * self.step_s
+
+    @property
+    def total_usd(self) -> float | None:
+        """The whole run, None where a price is unknown."""
+        return None if self.usd_per_step is None else self.num_steps * self.usd_per_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSettings:
+    """How the stages work together; `max_in_flight` is None where memory bounds nothing."""
+
+    num_microbatches: int
+    microbatch_sequences: int
+    policy: Policy
+    max_in_flight: Caps | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """How often and how exactly the clouds' models are made one."""
+
+    inner_steps: int
+    num_fragments: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """What of a plan all clouds of a run must know; codecs are of each hop, there and back."""
+
+    layers: tuple[int, ...]
+    num_microbatches: int
+    max_in_flight: Caps | None
+    recompute: bool
+    codecs: tuple[tuple[str, str], ...]
+    reasons: tuple[str, ...] = ()
+    sharding: tuple[str, ...] = ()
+    """Of each stage; none where nothing is said."""
+    offload_optimizer: bool = False
+    optimizer_bits: int = 32
+
+    @property
+    def sparing(self) -> Sparing:
+        """What spares memory at every stage."""
+        return Sparing(
+            recompute=self.recompute,
+            offload_optimizer=self.offload_optimizer,
+            optimizer_bits=self.optimizer_bits,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """A plan that was not taken, and why."""
+
+    form: Form
+    what: str
+    estimate: Estimate
+    memory_share: float | None
+    why: str
+    savers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The choice; `scenario` drives the simulator where the form is a pipeline, or one cloud alone."""
+
+    form: Form
+    stages: tuple[PlannedStage, ...]
+    links: tuple[PlannedLink, ...]
+    savers: tuple[str, ...]
+    """What spares memory, in words."""
+    estimate: Estimate
+    reason: str
+    sparing: Sparing = Sparing()  # noqa: RUF009 it is frozen
+    settings: PipelineSettings | DataSettings | None = None
+    scenario: Scenario | None = None
+    loss: Loss = Loss.NONE
+    """Of codecs and rare synchronisation."""
+    notes: tuple[str, ...] = ()
+    runners_up: tuple[RunnerUp, ...] = ()
+    num_tried: int = 0
+
+    @property
+    def clouds(self) -> tuple[str, ...]:
+        """The clouds that take part, in the order of their stages."""
+        return tuple(stage.cloud for stage in self.stages)
+
+    @property
+    def decisions(self) -> Decisions | None:
+        """What a run follows, None where the form is no pipeline."""
+        if not isinstance(self.settings, PipelineSettings):
+            return None
+        return Decisions(
+            layers=tuple(stop - start for start, stop in (one.layers or (0, 0) for one in self.stages)),
+            num_microbatches=self.settings.num_microbatches,
+            max_in_flight=self.settings.max_in_flight,
+            recompute=self.sparing.recompute,
+            codecs=tuple((one.forward_codec, one.backward_codec) for one in self.links),
+            reasons=self.notes,
+            sharding=tuple(one.sharding.value for one in self.stages),
+            offload_optimizer=self.sparing.offload_optimizer,
+            optimizer_bits=self.sparing.optimizer_bits,
+        )
+
+    @property
+    def memory_share(self) -> float | None:
+        """Of the fullest device's memory, None where no memory is known."""
+        known = [(one.memory_bytes, one.capacity_bytes) for one in self.stages if one.capacity_bytes]
+        return max((needed / there for needed, there in known if there), default=None)
+
+    @property
+    def what(self) -> str:
+        """The plan in a few words."""
+        parts = [f"{stage.cloud} {stage.holds}" for stage in self.stages]
+        return f"{self.form.value}: {', '.join(parts)}{self._detail}"
+
+    @property
+    def _detail(self) -> str:
+        match self.settings:
+            case PipelineSettings(num_microbatches=number):
+                return f"; {number} micro-batches"
+            case DataSettings(inner_steps=1, bits=bits):
+                return f"; synchronised in each step in {bits} bit"
+            case DataSettings(inner_steps=steps, num_fragments=fragments, bits=bits):
+                return f"; {steps} steps apart, {fragments} fragments, {bits} bit"
+        return ""
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """A plan as plan.json holds it."""
+    values = asdict(plan)
+    values |= {
+        "version": VERSION,
+        "form": plan.form.value,
+        "loss": plan.loss.name.lower(),
+        "what": plan.what,
+        "decisions": None if plan.decisions is None else asdict(plan.decisions),
+        "scenario": None if plan.scenario is None else scenario_to_dict(plan.scenario),
+        "runners_up": [{**asdict(one), "form": one.form.value} for one in plan.runners_up],
+    }
+    if isinstance(plan.settings, PipelineSettings):
+        values["settings"]["policy"] = plan.settings.policy.value
+    for key, amount in (("total_s", plan.estimate.total_s), ("total_usd", plan.estimate.total_usd)):
+        values["estimate"][key] = amount
+    values["estimate"]["bubble"]["total"] = plan.estimate.bubble.total
+    return values
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The text of plan.json."""
+    return json.dumps(plan_to_dict(plan), indent=2) + "\n"
+
+
+def scenario_of(text: str) -> Scenario | None:
+    """The scenario that a plan.json holds, None where its form has none."""
+    scenario = _read(text, "scenario")
+    return None if scenario is None else scenario_from_dict(scenario)
+
+
+def decisions_of(text: str) -> Decisions | None:
+    """The decisions that a plan.json holds, None where its form has none."""
+    values = _read(text, "decisions")
+    return None if values is None else decisions_from_dict(values)
+
+
+def decisions_from_dict(values: Mapping[str, Any]) -> Decisions:
+    """What `asdict` made of decisions, as JSON gives it back."""
+    try:
+        return Decisions(
+            layers=tuple(int(one) for one in values["layers"]),
+            num_microbatches=int(values["num_microbatches"]),
+            max_in_flight=caps_from_json(values["max_in_flight"]),
+            recompute=bool(values["recompute"]),
+            codecs=tuple((str(forward), str(backward)) for forward, backward in values["codecs"]),
+            reasons=tuple(str(one) for one in values["reasons"]),
+            # Older plans do not have these.
+            sharding=tuple(Sharding(one).value for one in values.get("sharding", ())),
+            offload_optimizer=bool(values.get("offload_optimizer", False)),
+            optimizer_bits=int(values.get("optimizer_bits", 32)),
+        )
+    except (KeyError, TypeError, ValueError):
+        raise UserError("the decisions of a plan cannot be read", hint=_HOW) from None
+
+
+def _read(text: str, key: str) -> Any:
+    try:
+        values = json.loads(text)
+        version, value = values["version"], values[key]
+    except (ValueError, KeyError, TypeError):
+        raise UserError("the plan of this run cannot be read", hint=_HOW) from None
+    if version != VERSION:
+        raise UserError(f"the plan of this run has format {version}, not {VERSION}", hint=_HOW)
+    return value

@@ -1,0 +1,200 @@
+"""What a plan must keep to, and the one sentence where none does: what binds, and the nearest way out."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus.plan.costs.activations import Precision
+from isthmus.plan.ladder import Loss
+from isthmus.plan.search.assess import assess
+from isthmus.plan.search.choice import Form, Plan
+from isthmus.plan.search.settings import search
+from isthmus.plan.search.study import LOSSES, Study
+from isthmus.plan.search.supply import ModelSupply
+from isthmus.units import format_bytes, format_duration
+
+# Memory is searched in steps of this factor, up to so many times what there is.
+_MEMORY_STEP: Final = 1.05
+_MOST_MEMORY: Final = 1024.0
+
+
+def keep_limits(plans: Sequence[Plan], job: Job) -> list[Plan]:
+    """The plans within all limits, or the limit that leaves none."""
+    limits = job.limits
+    mild = [one for one in plans if one.loss <= LOSSES[limits.codec_loss]]
+    if not mild:
+        raise _too_lossy(plans)
+    if limits.budget_usd is not None or limits.deadline_s is not None:
+        _check_prices(mild, job)
+    in_time = [one for one in mild if one.estimate.total_s <= (limits.deadline_s or math.inf)]
+    if not in_time:
+        raise _too_slow(mild, limits.deadline_s or math.inf)
+    affordable = [
+        one for one in in_time if (one.estimate.total_usd or 0.0) <= (limits.budget_usd or math.inf)
+    ]
+    if not affordable:
+        raise _too_dear(in_time, limits.budget_usd or math.inf, has_deadline=limits.deadline_s is not None)
+    return affordable
+
+
+def nothing_fits(study: Study) -> UserError:
+    """Why no pipeline and no single cloud holds the model, and what would help."""
+    if study.terms.constraints.uses_all and not _has_row(study):
+        return UserError(
+            "the links do not join the clouds in a row, which a pipeline needs",
+            hint="give each cloud a [[link]] to the next, or name the clouds to use in strategy.clouds",
+        )
+    factor, plan = _least_memory(study)
+    if plan is None:
+        return UserError(
+            "the model does not fit, however much memory there is: a cut or a micro-batch is not possible",
+            hint="check strategy.layers, strategy.clouds and strategy.microbatches",
+        )
+    worst = max(plan.stages, key=lambda stage: stage.memory_bytes / (stage.capacity_bytes or math.inf))
+    share = study.job.limits.memory_share
+    spared = f"even with {_and(plan.savers)}" if plan.savers else "with what it may spare"
+    usable = int(share * (worst.capacity_bytes or 0))
+    return UserError(
+        f"nothing fits: {spared}, a rank of {worst.cloud!r} needs {_gib(worst.memory_bytes)} for its "
+        f"{worst.holds}, and limits.memory_share leaves it {_gib(usable)}",
+        hint=_way_out(study, factor),
+    )
+
+
+def _way_out(study: Study, factor: float) -> str:
+    ways = []
+    if study.step.precision is Precision.FLOAT32 and _fits(study, _in_bfloat16(study)):
+        ways.append('set train.precision to "bfloat16"')
+    full = 1 / study.job.limits.memory_share
+    if factor <= full:
+        ways.append(f"set limits.memory_share to {math.ceil(100 * factor / full) / 100:g}")
+    ways.append(f"devices with {factor:.2g} times the memory, or more clouds or ranks, would do")
+    return "; or ".join(ways)
+
+
+def _least_memory(study: Study) -> tuple[float, Plan | None]:
+    """The least factor on all memory under which something fits, and what that is."""
+    low, high = 0, math.ceil(math.log(_MOST_MEMORY) / math.log(_MEMORY_STEP))
+    if _first(study, _with_memory(study, _MEMORY_STEP**high)) is None:
+        return math.inf, None
+    while low < high:
+        middle = (low + high) // 2
+        if _first(study, _with_memory(study, _MEMORY_STEP**middle)) is None:
+            low = middle + 1
+        else:
+            high = middle
+    factor = _MEMORY_STEP**high
+    return factor, _first(study, _with_memory(study, factor))
+
+
+def _first(study: Study, supply: ModelSupply) -> Plan | None:
+    """Anything that fits with the smallest micro-batches and all that spares memory."""
+    strict = [one for one in supply.levels if one.sparing.recompute]
+    strictest = replace(supply, levels=strict, _tables={}, _memory={}, _costs={})
+    given = getattr(study.job.strategy, "microbatches", None)
+    found = search(
+        strictest,
+        microbatches=[given or study.step.num_sequences],
+        num_levels=len(strict),
+        constraints=study.terms.constraints,
+    )
+    return assess(found[0], strictest, study.terms) if found else None
+
+
+def _fits(study: Study, supply: ModelSupply) -> bool:
+    return _first(study, supply) is not None
+
+
+def _with_memory(study: Study, factor: float) -> ModelSupply:
+    supply = study.supply
+    return replace(supply, memory_share=supply.memory_share * factor, _tables={}, _memory={}, _costs={})
+
+
+def _in_bfloat16(study: Study) -> ModelSupply:
+    step = replace(study.step, precision=Precision.BFLOAT16)
+    return replace(study.supply, step=step, _tables={}, _memory={}, _costs={})
+
+
+def _has_row(study: Study) -> bool:
+    """Whether a walk over the links meets every cloud once."""
+    num_clouds, pairs = len(study.clouds), set(study.supply.pairs)
+    if study.terms.constraints.in_row:
+        return all((one, one + 1) in pairs for one in range(num_clouds - 1))
+    walks: list[tuple[int, ...]] = [(start,) for start in range(num_clouds)]
+    for _ in range(num_clouds - 1):
+        ends = {(frozenset(walk), walk[-1]): walk for walk in walks}
+        walks = [
+            (*walk, other)
+            for walk in ends.values()
+            for other in range(num_clouds)
+            if other not in walk and (walk[-1], other) in pairs
+        ]
+    return bool(walks)
+
+
+def _check_prices(plans: Sequence[Plan], job: Job) -> None:
+    if job.limits.budget_usd is None or any(one.estimate.total_usd is not None for one in plans):
+        return
+    unpriced = next(stage.cloud for one in plans for stage in one.stages if stage.usd_per_hour is None)
+    raise UserError(
+        f"limits.budget_usd is set, but the price of cloud {unpriced!r} is not known",
+        hint=f"set cloud.{unpriced}.usd_per_hour",
+    )
+
+
+def _too_lossy(plans: Sequence[Plan]) -> UserError:
+    mildest = min(one.loss for one in plans)
+    return UserError(
+        "every plan costs more quality than limits.codec_loss allows; "
+        f"the mildest costs {mildest.name.lower()}",
+        hint=f'set limits.codec_loss to "{mildest.name.lower()}"'
+        + (", or strategy.inner_steps to 1" if _is_data(plans) else ""),
+    )
+
+
+def _is_data(plans: Sequence[Plan]) -> bool:
+    return all(one.form is Form.DATA and one.loss > Loss.NONE for one in plans)
+
+
+def _too_slow(plans: Sequence[Plan], deadline_s: float) -> UserError:
+    fastest = min(plans, key=lambda one: one.estimate.total_s).estimate
+    total_s = _up(fastest.total_s)
+    return UserError(
+        f"the fastest plan takes {format_duration(total_s)}, longer than limits.deadline of "
+        f"{format_duration(deadline_s)}; it is limited by the {fastest.limiting}",
+        hint=f'set limits.deadline to "{format_duration(total_s)}" or more'
+        + _or_fewer_steps(deadline_s / fastest.step_s),
+    )
+
+
+def _too_dear(plans: Sequence[Plan], budget_usd: float, *, has_deadline: bool) -> UserError:
+    cheapest = min((one.estimate for one in plans), key=lambda one: one.total_usd or 0.0)
+    usd = _up(cheapest.total_usd or 0.0)
+    within = " within limits.deadline" if has_deadline else ""
+    return UserError(
+        f"the cheapest plan{within} costs ${usd:g}, more than limits.budget_usd of ${budget_usd:g}",
+        hint=f"set limits.budget_usd to {usd:g} or more"
+        + _or_fewer_steps(budget_usd / (cheapest.usd_per_step or math.inf)),
+    )
+
+
+def _or_fewer_steps(number: float) -> str:
+    return f", or train.steps to {math.floor(number)} or less" if number >= 1 else ""
+
+
+def _up(value: float) -> float:
+    """To three digits, and never less."""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    scale = 10.0**digits
+    return math.ceil(round(value * scale, 6)) / scale
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _gib(num_bytes: int) -> str:
+    return format_bytes(int(float(f"{num_bytes:.3g}")))

@@ -1,0 +1,152 @@
+"""From a partition to a scenario: times of its stages, codecs of its hops from the mildest on, windows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from isthmus.plan.codec_choice import Bounds, Choice, Figures, choose
+from isthmus.plan.ladder import Rung
+from isthmus.plan.pipeline import Policy
+from isthmus.plan.rank_windows import at_worst, expected, next_windows
+from isthmus.plan.scenario import Caps, HopLoad, Scenario, StageLoad
+from isthmus.plan.search.facts import CloudFacts
+from isthmus.plan.search.settings import Constraints, Found, Setting, measure_with
+from isthmus.plan.search.supply import ModelSupply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTerms:
+    """What the job says of a link: its price, and the codecs it may have."""
+
+    between: tuple[str, str]
+    usd_per_gib: float | None
+    bounds: Bounds
+    rungs: Sequence[Rung]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a pipeline must keep to, beside its supply."""
+
+    links: dict[frozenset[str], LinkTerms]
+    constraints: Constraints
+    policy: Policy
+    max_in_flight: Caps | None
+    windows: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """A pipeline with all that its time depends on; `step_s` is by formula."""
+
+    setting: Setting
+    clouds: tuple[CloudFacts, ...]
+    layers: tuple[range, ...]
+    scenario: Scenario
+    wanted: tuple[int, ...]
+    """Windows that would hide every round trip."""
+    windows: tuple[int, ...]
+    """Those that memory, and the job, allow."""
+    choices: tuple[Choice, ...]
+    step_s: float
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether some stage would keep more in flight than it can."""
+        return any(window < wanted for window, wanted in zip(self.windows, self.wanted, strict=True))
+
+
+def load_up(found: Found, supply: ModelSupply, terms: Terms) -> Loads:
+    """What was found, with codecs and windows."""
+    setting, partition = found.setting, found.partition
+    stages = tuple(
+        _stage_load(supply, setting, cloud, layers)
+        for cloud, layers in zip(partition.clouds, partition.ranges, strict=True)
+    )
+    choices, hops = _hops(found, supply, terms, interval_s=max(stage.interval_s for stage in stages))
+    trained = (number for number, stop in enumerate(partition.stops) if stop > supply.num_frozen)
+    scenario = Scenario(
+        stages=stages,
+        hops=hops,
+        num_microbatches=setting.num_microbatches,
+        policy=terms.policy,
+        first_trained=next(trained, len(stages) - 1),
+    )
+    held, measured = _held(found, supply, terms), expected(scenario)
+    wanted = terms.windows or next_windows(scenario, measured)
+    caps = _caps(scenario, wanted, held)
+    fixed = None if terms.windows is None else _given_windows(terms.windows, held)
+    return Loads(
+        setting=setting,
+        clouds=tuple(supply.clouds[cloud] for cloud in partition.clouds),
+        layers=partition.ranges,
+        scenario=replace(scenario, windows=fixed, max_in_flight=caps),
+        wanted=wanted,
+        windows=fixed or next_windows(scenario, measured, max_in_flight=caps),
+        choices=choices,
+        step_s=measure_with(found.problem, partition, hops, [one.num_ranks for one in stages]).step_s,
+    )
+
+
+def line_times(hop: HopLoad) -> tuple[float, float]:
+    """Seconds that one message takes on the line, down and up."""
+    return 8 * hop.forward_bytes / hop.line.down_bps, 8 * hop.backward_bytes / hop.line.up_bps
+
+
+def _stage_load(supply: ModelSupply, setting: Setting, cloud: int, layers: range) -> StageLoad:
+    table, spot = supply.table(cloud, setting), (layers.start, layers.stop)
+    return StageLoad(
+        cloud=supply.clouds[cloud].name,
+        forward_s=float(table.forward_s[spot]),
+        backward_s=float(table.backward_s[spot]),
+        update_s=float(table.update_s[spot]),
+        num_ranks=supply.clouds[cloud].num_ranks,
+    )
+
+
+def _hops(
+    found: Found, supply: ModelSupply, terms: Terms, *, interval_s: float
+) -> tuple[tuple[Choice, ...], tuple[HopLoad, ...]]:
+    """The mildest codecs that computing hides, and what then crosses; nothing goes back to frozen layers."""
+    choices, hops = [], []
+    for pair, stop in zip(pairwise(found.partition.clouds), found.partition.stops, strict=False):
+        has_gradient = stop > supply.num_frozen
+        line = supply.links[pair].line
+        link = terms.links[frozenset(supply.clouds[one].name for one in pair)]
+        choice = choose(
+            supply.crossing(pair, found.setting, has_gradient=has_gradient),
+            Figures(interval_s=interval_s, down_bps=line.down_bps, up_bps=line.up_bps),
+            rungs=link.rungs,
+            bounds=link.bounds,
+        )
+        choices.append(choice)
+        hops.append(supply.coded_hop(pair, found.setting, choice.pair, has_gradient=has_gradient))
+    return tuple(choices), tuple(hops)
+
+
+def _held(found: Found, supply: ModelSupply, terms: Terms) -> list[float]:
+    """The most that a rank of each stage may keep in flight."""
+    spots = zip(found.partition.clouds, found.partition.ranges, strict=True)
+    held = [
+        float(supply.table(cloud, found.setting).held[layers.start, layers.stop]) for cloud, layers in spots
+    ]
+    given = terms.max_in_flight
+    caps = given if isinstance(given, tuple) else (given,) * len(held)
+    return [min(one, cap or one) for one, cap in zip(held, caps, strict=True)]
+
+
+def _caps(scenario: Scenario, wanted: Sequence[int], held: Sequence[float]) -> Caps | None:
+    """What each stage can hold, one number where all hold the same, and None where that binds nobody.
+
+    Workers whose messages meet on the line may ask for more than is expected, and are bound then too.
+    """
+    most = next_windows(scenario, at_worst(scenario))
+    asked = [max(sizes) for sizes in zip(wanted, most, strict=True)]
+    if all(one >= size for one, size in zip(held, asked, strict=True)):
+        return None
+    caps = tuple(int(max(1, min(one, scenario.num_microbatches))) for one in held)
+    return caps if len(set(caps)) > 1 else caps[0]
+
+
+def _given_windows(given: Sequence[int], held: Sequence[float]) -> tuple[int, ...]:
+    return tuple(int(max(1, min(size, most))) for size, most in zip(given, held, strict=True))

@@ -1,0 +1,213 @@
+"""A job made ready for the search: clouds in their order, links with their codecs, the model's costs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from isthmus.errors import UserError
+from isthmus.job import (
+    CodecSpec,
+    DataStrategy,
+    GeneratorDiscriminatorStrategy,
+    Job,
+    LinkSpec,
+    PipelineStrategy,
+)
+from isthmus.plan.codec_choice import Bounds, Figures, choose
+from isthmus.plan.costs.encoder_decoder import MODEL_TYPE as ENCODER_DECODER
+from isthmus.plan.costs.encoder_decoder import read_encoder_decoder
+from isthmus.plan.costs.learning import ALL, Learning, read_adapters
+from isthmus.plan.costs.parts import model_costs
+from isthmus.plan.costs.shapes import ModelShape, read_shape
+from isthmus.plan.ladder import Crossing, Loss, Pair, ladder
+from isthmus.plan.lock_step import check_lock_step
+from isthmus.plan.pipeline import Policy
+from isthmus.plan.search.facts import CloudFacts, StepFacts, cloud_facts, line, model_config, step_facts, task
+from isthmus.plan.search.loads import LinkTerms, Terms
+from isthmus.plan.search.settings import Constraints
+from isthmus.plan.search.sparing import levels
+from isthmus.plan.search.supply import CostModel, LinkFacts, ModelSupply
+
+LOSSES: Final = {"none": Loss.NONE, "slight": Loss.SLIGHT, "some": Loss.SOME}
+_ANY_ROWS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is trained, as far as planning goes."""
+
+    costs_of: CostModel
+    num_layers: int
+    width: int
+    cuts: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """All that the search needs to know of a job."""
+
+    job: Job
+    model: Model
+    step: StepFacts
+    clouds: tuple[CloudFacts, ...]
+    supply: ModelSupply
+    terms: Terms
+
+
+def study(job: Job) -> Study:
+    """Read a job, or say in one sentence what is missing or wrong."""
+    model, step = read_model(job), step_facts(job)
+    strategy = job.strategy if isinstance(job.strategy, PipelineStrategy) else None
+    clouds = _ordered(cloud_facts(job), strategy)
+    _check_given(strategy, model, step, clouds)
+    if not isinstance(job.strategy, DataStrategy | GeneratorDiscriminatorStrategy):
+        check_lock_step(job.used(), strategy or PipelineStrategy(kind="pipeline"))
+    return Study(
+        job=job,
+        model=model,
+        step=step,
+        clouds=clouds,
+        supply=make_supply(job, model, step, clouds),
+        terms=Terms(
+            links={frozenset(link.between): _link_terms(job, link, model.width) for link in job.link},
+            constraints=_constraints(strategy, model),
+            policy=Policy(strategy.policy) if strategy else Policy.WAN_ONE_F_ONE_B,
+            max_in_flight=strategy.max_in_flight if strategy else None,
+            windows=strategy.windows if strategy else None,
+        ),
+    )
+
+
+def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
+    """The costs of the job's model, or of another configuration in its place."""
+    config = model_config(job) if config is None else config
+    if config.get("model_type") == ENCODER_DECODER:
+        both = read_encoder_decoder(config)
+        return Model(
+            costs_of=both.costs,
+            num_layers=both.num_layers,
+            width=both.width,
+            cuts=frozenset({both.num_encoder_layers}),
+        )
+    shape = read_shape(config, task=task(job))
+    learning = _learning(job, shape)
+    return Model(
+        costs_of=lambda workload: model_costs(shape, workload, learning),
+        num_layers=shape.num_layers,
+        width=shape.width,
+    )
+
+
+def _learning(job: Job, shape: ModelShape) -> Learning:
+    if job.model is None:
+        return ALL
+    num_frozen, lora = job.model.frozen_layers, job.model.lora
+    if num_frozen > shape.num_layers:
+        raise UserError(
+            f"{num_frozen} layers cannot be frozen in a model of {shape.num_layers}",
+            hint=f"set model.frozen_layers to at most {shape.num_layers}",
+        )
+    adapters = None if lora is None else read_adapters(lora, shape)
+    return Learning(num_frozen_layers=num_frozen, adapters=adapters)
+
+
+def make_supply(job: Job, model: Model, step: StepFacts, clouds: tuple[CloudFacts, ...]) -> ModelSupply:
+    """What these clouds take for the model, with every link between them whose figures are known."""
+    numbers = {cloud.name: number for number, cloud in enumerate(clouds)}
+    links = {}
+    for link in job.link:
+        if all(name in numbers for name in link.between):
+            for first, second in (link.between, link.between[::-1]):
+                links[numbers[first], numbers[second]] = _link_facts(job, link, first, model.width)
+    return ModelSupply(
+        clouds=clouds,
+        links=links,
+        step=step,
+        levels=levels(job, clouds),
+        costs_of=model.costs_of,
+        memory_share=job.limits.memory_share,
+        num_frozen=job.model.frozen_layers if job.model is not None else 0,
+    )
+
+
+def _ordered(clouds: tuple[CloudFacts, ...], strategy: PipelineStrategy | None) -> tuple[CloudFacts, ...]:
+    if strategy is None or strategy.clouds is None:
+        return clouds
+    by_name = {cloud.name: cloud for cloud in clouds}
+    for name in strategy.clouds:
+        if name not in by_name:
+            raise UserError(
+                f"strategy.clouds names {name!r}, but there is no such cloud",
+                hint=f"the clouds are {', '.join(by_name)}",
+            )
+    return tuple(by_name[name] for name in strategy.clouds)
+
+
+def _constraints(strategy: PipelineStrategy | None, model: Model) -> Constraints:
+    stops = None
+    if strategy is not None and strategy.layers is not None:
+        stops = tuple(sum(strategy.layers[: stage + 1]) for stage in range(len(strategy.layers)))
+    return Constraints(
+        in_row=strategy is not None and (strategy.clouds is not None or stops is not None),
+        stops=stops,
+        cuts=model.cuts,
+        uses_all=strategy is not None,
+    )
+
+
+def _check_given(
+    strategy: PipelineStrategy | None, model: Model, step: StepFacts, clouds: tuple[CloudFacts, ...]
+) -> None:
+    if strategy is None:
+        return
+    if strategy.microbatches is not None and step.num_sequences % strategy.microbatches:
+        raise UserError(
+            f"the {step.num_sequences} sequences of a step cannot be divided into "
+            f"{strategy.microbatches} micro-batches",
+            hint=f"set strategy.microbatches to a divisor of {step.num_sequences}",
+        )
+    lists = {"layers": strategy.layers, "windows": strategy.windows, "max_in_flight": strategy.max_in_flight}
+    for key, given in lists.items():
+        if isinstance(given, tuple) and len(given) != len(clouds):
+            raise UserError(
+                f"strategy.{key} has {len(given)} entries for {len(clouds)} clouds",
+                hint=f"give one number for each cloud, or leave {key} out",
+            )
+    if strategy.layers is not None and sum(strategy.layers) != model.num_layers:
+        raise UserError(
+            f"strategy.layers adds up to {sum(strategy.layers)}, but the model has {model.num_layers} layers",
+            hint="make it add up, or leave it out and let the planner choose",
+        )
+    if len(clouds) > model.num_layers:
+        raise UserError(
+            f"{len(clouds)} clouds need {len(clouds)} layers at least, and the model has {model.num_layers}",
+            hint="name fewer clouds in strategy.clouds, or take a deeper model",
+        )
+
+
+def _link_terms(job: Job, link: LinkSpec, width: int) -> LinkTerms:
+    return LinkTerms(
+        between=link.between,
+        usd_per_gib=link.usd_per_gib,
+        bounds=Bounds(
+            loss=LOSSES[job.limits.codec_loss],
+            forward=link.codec.forward if isinstance(link.codec.forward, CodecSpec) else None,
+            backward=link.codec.backward if isinstance(link.codec.backward, CodecSpec) else None,
+        ),
+        # As steering has it, or a run would change codecs that were planned right.
+        rungs=ladder(link.boundary.crossing_width(width), shares_ids=True),
+    )
+
+
+def _link_facts(job: Job, link: LinkSpec, first: str, width: int) -> LinkFacts:
+    seen = line(link, first)
+    crossing_width = link.boundary.crossing_width(width)
+    terms = _link_terms(job, link, width)
+    return LinkFacts(line=seen, width=crossing_width, strongest=_strongest(terms, crossing_width))
+
+
+def _strongest(terms: LinkTerms, width: int) -> Pair:
+    """What would be chosen if nothing were hidden."""
+    nothing_hidden = Figures(interval_s=0.0, down_bps=1.0, up_bps=1.0)
+    crossing = Crossing(num_rows=_ANY_ROWS, width=width)
+    return choose(crossing, nothing_hidden, rungs=terms.rungs, bounds=terms.bounds).pair

@@ -1,0 +1,1 @@
+"""What crosses a cut: coded, packed, carried, and which codecs from which step on."""

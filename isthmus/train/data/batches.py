@@ -1,0 +1,123 @@
+"""From samples to the micro-batches of a step, in order, each step with the cursor behind it."""
+
+import itertools
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.model.boundary import Batch
+from isthmus.model.heads import IGNORED, Head
+from isthmus.train.data.order import Cursor, Order, Pick
+from isthmus.train.data.samples import Integers, Sample, Samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a step is divided into micro-batches, of so many sequences each."""
+
+    num_microbatches: int
+    num_sequences: int
+
+    @property
+    def step_sequences(self) -> int:
+        """How many sequences are read in a step."""
+        return self.num_microbatches * self.num_sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatches:
+    """A rank's micro-batches of one step, and where the next one goes on."""
+
+    microbatches: tuple[Batch, ...]
+    num_targets: int
+    """Labels that count in all of them: the step's loss is the mean over those of all ranks."""
+    cursor: Cursor
+
+
+def divide_batch(*, batch_tokens: int, sequence_length: int, num_microbatches: int) -> Layout:
+    """The layout of a step of so many tokens, which must divide evenly."""
+    unit = sequence_length * num_microbatches
+    if batch_tokens % unit:
+        parts = [f"{num_microbatches} micro-batches", f"sequences of {sequence_length} tokens"]
+        near = max(unit, round(batch_tokens / unit) * unit)
+        raise UserError(
+            f"a batch of {batch_tokens} tokens cannot be divided into {' × '.join(parts)}",
+            hint=f"set train.batch_tokens to a multiple of {unit}, such as {near}",
+        )
+    return Layout(num_microbatches=num_microbatches, num_sequences=batch_tokens // unit)
+
+
+def check_enough(samples: Samples, layout: Layout) -> None:
+    """Refuse data that cannot fill one step."""
+    if len(samples) < layout.step_sequences:
+        raise UserError(
+            f"the data has {len(samples)} sequences to train on, but one step reads {layout.step_sequences}",
+            hint="give more data, or lower train.batch_tokens or data.sequence_length",
+        )
+
+
+def read_steps(
+    samples: Samples,
+    *,
+    order: Order,
+    layout: Layout,
+    head: Head,
+    pad_id: int,
+    cursor: Cursor,
+    share: Callable[[int], Container[int]] | None = None,
+    first_step: int = 0,
+) -> Iterator[StepBatches]:
+    """Steps without end from the cursor on; of each only the micro-batches in this rank's share, if given."""
+    for step in itertools.count(first_step):
+        wanted = range(layout.num_microbatches) if share is None else share(step)
+        microbatches = []
+        for number in range(layout.num_microbatches):
+            picks, cursor = order.take(cursor, layout.num_sequences)
+            if number in wanted:
+                own = [samples.read(pick) for pick in picks]
+                microbatches.append(collate(own, head=head, pad_id=pad_id))
+        yield StepBatches(
+            microbatches=tuple(microbatches),
+            num_targets=sum(batch.num_targets for batch in microbatches),
+            cursor=cursor,
+        )
+
+
+def read_once(samples: Samples, *, num_sequences: int, head: Head, pad_id: int) -> Iterator[Batch]:
+    """All samples in their own order, the same each time; the last micro-batch may be smaller."""
+    for start in range(0, len(samples), num_sequences):
+        indices = range(start, min(start + num_sequences, len(samples)))
+        own = [samples.read(Pick(epoch=0, index=index)) for index in indices]
+        yield collate(own, head=head, pad_id=pad_id)
+
+
+def collate(samples: Sequence[Sample], *, head: Head, pad_id: int) -> Batch:
+    """One micro-batch, padded on the right up to its longest sequence."""
+    lengths = [len(sample.ids) for sample in samples]
+    is_padded = min(lengths) < max(lengths)
+    labels = _pad([sample.labels for sample in samples], IGNORED)
+    types = [sample.token_types for sample in samples if sample.token_types is not None]
+    return Batch(
+        ids=_pad([sample.ids for sample in samples], pad_id),
+        num_targets=head.num_targets(labels),
+        mask=_mask(lengths) if is_padded else None,
+        token_type_ids=_pad(types, 0) if types else None,
+        labels=labels,
+    )
+
+
+def _pad(rows: Sequence[Integers], fill: int) -> Tensor:
+    """Rows of numbers side by side, or single numbers as one row."""
+    if rows[0].ndim == 0:
+        return torch.tensor([int(row) for row in rows])
+    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.int64)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = torch.from_numpy(row.astype("int64"))
+    return padded
+
+
+def _mask(lengths: Sequence[int]) -> Tensor:
+    return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()

@@ -1,0 +1,178 @@
+"""From rows to samples, for each task."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.errors import UserError
+from isthmus.job import DataSpec
+from isthmus.model.heads import IGNORED
+from isthmus.train.data.columns import (
+    Answer,
+    Labels,
+    label_column,
+    read_answer,
+    read_label,
+    read_tags,
+    read_text,
+    read_texts,
+    read_words,
+    text_column,
+)
+from isthmus.train.data.corpus import Row
+from isthmus.train.data.samples import ListedSamples, PackedSamples, Sample
+from isthmus.train.data.tokens import end_id, vocabulary_size
+
+T = TypeVar("T")
+
+_ROWS_AT_ONCE: Final = 1000
+_LEAST_ANSWER_LENGTH: Final = 16
+
+
+def packed_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec, *, keeps_rest: bool) -> PackedSamples:
+    """Documents joined by the end token and cut into sequences, held in 2 or 4 bytes a token."""
+    end = end_id(tokenizer)
+    narrow = np.min_scalar_type(vocabulary_size(tokenizer))
+    pieces: list[NDArray[Any]] = [np.empty(0, narrow)]
+    for chunk in _chunks(rows):
+        texts = [read_text(row, text_column(spec)) for row in chunk]
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        pieces += [np.array([*ids, end], narrow) for ids in encoded["input_ids"]]
+    return PackedSamples(
+        tokens=np.concatenate(pieces), sequence_length=spec.sequence_length, keeps_rest=keeps_rest
+    )
+
+
+def window_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> ListedSamples:
+    """Texts for a masked language model, the long ones cut into several; labels come with the masking."""
+    samples: list[Sample] = []
+    for chunk in _chunks(rows):
+        texts = [read_text(row, text_column(spec)) for row in chunk]
+        encoded = _encode(tokenizer, spec, texts, return_overflowing_tokens=True)
+        samples += [_sample(encoded, index, []) for index in range(len(encoded["input_ids"]))]
+    return ListedSamples(samples)
+
+
+def classified_samples(
+    rows: Iterable[Row], tokenizer: Any, spec: DataSpec, *, labels: Labels
+) -> ListedSamples:
+    """Texts, or pairs of texts, each with its label."""
+    samples: list[Sample] = []
+    for chunk in _chunks(rows):
+        texts = zip(*(read_texts(row, spec) for row in chunk), strict=True)
+        encoded = _encode(tokenizer, spec, *map(list, texts))
+        for index, row in enumerate(chunk):
+            number = labels.number(read_label(row, label_column(spec)))
+            samples.append(_sample(encoded, index, number))
+    return ListedSamples(samples)
+
+
+def tagged_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec, *, labels: Labels) -> ListedSamples:
+    """Words with their tags; the first token of a word has its tag, the others none."""
+    samples: list[Sample] = []
+    for chunk in _chunks(rows):
+        words = [read_words(row, text_column(spec)) for row in chunk]
+        encoded = _encode(tokenizer, spec, [" ".join(one) for one in words], return_offsets_mapping=True)
+        for index, (row, one) in enumerate(zip(chunk, words, strict=True)):
+            tags = read_tags(row, label_column(spec), count=len(one))
+            numbers = [labels.number(tag) for tag in tags]
+            samples.append(
+                _sample(encoded, index, _token_tags(encoded["offset_mapping"][index], one, numbers))
+            )
+    return ListedSamples(samples)
+
+
+def answered_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> ListedSamples:
+    """Questions with windows of their context; labels are the answer's first and last token.
+
+    Where a window has no answer, both are 0, the token that begins the sequence.
+    """
+    if spec.sequence_length < _LEAST_ANSWER_LENGTH:
+        raise UserError(
+            f"sequences of {spec.sequence_length} tokens are too short for questions with their contexts",
+            hint=f"set data.sequence_length to {_LEAST_ANSWER_LENGTH} or more",
+        )
+    samples: list[Sample] = []
+    for chunk in _chunks(rows):
+        answers = [read_answer(row) for row in chunk]
+        encoded = _encode_answers(tokenizer, spec, answers)
+        for index, row_index in enumerate(encoded["overflow_to_sample_mapping"]):
+            span = _answer_tokens(
+                encoded["offset_mapping"][index], encoded.sequence_ids(index), answers[row_index]
+            )
+            samples.append(_sample(encoded, index, span))
+    return ListedSamples(samples)
+
+
+def _encode_answers(tokenizer: Any, spec: DataSpec, answers: list[Answer]) -> Any:
+    longest = spec.sequence_length // 4
+    return _encode(
+        tokenizer,
+        spec,
+        [_shortened(answer.question, tokenizer, longest) for answer in answers],
+        [answer.context for answer in answers],
+        truncation="only_second",
+        stride=spec.sequence_length // 8,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+
+
+def _encode(tokenizer: Any, spec: DataSpec, *texts: list[str], **options: Any) -> Any:
+    if not tokenizer.is_fast and len(options) > 0:
+        raise UserError(
+            f"{spec.task} needs a tokenizer that says where its tokens lie, which {type(tokenizer).__name__} "
+            "does not",
+            hint="name a model with a tokenizer.json in data.tokenizer",
+        )
+    chosen = {"truncation": True, "max_length": spec.sequence_length, "verbose": False, **options}
+    return tokenizer(*texts, **chosen)
+
+
+def _sample(encoded: Any, index: int, labels: int | list[int]) -> Sample:
+    ids = encoded["input_ids"][index]
+    if not ids:
+        raise UserError("a text of the data has no tokens", hint="leave out rows with empty texts")
+    types = encoded["token_type_ids"][index] if "token_type_ids" in encoded else None
+    return Sample(
+        ids=np.array(ids, np.int32),
+        labels=np.array(labels, np.int32),
+        token_types=None if types is None else np.array(types, np.uint8),
+    )
+
+
+def _token_tags(offsets: list[tuple[int, int]], words: list[str], numbers: list[int]) -> list[int]:
+    """The tags of tokens, given where each lies in the words joined by spaces."""
+    word_of = [number for number, word in enumerate(words) for _ in range(len(word) + 1)]
+    tags, seen = [], -1
+    for start, end in offsets:
+        # A token may begin with the space before its word, so its end says which word it belongs to.
+        number = word_of[end - 1] if end > start else seen
+        tags.append(numbers[number] if number > seen else IGNORED)
+        seen = max(seen, number)
+    return tags
+
+
+def _answer_tokens(offsets: list[tuple[int, int]], parts: list[int | None], answer: Answer) -> list[int]:
+    inside = [
+        index
+        for index, ((start, end), part) in enumerate(zip(offsets, parts, strict=True))
+        if part == 1 and start < answer.end and end > answer.start
+    ]
+    is_whole = inside and offsets[inside[0]][0] <= answer.start and offsets[inside[-1]][1] >= answer.end
+    return [inside[0], inside[-1]] if is_whole else [0, 0]
+
+
+def _shortened(text: str, tokenizer: Any, num_tokens: int) -> str:
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = encoded["offset_mapping"]
+    return text if len(offsets) <= num_tokens else text[: offsets[num_tokens - 1][1]]
+
+
+def _chunks(rows: Iterable[T]) -> Iterator[list[T]]:
+    left = iter(rows)
+    while chunk := list(islice(left, _ROWS_AT_ONCE)):
+        yield chunk

@@ -1,0 +1,231 @@
+"""The data of a run, made ready from its job: what is read, by which tokenizer, in which order.
+
+The way through: `corpus` (rows) → `tokens` (tokenizer) → `tasks` (samples) → `order` and `batches` (steps) →
+`prefetch`. Only the cloud of the first stage opens the data; `facts` go to the others.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from isthmus.errors import UserError
+from isthmus.job import DataSpec, Job, ModelSpec
+from isthmus.model.boundary import Batch
+from isthmus.model.heads import HEADS, Head
+from isthmus.train.data.batches import Layout, StepBatches, check_enough, read_once, read_steps
+from isthmus.train.data.columns import (
+    Labels,
+    collect_labels,
+    label_column,
+    read_label,
+    read_tags,
+    read_texts,
+    read_words,
+    text_column,
+)
+from isthmus.train.data.corpus import Row, Split, open_rows
+from isthmus.train.data.order import Cursor, Order
+from isthmus.train.data.prefetch import Prefetch
+from isthmus.train.data.samples import MaskedSamples, Samples
+from isthmus.train.data.tasks import (
+    answered_samples,
+    classified_samples,
+    packed_samples,
+    tagged_samples,
+    window_samples,
+)
+from isthmus.train.data.tokens import (
+    choose_tokenizer,
+    padding_id,
+    read_limits,
+    token_values,
+    vocabulary_size,
+)
+
+_STEPS_AHEAD: Final = 2
+_MOST_STEPS_AHEAD: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What every cloud must know of the data to build its stage; plain JSON values."""
+
+    config: Mapping[str, object]
+    """Values for a fresh model's configuration, beside those that the job gives."""
+    label_names: tuple[str, ...] = ()
+    """The classes in the order of their numbers, where the task has any."""
+
+    @property
+    def num_labels(self) -> int | None:
+        """How many classes there are; None where the task has none."""
+        return len(self.label_names) or None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingData:
+    """What a run reads."""
+
+    samples: Samples
+    validation: Samples | None
+    tokenizer: Any
+    facts: ModelFacts
+    head: Head
+    pad_id: int
+    seed: int
+
+    def steps(
+        self,
+        layout: Layout,
+        *,
+        cursor: Cursor | None = None,
+        share: Callable[[int], Container[int]] | None = None,
+        first_step: int = 0,
+    ) -> Prefetch[StepBatches]:
+        """Steps without end from the cursor on, made ahead on a thread that ends when this is closed.
+
+        Of each step only the micro-batches in this rank's share, if it is given, are read.
+        """
+        check_enough(self.samples, layout)
+        steps = read_steps(
+            self.samples,
+            order=Order(num_samples=len(self.samples), seed=self.seed),
+            layout=layout,
+            head=self.head,
+            pad_id=self.pad_id,
+            cursor=cursor or Cursor(),
+            share=share,
+            first_step=first_step,
+        )
+        return Prefetch(steps, depth=_STEPS_AHEAD, max_depth=_MOST_STEPS_AHEAD)
+
+    def validation_batches(self, *, num_sequences: int) -> Iterator[Batch]:
+        """The micro-batches of the validation split, the same each time; none where there is no split."""
+        if self.validation is not None:
+            yield from read_once(
+                self.validation, num_sequences=num_sequences, head=self.head, pad_id=self.pad_id
+            )
+
+
+def open_data(job: Job, *, tokenizer_folder: Path) -> TrainingData:
+    """Read and tokenize all that the job trains on; the tokenizer is kept in the folder."""
+    if job.data is None or job.model is None:
+        missing = "[data]" if job.data is None else "[model]"
+        raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
+    spec, model = job.data, job.model
+    limits = read_limits(model)
+    rows, held_out = _split(spec)
+    texts = (text for row in rows for text in read_texts(row, spec))
+    tokenizer = choose_tokenizer(spec, model, texts=texts, limits=limits, folder=tokenizer_folder)
+    pad_id = padding_id(tokenizer, limits)
+    _check_length(spec, limits.max_length(pad_id))
+    labels = _labels(rows, spec)
+    maker = _Maker(spec=spec, tokenizer=tokenizer, labels=labels, seed=job.seed)
+    return TrainingData(
+        samples=_filled(maker.samples(rows, is_validation=False), spec.source),
+        validation=None if held_out is None else _held_out(maker.samples(held_out, is_validation=True), spec),
+        tokenizer=tokenizer,
+        facts=_facts(model, tokenizer, labels),
+        head=HEADS[spec.task],
+        pad_id=pad_id,
+        seed=job.seed,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Maker:
+    """Makes the samples of the job's task."""
+
+    spec: DataSpec
+    tokenizer: Any
+    labels: Labels
+    seed: int
+
+    def samples(self, rows: Iterable[Row], *, is_validation: bool) -> Samples:
+        spec, tokenizer = self.spec, self.tokenizer
+        match spec.task:
+            case "causal-lm":
+                return packed_samples(rows, tokenizer, spec, keeps_rest=is_validation)
+            case "masked-lm":
+                # Runs of different seeds are evaluated on the same gaps.
+                seed = 0 if is_validation else self.seed
+                return self._masked(window_samples(rows, tokenizer, spec), seed)
+            case "sequence-classification":
+                return classified_samples(rows, tokenizer, spec, labels=self.labels)
+            case "token-classification":
+                return tagged_samples(rows, tokenizer, spec, labels=self.labels)
+            case "question-answering":
+                return answered_samples(rows, tokenizer, spec)
+
+    def _masked(self, samples: Samples, seed: int) -> MaskedSamples:
+        if self.tokenizer.mask_token_id is None:
+            raise UserError(
+                "the tokenizer has no mask token, which masked-lm needs",
+                hint="name one that has in data.tokenizer, or set task to causal-lm",
+            )
+        return MaskedSamples(
+            samples=samples,
+            seed=seed,
+            mask_id=self.tokenizer.mask_token_id,
+            special_ids=tuple(self.tokenizer.all_special_ids),
+            num_tokens=vocabulary_size(self.tokenizer),
+        )
+
+
+def _split(spec: DataSpec) -> tuple[Iterable[Row], Iterable[Row] | None]:
+    rows = open_rows(spec.source)
+    if spec.validation_source is not None:
+        return rows, open_rows(spec.validation_source)
+    if spec.validation_share == 0:
+        return rows, None
+    every = round(1 / spec.validation_share)
+    return (
+        Split(rows=rows, every=every, is_held_out=False),
+        Split(rows=rows, every=every, is_held_out=True),
+    )
+
+
+def _labels(rows: Iterable[Row], spec: DataSpec) -> Labels:
+    column = label_column(spec)
+    match spec.task:
+        case "sequence-classification":
+            return collect_labels(read_label(row, column) for row in rows)
+        case "token-classification":
+            words = ((row, len(read_words(row, text_column(spec)))) for row in rows)
+            return collect_labels(tag for row, count in words for tag in read_tags(row, column, count=count))
+    return Labels(())
+
+
+def _facts(model: ModelSpec, tokenizer: Any, labels: Labels) -> ModelFacts:
+    config: dict[str, object] = {}
+    if model.config is not None:
+        config = token_values(tokenizer, model.config)
+    return ModelFacts(config=config, label_names=labels.names)
+
+
+def _check_length(spec: DataSpec, max_length: int | None) -> None:
+    if max_length is not None and spec.sequence_length > max_length:
+        raise UserError(
+            f"sequences of {spec.sequence_length} tokens are longer than the model's {max_length} positions",
+            hint=f"set data.sequence_length to {max_length} or less",
+        )
+
+
+def _filled(samples: Samples, source: str) -> Samples:
+    if len(samples) == 0:
+        raise UserError(
+            f"{source!r} holds too little to train on: not one sequence",
+            hint="give more data, or lower data.sequence_length",
+        )
+    return samples
+
+
+def _held_out(samples: Samples, spec: DataSpec) -> Samples:
+    if len(samples) > 0:
+        return samples
+    if spec.validation_source is not None:
+        raise UserError(f"{spec.validation_source!r} holds nothing to evaluate on", hint="give more data")
+    raise UserError(
+        f"a validation share of {spec.validation_share} leaves nothing to evaluate on",
+        hint="raise data.validation_share, name data.validation_source, or set the share to 0 for none",
+    )

@@ -1,0 +1,191 @@
+"""A cloud's one port: its ranks register here, and other clouds reach them by TLS server name.
+
+rank 3 ── TLS to gateway.east.isthmus: {"rank": 3, "address": "10.0.0.5:43211"} ──▶ gateway
+west   ── TLS to rank-3.east.isthmus ──▶ gateway ── the same bytes ──▶ 10.0.0.5:43211
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from isthmus.errors import FrameError, Refused
+from isthmus.job import Address
+from isthmus.wan.relays.registration import (
+    LIFE_SIGN,
+    MAX_LINE_BYTES,
+    Entry,
+    KeepAlive,
+    answer_line,
+    read_line,
+)
+from isthmus.wan.relays.relay import Relay
+from isthmus.wan.relays.sockets import Acceptor, listen, why
+from isthmus.wan.trust.certificates import Identity, gateway_name, parse_server_name
+
+_GREETING_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankChange:
+    """A rank has registered at an address, or has left if there is none; `num_registered` are there now."""
+
+    rank: int
+    address: Address | None
+    num_registered: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Holder:
+    """The connection by which a rank holds its entry."""
+
+    entry: Entry
+    writer: asyncio.StreamWriter
+
+
+class Gateway:
+    """Relays connections to the ranks of one cloud that have registered.
+
+    Of two registrations of a rank the newer one holds: both come from this cloud, by its certificate, and the
+    usual reason is a rank that was started anew before its old connection was known to be dead. The older one
+    is told, so that two living ranks of the same number end in an error and not in a tug of war.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        num_ranks: int,
+        on_change: Callable[[RankChange], None] | None = None,
+        keep_alive: KeepAlive | None = None,
+    ) -> None:
+        self._identity = identity
+        self._num_ranks = num_ranks
+        self._on_change = on_change
+        self._keep_alive = keep_alive or KeepAlive()
+        self._holders: dict[int, _Holder] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener = listen("127.0.0.1", 0)
+        self._acceptor: Acceptor | None = None
+        self._relay = Relay(self.route)
+
+    async def start(self, host: str, port: int) -> Address:
+        """Listen, on all interfaces if `host` is empty, and return the address that was bound."""
+        context = self._identity.ssl_server_context()
+        self._acceptor = Acceptor(self._listener, lambda sock, _: self._receive(sock, context))
+        return await self._relay.start(host, port)
+
+    async def close(self) -> None:
+        """Reset what is relayed and let go of all registrations."""
+        await self._relay.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
+        self._listener.close()
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def route(self, name: str) -> Address:
+        """Return where a server name leads, or raise Refused with the reason."""
+        found = parse_server_name(name)
+        if found is None:
+            raise Refused(f"{name!r} is not the name of a rank")
+        cloud, part = found
+        if cloud != self._identity.cloud:
+            raise Refused(f"this is the gateway of {self._identity.cloud}, not of {cloud}")
+        if name == gateway_name(cloud):
+            return Address(host="127.0.0.1", port=self._listener.getsockname()[1])
+        rank = int(part.removeprefix("rank-"))
+        if rank not in self._holders:
+            raise Refused(f"rank {rank} of {cloud} has not registered")
+        return self._holders[rank].entry.address
+
+    def _receive(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        task = asyncio.create_task(self._serve(sock, context))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._settle, sock))
+
+    def _settle(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            # It may have been cancelled before its first step, which would have taken care of the socket.
+            sock.close()
+
+    async def _serve(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        try:
+            reader, writer = await _open_streams(sock, context)
+        except OSError as error:
+            _log.warning("refused a registration: %s", why(error))
+            return
+        try:
+            await self._register(reader, writer)
+        except (FrameError, Refused) as error:
+            _log.warning("refused a registration: %s", error.message)
+            writer.write(answer_line(error.message))
+        except OSError as error:
+            _log.info("a registration ended: %s", why(error))
+        finally:
+            writer.close()
+
+    async def _register(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._check_cloud(writer)
+        async with asyncio.timeout(_GREETING_TIMEOUT_S):
+            entry = Entry.from_line(await read_line(reader))
+        if not 0 <= entry.rank < self._num_ranks:
+            raise Refused(f"{self._identity.cloud} has no rank {entry.rank}, only 0 to {self._num_ranks - 1}")
+        holder = _Holder(entry=entry, writer=writer)
+        self._admit(holder)
+        try:
+            await self._answer_life_signs(reader, writer)
+        finally:
+            self._release(holder)
+
+    def _check_cloud(self, writer: asyncio.StreamWriter) -> None:
+        names = [name for _, name in writer.get_extra_info("peercert").get("subjectAltName", ())]
+        if f"{self._identity.cloud}.isthmus" not in names:
+            raise Refused(f"only ranks of {self._identity.cloud} register here, not {', '.join(names)}")
+
+    def _admit(self, holder: _Holder) -> None:
+        older = self._holders.get(holder.entry.rank)
+        self._holders[holder.entry.rank] = holder
+        if older is not None:
+            reason = f"rank {holder.entry.rank} has been registered anew, at {holder.entry.address}"
+            older.writer.write(answer_line(reason))
+            older.writer.close()
+        holder.writer.write(answer_line(None))
+        self._tell(holder.entry.rank, holder.entry.address)
+
+    async def _answer_life_signs(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            async with asyncio.timeout(self._keep_alive.timeout_s):
+                if await read_line(reader) != LIFE_SIGN:
+                    raise FrameError("a registered rank only sends empty lines")
+                writer.write(LIFE_SIGN)
+                await writer.drain()
+
+    def _release(self, holder: _Holder) -> None:
+        if self._holders.get(holder.entry.rank) is holder:
+            del self._holders[holder.entry.rank]
+            self._tell(holder.entry.rank, None)
+
+    def _tell(self, rank: int, address: Address | None) -> None:
+        if self._on_change is not None:
+            self._on_change(RankChange(rank=rank, address=address, num_registered=len(self._holders)))
+
+
+async def _open_streams(
+    sock: socket.socket, context: ssl.SSLContext
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.connect_accepted_socket(
+        lambda: protocol, sock, ssl=context, ssl_handshake_timeout=_GREETING_TIMEOUT_S
+    )
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

@@ -1,0 +1,1 @@
+"""By what clouds know each other: the private authority, keys, certificates."""
