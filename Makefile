@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check fuzz bench clean
 
 demo: $(INSTALLED)  ## what probe measures on an emulated WAN, then a small language model trained across it
 	$(BIN)/isthmus probe examples/two-clouds.toml
@@ -17,6 +17,9 @@ check: $(INSTALLED)  ## style, types and the rooms' import contracts
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+fuzz: $(INSTALLED)  ## properties on cases that no run has had before; outside CI
+	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=fuzz
 
 bench: $(INSTALLED)  ## every claim of docs/results.md, measured again
 	$(BIN)/python benchmarks/emulator.py

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deadline import Deadline
 from mps import shared_gpu
 from quality import language, translation
 from quality.data import read_references
@@ -77,6 +78,7 @@ def _is_wanted(task: str, row: str, seed: int, *, has_seeds: bool) -> bool:
 
 def train(options: argparse.Namespace) -> None:
     """Train what is asked for and not yet done, as far as time allows."""
+    started_s, deadline = time.monotonic(), Deadline.after(options.deadline_s)
     options.out.mkdir(parents=True, exist_ok=True)
     results, hypotheses = options.out / "quality.jsonl", options.out / "hypotheses.jsonl"
     done = read([*options.skip_done, *([results] if results.exists() else [])])
@@ -84,7 +86,6 @@ def train(options: argparse.Namespace) -> None:
     print(f"{len(runs)} trainings to do, {len(done)} done")
     if not runs:
         return
-    started_s = time.monotonic()
     with (
         results.open("a") as file,
         hypotheses.open("a") as said,
@@ -96,7 +97,7 @@ def train(options: argparse.Namespace) -> None:
             partial(make_task, is_tiny=options.tiny, warm_up=options.warm_up),
             options.data,
             num_workers=options.workers,
-            deadline_s=options.deadline_s,
+            deadline=deadline,
         )
         for count, ended in enumerate(ended_runs, start=1):
             record = record_of(ended, about)

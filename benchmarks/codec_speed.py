@@ -1,10 +1,11 @@
 """Measures what codecs cost in time: beside plain copies and other quantisers, in a stage, and in a run.
 
-python benchmarks/codec_speed.py [--tiny] [--no-cpu] [--no-tensors] [--no-stage] [--no-demo]
+python benchmarks/codec_speed.py [--tiny] [--no-cpu] [--no-tensors] [--no-stage] [--no-demo] [--deadline-s S]
 
     tensors   encode and decode of one activation, as a share of the speed at which it can be copied: on one
               core of the CPU, and on the accelerator if there is one
-    stage     a stage that computes while both its cuts code: its step with codecs beside its step with raw
+    stage     a stage that computes while both its cuts code: its step with codecs beside its step with raw,
+              in turns; each round is a JSON line, and a deadline ends them early
     demo      `isthmus run` of the demo with codecs: how long codecs worked while their cloud was idle
 
 hivemind's quantisers are measured in the same run where hivemind is installed (1.1.12 needs numpy below 2.4).
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deadline import Deadline
+from quality.intervals import Difference
 from rich.console import Console
 from rich.table import Table
 from speed.demo import DemoShare, measure_demo
-from speed.stage import FULL, TINY, StageTiming, time_stage
+from speed.stage import ALONE, FULL, PAIRS, RAW, TINY, StageTiming, time_stage
 from speed.tensors import Timing, activations, time_all
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo.toml"
@@ -53,17 +56,28 @@ def show_tensors(console: Console, place: str, timings: list[Timing]) -> None:
 
 def show_stage(console: Console, timing: StageTiming) -> None:
     """The second table."""
-    title = f"a stage of {timing.num_parameters / 1e6:.0f} M parameters between two cuts"
-    table = Table("what crosses", "step", "more than raw", "more than alone", title=title)
-    table.add_row("nothing", f"{1e3 * timing.alone_s:.2f} ms", "", "")
-    for name, step_s in timing.steps_s.items():
+    num_rounds, num_wanted = len(timing.rounds), timing.num_rounds_wanted
+    cut_off = "" if num_rounds == num_wanted else f", cut off: {num_wanted} were wanted"
+    table = Table(
+        "what crosses", "step", "more than raw", "more than alone", "its passes", "between them",
+        title=f"a stage of {timing.num_parameters / 1e6:.0f} M parameters between two cuts; medians and 95 % "
+        f"intervals of {num_rounds} rounds{cut_off}",
+    )  # fmt: skip
+    for name in (ALONE, *PAIRS):
+        step_s, passes_s = timing.step_s(name), timing.passes_s(name)
         table.add_row(
             name,
             f"{1e3 * step_s:.2f} ms",
-            f"{timing.added_share(name):+.2%}",
-            f"{step_s / timing.alone_s - 1:+.2%}",
+            "" if name in (ALONE, RAW) else _interval(timing.added_share(name, to=RAW)),
+            "" if name == ALONE else _interval(timing.added_share(name, to=ALONE)),
+            f"{1e3 * passes_s:.2f} ms",
+            f"{1e3 * (step_s - passes_s):.2f} ms",
         )
     console.print(table)
+
+
+def _interval(found: Difference) -> str:
+    return f"{found.mean:+.2%} ({found.low:+.2%} to {found.high:+.2%})"
 
 
 def show_demo(console: Console, shares: list[DemoShare]) -> None:
@@ -121,14 +135,17 @@ def main() -> None:
     parser.add_argument("--no-tensors", action="store_true")
     parser.add_argument("--no-stage", action="store_true")
     parser.add_argument("--no-demo", action="store_true")
+    parser.add_argument("--deadline-s", type=float, help="begin no round of the stage later than that")
     options = parser.parse_args()
+    deadline = Deadline.after(options.deadline_s)
     torch.set_num_threads(1)
     console = Console(width=120)
     results: dict[str, Any] = {"benchmark": "codec_speed", **machine()}
     if not options.no_tensors:
         results["tensors"] = measure_tensors(console, with_cpu=not options.no_cpu, is_tiny=options.tiny)
     if not options.no_stage:
-        timing = time_stage(FULL if torch.accelerator.is_available() and not options.tiny else TINY)
+        size = FULL if torch.accelerator.is_available() and not options.tiny else TINY
+        timing = time_stage(size, deadline)
         show_stage(console, timing)
         results["stage"] = asdict(timing)
     if not options.no_demo:

@@ -1,26 +1,28 @@
 """Memory that the planner predicts for a stage, beside what the allocator reports for the real one.
 
 python benchmarks/memory_prediction.py [--device auto|cpu|cuda] [--quick] [--models llama gpt2 ...]
+                                       [--learns all adapters frozen] [--deadline-s S]
 
 Each case is one stage of a real model in training: passes, optimizer, several micro-batches in flight. The
 prediction is made from the configuration alone, before the stage is built. Some stages train adapters alone,
 or have frozen layers. The allocator's word is torch's: its memory events on a CPU, the peak of what is
 allocated on an accelerator. A case runs two steps, and the second, when the optimizer's state is there, is
-measured.
+measured. A case that is done is a JSON line; what there is no time for is named.
 """
 
 import argparse
 import gc
-import json
 import platform
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import product
 from typing import Any
 
 import torch
+from deadline import Deadline, tell
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -56,6 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "roberta, no dropout": {"model_type": "roberta", "max_position_embeddings": 1026, **NO_DROPOUT},
     "electra": {"model_type": "electra", "max_position_embeddings": 1024, "embedding_size": 128},
 }
+LEARNS = ("all", "adapters", "frozen")
 PLACES = {"first": (0, 2), "middle": (2, 4), "last": (4, 6), "whole": (0, 6)}
 
 
@@ -103,8 +106,8 @@ class Case:
 
     @property
     def learns(self) -> str:
-        """What of it is trained, in words."""
-        return "adapters" if self.lora else f"layers from {self.num_frozen} on" if self.num_frozen else "all"
+        """One of `LEARNS`: all, adapters alone, or the layers behind frozen ones."""
+        return "adapters" if self.lora else "frozen" if self.num_frozen else "all"
 
 
 def predict(case: Case, *, on_accelerator: bool) -> Memory:
@@ -204,11 +207,52 @@ def cases(models: list[str], *, is_quick: bool, on_accelerator: bool) -> list[Ca
     ]
 
 
-def show(console: Console, rows: list[tuple[Case, Memory, int]]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A case, what was predicted, and what the allocator says."""
+
+    case: Case
+    predicted: Memory
+    num_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted.total_bytes / self.num_bytes - 1
+
+    def record(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            **asdict(self.case),
+            "precision": self.case.precision.value,
+            "lora": self.case.lora and self.case.lora.model_dump(),
+            "predicted": asdict(self.predicted),
+            "bytes": self.num_bytes,
+            "error": self.error,
+        }
+
+
+def measure_all(chosen: Sequence[Case], device: Device, deadline: Deadline) -> list[Found]:
+    """Predict and measure the cases that there is time for."""
+    found: list[Found] = []
+    longest_s = 0.0
+    for case in chosen:
+        if not deadline.leaves(longest_s):
+            break
+        started_s = time.monotonic()
+        predicted = predict(case, on_accelerator=device.is_accelerator)
+        found.append(Found(case=case, predicted=predicted, num_bytes=measure(case, device)))
+        longest_s = max(longest_s, time.monotonic() - started_s)
+        tell(found[-1].record())
+    return found
+
+
+def show(console: Console, rows: Sequence[Found], num_wanted: int) -> None:
     """The table, and the errors in a line."""
     header = ("model", "stage", "learns", "precision", "recompute", "in flight")
     table = Table(*header, "predicted", "allocator", "error")
-    for case, predicted, found in rows:
+    for one in rows:
+        case = one.case
         table.add_row(
             case.model,
             case.place,
@@ -216,13 +260,15 @@ def show(console: Console, rows: list[tuple[Case, Memory, int]]) -> None:
             case.precision.value,
             "yes" if case.recompute else "no",
             str(case.window),
-            f"{predicted.total_bytes / MIB:.1f} MiB",
-            f"{found / MIB:.1f} MiB",
-            f"{predicted.total_bytes / found - 1:+.1%}",
+            f"{one.predicted.total_bytes / MIB:.1f} MiB",
+            f"{one.num_bytes / MIB:.1f} MiB",
+            f"{one.error:+.1%}",
         )
     console.print(table)
-    errors = [abs(predicted.total_bytes / found - 1) for _, predicted, found in rows]
+    errors = [abs(one.error) for one in rows]
     console.print(f"{len(rows)} cases: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}")
+    if len(rows) < num_wanted:
+        console.print(f"cut off by the deadline: {num_wanted} cases were wanted")
 
 
 def main() -> None:
@@ -231,32 +277,29 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL")
+    parser.add_argument("--learns", nargs="+", choices=LEARNS, default=LEARNS, help="what is trained")
+    parser.add_argument("--deadline-s", type=float, help="begin no case that would end later than that")
     options = parser.parse_args()
+    deadline = Deadline.after(options.deadline_s)
     models = options.models or (["llama", "gpt2", "bert"] if options.quick else list(MODELS))
     device = Device(options.device)
-    rows = []
-    for case in cases(models, is_quick=options.quick, on_accelerator=device.is_accelerator):
-        predicted = predict(case, on_accelerator=device.is_accelerator)
-        rows.append((case, predicted, measure(case, device)))
-    show(Console(width=120), rows)
-    results = [
-        {
-            **asdict(case),
-            "precision": case.precision.value,
-            "lora": case.lora and case.lora.model_dump(),
-            "predicted": asdict(memory),
-            "bytes": found,
-        }
-        for case, memory, found in rows
+    chosen = [
+        case
+        for case in cases(models, is_quick=options.quick, on_accelerator=device.is_accelerator)
+        if case.learns in options.learns
     ]
+    found = measure_all(chosen, device, deadline)
+    if found:
+        show(Console(width=120), found, len(chosen))
     machine = {
         "machine": platform.machine(),
         "device": str(device.torch_device),
         "python": platform.python_version(),
         "torch": version("torch"),
         "transformers": version("transformers"),
+        "num_cases_wanted": len(chosen),
     }
-    print(json.dumps({"benchmark": "memory_prediction", **machine, "cases": results}))
+    tell({"benchmark": "memory_prediction", **machine, "cases": [one.record() for one in found]})
 
 
 if __name__ == "__main__":

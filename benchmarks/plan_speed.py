@@ -56,7 +56,7 @@ def make_job(*, num_clouds: int, num_ranks: int, num_layers: int, batch_tokens: 
     )
     head = (
         f'name = "speed"\n[model.config]\nmodel_type = "llama"\nvocab_size = 32000\n'
-        f"num_hidden_layers = {num_layers}\n{SIZES[num_layers]}"
+        f"num_hidden_layers = {num_layers}\nmax_position_embeddings = 4096\n{SIZES[num_layers]}"
         '[data]\nsource = "corpus/*.jsonl"\nsequence_length = 4096\n'
         f'[train]\nbatch_tokens = {batch_tokens}\nprecision = "bfloat16"\n'
     )

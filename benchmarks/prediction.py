@@ -1,10 +1,12 @@
 """Step times that the simulator predicts, beside those of real runs over an emulated WAN.
 
-python benchmarks/prediction.py [--quick] [--cases N] [--seed N] [--gpu] [--out DIR] [--json]
+python benchmarks/prediction.py [--quick] [--cases N] [--seed N] [--gpu] [--deadline-s S] [--out DIR] [--json]
 
 In this order: every link is probed by the product's own probe, and every stage of every case profiled, at all
 its clouds at the same time; the predictions of all cases are written to a file, whose time and hash are
 printed; only then does any case run. Nothing is fitted: predictions see the files of probe and profile alone.
+Stages that several cases have are profiled once. A case that has run is a JSON line; those for which no time
+is left are named as missing.
 
 Stages sleep, so that many clouds fit on few cores; packets, codecs, links and schedule are real. With --gpu
 the stages are of a real model, two clouds on one device, each with half of its multiprocessors where NVIDIA's
@@ -13,17 +15,17 @@ daemon for that is there, and each profiled while the other computes too.
 
 import argparse
 import functools
-import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from deadline import Deadline, tell
 from mps import shared_gpu
 from predicted.cases import (
     NUM_CASES,
@@ -38,7 +40,7 @@ from predicted.cases import (
 from predicted.journey import Plans, travel
 from predicted.measuring import PROBE_S, PROFILE_S, Folder, measure
 from predicted.predicting import NUM_STEPS, NUM_WARM_UP_STEPS, Prediction, seal_of, write_predictions
-from predicted.running import run
+from predicted.running import Measured, run
 from predicted.scores import Outcome, Score, by_kind, score
 from rich.console import Console
 from rich.table import Table
@@ -49,23 +51,32 @@ MEAN_GOAL, WORST_GOAL, TAU_GOAL = 0.05, 0.15, 0.9
 CLOUD_PERCENT = 50
 
 
-def measure_and_run(cases: Sequence[Case], out: Path, notes: Console) -> list[Outcome]:
-    """Predictions and runs, in the honest order."""
+def measure_and_run(cases: Sequence[Case], out: Path, notes: Console, deadline: Deadline) -> list[Outcome]:
+    """Predictions and runs, in the honest order; gives the cases that have run."""
     folder, path = Folder(path=out), out / PREDICTIONS
     predictions: dict[int, Prediction] = {}
+    by_number = {case.number: case for case in cases}
+    outcomes: list[Outcome] = []
 
     def write_down() -> None:
         predictions.update(write_predictions(cases, folder, path))
         seal = seal_of(path)
         notes.print(f"{len(cases)} predictions in {path}, written {seal['written']}, sha256 {seal['sha256']}")
 
-    plans = Plans(measure=functools.partial(measure, folder=folder), run=run, predictions=path)
+    def note(values: Mapping[str, Any]) -> None:
+        measured = Measured.read(values)
+        case, prediction = by_number[measured.number], predictions[measured.number]
+        outcomes.append(Outcome(case=case, prediction=prediction, measured=measured))
+        tell(outcomes[-1].record())
+
+    plans = Plans(
+        measure=functools.partial(measure, folder=folder),
+        run=functools.partial(run, deadline=deadline),
+        predictions=path,
+    )
     with notes.status("starting") as status:
-        brought = travel(cases, plans, on_measured=write_down, say=status.update)
-    runs = {one.number: one for found in brought for one in found}
-    return [
-        Outcome(case=case, prediction=predictions[case.number], measured=runs[case.number]) for case in cases
-    ]
+        travel(cases, plans, on_measured=write_down, say=status.update, on_case=note)
+    return outcomes
 
 
 def show_cases(console: Console, outcomes: Sequence[Outcome]) -> None:
@@ -118,7 +129,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def how(options: argparse.Namespace, cases: Sequence[Case]) -> str:
+def how(options: argparse.Namespace, num_cases: int) -> str:
     """What was profiled, and how."""
     stages = (
         "real stages in bfloat16 on one device, each profiled while the other computed too"
@@ -126,7 +137,7 @@ def how(options: argparse.Namespace, cases: Sequence[Case]) -> str:
         else "stages that sleep, profiled at all clouds of a case at the same time"
     )
     return (
-        f"{len(cases)} cases; {stages}; links probed for {PROBE_S:g} s each way, stages for {PROFILE_S:g} s; "
+        f"{num_cases} cases; {stages}; links probed for {PROBE_S:g} s each way, stages for {PROFILE_S:g} s; "
         f"packets made and read at both ends; medians of {NUM_STEPS} steps after {NUM_WARM_UP_STEPS}"
     )
 
@@ -149,9 +160,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="draws the cases")
     parser.add_argument("--gpu", action="store_true", help="real compute, two clouds on one device")
     parser.add_argument("--device", default="auto", help="for --gpu: as in a job; cpu only to try it")
+    parser.add_argument("--deadline-s", type=float, help="run no case that would end later than that")
     parser.add_argument("--out", type=Path, default=Path("runs/prediction"), help="folder of files")
-    parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
+    parser.add_argument("--json", action="store_true", help="nothing but JSON lines")
     options = parser.parse_args()
+    deadline = Deadline.after(options.deadline_s)
     let_sleeps_end_in_time()
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     out = options.out / time.strftime("%Y%m%d-%H%M%S")
@@ -159,11 +172,16 @@ def main() -> None:
     cases = choose_cases(options)
     started_s = time.monotonic()
     with shared_gpu(is_wanted=options.gpu, max_percent=CLOUD_PERCENT) as is_shared:
-        outcomes = measure_and_run(cases, out, notes)
+        outcomes = measure_and_run(cases, out, notes, deadline)
+    missing = sorted({case.number for case in cases} - {one.case.number for one in outcomes})
+    if missing:
+        notes.print(f"cut off by the deadline: no time was left for cases {', '.join(map(str, missing))}")
+    if not outcomes:
+        return
     total, kinds = score(outcomes), by_kind(outcomes)
     if not options.json:
         console = Console(width=150)
-        console.print(how(options, cases))
+        console.print(how(options, len(outcomes)))
         show_cases(console, outcomes)
         show_scores(console, total, kinds)
     line = {
@@ -176,8 +194,9 @@ def main() -> None:
         "score": asdict(total),
         "kinds": {kind: asdict(one) for kind, one in kinds.items()},
         "cases": [one.record() for one in outcomes],
+        "missing": missing,
     }
-    print(json.dumps(line))
+    tell(line)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,33 @@
 """Recomputing as a memory budget asks for, beside keeping everything and recomputing everything.
 
 python benchmarks/recompute.py --prepare SHARED --data DIR     # once, where the corpus is
-python benchmarks/recompute.py --data DIR [--budget 0.6] [--window 2] [--steps 40] [--tiny]
+python benchmarks/recompute.py --data DIR [--budget 0.6] [--window 2] [--steps 20] [--deadline-s S] [--tiny]
 
 Micro-batches are padded to the longest of their sequences, whose lengths are those of the paragraphs of a
-real corpus, in tokens, in a random order that is the same for all three ways. The budget is a share of the
-peak of keeping everything; peaks are the allocator's, step by step, above weights, gradients and moments.
-Memory counts in every step, time from the third on: in the first two the last way measures its layers.
-With `--tiny` on a CPU the peaks come from torch's memory events, and times mean little.
+real corpus, in tokens, in a random order. All steps are taken once with everything kept: the budget is a
+share of the peak of that. Then one model takes each step in all three ways, in turns. Peaks are the
+allocator's, step by step, above weights, gradients and moments. Memory counts in every step, time from the
+third on: in the first two the last way measures its layers. A step that is done is a JSON line; steps for
+which no time is left are named as missing. With `--tiny` on a CPU the peaks come from torch's memory events,
+and times mean little.
 """
 
 import argparse
-import gc
 import json
 import lzma
 import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from deadline import Deadline, tell
 from memory_prediction import cpu_peak_bytes
 from rich.console import Console
 from rich.table import Table
@@ -79,33 +81,45 @@ class Scale:
         }
 
 
+# Micro-batches of some 9,000 tokens, so that the device is what a step waits for.
 FULL = Scale(
-    width=2048, num_layers=16, num_sequences=16, num_microbatches=8, max_length=1024, vocabulary_size=8192
+    width=2048, num_layers=12, num_sequences=32, num_microbatches=6, max_length=1024, vocabulary_size=8192
 )
-TINY = Scale(
-    width=128, num_layers=10, num_sequences=4, num_microbatches=4, max_length=256, vocabulary_size=256
-)
+TINY = Scale(width=64, num_layers=6, num_sequences=4, num_microbatches=4, max_length=128, vocabulary_size=256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One way to train: how long each step took, and the most it held above what stands there anyway."""
+class Taken:
+    """One step: how long it took, and the most it held above what stands there anyway."""
 
-    steps_s: tuple[float, ...]
-    peaks_bytes: tuple[int, ...]
-    standing_bytes: int
-    recomputed_share: float
-    num_measured: int
+    duration_s: float
+    peak_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Way:
+    """One way to train, and the steps that were taken so."""
+
+    counted: "Counted"
+    steps: list[Taken] = field(default_factory=list)
 
     @property
     def peak_bytes(self) -> int:
         """Of all steps, those of the warm-up too."""
-        return max(self.peaks_bytes)
+        return max(one.peak_bytes for one in self.steps)
 
     @property
     def total_s(self) -> float:
         """Of the steps behind the warm-up."""
-        return sum(self.steps_s[NUM_WARM_UP_STEPS:])
+        return sum(one.duration_s for one in self.steps[NUM_WARM_UP_STEPS:])
+
+    def record(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "steps": [asdict(one) for one in self.steps],
+            "recomputed_share": self.counted.share,
+            "num_measured": self.counted.num_measured,
+        }
 
 
 class Counted:
@@ -114,14 +128,19 @@ class Counted:
     def __init__(self, inner: Recompute, num_layers: int) -> None:
         self._inner = inner
         self._num_layers = num_layers
-        self.shares: list[float] = []
+        self._shares: list[float] = []
         self.num_measured = 0
+
+    @property
+    def share(self) -> float:
+        """Of all layers, those that were recomputed."""
+        return statistics.fmean(self._shares) if self._shares else 0.0
 
     def begin(self, size: InputSize, *, window: int) -> Stay:
         """Pass the question on."""
         stay = self._inner.begin(size, window=window)
         self.num_measured += stay.meter is not None
-        self.shares.append(1.0 if stay.meter is not None else len(stay.recomputed) / self._num_layers)
+        self._shares.append(1.0 if stay.meter is not None else len(stay.recomputed) / self._num_layers)
         return stay
 
 
@@ -202,22 +221,12 @@ class Training:
         self._optimizer.update(number, norm=1.0)
         self._passes.set_training(True)
 
-    def run(self, steps: Sequence[Sequence[Batch]], recompute: Recompute) -> Outcome:
-        """Take all steps, and watch time and memory."""
-        counted = Counted(recompute, len(self.stage.layers))
-        self.stage.recompute = counted
-        durations_s, peaks = [], []
-        for number, batches in enumerate(steps):
-            started_s = time.perf_counter()
-            peaks.append(self._peak_bytes(partial(self.step, number, batches)))
-            durations_s.append(time.perf_counter() - started_s)
-        return Outcome(
-            steps_s=tuple(durations_s),
-            peaks_bytes=tuple(peaks),
-            standing_bytes=self.standing_bytes,
-            recomputed_share=statistics.fmean(counted.shares),
-            num_measured=counted.num_measured,
-        )
+    def take(self, number: int, batches: Sequence[Batch], way: Way) -> None:
+        """Take a step in one way, and watch time and memory."""
+        self.stage.recompute = way.counted
+        started_s = time.perf_counter()
+        peak_bytes = self._peak_bytes(partial(self.step, number, batches))
+        way.steps.append(Taken(duration_s=time.perf_counter() - started_s, peak_bytes=peak_bytes))
 
     def _backward(self, step: int, index: int) -> None:
         self._passes.backward(Run(kind=Pass.BACKWARD, step=step, microbatch=index), None)
@@ -233,68 +242,102 @@ class Training:
         return int(module.max_memory_allocated()) - self.standing_bytes
 
 
-def compare(
-    steps: Sequence[Sequence[Batch]], scale: Scale, device: Device, *, window: int, share: float
-) -> tuple[dict[str, Outcome], int]:
-    """All three ways on the same micro-batches; gives the budget above what stands there too, in bytes."""
-    found: dict[str, Outcome] = {}
+def find_peak(training: Training, steps: Sequence[Sequence[Batch]]) -> int:
+    """The most that any step holds when everything is kept, in bytes."""
+    way = Way(counted=Counted(Fixed(), len(training.stage.layers)))
+    for number, batches in enumerate(steps):
+        training.take(number, batches, way)
+    return way.peak_bytes
 
-    def run(name: str, make: Callable[[Training], Recompute]) -> Outcome:
-        training = Training(scale, device, window=window)
-        training.warm_up(steps[0][:1])
-        found[name] = training.run(steps, make(training))
-        peak_gib = found[name].peak_bytes / GIB
-        print(f"{name}: {found[name].total_s:.2f} s, at most {peak_gib:.3f} GiB", flush=True)
-        del training
-        gc.collect()
-        return found[name]
 
-    kept = run("keep everything", lambda _: Fixed())
-    run("recompute everything", lambda training: Fixed(frozenset(training.stage.layers)))
-    budget_bytes = int(share * kept.peak_bytes)
-    run(
-        "as the budget asks",
-        lambda training: Budgeted(
+def make_ways(training: Training, scale: Scale, device: Device, *, budget_bytes: int) -> dict[str, Way]:
+    """All three."""
+    layers = frozenset(training.stage.layers)
+    ways: dict[str, Recompute] = {
+        "keep everything": Fixed(),
+        "recompute everything": Fixed(layers),
+        "as the budget asks": Budgeted(
             budget_bytes=training.standing_bytes + budget_bytes,
             standing_bytes=lambda: training.standing_bytes,
             device=device.torch_device,
             max_length=scale.max_length,
         ),
-    )
-    return found, budget_bytes
+    }
+    return {name: Way(counted=Counted(one, len(layers))) for name, one in ways.items()}
 
 
-def show(found: dict[str, Outcome], budget_bytes: int, console: Console) -> dict[str, Any]:
+def compare(
+    training: Training, steps: Sequence[Sequence[Batch]], ways: Mapping[str, Way], deadline: Deadline
+) -> int:
+    """Take each step in all ways, in turns, as far as there is time; gives how many were taken."""
+    took_s = 0.0
+    for number, batches in enumerate(steps):
+        if not deadline.leaves(took_s):
+            return number
+        started_s = time.monotonic()
+        for way in ways.values():
+            training.take(number, batches, way)
+        took_s = max(took_s, time.monotonic() - started_s)
+        tell({"step": number, "ways": {name: asdict(way.steps[-1]) for name, way in ways.items()}})
+    return len(steps)
+
+
+def show(ways: Mapping[str, Way], budget_bytes: int, console: Console) -> dict[str, Any]:
     """The table, and what is claimed of it."""
-    kept, everything, budgeted = found.values()
+    kept, everything, budgeted = ways.values()
     table = Table("", "time", "slower by", "highest peak", "of the budget", "steps over it", "recomputed")
-    for name, one in found.items():
+    for name, one in ways.items():
         table.add_row(
             name,
             f"{one.total_s:.2f} s",
             f"{one.total_s / kept.total_s - 1:+.1%}",
             f"{one.peak_bytes / GIB:.3f} GiB",
             f"{one.peak_bytes / budget_bytes:.1%}",
-            str(sum(peak > budget_bytes for peak in one.peaks_bytes)),
-            f"{one.recomputed_share:.1%}",
+            str(sum(step.peak_bytes > budget_bytes for step in one.steps)),
+            f"{one.counted.share:.1%}",
         )
     console.print(table)
     slow_down = budgeted.total_s / kept.total_s - 1
     full_slow_down = everything.total_s / kept.total_s - 1
-    claims = {
+    console.print(
+        f"budget {budget_bytes / GIB:.3f} GiB above weights, gradients and moments; "
+        f"{budgeted.counted.num_measured} micro-batches were measured; slower by {slow_down:.1%}, where "
+        f"recomputing everything is by {full_slow_down:.1%}"
+    )
+    return {
         "budget_bytes": budget_bytes,
         "no_step_over_budget": budgeted.peak_bytes <= budget_bytes,
         "slow_down": slow_down,
         "slow_down_of_everything": full_slow_down,
         "at_most_half": slow_down <= full_slow_down / 2,
-        "num_measured": budgeted.num_measured,
     }
-    console.print(
-        f"budget {budget_bytes / GIB:.3f} GiB above weights, gradients and moments; {budgeted.num_measured} "
-        f"micro-batches were measured; slower by {slow_down:.1%}, {slow_down / full_slow_down:.0%} of what "
-        "recomputing everything costs"
-    )
-    return claims
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Find the budget, compare the ways; gives all that was found."""
+    deadline, device = Deadline.after(options.deadline_s), Device("auto")
+    scale = TINY if options.tiny else FULL
+    steps = make_steps(read_lengths(options.data), scale, options.steps)
+    started_s = time.monotonic()
+    training = Training(scale, device, window=options.window)
+    training.warm_up(steps[0][:1])
+    built_s = time.monotonic()
+    budget_bytes = int(options.budget * find_peak(training, steps))
+    found_s = time.monotonic()
+    console.print(f"built in {built_s - started_s:.1f} s, peak found in {found_s - built_s:.1f} s")
+    ways = make_ways(training, scale, device, budget_bytes=budget_bytes)
+    num_taken = compare(training, steps, ways, deadline)
+    if num_taken < len(steps):
+        console.print(f"cut off by the deadline: {num_taken} of {len(steps)} steps were compared")
+    claims = show(ways, budget_bytes, console) if num_taken > NUM_WARM_UP_STEPS else {}
+    return {
+        "device": device.name,
+        "scale": asdict(scale),
+        "standing_bytes": training.standing_bytes,
+        "num_steps": {"wanted": len(steps), "compared": num_taken},
+        **claims,
+        "ways": {name: way.record() for name, way in ways.items()},
+    }
 
 
 def main() -> None:
@@ -304,27 +347,21 @@ def main() -> None:
     parser.add_argument("--prepare", type=Path)
     parser.add_argument("--budget", type=float, default=0.6)
     parser.add_argument("--window", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--deadline-s", type=float, help="begin no step that would end later than that")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.prepare is not None:
         prepare(options.prepare, options.data)
         return
-    device = Device("auto")
-    scale = TINY if options.tiny else FULL
-    steps = make_steps(read_lengths(options.data), scale, options.steps)
-    found, budget_bytes = compare(steps, scale, device, window=options.window, share=options.budget)
-    claims = show(found, budget_bytes, Console(width=120))
     about = {
         "machine": platform.processor() or platform.machine(),
-        "device": device.name,
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "seed": SEED,
         "window": options.window,
-        "scale": asdict(scale),
     }
-    print(json.dumps({**about, **claims, "ways": {name: asdict(one) for name, one in found.items()}}))
+    tell({"benchmark": "recompute", **about, **measure(options, Console(width=120))})
 
 
 if __name__ == "__main__":

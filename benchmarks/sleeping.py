@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from isthmus.events import Span
 from isthmus.model.boundary import Batch, StageInput
 from isthmus.model.heads import HEADS
-from isthmus.train.crossing.messages import Evaluated
-from isthmus.train.worker import StepEnded
+from isthmus.train.crossing.words import Evaluated
+from isthmus.train.observer import StepEnded
 
 _PR_SET_TIMERSLACK: Final = 29  # from linux/prctl.h
 

@@ -1,8 +1,10 @@
 """What happens in a run, simulated or real: spans and facts, one JSON object a line."""
 
 import json
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,6 +60,7 @@ class EventLog:
     def __init__(self, path: Path, *, clock_offset_s: float = 0.0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._clock_offset_s = clock_offset_s
+        _drop_cut_line(path)
         self._file = path.open("a", encoding="utf-8")
         self._lock = threading.Lock()
 
@@ -102,6 +105,19 @@ def read_events(path: Path) -> Iterator[Event]:
             if not line.endswith("\n"):
                 return
             yield _parse(line, path, number)
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Take off the last line of a file if a crash has cut it short: what comes next would be lost with it."""
+    num_bytes = path.stat().st_size if path.exists() else 0
+    if num_bytes == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            file.seek(0)
+            last = deque(file, maxlen=1).pop()
+            file.truncate(num_bytes - len(last))
 
 
 def _parse(line: str, path: Path, number: int) -> Event:

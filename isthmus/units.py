@@ -111,6 +111,11 @@ def format_bandwidth(bps: float, *, exact: bool = False) -> str:
     return _BANDWIDTH.exact(bps) if exact else _BANDWIDTH.rounded(bps)
 
 
+def shorten(value: float) -> float:
+    """A number with three figures, as many as people read."""
+    return float(f"{value:.3g}")
+
+
 def format_duration(seconds: float, *, exact: bool = False) -> str:
     """Return "40.12 ms" for people, or with `exact` a text that reads back as the same number."""
     return _DURATION.exact(seconds) if exact else _DURATION.rounded(seconds)

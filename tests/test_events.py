@@ -62,6 +62,18 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
     assert list(read_events(path)) == [SPAN]
 
 
+def test_a_run_goes_on_behind_a_line_that_a_crash_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "east.jsonl"
+    with EventLog(path) as log:
+        log.span(SPAN)
+        log.span(SPAN)
+    for length in (len(path.read_text()) - 20, 5):
+        path.write_text(path.read_text()[:length])
+        with EventLog(path) as log:
+            log.span(SPAN)
+        assert list(read_events(path)) == [SPAN] * (2 if length > 5 else 1)
+
+
 @pytest.mark.parametrize("line", ["nonsense", "[]", '{"event": "span"}', '{"kind": "step"}'])
 def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "east.jsonl"

@@ -15,13 +15,13 @@ from auto.trials import CROSSING, SlowDown, Trial
 from isthmus.plan.ladder import Pair
 from isthmus.train.course import Course
 from isthmus.train.crossing.cut import Cut, texts_of
-from isthmus.train.crossing.messages import Tally
 from isthmus.train.crossing.steering import Steering
 from isthmus.train.crossing.wiring import cuts_of, steering_terms
+from isthmus.train.crossing.words import Tally
 from isthmus.train.device import Device
+from isthmus.train.observer import StepEnded
 from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import pipeline_worker
-from isthmus.train.worker import StepEnded
 
 NUM_STEADY_STEPS: Final = 4
 _UNTIL_TOLD_S: Final = 600.0

@@ -5,17 +5,19 @@ Every process first measures on every WAN, then waits until the predictions are 
 
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from isthmus.job import Job
+from isthmus.plan.costs.profile import Profile
 from isthmus.train.course import Post
 from isthmus.train.device import Device
 from isthmus.train.session import SWITCH_INTERVAL_S
@@ -26,6 +28,7 @@ from isthmus.wan.packet import Packet
 from isthmus.wan.processes import Report, run_clouds
 from isthmus.wan.trust.certificates import Identity
 from predicted.cases import CLOUDS, Case, Wan
+from predicted.packets import Packets
 from predicted.stages import Stages
 
 _HERE: Final = "journey/here"
@@ -33,6 +36,8 @@ _GO: Final = "journey/go"
 _POLL_S: Final = 0.2
 _MEASURED: Final = "measured"
 _SLOW_DOWN: Final = "slow-down "
+_CASE: Final = "case "
+_GOES_ON: Final = "goes_on"
 
 At = Callable[["Visit"], Any]
 """What a cloud does on a WAN, with its links open."""
@@ -49,6 +54,15 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What one cloud has built and measured on its way, for cases that have the same stages."""
+
+    stages: dict[Stages, Any] = field(default_factory=dict)
+    profiles: dict[Stages, Profile] = field(default_factory=dict)
+    packets: dict[tuple[Stages, tuple[str, str]], Packets] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
     """One cloud on one WAN."""
 
@@ -57,30 +71,36 @@ class Visit:
     post: Post
     cases: tuple[Case, ...]
     report: Report
-    built: dict[Stages, Any]
-    """Stages that this cloud has built so far."""
+    known: Known
 
     def stage(self, case: Case) -> Any:
         """This cloud's stage of a case, on its device."""
-        if case.stages not in self.built:
+        if case.stages not in self.known.stages:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(self.job.cloud)))
             stage = case.stages.build(self.post.index)
-            self.built[case.stages] = stage.to(Device(case.stages.device).torch_device)
-        return self.built[case.stages]
+            torch.set_num_threads(1)
+            self.known.stages[case.stages] = stage.to(Device(case.stages.device).torch_device)
+        return self.known.stages[case.stages]
 
     def slow_down(self, factor: float, duration_s: float) -> None:
         """Have the first emulated line carry `factor` times less for this long, or until told anew."""
         about = {"wan": self.cases[0].wan.name, "factor": factor, "duration_s": duration_s}
         self.report(_SLOW_DOWN + json.dumps(about))
 
-    def meet(self) -> None:
-        """Wait until all clouds have come here."""
+    def ended(self, case: Mapping[str, Any]) -> None:
+        """Tell of a case that has run."""
+        self.report(_CASE + json.dumps(case))
+
+    def meet(self, *, goes_on: bool = True) -> bool:
+        """Wait until all clouds have come here; gives whether the first of them wants to go on."""
         if self.post.down is not None:
             self.post.down.receive(_HERE)
         if self.post.up is not None:
             self.post.up.send(_HERE, Packet({}))
-            self.post.up.receive(_GO)
+            goes_on = bool(self.post.up.receive(_GO).header[_GOES_ON])
         if self.post.down is not None:
-            self.post.down.send(_GO, Packet({}))
+            self.post.down.send(_GO, Packet({_GOES_ON: goes_on}))
+        return goes_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +112,14 @@ class Plans:
     predictions: Path
 
 
-def travel(cases: Sequence[Case], plans: Plans, *, on_measured: Callable[[], None], say: Report) -> list[Any]:
+def travel(
+    cases: Sequence[Case],
+    plans: Plans,
+    *,
+    on_measured: Callable[[], None],
+    say: Report,
+    on_case: Callable[[Mapping[str, Any]], None] = lambda _: None,
+) -> list[Any]:
     """Measure on all WANs, have predictions made, run; gives what the first cloud brings from each WAN."""
     # Its links are never opened: it only gives every cloud its process.
     home = max((case.wan for case in cases), key=lambda wan: len(wan.clouds)).job()
@@ -103,6 +130,8 @@ def travel(cases: Sequence[Case], plans: Plans, *, on_measured: Callable[[], Non
     def on_report(cloud: str, text: str) -> None:
         if text.startswith(_SLOW_DOWN):
             _slow_down(emulated, json.loads(text.removeprefix(_SLOW_DOWN)))
+        elif text.startswith(_CASE):
+            on_case(json.loads(text.removeprefix(_CASE)))
         elif text != _MEASURED:
             say(text)
         else:
@@ -142,16 +171,16 @@ def _be_cloud(
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     own = [stop for stop in stops if cloud in stop.identities]
-    built: dict[Stages, Any] = {}
+    known = Known()
     for stop in own:
-        _visit(stop, cloud, report, built, plans.measure)
+        _visit(stop, cloud, report, known, plans.measure)
     report(_MEASURED)
     while not plans.predictions.exists():
         time.sleep(_POLL_S)
-    return [_visit(stop, cloud, report, built, plans.run) for stop in own]
+    return [_visit(stop, cloud, report, known, plans.run) for stop in own]
 
 
-def _visit(stop: Stop, cloud: str, report: Report, built: dict[Stages, Any], work: At) -> Any:
+def _visit(stop: Stop, cloud: str, report: Report, known: Known, work: At) -> Any:
     clouds = tuple(one.name for one in stop.job.cloud)
     index = clouds.index(cloud)
     with Endpoint(stop.job, cloud=cloud, identity=stop.identities[cloud], site=stop.sites[cloud]) as endpoint:
@@ -159,7 +188,7 @@ def _visit(stop: Stop, cloud: str, report: Report, built: dict[Stages, Any], wor
         down = _link(endpoint, clouds[index + 1]) if index + 1 < len(clouds) else None
         post = Post(cloud=cloud, index=index, up=up, down=down)
         visit = Visit(
-            job=stop.job, endpoint=endpoint, post=post, cases=stop.cases, report=report, built=built
+            job=stop.job, endpoint=endpoint, post=post, cases=stop.cases, report=report, known=known
         )
         return work(visit)
 

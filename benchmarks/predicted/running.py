@@ -1,9 +1,12 @@
 """The real runs: the product's worker over the product's link, with nothing of the predictions."""
 
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from deadline import Deadline
 from sleeping import Timer
 
 from isthmus.train.course import Course
@@ -37,23 +40,38 @@ class Measured:
     idle_share: float | None
     """Of all processors of the machine; None where it cannot be told."""
 
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Measured":
+        """From plain values."""
+        steps = tuple(
+            MeasuredStep(
+                duration_s=one["duration_s"], busy_s=tuple(one["busy_s"]), windows=tuple(one["windows"])
+            )
+            for one in values["steps"]
+        )
+        return cls(number=values["number"], steps=steps, idle_share=values["idle_share"])
+
     @property
     def median(self) -> MeasuredStep:
         """The step in the middle."""
         return sorted(self.steps, key=lambda step: step.duration_s)[len(self.steps) // 2]
 
 
-def run(visit: Visit) -> list[Measured]:
-    """Run all cases of a WAN, one after the other."""
-    found = []
+def run(visit: Visit, *, deadline: Deadline) -> None:
+    """Run the cases of a WAN, one after the other, while there is time, and tell of each."""
+    longest_s = 0.0
     for case in visit.cases:
         stage = visit.stage(case)
-        visit.meet()
+        if not visit.meet(goes_on=deadline.leaves(longest_s)):
+            break
         if visit.post.index == 0:
             visit.report(f"running case {case.number}")
-        found.append(_run_case(case, visit, stage))
+        started_s = time.monotonic()
+        measured = _run_case(case, visit, stage)
+        longest_s = max(longest_s, time.monotonic() - started_s)
+        if visit.post.index == 0:
+            visit.ended(asdict(measured))
     visit.meet()
-    return found
 
 
 def _run_case(case: Case, visit: Visit, stage: Any) -> Measured:

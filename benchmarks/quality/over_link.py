@@ -33,11 +33,11 @@ from isthmus.model.stage import Stage
 from isthmus.plan.ladder import Pair
 from isthmus.train.course import Course, Post
 from isthmus.train.crossing.cut import Cut as LinkCut
-from isthmus.train.crossing.messages import Evaluated
+from isthmus.train.crossing.words import Evaluated
 from isthmus.train.device import Device
+from isthmus.train.observer import StepEnded
 from isthmus.train.optimize.optimizer import Optimizer, Schedule, total_norm
 from isthmus.train.pipeline import pipeline_worker
-from isthmus.train.worker import StepEnded
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.local import LocalWan
 from isthmus.wan.memory import MemoryLink

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import torch
+from deadline import Deadline
 
 from quality.fitting import Found, Run
 
@@ -44,8 +45,7 @@ class Ended:
 class Clock:
     """How long runs take, and whether one more would end in time."""
 
-    deadline_s: float | None
-    started_s: float = field(default_factory=time.monotonic)
+    deadline: Deadline
     durations_s: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def note(self, ended: Ended) -> None:
@@ -55,9 +55,7 @@ class Clock:
 
     def allows(self, run: Run) -> bool:
         """Whether a run started now would end before the deadline, as far as is known."""
-        if self.deadline_s is None:
-            return True
-        return time.monotonic() - self.started_s + _MARGIN * self._guess_s(run) < self.deadline_s
+        return self.deadline.leaves(_MARGIN * self._guess_s(run))
 
     def _guess_s(self, run: Run) -> float:
         known = self.durations_s.get((run.task, run.row))
@@ -74,10 +72,10 @@ class _Worker:
 
 
 def train_all(
-    runs: list[Run], make_task: TaskMaker, folder: Path, *, num_workers: int, deadline_s: float | None
+    runs: list[Run], make_task: TaskMaker, folder: Path, *, num_workers: int, deadline: Deadline
 ) -> Iterator[Ended]:
     """Train every run that ends in time, and give each as it ends."""
-    clock = Clock(deadline_s)
+    clock = Clock(deadline)
     waiting = list(runs)
     context = multiprocessing.get_context("spawn")
     num_workers = min(num_workers, len(runs))

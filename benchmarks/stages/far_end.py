@@ -8,22 +8,15 @@ from typing import Any
 
 import torch
 
-from isthmus.codec.base import Key
+from isthmus.codec.base import Key, flat_bytes
 from isthmus.codec.ends import Codecs, receiving_end, sending_end
 from isthmus.events import Span
 from isthmus.job.codec import gradient_codec
 from isthmus.plan.ladder import Pair
 from isthmus.plan.types import Pass, Send
-from isthmus.train.crossing.coded import Coded, flat_bytes
-from isthmus.train.crossing.messages import (
-    BACKWARD,
-    FORWARD,
-    TALLY,
-    Tally,
-    pack_gradient,
-    pack_tally,
-    read_address,
-)
+from isthmus.train.crossing.coded import Coded
+from isthmus.train.crossing.messages import BACKWARD, FORWARD, pack_gradient, read_address
+from isthmus.train.crossing.words import TALLY, Tally, pack_tally
 from isthmus.wan.counters import LinkCounters
 from isthmus.wan.packet import Packet
 

@@ -12,9 +12,7 @@ from transformers import AutoConfig, AutoModel
 class PlainLoop:
     """A training step as a user of transformers would write it: micro-batches in turn, then the update."""
 
-    def __init__(
-        self, config: dict[str, Any], device: torch.device, *, is_sharded: bool, is_compiled: bool
-    ) -> None:
+    def __init__(self, config: dict[str, Any], device: torch.device, *, is_sharded: bool) -> None:
         values = dict(config)
         made = AutoConfig.for_model(values.pop("model_type"), **values)
         with torch.device(device):
@@ -23,15 +21,17 @@ class PlainLoop:
         self.model.norm = nn.Identity()
         self._autocast = None if is_sharded else torch.bfloat16
         self._device = device
-        if is_compiled:
-            for layer in self.model.layers:
-                layer.compile()
         if is_sharded:
             _shard(self.model, device)
         self._adamw = torch.optim.AdamW(
             self.model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=device.type != "cpu"
         )
         self.model.train()
+
+    def compile(self, *, backend: str = "inductor") -> None:
+        """Compile each layer by itself, as the stage does."""
+        for layer in self.model.layers:
+            layer.compile(backend=backend)
 
     def step(self, batches: list[Tensor], gradient: Tensor) -> None:
         """Train on micro-batches of ids, with one gradient for the hidden states of each."""

@@ -1,4 +1,8 @@
-"""One step as the profiler saw it, as a picture: what each stream of the device and each thread did."""
+"""One step as a picture: what each stream of the device and each thread did.
+
+Either as a profiler saw it, which slows the host down while it watches, or as the device's own events and the
+spans of the run tell it, which cost next to nothing but do not look into a pass.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -25,7 +29,12 @@ _COLOURS = {
 # Kernels nearer to each other than this are counted as one piece of work, and drawn as one if no gap shows.
 _NEAR_S = 20e-6
 _SEEN_PIXELS = 0.5
-_LEFT, _RIGHT, _TOP, _ROW = 150.0, 20.0, 46.0, 34.0
+_LEFT, _RIGHT, _TOP, _ROW = 170.0, 20.0, 46.0, 34.0
+# What runs on the streams of cuts and on no other.
+_CODEC_KERNELS = ("encode_kernel", "decode_kernel")
+_SEND_ROW = "host: send"
+_PASSES = ("forward", "backward", "optimize")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +68,7 @@ class Step:
     @property
     def compute(self) -> list[Interval]:
         """When the device computed."""
-        return union(piece.interval for piece in self.rows[0].pieces)
+        return union(piece.interval for row in self.rows[:1] for piece in row.pieces)
 
     def hidden_share(self, kinds: set[str]) -> float:
         """The share of the time of some work during which the device computed."""
@@ -69,35 +78,42 @@ class Step:
     @property
     def busy_share(self) -> float:
         """The share of the step during which the device computed."""
-        first, last = self.compute[0][0], self.compute[-1][1]
-        return total_s(self.compute) / (last - first)
+        compute = self.compute
+        return total_s(compute) / (compute[-1][1] - compute[0][0]) if compute else 0.0
 
 
 def read_step(trace: Path, spans: Sequence[Span]) -> Step:
     """The device's work from a Chrome trace, the host's from the spans of the run."""
     found = json.loads(trace.read_text())
     base_s = found.get("baseTimeNanoseconds", 0) / 1e9
-    passes = [span for span in spans if span.kind in ("forward", "backward", "optimize")]
-    streams: dict[int, list[Piece]] = {}
+    streams: dict[object, list[dict[str, Any]]] = {}
     for event in found["traceEvents"]:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            piece = _device_piece(event, base_s)
-            streams.setdefault(int(event["args"]["stream"]), []).append(piece)
-    ordered = sorted(streams.values(), key=lambda pieces: -total_s(union(one.interval for one in pieces)))
-    device_rows = [
-        Row(name="compute stream", pieces=_joined(_by_pass(pieces, passes)))
-        if number == 0
-        else Row(name=f"stream beside it {number}", pieces=_joined(pieces))
-        for number, pieces in enumerate(ordered)
+        if event.get("cat") in _ON_DEVICE:
+            place = event.get("args", {}).get("stream", event.get("tid"))
+            streams.setdefault(place, []).append(event)
+    ordered = sorted(streams.values(), key=lambda events: -sum(float(one.get("dur", 0)) for one in events))
+    passes = [span for span in spans if span.kind in _PASSES]
+    return Step(rows=(*_device_rows(ordered, base_s, passes), *_host_rows(spans)))
+
+
+def step_of(spans: Sequence[Span], lanes: Sequence[Piece]) -> Step:
+    """A step from the spans of the run, whose passes are timed by the device, and from what lanes noted."""
+    passes = [
+        Piece(kind=one.kind, start_s=one.start_s, end_s=one.end_s) for one in spans if one.kind in _PASSES
     ]
-    return Step(rows=(*device_rows, *_host_rows(spans)))
+    rows = [Row(name="device: passes", pieces=tuple(passes))]
+    for name, kind in (("device: encode, copy", "codec"), ("device: copy, decode", "decode")):
+        pieces = tuple(one for one in lanes if one.kind == kind)
+        if pieces:
+            rows.append(Row(name=name, pieces=pieces))
+    return Step(rows=(*rows, *(row for row in _host_rows(spans) if row.name == _SEND_ROW)))
 
 
 def draw_step(step: Step, *, title: str, width: float = 1200.0) -> str:
     """The text of an SVG file."""
-    start_s = min(piece.start_s for row in step.rows for piece in row.pieces)
-    end_s = max(piece.end_s for row in step.rows for piece in row.pieces)
-    scale = (width - _LEFT - _RIGHT) / (end_s - start_s)
+    start_s = min((piece.start_s for row in step.rows for piece in row.pieces), default=0.0)
+    end_s = max((piece.end_s for row in step.rows for piece in row.pieces), default=0.0)
+    scale = (width - _LEFT - _RIGHT) / max(end_s - start_s, 1e-9)
     shapes: list[Shape] = [Label(x=12, y=20, text=title, size=14)]
     for number, row in enumerate(step.rows):
         y = _TOP + number * _ROW
@@ -119,9 +135,34 @@ def draw_step(step: Step, *, title: str, width: float = 1200.0) -> str:
     return to_svg(Drawing(width=width, height=bottom + 64, shapes=tuple(shapes)))
 
 
-def _device_piece(event: dict[str, Any], base_s: float) -> Piece:
+def _device_rows(
+    streams: Sequence[Sequence[dict[str, Any]]], base_s: float, passes: Sequence[Span]
+) -> list[Row]:
+    """The stream that works most computes; those of cuts are known by their kernels, if any has such."""
+    rows = []
+    are_known = any(map(_codes, streams))
+    for number, events in enumerate(streams):
+        if number == 0:
+            pieces = _by_pass((_device_piece(one, base_s, "other") for one in events), passes)
+            rows.append(Row(name="compute stream", pieces=_joined(pieces)))
+            continue
+        is_lane = _codes(events) or not are_known
+        pieces = tuple(_device_piece(one, base_s, _lane_kind(one) if is_lane else "other") for one in events)
+        name = "stream of a cut" if is_lane else "stream beside it"
+        rows.append(Row(name=f"{name} {number}", pieces=_joined(pieces)))
+    return rows
+
+
+def _codes(events: Sequence[dict[str, Any]]) -> bool:
+    return any(kernel in str(one.get("name", "")) for one in events for kernel in _CODEC_KERNELS)
+
+
+def _lane_kind(event: dict[str, Any]) -> str:
+    return "codec" if event["cat"] == "kernel" else "copy"
+
+
+def _device_piece(event: dict[str, Any], base_s: float, kind: str) -> Piece:
     start_s = base_s + float(event["ts"]) / 1e6
-    kind = "codec" if event["cat"] == "kernel" else "copy"
     return Piece(kind=kind, start_s=start_s, end_s=start_s + float(event.get("dur", 0)) / 1e6)
 
 
@@ -148,9 +189,9 @@ def _by_pass(pieces: Iterable[Piece], passes: Sequence[Span]) -> tuple[Piece, ..
 
 def _host_rows(spans: Sequence[Span]) -> list[Row]:
     kinds = {
-        "host: passes": ("forward", "backward", "optimize"),
+        "host: passes": _PASSES,
         "host: encode, copy": ("encode",),
-        "host: send": ("transfer",),
+        _SEND_ROW: ("transfer",),
         "host: decode": ("decode",),
     }
     names = {"encode": "codec", "transfer": "send"}

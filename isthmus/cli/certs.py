@@ -19,7 +19,7 @@ certs_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Folder = Annotated[Path, typer.Option(help="Where keys and certificates are.")]
+Folder = Annotated[Path, typer.Option(metavar="FOLDER", help="Where keys and certificates are.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the key that is there.")]
 
 
@@ -36,7 +36,7 @@ def authority(folder: Folder = Path("certs"), force: Force = False) -> None:
 
 @certs_app.command()
 def request(
-    cloud: Annotated[str, typer.Argument(help="The cloud's name in the job.")],
+    cloud: Annotated[str, typer.Argument(metavar="CLOUD", help="The cloud's name in the job.")],
     folder: Folder = Path("certs"),
     force: Force = False,
 ) -> None:
@@ -52,7 +52,7 @@ def request(
 @certs_app.command()
 def sign(
     request: Annotated[Path, typer.Argument(help="The request that the cloud sent.", metavar="REQUEST.csr")],
-    cloud: Annotated[str, typer.Option(help="The cloud that you know it came from.")],
+    cloud: Annotated[str, typer.Option(metavar="NAME", help="The cloud that you know it came from.")],
     days: Annotated[int, typer.Option(help="How long the certificate is valid.", min=1, max=3650)] = 365,
     folder: Folder = Path("certs"),
 ) -> None:
@@ -69,7 +69,9 @@ def sign(
 
 @certs_app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(help="Where keys and certificates are.")] = Path("certs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where keys and certificates are.")] = Path(
+        "certs"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a folder holds, until when it is valid, and what is wrong with it."""

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -14,7 +16,9 @@ import typer
 from isthmus.cli.options import JobArgument, JsonOption, SetOption
 
 if TYPE_CHECKING:
-    from isthmus.wan.doctor import Devices, Finding
+    from isthmus.job import Job
+    from isthmus.wan.devices import Devices
+    from isthmus.wan.doctor import Finding
 
 _RUNS: Final = Path("runs")
 _TORCH_TIMEOUT_S: Final = 120.0
@@ -42,21 +46,36 @@ def doctor(
     loaded = load_job(job, overrides=overrides or ())
     here = loaded.cloud_named(cloud) if cloud is not None else None
     findings = []
-    for finding in examine(loaded, here, find_devices=find_devices, runs=_RUNS, now=datetime.now(UTC)):
+    ready = examine(loaded, here, find_devices=find_devices, runs=_RUNS, now=datetime.now(UTC))
+    for finding in chain(ready, _examine_inputs(loaded, cloud)):
         findings.append(finding)
         if not as_json:
             _print(finding)
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        _print_sum(findings, job)
+        _print_sum(findings, job, cloud)
     if any(finding.verdict is Verdict.FAILED for finding in findings):
         raise typer.Exit(1)
 
 
+def _examine_inputs(job: "Job", cloud: str | None) -> "Iterator[Finding]":
+    """Whether model and data can be had here; all clouds need the model, and the first one the data."""
+    from isthmus.wan.doctor import check_by
+
+    if job.model is None or job.data is None or find_spec("torch") is None:
+        return
+    from isthmus.train.preflight import look_at_data, look_at_model
+    from isthmus.train.setup import stage_order
+
+    yield check_by("model", lambda: look_at_model(job))
+    if cloud in (None, stage_order(job)[0]):
+        yield check_by("data", lambda: look_at_data(job))
+
+
 def find_devices() -> "Devices":
     """Return what torch finds on this machine."""
-    from isthmus.wan.doctor import Devices
+    from isthmus.wan.devices import Devices
 
     command = [sys.executable, "-c", _FIND_DEVICES]
     try:
@@ -82,9 +101,10 @@ def _print(finding: "Finding") -> None:
         typer.echo(f"  cure: {finding.cure}")
 
 
-def _print_sum(findings: "Sequence[Finding]", job: Path) -> None:
+def _print_sum(findings: "Sequence[Finding]", job: Path, cloud: str | None) -> None:
     num_failed = sum(finding.verdict == "failed" for finding in findings)
     if num_failed:
         typer.secho(f"next: mend what has a cross ({num_failed}), then run this again", dim=True)
     else:
-        typer.secho(f"next: isthmus probe {job}", dim=True)
+        here = "" if cloud is None else f" --cloud {cloud}"
+        typer.secho(f"next: isthmus probe {job}{here}", dim=True)

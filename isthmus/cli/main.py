@@ -1,5 +1,6 @@
 """The `isthmus` command: verbs, and what a user sees when something is wrong."""
 
+import os
 import sys
 from typing import Annotated, Final
 
@@ -27,7 +28,7 @@ app = typer.Typer(
     help="Train one language model on several clouds joined by slow links.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
 )
 app.command()(run)
 app.command()(plan)
@@ -58,6 +59,8 @@ def _options(
 
 def main() -> None:
     """Run the command line; a user's mistake exits with 2, a failure with 1, neither with a traceback."""
+    # What TLS and sockets turn down is told in our words; gRPC's own lines would come in between.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app()
     except IsthmusError as error:

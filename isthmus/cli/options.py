@@ -1,7 +1,7 @@
 """Arguments and options that several verbs share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -14,4 +14,5 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job, such as link.0.rtt='60 ms'."),
 ]
+NO_EMULATED_WAN: Final = "--faults disturbs the emulated WAN, and with --cloud there is none"
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

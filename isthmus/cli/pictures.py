@@ -1,9 +1,10 @@
 """Options of verbs that draw, and the files they ask for."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
     from isthmus.observe.drawing import Drawing
     from isthmus.observe.page import Section
+
+_WHERE: Final = "name a file in a folder that exists and can be written to"
 
 SvgOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as SVG.")]
 PngOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as PNG; needs Pillow.")]
@@ -45,13 +48,18 @@ class Pictures:
         return written
 
 
+def check_folder(path: Path) -> None:
+    """Refuse a file in a folder that cannot take it, before anything is measured for it."""
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path} cannot be written", hint=_WHERE)
+
+
 def write_file(path: Path, content: bytes) -> Path:
     """Write a file that a user has named."""
     try:
         path.write_bytes(content)
     except OSError as error:
-        hint = "name a file in a folder that exists and can be written to"
-        raise UserError(f"{path} cannot be written: {error.strerror}", hint=hint) from None
+        raise UserError(f"{path} cannot be written: {error.strerror}", hint=_WHERE) from None
     return path
 
 

@@ -9,21 +9,19 @@ import typer
 
 from isthmus.cli.options import JobArgument, JsonOption, SetOption
 from isthmus.cli.pictures import HtmlOption, Pictures, PngOption, SvgOption, tell_written
-from isthmus.cli.tables import as_rich, duration
+from isthmus.cli.tables import as_rich
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from isthmus.events import Span
     from isthmus.job import Job
-    from isthmus.observe.page import Table
     from isthmus.observe.timeline import Chart
     from isthmus.plan.levers import Lever
-    from isthmus.plan.search.choice import BubbleSplit, Estimate, Plan, PlannedStage
+    from isthmus.plan.search.choice import Plan
 
 # Boxes with their numbers in a picture, for each rank.
 _NUM_DRAWN: Final = 12
-_BY_FORMULA: Final = "≈"
 
 
 def plan(
@@ -44,6 +42,7 @@ def plan(
     """
     from rich.console import Console
 
+    from isthmus.cli.plan_tables import plan_advice
     from isthmus.job import load_job, update_job_sections
     from isthmus.plan.following import planned_changes
     from isthmus.plan.levers import levers
@@ -57,7 +56,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(_facts(chosen, found), indent=2))
     else:
-        _show(Console(highlight=False), chosen, found)
+        _show(Console(highlight=False), chosen, found, advice=plan_advice(loaded, chosen, job))
     _draw(notes, Pictures(svg=svg, png=png, html=html), loaded, chosen, found)
     if write:
         changes = planned_changes(loaded, chosen)
@@ -73,148 +72,18 @@ def _facts(plan: "Plan", levers: "Sequence[Lever]") -> dict[str, Any]:
     return {**plan_to_dict(plan), "levers": [asdict(lever) for lever in levers]}
 
 
-def _show(console: "Console", plan: "Plan", levers: "Sequence[Lever]") -> None:
+def _show(console: "Console", plan: "Plan", levers: "Sequence[Lever]", *, advice: Iterator[str]) -> None:
+    from isthmus.cli.plan_tables import plan_notes, plan_tables
     from isthmus.observe.gantt import draw_text
 
     console.print(f"[bold]{plan.reason}[/]", soft_wrap=True)
-    for table in _tables(plan, levers):
+    for table in plan_tables(plan, levers):
         console.print()
         console.print(as_rich(table))
-    for note in _notes(plan):
+    for note in (*plan_notes(plan), *advice):
         console.print(f"[dim]{note}[/]", soft_wrap=True)
     console.print()
     console.print(draw_text(_chart(plan), width=console.width))
-
-
-def _tables(plan: "Plan", levers: "Sequence[Lever]") -> "Iterator[Table]":
-    yield _names_table(plan)
-    yield _plans_table(plan)
-    yield _bubbles_table(plan)
-    yield _stages_table(plan)
-    if plan.links:
-        yield _links_table(plan)
-    if levers:
-        yield _levers_table(levers)
-
-
-def _names_table(plan: "Plan") -> "Table":
-    from isthmus.observe.page import Table
-
-    whys = [(plan.what, plan.savers, "taken")]
-    whys += [(one.what, one.savers, one.why) for one in plan.runners_up]
-    rows = [
-        (f"{number} {'; '.join((what, *savers))}", why) for number, (what, savers, why) in enumerate(whys, 1)
-    ]
-    return Table(header=("plan", "why it was taken or not"), rows=tuple(rows))
-
-
-def _plans_table(plan: "Plan") -> "Table":
-    from isthmus.observe.page import Table
-
-    every = [(plan.estimate, plan.memory_share)]
-    every += [(one.estimate, one.memory_share) for one in plan.runners_up]
-    rows = [(str(number), *_figures(*one)) for number, one in enumerate(every, start=1)]
-    header = ("plan", "step", "tokens/s", "memory", "WAN/step", "$/step", "$/Mtoken", "limited by the")
-    return Table(header=header, rows=tuple(rows))
-
-
-def _figures(estimate: "Estimate", memory_share: float | None) -> tuple[str, ...]:
-    about = "" if estimate.is_simulated else _BY_FORMULA
-    return (
-        about + duration(estimate.step_s),
-        f"{about}{estimate.tokens_per_s:,.0f}",
-        "–" if memory_share is None else f"{memory_share:.0%}",
-        _size(estimate.wan_bytes),
-        _usd(estimate.usd_per_step),
-        _usd(estimate.usd_per_million_tokens),
-        estimate.limiting,
-    )
-
-
-def _bubbles_table(plan: "Plan") -> "Table":
-    from isthmus.observe.page import Table
-
-    bubbles = [plan.estimate.bubble, *(one.estimate.bubble for one in plan.runners_up)]
-    rows = [
-        (str(number), *(f"{share:.0%}" for share in (one.total, *_shares(one))))
-        for number, one in enumerate(bubbles, start=1)
-    ]
-    header = ("plan", "bubble", "of it filling", "latency", "bandwidth", "imbalance")
-    return Table(header=header, rows=tuple(rows))
-
-
-def _shares(bubble: "BubbleSplit") -> tuple[float, ...]:
-    return (bubble.fill, bubble.latency, bubble.bandwidth, bubble.imbalance)
-
-
-def _stages_table(plan: "Plan") -> "Table":
-    from isthmus.observe.page import Table
-
-    header = ("cloud", "holds", "ranks", "busy", "in flight", "memory of a rank", "of", "most of it")
-    return Table(header=header, rows=tuple(_stage_row(stage, plan) for stage in plan.stages))
-
-
-def _stage_row(stage: "PlannedStage", plan: "Plan") -> tuple[str, ...]:
-    largest = sorted(stage.memory.items(), key=lambda item: -item[1])[:2]
-    return (
-        stage.cloud,
-        stage.holds,
-        str(stage.num_ranks),
-        f"{stage.busy_s / plan.estimate.step_s:.0%}",
-        str(stage.window),
-        _size(stage.memory_bytes),
-        "–" if stage.capacity_bytes is None else _size(stage.capacity_bytes),
-        ", ".join(f"{name} {_size(number)}" for name, number in largest),
-    )
-
-
-def _links_table(plan: "Plan") -> "Table":
-    from isthmus.observe.page import Table
-
-    rows = [
-        (
-            "–".join(link.between),
-            _size(link.down_bytes),
-            _size(link.up_bytes),
-            link.forward_codec,
-            link.backward_codec,
-            _usd((link.down_bytes + link.up_bytes) / 2**30 * (link.usd_per_gib or 0.0)),
-        )
-        for link in plan.links
-    ]
-    header = ("link", "there in a step", "back", "codec there", "codec back", "$/step")
-    return Table(header=header, rows=tuple(rows))
-
-
-def _levers_table(levers: "Sequence[Lever]") -> "Table":
-    from isthmus.observe.page import Table
-
-    rows = [
-        (one.what, _change(one.step_change), "–" if one.usd_change is None else _change(one.usd_change))
-        for one in levers
-    ]
-    return Table(header=("one thing changed", "time per token", "$ per token"), rows=tuple(rows))
-
-
-def _notes(plan: "Plan") -> Iterator[str]:
-    estimate = plan.estimate
-    price = "" if estimate.total_usd is None else f" and ${estimate.total_usd:,.2f}"
-    yield f"{estimate.num_steps} steps take {duration(estimate.total_s)}{price}"
-    if plan.savers:
-        yield f"memory is spared by {', '.join(plan.savers)}{_where(plan)}"
-    yield from (f"{'-'.join(link.between)}: {link.reason}" for link in plan.links if link.reason)
-    yield from plan.notes
-    if estimate.usd_per_step is None:
-        yield "the price of a cloud is not known: set its usd_per_hour"
-    every = (estimate, *(one.estimate for one in plan.runners_up))
-    legend = "" if all(one.is_simulated for one in every) else f"; {_BY_FORMULA} is by formula, not simulated"
-    yield f"{plan.num_tried} {'plan' if plan.num_tried == 1 else 'plans'} weighed{legend}"
-
-
-def _where(plan: "Plan") -> str:
-    """Which clouds share their stages out, where not all do."""
-    shared = [stage.cloud for stage in plan.stages if stage.sharding.value != "none"]
-    return f" (sharding at {', '.join(shared)})" if 0 < len(shared) < len(plan.stages) else ""
 
 
 def _chart(plan: "Plan") -> "Chart":
@@ -260,24 +129,13 @@ def _of_first_ranks(spans: "Sequence[Span]") -> "list[Span]":
 def _draw(notes: "Console", pictures: Pictures, job: "Job", plan: "Plan", levers: "Sequence[Lever]") -> None:
     if (pictures.svg, pictures.png, pictures.html) == (None, None, None):
         return
+    from isthmus.cli.plan_tables import plan_notes, plan_tables
     from isthmus.observe.drawing import draw_chart
     from isthmus.observe.page import Section
 
     title = f"{job.name}: {plan.what}"
-    sections = [Section(heading="The plan", parts=(plan.reason, *_tables(plan, levers), *_notes(plan)))]
+    sections = [
+        Section(heading="The plan", parts=(plan.reason, *plan_tables(plan, levers), *plan_notes(plan)))
+    ]
     drawing = draw_chart(_beginning(plan), title=title)
     tell_written(notes, pictures.write(drawing, title=title, sections=sections))
-
-
-def _size(num_bytes: float) -> str:
-    from isthmus.units import format_bytes
-
-    return format_bytes(int(float(f"{num_bytes:.3g}")))
-
-
-def _usd(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
-
-
-def _change(share: float) -> str:
-    return "none" if abs(share) < 0.005 else f"{share:+.0%}".replace("-", "−")

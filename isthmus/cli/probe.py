@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.cli.options import CloudOption, JobArgument, JsonOption, SetOption
+from isthmus.cli.options import NO_EMULATED_WAN, CloudOption, JobArgument, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,8 +40,11 @@ def probe(
     """
     from rich.console import Console
 
+    from isthmus.errors import UserError
     from isthmus.job import load_job, update_job_file
 
+    if cloud is not None and faults is not None:
+        raise UserError(NO_EMULATED_WAN, hint="leave it out")
     loaded = load_job(job, overrides=overrides or ())
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with notes.status("starting") as status:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isthmus.cli.options import JobArgument, JsonOption, SetOption
+from isthmus.cli.pictures import check_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,11 +39,12 @@ def profile(
 
     loaded = load_job(job, overrides=overrides or ())
     chosen = loaded.cloud_named(cloud) if cloud is not None else loaded.cloud[0]
+    path = out or Path(f"{chosen.name}.profile.json")
+    check_folder(path)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with notes.status("starting") as status:
         found = measure(loaded, chosen, report=lambda what: status.update(f"measuring {what}"))
     text = write_profile(found)
-    path = out or Path(f"{chosen.name}.profile.json")
     replace_file(path, text)
     if as_json:
         typer.echo(text, nl=False)

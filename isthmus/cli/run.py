@@ -6,11 +6,11 @@ import os
 import signal
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from isthmus.cli.options import CloudOption, JobArgument, JsonOption, SetOption
+from isthmus.cli.options import NO_EMULATED_WAN, CloudOption, JobArgument, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from isthmus.cli.display import Display
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from isthmus.wan.local import LocalWan
     from isthmus.wan.processes import Report
     from isthmus.wan.seat import Seat
+
+
+_GO_ON: Final = "mend that and start the same command again: it goes on from what all clouds have saved"
 
 
 def run(
@@ -53,9 +56,12 @@ def run(
 
     from isthmus.cli.display import Display, show_summary
     from isthmus.cli.launch import find_seat
+    from isthmus.errors import Aborted, CloudFailed, PeerLost
     from isthmus.job import load_job
     from isthmus.observe.summary import summarize
 
+    if cloud is not None:
+        _check_real(faults, restarts)
     loaded = load_job(job, overrides=overrides or ()).used()
     console = Console(stderr=as_json, highlight=False)
     seat = None if cloud is None else find_seat(os.environ, loaded.cloud_named(cloud))
@@ -73,6 +79,9 @@ def run(
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from what was saved last")
         raise
+    except (Aborted, PeerLost, CloudFailed) as ended:
+        ended.hint = ended.hint or _GO_ON
+        raise
     if seat is not None and not seat.is_leader:
         return
     summary = summarize(folder)
@@ -81,6 +90,18 @@ def run(
     else:
         show_summary(console, summary)
         console.print(f"the run is in [bold]{folder}[/]", soft_wrap=True)
+
+
+def _check_real(faults: Path | None, restarts: int) -> None:
+    from isthmus.errors import UserError
+
+    if faults is not None:
+        raise UserError(NO_EMULATED_WAN, hint="leave it out")
+    if restarts:
+        raise UserError(
+            "--restarts starts all clouds on this machine again, and with --cloud there is one",
+            hint="let the launcher do it: torchrun --max-restarts, Slurm --requeue, Kubernetes backoffLimit",
+        )
 
 
 def _run_here(
@@ -95,13 +116,16 @@ def _run_here(
 ) -> Path:
     from isthmus.observe.trackers import check_trackers, open_trackers
     from isthmus.plan.faults import load_faults
-    from isthmus.train.preflight import choose_run
+    from isthmus.train.preflight import check_all_devices, choose_run
+    from isthmus.train.runs import writing_to
     from isthmus.train.session import Place
     from isthmus.wan.local import LocalWan
 
     check_trackers(trackers)
+    check_all_devices(job)
     script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
-    folder = choose_run(job, root=root, resume=resume)
+    with writing_to(root):
+        folder = choose_run(job, root=root, resume=resume)
     num_threads = max(1, (os.cpu_count() or 1) // sum(cloud.ranks for cloud in job.cloud))
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     place = Place(root=root, run_id=folder.name, open_trackers=opens, num_threads=num_threads)
@@ -134,11 +158,13 @@ def _run_until_done(
 def _be_rank_here(
     job: "Job", endpoint: "Endpoint", *, cloud: str, report: "Report", seat: "Seat", place: "Place"
 ) -> Path:
+    from isthmus.train.runs import writing_to
     from isthmus.train.session import train_cloud
 
     # Ctrl-C reaches the whole process group; the command that started us ends us in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat)
+    with writing_to(place.root):
+        return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat)
 
 
 def _run_as(
@@ -151,21 +177,24 @@ def _run_as(
     display: "Display",
 ) -> Path:
     from isthmus.observe.trackers import check_trackers, open_trackers
-    from isthmus.train.preflight import choose_run
+    from isthmus.train.preflight import check_device, choose_run
+    from isthmus.train.runs import writing_to
     from isthmus.train.session import Place, train_cloud
     from isthmus.train.setup import set_up
     from isthmus.wan.endpoint import Endpoint
     from isthmus.wan.trust.certificates import read_identity
 
     identity = read_identity(Path(job.cloud_named(cloud).certificates), cloud)
+    check_device(job.cloud_named(cloud), seat)
     chooses = seat.is_leader and set_up(job).clouds[0] == cloud
     check_trackers(trackers if chooses else ())
-    run_id = choose_run(job, root=root, resume=resume).name if chooses else None
+    with writing_to(root):
+        run_id = choose_run(job, root=root, resume=resume).name if chooses else None
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     place = Place(root=root, run_id=run_id, open_trackers=opens)
     _end_in_order(cloud)
-    with Endpoint(job, cloud=cloud, rank=seat.rank, identity=identity) as endpoint:
-        report = functools.partial(display.hear, cloud)
+    report = functools.partial(display.hear, cloud)
+    with Endpoint(job, cloud=cloud, rank=seat.rank, identity=identity) as endpoint, writing_to(root):
         return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat)
 
 

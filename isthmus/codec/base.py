@@ -8,7 +8,7 @@ A codec is a chain of coders, each wrapping the coder of what it makes: `Rotate(
 format is a coder that wraps nothing. Both ends of a cut build the same chains from the same two texts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
@@ -82,15 +82,17 @@ class Coder(Protocol):
 class Memory:
     """What an activation leaves behind for its gradient at one end of a cut, by key.
 
-    Keeping and forgetting happen on different threads; each is one operation of a dictionary.
+    Keeping and forgetting happen on different threads; each is one operation of a dictionary. Nothing is kept
+    unless gradients ask for it: those that do not may cross raw, and so pass here unseen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_asked: bool = True) -> None:
+        self._is_asked = is_asked
         self._kept: dict[Key, Tensor] = {}
 
     def keep(self, message: Message, tensor: Tensor) -> None:
         """Remember a tensor until the gradient has passed; in evaluation there will be none."""
-        if message.keeps:
+        if self._is_asked and message.keeps:
             self._kept[message.key] = tensor
 
     def find(self, message: Message) -> Tensor:
@@ -143,6 +145,11 @@ class Wrapping:
     def load_state_dict(self, state: State) -> None:
         """Let the wrapped coder continue."""
         self._rest.load_state_dict(state)
+
+
+def below(prefix: str, state: Mapping[str, Tensor]) -> State:
+    """The part of a state whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from isthmus.codec.base import Coder, Key, Memory, Message, Payload, Place, State
+from isthmus.codec.base import Coder, Key, Memory, Message, Payload, Place, State, below
 from isthmus.codec.build import build_coder
 from isthmus.codec.casts import Plain
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import CodecSpec, gradient_codec
 from isthmus.job.codec_sizes import CodeState
+from isthmus.job.codec_steps import SameBasis, SameIndices
 
 _STATE_VERSION: Final = 2
 _VERSION: Final = "version"
@@ -67,8 +68,7 @@ class _Lane:
         return {prefix + name: tensor for name, tensor in self._coder.state_dict().items()}
 
     def load_state_dict(self, prefix: str, state: State) -> None:
-        own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
-        self._coder.load_state_dict(own)
+        self._coder.load_state_dict(below(prefix, state))
 
     def _message(self, key: Key, ids_N: Tensor | None, keeps: bool, learns: bool) -> Message:
         words = struct.pack("<Qqqq", self._codecs.seed % 2**64, self._direction, key.step, key.microbatch)
@@ -96,10 +96,11 @@ class _End:
     """What the ends have in common: a coder for activations, one for gradients, and their state."""
 
     def __init__(self, codecs: Codecs, *, device: torch.device) -> None:
-        self._memory = Memory()
+        gradient = gradient_codec(codecs.forward, codecs.backward)
+        follows = any(isinstance(step, SameBasis | SameIndices) for step in gradient.steps)
+        self._memory = Memory(is_asked=follows)
         place = Place(width=codecs.width, device=device, memory=self._memory)
         self._forward = _Lane(codecs.forward, codecs, place, _Direction.FORWARD)
-        gradient = gradient_codec(codecs.forward, codecs.backward)
         self._backward = _Lane(gradient, codecs, place, _Direction.BACKWARD)
 
     def state_dict(self) -> State:

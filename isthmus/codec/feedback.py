@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from isthmus.codec.base import Coder, Message, Payload, State
+from isthmus.codec.base import Coder, Message, Payload, State, below
 from isthmus.errors import UserError
 
 _RESIDUAL: Final = "residual"
@@ -45,8 +45,7 @@ class FeedbackCoder:
     def load_state_dict(self, state: State) -> None:
         """Continue with what was owed when the state was taken."""
         self._residual_ND = state.get(_RESIDUAL)
-        behind = {name: one for name, one in state.items() if name.startswith(_REST)}
-        self._rest.load_state_dict({name.removeprefix(_REST): one for name, one in behind.items()})
+        self._rest.load_state_dict(below(_REST, state))
 
     def _owed(self, x_ND: Tensor) -> Tensor:
         residual_ND = self._residual_ND

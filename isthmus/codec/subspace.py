@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from isthmus.codec.base import Coder, Memory, Message, Payload, Place, State, Wrapping
+from isthmus.codec.base import Coder, Memory, Message, Payload, Place, State, Wrapping, below
 from isthmus.codec.casts import Half
 from isthmus.codec.edition import Edition, Shapes, tag_bytes, unpack_edition
 from isthmus.codec.learner import Learner
@@ -90,11 +90,11 @@ class SubspaceCoder:
 
     def load_state_dict(self, state: State) -> None:
         """Continue from a state of an end on the same side."""
-        self._rest.load_state_dict(_below(_REST, state))
+        self._rest.load_state_dict(below(_REST, state))
         if _EDITION in state:
             self._edition = unpack_edition(state[_EDITION], self._shapes, device=self._device)
             self._anchor_SD.copy_(state[_ANCHORS])
-        learned = _below(_LEARNER, state)
+        learned = below(_LEARNER, state)
         if learned:
             self._learner = self._new_learner()
             self._learner.load_state_dict(learned)
@@ -180,7 +180,3 @@ class SubspaceGradientCoder(Wrapping):
         """The gradient of the rows."""
         vectors_DR = self._memory.find(message)
         return self._rest.decode(parts, (shape[0], vectors_DR.shape[1]), message) @ vectors_DR.T
-
-
-def _below(prefix: str, state: State) -> State:
-    return {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from isthmus.errors import UserError
 from isthmus.job.findings import FieldError, suggest
 
 _KINDS: Final = ("hidden", "bottleneck")
@@ -43,6 +44,9 @@ class HiddenSpec:
         """Numbers per token that cross."""
         return hidden_width
 
+    def check_width(self, hidden_width: int) -> None:
+        """Hidden states of any width may cross."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BottleneckSpec:
@@ -61,6 +65,14 @@ class BottleneckSpec:
     def crossing_width(self, hidden_width: int) -> int:  # noqa: ARG002 the other kind's width depends on it
         """Numbers per token that cross once the warm-up is over."""
         return self.rank
+
+    def check_width(self, hidden_width: int) -> None:
+        """Refuse a bottleneck that is none."""
+        if self.rank >= hidden_width:
+            raise UserError(
+                f"{self} is no bottleneck where hidden states are {hidden_width} wide",
+                hint=f'use fewer numbers than {hidden_width}, or boundary = "hidden"',
+            )
 
 
 BoundarySpec = HiddenSpec | BottleneckSpec

@@ -8,11 +8,17 @@ from pydantic import AfterValidator, Field, model_validator
 from isthmus.job.fields import CacheMemory, Caps, CheckpointInterval, Frozen, Memory
 from isthmus.job.findings import FieldError, show_value
 from isthmus.job.lora import LoraSpec
+from isthmus.job.model_keys import MODEL_KEYS, unknown_key
 
 
 def _checked_config(config: dict[str, object]) -> dict[str, object]:
     for key, value in config.items():
         _check_config_value(key, value)
+    model_type = str(config.get("model_type"))
+    # Of other models transformers knows the keys, when one is built.
+    if wrong := unknown_key(model_type, config, MODEL_KEYS.get(model_type, config)):
+        what, cure = wrong
+        raise FieldError(what, cure=cure)
     return config
 
 

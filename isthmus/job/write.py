@@ -109,12 +109,12 @@ def _replace(target: Path, text: str) -> None:
     except OSError:
         Path(name).unlink()
         raise
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in the folder last through a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make what a file holds, or a rename in a folder, last through a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

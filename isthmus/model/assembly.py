@@ -14,7 +14,6 @@ from isthmus.job.lora import LoraSpec
 from isthmus.model.anatomy import check_layers
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.bottleneck import Down, Up
-from isthmus.model.boundary import boundary_of
 from isthmus.model.freeze import freeze_below
 from isthmus.model.initial import check_initialised, end_seeding, seed_initialisation
 from isthmus.model.layer_call import LayerCall
@@ -121,7 +120,7 @@ def _down(blueprint: Blueprint, layers: range, spec: BoundarySpec, *, seed: int)
 def _check_cut(blueprint: Blueprint, spec: BottleneckSpec, *, at_layer: int) -> None:
     if not 0 < at_layer < blueprint.num_layers:
         raise ValueError("a bottleneck lies between two stages, not at an end of the model")
-    boundary_of(spec, hidden_width=blueprint.config.hidden_size)
+    spec.check_width(blueprint.config.hidden_size)
 
 
 def _load(

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.errors import UserError
+from isthmus.job.model_keys import unknown_key
 from isthmus.model.anatomy import Anatomy, dissect
 from isthmus.model.families import HOW_TO_ADD, family_of
 from isthmus.model.families.family import Family
@@ -83,9 +84,9 @@ def _config_from(values: dict[str, Any]) -> PreTrainedConfig:
         hint = _near(str(model_type), CONFIG_MAPPING.keys())
         raise UserError(f"the model's configuration has {what}", hint=hint)
     known = {*CONFIG_MAPPING[model_type]().to_dict(), *CONFIG_MAPPING[model_type].attribute_map}
-    for key in values:
-        if key not in known:
-            raise UserError(f"the configuration of {model_type} has no key {key!r}", hint=_near(key, known))
+    if wrong := unknown_key(model_type, values, known):
+        what, cure = wrong
+        raise UserError(what, hint=cure)
     try:
         return AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError, StrictDataclassError) as error:

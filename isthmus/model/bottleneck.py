@@ -96,13 +96,6 @@ class Up(Half):
             h_BTD: Tensor = F.linear(z_BTR.float(), self.weight) + self.anchors(ids_BT)
             return h_BTD
 
-    def awaited(self) -> dict[str, Tensor]:
-        """What `begin` takes, as tensors without content: shapes and types, to be checked before it comes."""
-        awaited = {"weight": self.weight.to("meta")}
-        for name, one in self.anchors.named_parameters():
-            awaited[f"anchors.{name}"] = one.to("meta", link_dtype(one))
-        return awaited
-
     @torch.no_grad()
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the values that the sender's `begin` gave."""

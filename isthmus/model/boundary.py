@@ -2,63 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isthmus.errors import UserError
-from isthmus.job.boundary import Anchor, BottleneckSpec, BoundarySpec
 from isthmus.model.randomness import Moment
 from isthmus.model.recompute import Stay
-
-
-class BoundaryKind(StrEnum):
-    """What crosses a cut between stages."""
-
-    HIDDEN = "hidden"
-    """The residual stream, of shape (batch, tokens, width)."""
-    BOTTLENECK = "bottleneck"
-    """A trained projection of it to fewer numbers, of shape (batch, tokens, rank)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
-    """One cut, as codecs and planners see it."""
-
-    kind: BoundaryKind
-    width: int
-    """Numbers per token that cross; for a bottleneck, once its warm-up is over."""
-    hidden_width: int
-    """Numbers per token of the hidden states, which cross during a warm-up."""
-    shares_ids: bool = True
-    """Whether the receiver gets the token ids too; where it must not, nothing there may depend on them."""
-
-    def crossing_width(self, *, is_warming_up: bool) -> int:
-        """Numbers per token that cross now."""
-        return self.hidden_width if is_warming_up else self.width
-
-
-def boundary_of(spec: BoundarySpec, *, hidden_width: int, shares_ids: bool = True) -> Boundary:
-    """The boundary that a job names, or why there can be none at this cut."""
-    if not isinstance(spec, BottleneckSpec):
-        return Boundary(
-            kind=BoundaryKind.HIDDEN, width=hidden_width, hidden_width=hidden_width, shares_ids=shares_ids
-        )
-    if spec.rank >= hidden_width:
-        raise UserError(
-            f"{spec} is no bottleneck where hidden states are {hidden_width} wide",
-            hint=f'use fewer numbers than {hidden_width}, or boundary = "hidden"',
-        )
-    if spec.anchor is Anchor.TOKENS and not shares_ids:
-        raise UserError(
-            f"{spec} needs the token ids at the receiver, and they must not reach it",
-            hint="set anchor=none",
-        )
-    return Boundary(
-        kind=BoundaryKind.BOTTLENECK, width=spec.rank, hidden_width=hidden_width, shares_ids=shares_ids
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

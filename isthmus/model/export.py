@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from isthmus.errors import UserError
+from isthmus.job.write import sync
 from isthmus.model.bottleneck import Half
 from isthmus.model.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Adapters
 from isthmus.model.source import INDEX_FILE, WEIGHTS_FILE
@@ -236,18 +237,10 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
             new.mkdir()
             yield new
             for path in [*new.rglob("*"), new]:
-                _sync(path)
+                sync(path)
             if folder.exists():
                 folder.rename(Path(temporary) / "old")
             new.rename(folder)
-            _sync(folder.parent)
+            sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written: {error}") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,20 +17,7 @@ from isthmus.errors import UserError
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
-COMPANION_FILES: Final = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
+GENERATION_FILE: Final = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +37,6 @@ class Source:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             raise self.unreachable() from error
-
-    def companions(self) -> tuple[Path, ...]:
-        """The files that belong to the model beside its weights: tokenizer and generation settings."""
-        paths = (self.find(file) for file in COMPANION_FILES)
-        return tuple(path for path in paths if path is not None)
 
     def unreachable(self) -> UserError:
         """The error for a model that is neither here nor on the hub."""

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from isthmus.job.boundary import BoundarySpec, HiddenSpec
 from isthmus.model.bottleneck import Down, Up
-from isthmus.model.boundary import Batch, Boundary, StageInput, StageOutput, boundary_of
+from isthmus.model.boundary import Batch, StageInput, StageOutput
 from isthmus.model.families.family import Family, Router
 from isthmus.model.heads import Head
 from isthmus.model.layer_call import LayerCall
@@ -24,7 +23,9 @@ class Stage(nn.Module):
     """Runs its layers within the model's own forward; `model` keeps Hugging Face's parameter names.
 
     `up` and `down` are its halves of the bottlenecks at the cuts before and behind it, where there are any.
-    `recompute` chooses, for each micro-batch, the layers that do not keep their activations.
+    `recompute` chooses, for each micro-batch, the layers that do not keep their activations. `stream_dtype`
+    is for weights that are gathered in another type than they are kept in: what arrives is cast to it, as not
+    every norm takes numbers of one type and weights of another.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Stage(nn.Module):
         self.notes = notes
         self.recompute: Recompute = recompute or Fixed()
         self.adapters = adapters
+        self.stream_dtype: torch.dtype | None = None
         self._frozen: tuple[nn.Module, ...] = ()
         self._seam = seam
         self._router = router
@@ -78,16 +80,6 @@ class Stage(nn.Module):
     def sends_gradient(self) -> bool:
         """Whether a gradient goes back over the cut before it: not where all before that is frozen."""
         return self.layers.start > self.num_frozen_layers
-
-    @property
-    def inbound(self) -> Boundary | None:
-        """The cut before this stage."""
-        return None if self.is_first else self._boundary(self.up.spec if self.up else HiddenSpec())
-
-    @property
-    def outbound(self) -> Boundary | None:
-        """The cut behind this stage."""
-        return None if self.is_last else self._boundary(self.down.spec if self.down else HiddenSpec())
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """All that it trains: the model's by Hugging Face's names, and those of `down` and `up`."""
@@ -143,11 +135,6 @@ class Stage(nn.Module):
                 stay=stay,
             )
 
-    def scores(self, inputs: StageInput) -> Tensor:
-        """The scores, classes last, that the last stage gives without looking at labels."""
-        with self._passage(inputs, Stay()):
-            return self.head.scores(self.model(**self._arguments(inputs.batch)))
-
     def _stay(self, inputs: StageInput) -> Stay:
         """Let a micro-batch into the memory; one that no backward follows keeps nothing there."""
         if not self._learns:
@@ -200,9 +187,10 @@ class Stage(nn.Module):
             return None
         if self.up is None or inputs.is_warming_up:
             # A view: autocast casts a leaf once for all its readers, and would add gradients in bfloat16.
-            return inputs.crossing.view_as(inputs.crossing)
-        hidden: Tensor = self.up(inputs.crossing, inputs.batch.ids)
-        return hidden.to(self.model.dtype)
+            hidden = inputs.crossing.view_as(inputs.crossing)
+            return hidden if self.stream_dtype is None else hidden.to(self.stream_dtype)
+        widened: Tensor = self.up(inputs.crossing, inputs.batch.ids)
+        return widened.to(self.stream_dtype or self.model.dtype)
 
     def _depart(self, passage: Passage, inputs: StageInput) -> Tensor | None:
         """What crosses the next cut, from the hidden states that leave."""
@@ -235,9 +223,6 @@ class Stage(nn.Module):
         config = self.model.config
         losses = [self._router.balancing_loss(logits, config, batch.mask) for logits in router_logits]
         return torch.stack(losses).sum() * (batch.num_targets / self.num_layers)
-
-    def _boundary(self, spec: BoundarySpec) -> Boundary:
-        return boundary_of(spec, hidden_width=self.model.config.hidden_size)
 
 
 def _short(name: str) -> str:

@@ -13,6 +13,7 @@ from isthmus.observe.timeline import (
     LINE_MARK,
     Chart,
     chart_of_step,
+    cloud_of,
     clouds_in_order,
     lay_out,
     shifted,
@@ -75,7 +76,7 @@ def compare(recorded: Recorded) -> Comparison:
     clouds = _clouds(recorded, scenario)
     measured = _measured_spans(recorded.spans)
     predicted = _measured_spans(timeline.spans) if timeline is not None else []
-    steps = recorded.values("step")
+    steps = recorded.steps
     return Comparison(
         clouds=clouds,
         step=Pair(
@@ -149,7 +150,7 @@ def _bytes_per_step(spans: Iterable[Span]) -> Figures:
 
 
 def _place(span: Span) -> str:
-    return span.track if LINE_MARK in span.track else span.track.partition("/")[0]
+    return span.track if LINE_MARK in span.track else cloud_of(span.track)
 
 
 def _pairs(predicted: Figures, measured: Figures) -> list[Pair]:
@@ -176,7 +177,7 @@ def _measured_chart(spans: Sequence[Span], clouds: Sequence[str]) -> Chart | Non
     """A step as long as most are."""
     if not clouds:
         return None
-    ranks = sorted({span.track for span in spans if span.track.partition("/")[0] == clouds[0]})
+    ranks = sorted({span.track for span in spans if cloud_of(span.track) == clouds[0]})
     bounds = step_bounds(spans, track=ranks[0]) if ranks else []
     if not bounds:
         return None

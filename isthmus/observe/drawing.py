@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from isthmus.events import Span
 from isthmus.observe.timeline import Chart, Track, microbatch_of
-from isthmus.units import format_bytes, format_duration
+from isthmus.units import format_bytes, format_duration, shorten
 
 INK: Final = "#1b1f24"
 FAINT: Final = "#9aa4af"
@@ -148,7 +148,7 @@ def _draw_track(track: Track, chart: Chart, *, left: float, top: float, scale: f
     row_height = _THIN_BAR if track.is_line else _BAR
     for start_s, end_s in track.bubbles:
         x, length = _place(start_s, end_s, chart, left, scale)
-        title = f"bubble, {format_duration(_short(end_s - start_s))}"
+        title = f"bubble, {_duration(end_s - start_s)}"
         yield _box(_BUBBLE, x, top, length, row_height, title)
     for number, row in enumerate(track.rows):
         for span in (one for one in row if one.duration_s):
@@ -176,7 +176,7 @@ def _box(look: _Look, x: float, y: float, width: float, height: float, title: st
 
 
 def _title(span: Span) -> str:
-    parts = [f"{span.track}: {span.name}", span.kind, format_duration(_short(span.duration_s))]
+    parts = [f"{span.track}: {span.name}", span.kind, _duration(span.duration_s)]
     if span.num_bytes:
         parts.append(format_bytes(span.num_bytes))
     return ", ".join(parts)
@@ -190,7 +190,7 @@ def _axis(chart: Chart, *, left: float, scale: float, top: float, bottom: float)
     for at_s in _ticks(chart):
         x = left + (at_s - chart.start_s) * scale
         yield Path(points=((x, top), (x, bottom)), colour="#d5dae0", thickness=0.5)
-        yield Label(x=x, y=bottom + 8, text=format_duration(_short(at_s)), colour=FAINT, anchor="middle")
+        yield Label(x=x, y=bottom + 8, text=_duration(at_s), colour=FAINT, anchor="middle")
 
 
 def _ticks(chart: Chart) -> list[float]:
@@ -206,8 +206,7 @@ def _ticks(chart: Chart) -> list[float]:
 
 
 def _legend(chart: Chart, *, y: float) -> Iterator[Shape]:
-    kinds = {span.kind for track in chart.tracks for row in track.rows for span in row if span.duration_s}
-    looks = {look.word: look for kind, look in _LOOKS.items() if kind in kinds}
+    looks = {look.word: look for kind, look in _LOOKS.items() if kind in chart.kinds}
     x = _MARGIN
     for look in (*looks.values(), _BUBBLE):
         yield _box(look, x, y - 6, 18, 12, "")
@@ -226,5 +225,5 @@ def _moved(shape: Shape, down: float) -> Shape:
             return replace(shape, y=shape.y + down)
 
 
-def _short(seconds: float) -> float:
-    return float(f"{max(seconds, 0.0):.3g}")
+def _duration(seconds: float) -> str:
+    return format_duration(shorten(max(seconds, 0.0)))

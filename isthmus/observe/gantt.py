@@ -8,7 +8,7 @@ from rich.text import Text
 
 from isthmus.events import Span
 from isthmus.observe.timeline import Chart, Track, microbatch_of
-from isthmus.units import format_duration
+from isthmus.units import format_duration, shorten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +78,17 @@ def _put_travel(cells: list[tuple[str, str]], span: Span, first: int, last: int)
 
 
 def _axis(chart: Chart, margin: int, num_columns: int) -> Text:
-    start, end = (format_duration(_short(one)) for one in (chart.start_s, chart.end_s))
+    start, end = (format_duration(shorten(max(one, 0.0))) for one in (chart.start_s, chart.end_s))
     room = num_columns - len(start) - len(end)
     return Text(" " * margin + start + " " * max(1, room) + end, style="dim")
 
 
 def _legend(chart: Chart) -> Text:
-    kinds = {span.kind for track in chart.tracks for row in track.rows for span in row if span.duration_s}
-    looks = {look.word: look for kind, look in _LOOKS.items() if kind in kinds}
+    looks = {look.word: look for kind, look in _LOOKS.items() if kind in chart.kinds}
     parts: list[str | tuple[str, str]] = []
     for look in (*looks.values(), _BUBBLE):
         parts += [(look.mark * 2, look.style), f" {look.word}   "]
-    if "transfer" in kinds:
+    if "transfer" in chart.kinds:
         parts += [(_SEVERAL * 2, _LOOKS["transfer"].style), " several under way   "]
     if chart.num_hidden_ranks:
         parts.append((f"({_hidden(chart.num_hidden_ranks)})", "dim"))
@@ -98,7 +97,3 @@ def _legend(chart: Chart) -> Text:
 
 def _hidden(num_ranks: int) -> str:
     return "1 rank is not shown" if num_ranks == 1 else f"{num_ranks} ranks are not shown"
-
-
-def _short(seconds: float) -> float:
-    return float(f"{max(seconds, 0.0):.3g}")

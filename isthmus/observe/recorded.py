@@ -1,7 +1,7 @@
 """A run as its directory holds it: spans and facts of all clouds, and the plan that it began with."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ class Recorded:
         """When ranks began, and when they went on after a stop."""
         return tuple(fact.at_s for fact in self.facts if fact.kind == STARTED_KIND)
 
-    def values(self, kind: str) -> list[Mapping[str, Any]]:
-        """The values of all facts of a kind, in order."""
-        return [fact.values for fact in self.facts if fact.kind == kind]
+    @property
+    def steps(self) -> list[Mapping[str, Any]]:
+        """What was noted of each step."""
+        return step_values(self.facts)
 
 
 def find_run(folder: Path) -> Path:
@@ -48,18 +49,34 @@ def find_run(folder: Path) -> Path:
     return folder if is_run else runs[-1]
 
 
-def read_run(run: Path) -> Recorded:
-    """Read the events of all clouds that are here, and the plan if there is one."""
-    files = sorted((run / EVENTS_FOLDER).glob("*.jsonl"))
+def event_files(run: Path) -> list[Path]:
+    """The events of a run, a file for each rank, by cloud and rank."""
+    files = sorted((run / EVENTS_FOLDER).glob("*.jsonl"), key=_cloud_and_rank)
     if not files:
         raise UserError(f"{run} holds no events", hint="give the folder of a run, runs/<name>/<id>")
-    events = [event for file in files for event in read_events(file)]
+    return files
+
+
+def step_values(facts: Iterable[Fact]) -> list[Mapping[str, Any]]:
+    """What was noted of each step, in order; of one that was done again after a stop, the last."""
+    by_step = {fact.values["step"]: fact.values for fact in facts if fact.kind == "step"}
+    return list(by_step.values())
+
+
+def read_run(run: Path) -> Recorded:
+    """Read the events of all clouds that are here, and the plan if there is one."""
+    events = [event for file in event_files(run) for event in read_events(file)]
     return Recorded(
         run=run,
         spans=tuple(event for event in events if isinstance(event, Span)),
         facts=tuple(sorted((one for one in events if isinstance(one, Fact)), key=lambda one: one.at_s)),
         planned=_read_plan(run / PLAN_FILE),
     )
+
+
+def _cloud_and_rank(file: Path) -> tuple[str, int]:
+    cloud, _, rank = file.stem.partition(".")
+    return cloud, int(rank or 0)
 
 
 def _read_plan(path: Path) -> Planned | None:

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from isthmus.errors import UserError
 from isthmus.events import (
     CODING_KINDS,
     COMPUTE_KINDS,
-    EVENTS_FOLDER,
     STARTED_KIND,
     WAITING_KIND,
     Event,
@@ -20,6 +18,7 @@ from isthmus.events import (
     read_events,
 )
 from isthmus.intervals import shared_s, total_s, union
+from isthmus.observe.recorded import event_files, step_values
 
 _NUM_WARM_UP_STEPS: Final = 1
 
@@ -74,12 +73,9 @@ class Summary:
 
 def summarize(run: Path) -> Summary:
     """Read the events of all clouds that are here."""
-    files = sorted((run / EVENTS_FOLDER).glob("*.jsonl"), key=_cloud_and_rank)
-    if not files:
-        raise UserError(f"{run} holds no events", hint="give the folder of a run, runs/<name>/<id>")
-    by_cloud = {file.stem: list(read_events(file)) for file in files}
+    by_cloud = {file.stem: list(read_events(file)) for file in event_files(run)}
     facts = [event for events in by_cloud.values() for event in events if isinstance(event, Fact)]
-    steps = [fact.values for fact in facts if fact.kind == "step"]
+    steps = step_values(facts)
     losses = [_number(step["loss"]) for step in steps]
     durations_s = [_number(step["duration_s"]) for step in steps][_NUM_WARM_UP_STEPS:]
     evaluations = [fact.values for fact in facts if fact.kind == "evaluation"]
@@ -100,11 +96,6 @@ def summarize(run: Path) -> Summary:
     )
 
 
-def _cloud_and_rank(file: Path) -> tuple[str, int]:
-    cloud, _, rank = file.stem.partition(".")
-    return cloud, int(rank or 0)
-
-
 def bits_per_element(facts: Iterable[Fact]) -> float | None:
     """What one number that crossed between stages took on the line; None if nothing crossed."""
     sent = [fact.values for fact in facts if fact.kind == "sent"]
@@ -122,7 +113,9 @@ def summarize_cloud(cloud: str, events: Iterable[Event]) -> CloudSummary:
     moving = union((one.start_s, one.end_s) for one in measured if one.kind == "transfer")
     coding_s = sum(one.duration_s for one in measured if one.kind in CODING_KINDS)
     data_s = sum(one.duration_s for one in measured if one.kind == WAITING_KIND)
-    elapsed_s = updates[-1] - updates[0] - _stopped_s(listed) if len(updates) > _NUM_WARM_UP_STEPS else 0.0
+    elapsed_s = 0.0
+    if len(updates) > _NUM_WARM_UP_STEPS:
+        elapsed_s = updates[-1] - updates[0] - _stopped_s(listed, since_s=updates[0])
     return CloudSummary(
         cloud=cloud,
         bubble=max(0.0, 1 - total_s(busy) / elapsed_s) if elapsed_s else 0.0,
@@ -133,13 +126,13 @@ def summarize_cloud(cloud: str, events: Iterable[Event]) -> CloudSummary:
     )
 
 
-def _stopped_s(events: Iterable[Event]) -> float:
-    """How long no process was there, between a stop and the start after it."""
+def _stopped_s(events: Iterable[Event], *, since_s: float) -> float:
+    """How long no process was there, between a stop since that moment and the start after it."""
     total_s, last_s = 0.0, math.inf
     for event in events:
         if isinstance(event, Span):
             last_s = event.end_s
-        elif event.kind == STARTED_KIND:
+        elif event.kind == STARTED_KIND and last_s >= since_s:
             total_s += max(0.0, event.at_s - last_s)
     return total_s
 

@@ -44,6 +44,12 @@ class Chart:
         """How long a time it shows."""
         return self.end_s - self.start_s
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of the spans that can be seen."""
+        spans = (span for track in self.tracks for row in track.rows for span in row)
+        return frozenset(span.kind for span in spans if span.duration_s)
+
 
 def lay_out(
     spans: Iterable[Span], *, start_s: float, end_s: float, order: Sequence[str] = (), max_ranks: int = 2

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from isthmus.events import COMPUTE_KINDS, Span
+from isthmus.observe.timeline import cloud_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ def waits_of(
     """
     by_track: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda one: one.start_s):
-        if span.kind in COMPUTE_KINDS and span.track.partition("/")[0] == cloud:
+        if span.kind in COMPUTE_KINDS and cloud_of(span.track) == cloud:
             by_track.setdefault(span.track, []).append(span)
     found = [_waits(own, is_first, starts_s) for own in by_track.values()]
     totals = [one for one in found if one is not None]

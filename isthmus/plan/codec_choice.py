@@ -1,10 +1,11 @@
 """Which codec a link gets: compress only what computation does not hide already.
 
-Per link and direction the mildest rung of the ladder is taken that is as fast as any that is allowed: where
-the link is hidden that is `raw`. The planner asks with planned figures, the workers with measured ones; the
-same figures give the same answer everywhere.
+Where computing hides the link it stays `raw`. Elsewhere the mildest rung of the ladder is taken, per link and
+direction, that is as fast as any that is allowed. The planner asks with planned figures, the workers with
+measured ones; the same figures give the same answer everywhere.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -18,9 +19,10 @@ HEADROOM: Final = 0.9
 
 # Codecs whose steps take about as long are equals, and the mildest of them is taken.
 _TOLERANCE: Final = 0.05
-# Figures that move to and fro must not move the codec with them.
-_CAUTIOUS_HEADROOM: Final = 0.7
-_WORTHWHILE_GAIN: Final = 0.12
+# Figures that move to and fro must not move the codec with them: what was chosen with the usual headroom is
+# left for a stronger one only when it is over the interval by this, and for a milder one with more to spare.
+_WORTHWHILE_GAIN: Final = 0.08
+_CAUTIOUS_HEADROOM: Final = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +80,25 @@ class _Option:
     forward_s: float
     backward_s: float
     edition_s: float
+    num_microbatches: int | None
 
     @property
-    def mildness(self) -> tuple[int, int, int]:
-        """The smaller the milder; between equals the gradient is spared."""
-        return (self.loss, sum(self.rungs), self.rungs[1])
+    def mildness(self) -> tuple[int, int, int, int]:
+        """The smaller the milder, by the stronger direction first; between equals the gradient is spared."""
+        return (self.loss, max(self.rungs), sum(self.rungs), self.rungs[1])
 
     def pace_s(self, figures: Figures, headroom: float = 1.0) -> float:
         """What a micro-batch takes in the long run: the slowest of computation and both directions."""
         return max(figures.interval_s, self.forward_s / headroom, self.backward_s / headroom)
 
+    def is_hidden(self, figures: Figures, headroom: float) -> bool:
+        """Whether computing goes on behind both directions; there is nothing else to compute beside one."""
+        return self.num_microbatches != 1 and self.pace_s(figures, headroom) <= figures.interval_s
+
     def step_s(self, figures: Figures, headroom: float) -> float:
-        """The same with editions, which nothing hides: they ride with the first activation of a step."""
-        return self.pace_s(figures, headroom) + self.edition_s
+        """The same with what nothing hides: a step's first activation, its edition, and its last gradient."""
+        ends_s = (self.forward_s + self.backward_s) / (self.num_microbatches or math.inf)
+        return self.pace_s(figures, headroom) + ends_s + self.edition_s
 
 
 def choose(
@@ -157,7 +165,7 @@ def _options(crossing: Crossing, figures: Figures, rungs: Sequence[Rung], bounds
         _option(down, up, crossing, figures)
         for down in _sides(rungs, [rung.forward for rung in rungs], bounds.forward)
         for up in _sides(rungs, [rung.backward for rung in rungs], bounds.backward)
-        if _go_together(down, up, bounds)
+        if _go_together(down, up, bounds) and _suit(down, up, crossing, figures, bounds)
     ]
     allowed = [option for option in possible if _is_allowed(option, crossing, bounds)]
     return allowed or possible
@@ -170,6 +178,13 @@ def _go_together(down: _Side, up: _Side, bounds: Bounds) -> bool:
     return Pair(forward=down.codec, backward=up.codec).is_possible
 
 
+def _suit(down: _Side, up: _Side, crossing: Crossing, figures: Figures, bounds: Bounds) -> bool:
+    """Whether the wider direction has no stronger codec than the narrower; between equals, the gradient."""
+    if bounds.forward is not None or bounds.backward is not None or not crossing.has_gradient:
+        return True
+    return up.index <= down.index if figures.up_bps >= figures.down_bps else down.index <= up.index
+
+
 def _option(down: _Side, up: _Side, crossing: Crossing, figures: Figures) -> _Option:
     pair = Pair(forward=down.codec, backward=up.codec)
     return _Option(
@@ -179,6 +194,7 @@ def _option(down: _Side, up: _Side, crossing: Crossing, figures: Figures) -> _Op
         forward_s=8 * pair.forward_bytes(crossing) / figures.down_bps,
         backward_s=8 * pair.backward_bytes(crossing) / figures.up_bps,
         edition_s=8 * pair.edition_bytes(crossing) / figures.down_bps,
+        num_microbatches=None if crossing.stretch is None else crossing.stretch.num_microbatches,
     )
 
 
@@ -195,14 +211,17 @@ def _is_allowed(option: _Option, crossing: Crossing, bounds: Bounds) -> bool:
 
 
 def _mildest(options: Sequence[_Option], figures: Figures, headroom: float) -> _Option:
-    """Of those that are as fast as any."""
+    """What loses nothing where that is hidden; else of those that are as fast as any."""
+    lossless = [one for one in options if one.loss == Loss.NONE and one.is_hidden(figures, headroom)]
+    if lossless:
+        return min(lossless, key=lambda one: one.mildness)
     fastest_s = min(one.step_s(figures, headroom) for one in options)
     as_fast = (one for one in options if one.step_s(figures, headroom) <= fastest_s * (1 + _TOLERANCE))
     return min(as_fast, key=lambda one: one.mildness)
 
 
 def _is_worthwhile(own: _Option, best: _Option, figures: Figures) -> bool:
-    return own.step_s(figures, HEADROOM) > best.step_s(figures, HEADROOM) * (1 + _WORTHWHILE_GAIN)
+    return own.step_s(figures, 1.0) > best.step_s(figures, 1.0) * (1 + _WORTHWHILE_GAIN)
 
 
 def _explain(
@@ -252,9 +271,15 @@ class _Scene:
         if own_s > self.interval_s:
             reason = f"less than the {format_duration(self.pace_s)} of the other direction"
         slower = [(other_s, str(other)) for other, other_s in seconds.items() if other_s > own_s]
-        if slower:
-            reason += f", {min(slower)[1]} would take {format_duration(min(slower)[0])}"
-        return f"{start} {reason}"
+        return f"{start} {reason}{self._contrast(*min(slower)) if slower else ''}"
+
+    def _contrast(self, other_s: float, other: str) -> str:
+        """What a milder codec would take: on the line, or where that is hidden too, at the ends of a step."""
+        if other_s > self.interval_s:
+            return f", {other} would take {format_duration(other_s)}"
+        return (
+            f", and at the ends of a step, which nothing hides, {other} would take {format_duration(other_s)}"
+        )
 
     def _excuse(self, *, is_own: bool) -> str:
         if is_own:

@@ -68,15 +68,17 @@ def _as_planned(job: Job, plan: Plan) -> Job:
 
 def _changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
     if len(plan.stages) > 1:
-        yield from _link_changes(job)
+        yield from _link_changes(job, plan)
         yield from _flight_changes(job, plan)
     yield from _train_changes(job, plan)
     yield from _cloud_changes(job, plan)
 
 
-def _link_changes(job: Job) -> Iterator[tuple[str, Job]]:
-    yield "twice the bandwidth", _with_links(job, _scaled_bandwidth)
-    yield "half the round trip", _with_links(job, lambda link: {"rtt_s": (link.rtt_s or 0.0) / 2})
+def _link_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
+    # Or a wider line would be spent on milder codecs.
+    coded = _with_links(job, lambda link: {"codec": _planned_codecs(link, plan)})
+    yield "twice the bandwidth", _with_links(coded, _scaled_bandwidth)
+    yield "half the round trip", _with_links(coded, lambda link: {"rtt_s": (link.rtt_s or 0.0) / 2})
     if any(link.codec != _INT4 for link in job.link):
         yield "int4 on every link", _with_links(job, lambda _: {"codec": _INT4})
     loss = _NEXT_LOSS.get(job.limits.codec_loss)
@@ -128,6 +130,15 @@ def _with_links(job: Job, change: Callable[[LinkSpec], dict[str, Any]]) -> Job:
 
 def _with_train(job: Job, change: dict[str, Any]) -> Job:
     return job.model_copy(update={"train": job.train.model_copy(update=change)})
+
+
+def _planned_codecs(link: LinkSpec, plan: Plan) -> CodecSpecs:
+    for planned in plan.links:
+        if set(planned.between) == set(link.between):
+            return CodecSpecs(
+                forward=parse_codec(planned.forward_codec), backward=parse_codec(planned.backward_codec)
+            )
+    return link.codec
 
 
 def _scaled_bandwidth(link: LinkSpec) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from isthmus.job import (
     Job,
     PipelineStrategy,
 )
+from isthmus.plan.cuts import check_cuts, frozen_notes, links_along
 from isthmus.plan.replicated.data import data_plans
 from isthmus.plan.replicated.generator import generator_plans
-from isthmus.plan.search.assess import assess, assess_simulated, simulated_once, simulated_work
+from isthmus.plan.search.assess import assess_all, assess_simulated, simulated_once, simulated_work
 from isthmus.plan.search.choice import Form, Plan, RunnerUp
 from isthmus.plan.search.limits import keep_limits, nothing_fits
 from isthmus.plan.search.settings import Found, search
@@ -65,10 +66,24 @@ def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: Non
     runners_up = tuple(_runner_up(one, best, job) for one in others)
     return replace(
         best,
+        notes=(*best.notes, *_cut_notes(best, ready)),
         reason=_reason(best, runners_up),
         runners_up=runners_up,
         num_tried=len(plans),
     )
+
+
+def _cut_notes(best: Plan, ready: Study) -> Iterator[str]:
+    """What is to be said of the cuts of a plan, unless they cannot be."""
+    layers = tuple(range(*one.layers) for one in best.stages if one.layers is not None)
+    if len(layers) == len(best.stages):
+        check_cuts(
+            links_along(ready.job, best.clouds),
+            layers,
+            num_frozen=ready.supply.num_frozen,
+            hidden_width=ready.model.width,
+        )
+        yield from frozen_notes(ready.job, best.clouds, layers)
 
 
 def _candidates(ready: Study, progress: Progress) -> list[Plan]:
@@ -98,7 +113,8 @@ def _pipelines(ready: Study, progress: Progress) -> Iterator[Plan]:
     )
     progress(f"cutting the model for {len(numbers)} numbers of micro-batches")
     found = _search(ready, numbers)
-    yield from (assess(one, ready.supply, ready.terms) for one in found[:_MAX_ASSESSED])
+    for one in found[:_MAX_ASSESSED]:
+        yield from assess_all(one, ready.supply, ready.terms)
 
 
 def _search(ready: Study, microbatches: Sequence[int]) -> list[Found]:

@@ -16,7 +16,6 @@ there is no generator and no schedule to save.
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isthmus.errors import FrameError, UserError
+from isthmus.job.write import sync
 from isthmus.model.stage import Stage
 from isthmus.train.crossing.cut import SavedCuts, read_pair, texts_of
 from isthmus.train.crossing.steering import Standing
@@ -75,11 +75,11 @@ class Checkpoints:
         return tuple(sorted(int(name.removeprefix(_PREFIX)) for name in found))
 
     def save(self, state: State, *, stage: Stage, optimizer: Optimizer) -> Path:
-        """Write a checkpoint of a whole stage, then delete those that are older than the ones to keep."""
+        """Write a checkpoint of a whole stage, then delete those that are not to be kept."""
         return self.write(state, weights=stage.tensors_by_name(), moments=optimizer.tensors())
 
     def write(self, state: State, *, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> Path:
-        """Write a checkpoint, then delete those that are older than the ones to keep."""
+        """Write a checkpoint, then delete those that are not to be kept."""
         folder = self._place(state.step)
         try:
             _write(folder, state, weights, moments)
@@ -88,8 +88,7 @@ class Checkpoints:
                 f"the checkpoint {folder} cannot be written: {error.strerror or error}",
                 hint="make room on the disk and start again: the run goes on from the one before",
             ) from error
-        for step in self.steps()[: -self._keep]:
-            self._delete(step)
+        self._prune(newest=state.step)
         return folder
 
     def load(self, step: int, *, stage: Stage, optimizer: Optimizer) -> State:
@@ -114,6 +113,12 @@ class Checkpoints:
             raise _unusable(folder, "it is of another model")
         return state, weights, moments
 
+    def _prune(self, *, newest: int) -> None:
+        """Delete what is too old, and what was lost when the run went on from an older step."""
+        kept = [step for step in self.steps() if step <= newest][-self._keep :]
+        for step in set(self.steps()).difference(kept):
+            self._delete(step)
+
     def _place(self, step: int) -> Path:
         return self._folder / f"{_PREFIX}{step:08d}" / self._cloud
 
@@ -136,13 +141,13 @@ def _write(folder: Path, state: State, weights: Mapping[str, Tensor], moments: M
         save_file(_contiguous(cuts.tensors()), new / _codecs_file(rank))
     (new / _STATE).write_text(json.dumps(_state_values(state)))
     for path in new.iterdir():
-        _sync(path)
+        sync(path)
     (new / COMPLETE).touch()
-    _sync(new)
+    sync(new)
     if folder.exists():
         shutil.rmtree(folder)
     new.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -188,11 +193,3 @@ def _unusable(folder: Path, reason: str) -> UserError:
         f"the checkpoint {folder} cannot be used: {reason}",
         hint="delete it, or start anew with --resume never",
     )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,18 +3,12 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from isthmus.events import Span
 from isthmus.train.device import Device, Mark
 
 T = TypeVar("T")
-
-
-class Tell(Protocol):
-    """Who wants to know when something ran, by the host's clock."""
-
-    def __call__(self, kind: str, name: str, *, start_s: float, end_s: float) -> None:
-        """It has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +23,16 @@ class PassClock:
     """Runs passes so that an accelerator never waits for the host between two of them.
 
     The host goes on as soon as a pass has come to its last layers: what has arrived by then decides what
-    follows, and the device finds it queued when it is done. When a pass ran is told one pass later.
+    follows, and the device finds it queued when it is done. When a pass ran, by the host's clock, is told one
+    pass later.
     """
 
-    def __init__(self, device: Device, *, tell: Tell) -> None:
+    def __init__(self, device: Device, *, track: str, on_span: Callable[[Span], None]) -> None:
+        self.busy_s = 0.0
+        """How long the passes of this turn took that have been told of."""
         self._device = device
-        self._tell = tell
+        self._track = track
+        self._on_span = on_span
         self._origin = Mark()
         self._origin_s = 0.0
         self._near_end: Mark | None = None
@@ -45,6 +43,7 @@ class PassClock:
         self._origin = self._device.mark(is_timed=True)
         self._origin.wait()
         self._origin_s = time.time()
+        self.busy_s = 0.0
 
     def near_end(self) -> None:
         """The pass under way has come to its last layers."""
@@ -73,7 +72,9 @@ class PassClock:
     def _settle(self, lap: _UnderWay | None) -> None:
         if lap is not None:
             lap.ended.wait()
-            self._tell(lap.kind, lap.name, start_s=self._time_s(lap.begun), end_s=self._time_s(lap.ended))
+            start_s, end_s = self._time_s(lap.begun), self._time_s(lap.ended)
+            self.busy_s += end_s - start_s
+            self._on_span(Span(track=self._track, name=lap.name, kind=lap.kind, start_s=start_s, end_s=end_s))
 
     def _time_s(self, mark: Mark) -> float:
         return self._origin_s + mark.since_s(self._origin)

@@ -4,12 +4,17 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from isthmus.job import Job
+from isthmus.model.blueprint import Blueprint
+from isthmus.plan.cuts import first_trained, num_frozen_layers
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.rank_windows import bare_scenario, first_windows
 from isthmus.plan.routing import Routing
 from isthmus.plan.scenario import Caps
 from isthmus.plan.types import Arrived, Pass, Run, Send, Started
 from isthmus.train.crossing.cut import Cut
+from isthmus.train.crossing.wiring import cuts_of
+from isthmus.train.setup import Setup
 from isthmus.wan.link import Link
 
 
@@ -93,6 +98,27 @@ class Course:
             self.routing.num_ranks, num_microbatches=self.num_microbatches, policy=self.policy
         )
         return first_windows(scenario, max_in_flight=self.max_in_flight)
+
+
+def course_of(job: Job, setup: Setup, blueprint: Blueprint, *, num_validation_microbatches: int) -> Course:
+    """The course of a job."""
+    stage_layers = setup.stage_layers(blueprint.num_layers)
+    return Course(
+        num_stages=len(setup.clouds),
+        num_steps=job.train.steps,
+        num_microbatches=setup.layout.num_microbatches,
+        seed=job.seed,
+        max_in_flight=setup.max_in_flight,
+        policy=setup.policy,
+        evaluate_every=job.train.evaluate_every or None,
+        num_validation_microbatches=num_validation_microbatches,
+        keeps_padding=blueprint.family.router is not None,
+        cuts=cuts_of(job, setup.clouds, planned=setup.codecs),
+        evaluates_plain=job.train.evaluate_without_codec,
+        first_trained=first_trained(stage_layers, num_frozen_layers(job)),
+        cache_bytes=0 if job.model is None else job.model.cache_frozen_bytes,
+        num_ranks=tuple(job.cloud_named(name).ranks for name in setup.clouds),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

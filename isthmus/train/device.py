@@ -57,6 +57,14 @@ class Device:
             return "cpu"
         return str(torch.get_device_module(self.torch_device).get_device_name(self.torch_device))
 
+    @property
+    def identity(self) -> str:
+        """What tells it from all others of its machine, also where every process sees one alone."""
+        if not self.is_accelerator:
+            return "cpu"
+        module = torch.get_device_module(self.torch_device)
+        return str(getattr(module.get_device_properties(self.torch_device), "uuid", self.torch_device))
+
     def lane(self) -> "Lane":
         """A new lane beside the computation."""
         return Lane(self)

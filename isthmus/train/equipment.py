@@ -1,6 +1,6 @@
 """A stage and all that trains it, made ready at one rank: built, equipped, shared out, reduced."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,8 +12,10 @@ from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.stage import Stage
 from isthmus.plan.costs.memory import Sharding
+from isthmus.plan.cuts import num_frozen_layers
 from isthmus.train.course import Course
-from isthmus.train.crossing.wiring import num_frozen_layers
+from isthmus.train.crossing.steering import Steering
+from isthmus.train.crossing.wiring import steering_terms
 from isthmus.train.device import Device
 from isthmus.train.optimize.optimizer import Decay, Optimizer, Schedule
 from isthmus.train.ranks.reduction import NoReduction, PlainReduction, Reduction
@@ -24,6 +26,15 @@ from isthmus.train.setup import Setup
 
 AUTOCAST: Final = {"float32": None, "bfloat16": torch.bfloat16}
 """What a job's precision computes in, where that is not float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equipped:
+    """A stage, and what trains it."""
+
+    stage: Stage
+    optimizer: Optimizer
+    reduction: Reduction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +57,12 @@ class Equipment:
     def is_sharded(self) -> bool:
         """Whether the ranks share anything out."""
         return self.sharding is not Sharding.NONE
+
+    def make(self, course: Course) -> Equipped:
+        """All of it."""
+        stage = self.stage(course)
+        optimizer = make_optimizer(self.job, stage, offload=not self.is_sharded)
+        return Equipped(stage=stage, optimizer=optimizer, reduction=self.reduction(stage))
 
     def stage(self, course: Course) -> Stage:
         """The stage of this cloud, on its device."""
@@ -116,3 +133,21 @@ def make_optimizer(job: Job, stage: Stage, *, offload: bool = True) -> Optimizer
         state=optimizer_state(job),
         offload=train.offload_optimizer and offload,
     )
+
+
+def make_steering(
+    job: Job, setup: Setup, course: Course, stage: Stage, *, note: Callable[[str], None]
+) -> Steering:
+    """What chooses the codecs of all cuts, at the first stage."""
+    length = 1 if job.data is None else job.data.sequence_length
+    terms = steering_terms(
+        job,
+        setup.clouds,
+        course.cuts,
+        num_rows=setup.layout.num_sequences * length,
+        num_microbatches=course.num_microbatches,
+        num_steps=course.num_steps,
+        hidden_width=stage.model.config.hidden_size,
+        trained_from=course.first_trained,
+    )
+    return Steering(terms, num_microbatches=course.num_microbatches, note=note)

@@ -3,27 +3,18 @@
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Protocol
 
 from isthmus.events import COMPUTE_KINDS, EventLog, Span
 from isthmus.intervals import shared_s, total_s, union
-from isthmus.train.crossing.messages import Evaluated
-from isthmus.train.worker import StepEnded
+from isthmus.observe.trackers import Tracker
+from isthmus.train.crossing.words import Evaluated
+from isthmus.train.observer import StepEnded
 from isthmus.wan.link import Link
 
 Report = Callable[[str], None]
-
-
-class Tracker(Protocol):
-    """Takes numbers by name, step by step."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note what a step gave."""
-
-    def close(self) -> None:
-        """Write out what is left."""
 
 
 class Journal:
@@ -93,12 +84,13 @@ class Journal:
             spans, self._spans = self._spans, []
         moving = union((one.start_s, one.end_s) for one in spans if one.kind == "transfer")
         busy = [(one.start_s, one.end_s) for one in spans if one.kind in COMPUTE_KINDS]
-        counters = {link.peer.cloud: link.counters() for link in self._links}
+        counters = [(link.peer.cloud, link.counters()) for link in self._links]
+        sent_bytes: Counter[str] = Counter()
+        for peer, one in counters:
+            sent_bytes[peer] += sum(stream.wire_bytes for stream in one.sent.values())
         return {
-            "sent_bytes": {
-                peer: sum(stream.wire_bytes for stream in one.sent.values()) for peer, one in counters.items()
-            },
-            "reconnects": sum(one.reconnects for one in counters.values()),
+            "sent_bytes": dict(sent_bytes),
+            "reconnects": sum(one.reconnects for _, one in counters),
             "hidden_share": shared_s(moving, busy) / total_s(moving) if moving else None,
         }
 

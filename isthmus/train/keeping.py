@@ -1,8 +1,10 @@
-"""Saving and taking up again what the ranks of a cloud hold together; the leader's disk is the only one used.
+"""When to save, and how to save and take up again what the ranks of a cloud hold together.
 
-Tensors that are dealt out are put together one after the other, so that no rank ever needs room for all.
+The leader's disk is the only one used. Tensors that are dealt out are put together one after the other, so
+that no rank ever needs room for all.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,10 +17,29 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from isthmus.model.stage import Stage
 from isthmus.train.checkpoint import Checkpoints, State
 from isthmus.train.crossing.cut import SavedCuts
+from isthmus.train.crossing.steering import Standing
 from isthmus.train.data.order import Cursor
+from isthmus.train.observer import StepEnded
 from isthmus.train.optimize.optimizer import Optimizer
 from isthmus.train.ranks.sharding import whole
 from isthmus.train.ranks.world import World
+
+
+class SaveInterval:
+    """Says after which steps to save: when the time has come, and at the end."""
+
+    def __init__(self, every_s: float, *, last_step: int) -> None:
+        self._every_s = every_s
+        self._last_step = last_step
+        self._saved_s = time.monotonic()
+
+    def __call__(self, step: int) -> bool:
+        """Whether it is time."""
+        now_s = time.monotonic()
+        if step != self._last_step and now_s - self._saved_s < self._every_s:
+            return False
+        self._saved_s = now_s
+        return True
 
 
 class Keeper:
@@ -29,6 +50,18 @@ class Keeper:
         self._world = world
         self._stage = stage
         self._optimizer = optimizer
+
+    def save_after(self, ended: StepEnded, *, cursor: Cursor | None, standings: tuple[Standing, ...]) -> None:
+        """Save the state that the next step begins from."""
+        layers = self._stage.layers
+        state = State(
+            step=ended.step + 1,
+            layers=(layers.start, layers.stop),
+            cursor=cursor,
+            cuts=ended.cuts or SavedCuts(),
+            standings=standings,
+        )
+        self.save(state)
 
     def save(self, state: State) -> None:
         """Write a checkpoint; `state` is this rank's, and all but its cuts is the leader's to say."""

@@ -18,15 +18,17 @@ from isthmus.train.crossing.cache import Admission, Cache, Foresight
 from isthmus.train.crossing.courier import Mailbox
 from isthmus.train.crossing.cut import Codebook
 from isthmus.train.crossing.ends import DownCut, UpCut
-from isthmus.train.crossing.messages import Tally
+from isthmus.train.crossing.settlement import Settlement, Terms
 from isthmus.train.crossing.traffic import Delivery, Ends, Traffic
+from isthmus.train.crossing.words import Tally
 from isthmus.train.device import Device, Lane
+from isthmus.train.observer import Observer
 from isthmus.train.optimize.optimizer import Optimizer
 from isthmus.train.passes import Passes
 from isthmus.train.ranks.reduction import NoReduction, Reduction
 from isthmus.train.ranks.world import Alone, World
-from isthmus.train.settlement import Settlement, Terms
-from isthmus.train.worker import Observer, Role, Source, Worker
+from isthmus.train.reading import Reader, Source
+from isthmus.train.worker import Role, Worker
 from isthmus.wan.link import Link
 
 _FLOAT32_BYTES: Final = 4
@@ -49,18 +51,10 @@ def pipeline_worker(
 ) -> tuple[Worker, Traffic]:
     """The worker of one rank of a stage, and its traffic, within which it runs."""
     world = world or Alone()
-    window = course.first_windows()[post.index]
-    events: Mailbox[Event | Delivery] = Mailbox()
-    terms = Terms(
-        num_microbatches=course.num_microbatches,
-        max_in_flight=course.max_in_flight,
-        policy=course.policy,
-        should_save=should_save,
-        steer=steer,
-        num_ranks=course.routing.num_ranks,
-    )
-    settlement = Settlement(terms=terms, world=world)
     width = stage.model.config.hidden_size
+    window = course.first_windows()[post.index]
+    role = _role(course, post, world)
+    events: Mailbox[Event | Delivery] = Mailbox()
     traffic = Traffic(
         cloud=post.cloud,
         index=post.index,
@@ -68,36 +62,50 @@ def pipeline_worker(
         ends=_ends(course, post, device, width, observer),
         routing=course.routing,
         events=events,
-        settlement=settlement,
+        settlement=Settlement(terms=_terms(course, should_save, steer), world=world),
         on_span=observer.span,
         on_evaluated=observer.evaluated,
     )
-    role = _role(course, post, world)
     worker = Worker(
         role,
-        passes=Passes(
-            stage,
-            device=device.torch_device,
-            seed=course.seed,
-            autocast=autocast,
-            is_frozen=role.is_frozen,
-            sends_gradients=post.index > course.first_trained,
-            num_warmup_steps=course.num_warmup_steps,
-        ),
+        passes=_passes(course, role, stage, device, autocast),
         optimizer=optimizer,
         scheduler=_scheduler(course, post, window),
         window=window,
-        settlement=settlement,
         traffic=traffic,
         events=events,
         device=device,
-        source=source,
+        reader=_reader(course, role, source, width, observer, world) if source is not None else None,
         observer=observer,
         world=world,
         reduction=reduction or NoReduction(),
-        foresight=_foresight(course, width) if post.index == 0 else None,
     )
     return worker, traffic
+
+
+def _terms(
+    course: Course, should_save: Callable[[int], bool], steer: Callable[[Tally], tuple[Pair, ...]]
+) -> Terms:
+    return Terms(
+        num_microbatches=course.num_microbatches,
+        max_in_flight=course.max_in_flight,
+        policy=course.policy,
+        should_save=should_save,
+        steer=steer,
+        num_ranks=course.routing.num_ranks,
+    )
+
+
+def _passes(course: Course, role: Role, stage: Stage, device: Device, autocast: torch.dtype | None) -> Passes:
+    return Passes(
+        stage,
+        device=device.torch_device,
+        seed=course.seed,
+        autocast=autocast,
+        is_frozen=role.is_frozen,
+        sends_gradients=role.index > course.first_trained,
+        num_warmup_steps=course.num_warmup_steps,
+    )
 
 
 def _role(course: Course, post: Post, world: World) -> Role:
@@ -194,7 +202,17 @@ def _admission(course: Course, width: int) -> Admission:
     return Admission(max_bytes=course.cache_bytes, row_bytes=_FLOAT32_BYTES * width)
 
 
-def _foresight(course: Course, width: int) -> Foresight | None:
-    if not course.is_cached:
-        return None
-    return Foresight(admission=_admission(course, width), keeps_padding=course.keeps_padding)
+def _reader(
+    course: Course, role: Role, source: Source, width: int, observer: Observer, world: World
+) -> Reader:
+    foresight = None
+    if course.is_cached:
+        foresight = Foresight(admission=_admission(course, width), keeps_padding=course.keeps_padding)
+    return Reader(
+        source=source,
+        world=world,
+        track=role.track,
+        on_span=observer.span,
+        is_plain=course.is_plain,
+        foresight=foresight,
+    )

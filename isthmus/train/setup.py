@@ -20,6 +20,7 @@ from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Caps
 from isthmus.plan.search.choice import Decisions, PipelineSettings, Plan
 from isthmus.plan.search.facts import model_config
+from isthmus.plan.search.study import check_lists
 from isthmus.train.data.batches import Layout, divide_batch
 
 _MICROBATCHES_PER_STAGE: Final = 8
@@ -70,7 +71,7 @@ def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) 
     strategy = _pipeline(job)
     clouds = stage_order(job)
     check_lock_step(job, strategy)
-    _check_caps(strategy, clouds)
+    check_lists(strategy, num_clouds=len(clouds))
     if decisions is not None:
         return _decided(job, strategy, clouds, decisions)
     why_not = _why_not_planned(job)
@@ -79,19 +80,10 @@ def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) 
     return _unplanned(job, strategy, clouds, why_not)
 
 
-def _check_caps(strategy: PipelineStrategy, clouds: Sequence[str]) -> None:
-    caps = strategy.max_in_flight
-    if isinstance(caps, tuple) and len(caps) != len(clouds):
-        raise UserError(
-            f"strategy.max_in_flight has {len(caps)} entries for {len(clouds)} stages",
-            hint="give one number for each stage, or one for all",
-        )
-
-
 def _planned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...]) -> Setup:
     fixed = job.model_copy(update={"strategy": strategy.model_copy(update={"clouds": clouds})})
     chosen = plan(fixed)
-    chosen = replace(chosen, notes=tuple(_reasons(job, strategy, chosen)))
+    chosen = replace(chosen, notes=(*_reasons(job, strategy, chosen), *chosen.notes))
     if chosen.decisions is None:
         raise ValueError("a pipeline was asked for and something else planned")
     return replace(_decided(job, strategy, clouds, chosen.decisions), plan=chosen)
@@ -127,7 +119,7 @@ def _spared(job: Job, chosen: Plan) -> Iterator[str]:
     """What spares memory that the job did not ask for."""
     shared = [one.cloud for one in chosen.stages if one.sharding is not Sharding.NONE]
     if free := [name for name in shared if job.cloud_named(name).sharding == "auto"]:
-        yield f"sharding: the ranks of {' and of '.join(free)} share a stage, for copies do not fit as well"
+        yield f"sharding: the ranks of {' and of '.join(free)} share a stage: copies are slower or do not fit"
     if chosen.sparing.recompute and not job.train.recompute:
         yield "recompute: on, since activations do not fit otherwise"
     if chosen.sparing.offload_optimizer and not job.train.offload_optimizer:

@@ -15,16 +15,13 @@ chosen, so a gradient is taken as soon as it has come.
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress
-from typing import Final, Protocol
+from itertools import compress
 
 from torch import Tensor
 
 from isthmus.errors import PeerLost
-from isthmus.events import WAITING_KIND, Span
-from isthmus.model.boundary import Batch
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.types import (
     Action,
@@ -41,64 +38,18 @@ from isthmus.plan.types import (
     Stop,
 )
 from isthmus.train.clock import PassClock
-from isthmus.train.crossing.bench import Volume
-from isthmus.train.crossing.cache import Foresight
 from isthmus.train.crossing.courier import Mailbox
-from isthmus.train.crossing.cut import SavedCuts
-from isthmus.train.crossing.messages import Evaluated, Gradient, Microbatch, Tally, Verdict
+from isthmus.train.crossing.messages import Gradient, Microbatch
 from isthmus.train.crossing.traffic import Delivery, Traffic
+from isthmus.train.crossing.words import Tally, Verdict
 from isthmus.train.device import Device, Mark
+from isthmus.train.evaluation import Round, put_together
+from isthmus.train.observer import Observer, StepEnded
 from isthmus.train.optimize.optimizer import Optimizer
 from isthmus.train.passes import Passes
 from isthmus.train.ranks.reduction import Reduction
 from isthmus.train.ranks.world import World
-from isthmus.train.settlement import Settlement
-
-# Shorter waits for data are not worth a word.
-_LEAST_WAIT_S: Final = 0.001
-
-
-class Source(Protocol):
-    """Where the first stage gets its micro-batches from."""
-
-    def training(self, step: int) -> Sequence[Batch]:
-        """The micro-batches of a step."""
-
-    def validation(self) -> Sequence[Batch]:
-        """The micro-batches of every evaluation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEnded:
-    """What a stage knows at the end of a step; the loss, per target, is known to the first stage alone."""
-
-    step: int
-    loss: float
-    norm: float
-    learning_rate: float
-    num_targets: int
-    num_tokens: int
-    duration_s: float
-    busy_s: tuple[float, ...]
-    windows: tuple[int, ...]
-    save: bool
-    cuts: SavedCuts | None = None
-    """Where it is time to save: the codes of the next step."""
-    sent: Volume = field(default_factory=Volume)
-    """What has crossed from this stage since the step before."""
-
-
-class Observer(Protocol):
-    """Who wants to know what happens."""
-
-    def span(self, span: Span) -> None:
-        """Something took its time; times are of this cloud's clock."""
-
-    def step_ended(self, ended: StepEnded) -> None:
-        """The weights are updated."""
-
-    def evaluated(self, found: Evaluated) -> None:
-        """An evaluation has come to the first stage."""
+from isthmus.train.reading import Reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +70,19 @@ class Role:
     """Whether a pass belongs to such a round."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Turn:
+    """What adds up in the course of a turn."""
+
+    started_s: float = field(default_factory=time.monotonic)
+    num_targets: int = 0
+    """Of all ranks; known where the data is."""
+    num_tokens: int = 0
+    evaluated: list[Run] = field(default_factory=list)
+    num_evaluated_targets: int = 0
+    """At this rank, in one round."""
+
+
 class Worker:
     """Drives one stage through turns."""
 
@@ -130,70 +94,61 @@ class Worker:
         optimizer: Optimizer,
         scheduler: PipelineScheduler,
         window: int,
-        settlement: Settlement,
         traffic: Traffic,
         events: "Mailbox[Event | Delivery]",
         device: Device,
-        source: Source | None,
+        reader: Reader | None,
         observer: Observer,
         world: World,
         reduction: Reduction,
-        foresight: Foresight | None = None,
     ) -> None:
         self._role = role
         self._begins_at = role.begins_at
-        self._clock = PassClock(device, tell=self._note_span)
+        self._clock = PassClock(device, track=role.track, on_span=observer.span)
         self._passes = passes
         self._passes.window = window
         self._passes.on_near_end = self._clock.near_end
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._window = window
-        self._settlement = settlement
         self._traffic = traffic
         self._events = events
-        self._source = source
+        self._reader = reader
         self._observer = observer
         self._world = world
         self._reduction = reduction
-        self._foresight = foresight
         self._microbatches: dict[Arrived, Microbatch] = {}
         self._gradients: dict[Arrived, Tensor] = {}
         self._outgoing: dict[Send, tuple[Microbatch | Gradient, Mark]] = {}
+        self._turn = _Turn()
         self._ending: Optimize | Report | None = None
-        self._evaluated: list[Run] = []
-        self._busy_s = 0.0
-        self._num_targets = 0
-        self._num_own_targets = 0
-        self._num_tokens = 0
+        self._num_reports = 0
 
     def run(self, turns: Iterable[Started]) -> None:
         """Take every turn, one after the other."""
-        num_reports = 0
         for number, turn in enumerate(turns):
-            started_s = time.monotonic()
             if number == 0:
                 self._traffic.begin(turn.step)
             self._begin(turn)
-            while self._ending is None:
-                self._feed(self._next_event())
-            num_reports += self._end(self._ending, started_s)
-        self._traffic.await_evaluations(num_reports)
+            match self._compute(turn):
+                case Optimize(step=step):
+                    self._end_step(step)
+                case Report(step=step):
+                    self._end_evaluation(step)
+        self._traffic.await_evaluations(self._num_reports)
+
+    # The start of a turn.
 
     def _begin(self, turn: Started) -> None:
-        self._ending = None
+        self._turn = _Turn()
         self._clock.begin()
-        self._busy_s = 0.0
-        self._num_targets = 0
-        self._num_own_targets = 0
-        self._evaluated.clear()
-        self._traffic.forget_travels()
         self._begin_bottlenecks(turn)
         self._reduction.begin(is_training=not turn.evaluation)
         self._passes.set_training(not turn.evaluation)
-        if self._source is not None:
-            self._read(turn, self._source)
-        self._feed(turn)
+        if self._reader is not None:
+            found = self._reader.read(turn)
+            self._microbatches.update(found.microbatches)
+            self._turn.num_targets, self._turn.num_tokens = found.num_targets, found.num_tokens
 
     def _begin_bottlenecks(self, turn: Started) -> None:
         """Begin with what was observed, before anything of that step is computed."""
@@ -205,17 +160,19 @@ class Worker:
             self._traffic.send_beginning(tensors)
         self._passes.begin_receiving(self._world, self._traffic.take_beginning)
 
-    def _read(self, turn: Started, source: Source) -> None:
-        asked_s = time.time()
-        batches = source.validation() if turn.evaluation else source.training(turn.step)
-        self._note_wait(f"data {turn.step}", asked_s)
-        own = (sum(batch.num_targets for batch in batches), sum(_num_tokens(batch) for batch in batches))
-        self._num_targets, self._num_tokens = self._world.totals(own)
-        kind = Pass.EVALUATION if turn.evaluation else Pass.FORWARD
-        num_rounds = max(1, len(turn.microbatches) // max(1, len(batches)))
-        for number, batch in zip(turn.microbatches, [*batches] * num_rounds, strict=True):
-            key = Arrived(kind=kind, step=turn.step, microbatch=number)
-            self._microbatches[key] = Microbatch(batch=batch, num_step_targets=self._num_targets)
+    # Its passes: events to the scheduler, its actions carried out, until one of them ends the turn.
+
+    def _compute(self, turn: Started) -> Optimize | Report:
+        self._ending = None
+        self._feed(turn)
+        while self._ending is None:
+            self._feed(self._next_event())
+        self._clock.settle()
+        return self._ending
+
+    def _feed(self, event: Event) -> None:
+        for action in self._scheduler.on(event):
+            self._carry_out(action)
 
     def _next_event(self) -> Event:
         found = self._events.take()
@@ -227,14 +184,10 @@ class Worker:
             self._gradients[found.arrived] = found.content
         return found.arrived
 
-    def _feed(self, event: Event) -> None:
-        for action in self._scheduler.on(event):
-            self._carry_out(action)
-
     def _carry_out(self, action: Action) -> None:
         match action:
             case Run():
-                self._compute(action)
+                self._run_pass(action)
                 self._events.put(Done(action=action))
             case Send():
                 then = functools.partial(self._events.put, Done(action=action))
@@ -245,9 +198,7 @@ class Worker:
             case Stop(peer=peer):
                 raise PeerLost(peer, "it left the pipeline")
 
-    # A pass.
-
-    def _compute(self, run: Run) -> None:
+    def _run_pass(self, run: Run) -> None:
         work = functools.partial(self._backward if run.kind is Pass.BACKWARD else self._forward, run)
         result, mark = self._clock.run(run.kind.value, f"{run.kind.value} {run.step}.{run.microbatch}", work)
         if result is not None:
@@ -256,12 +207,11 @@ class Worker:
 
     def _forward(self, run: Run) -> Microbatch | None:
         microbatch = self._microbatches.pop(_needed_by(run))
-        if not self._role.is_plain(run):
-            self._num_own_targets += microbatch.batch.num_targets
-        if self._foresight is not None and not self._role.is_plain(run):
-            microbatch = replace(microbatch, held=self._foresight.held(microbatch.batch))
         if run.kind is Pass.EVALUATION:
-            self._evaluated.append(run)
+            self._turn.evaluated.append(run)
+            self._turn.num_evaluated_targets += (
+                0 if self._role.is_plain(run) else microbatch.batch.num_targets
+            )
         if self._role.is_frozen and microbatch.is_held:
             return microbatch
         crossing = self._passes.forward(run, microbatch)
@@ -270,34 +220,26 @@ class Worker:
     def _backward(self, run: Run) -> Gradient | None:
         return self._passes.backward(run, self._gradients.pop(_needed_by(run), None))
 
-    def _note_wait(self, name: str, asked_s: float) -> None:
-        now_s = time.time()
-        if now_s - asked_s >= _LEAST_WAIT_S:
-            self._observer.span(
-                Span(track=self._role.track, name=name, kind=WAITING_KIND, start_s=asked_s, end_s=now_s)
-            )
-
-    def _note_span(self, kind: str, name: str, *, start_s: float, end_s: float) -> None:
-        self._busy_s += end_s - start_s
-        self._observer.span(Span(track=self._role.track, name=name, kind=kind, start_s=start_s, end_s=end_s))
-
     # The end of a turn.
 
-    def _end(self, ending: Optimize | Report, started_s: float) -> int:
-        """End a turn; gives how many results of evaluations the stages behind will report."""
-        self._clock.settle()
-        if isinstance(ending, Report):
-            num_reports = self._report(ending.step)
-            self._feed(Done(action=ending))
-            return num_reports
-        tally, verdict = self._settle(ending.step)
+    def _end_step(self, step: int) -> None:
+        """Settle with all stages, update the weights, and go on as the verdict says."""
+        self._reduction.reduce()
+        tally, verdict = self._traffic.settle(self._tally(step))
         self._traffic.follow(verdict)
-        update = functools.partial(self._optimizer.update, ending.step, norm=verdict.norm)
-        self._clock.run("optimize", f"optimize {ending.step}", update)
-        self._feed(Done(action=ending))
+        update = functools.partial(self._optimizer.update, step, norm=verdict.norm)
+        self._clock.run("optimize", f"optimize {step}", update)
+        self._feed(Done(action=Optimize(step=step)))
         self._resize(verdict.windows[self._role.index])
-        self._observer.step_ended(self._ended(tally, verdict, time.monotonic() - started_s))
-        return 0
+        self._observer.step_ended(self._ended(tally, verdict))
+
+    def _tally(self, step: int) -> Tally:
+        return Tally(
+            step=step,
+            loss_sum=math.fsum(self._passes.losses()),
+            squared_norms=self._reduction.squared_norms(self._optimizer.squared_norms()),
+            busy_s=(self._clock.busy_s,),
+        )
 
     def _resize(self, window: int) -> None:
         if window != self._window:
@@ -305,31 +247,14 @@ class Worker:
             self._passes.window = window
             self._feed(Resized(window=window))
 
-    def _settle(self, step: int) -> tuple[Tally, Verdict]:
-        self._reduction.reduce()
-        if self._world.seat.num_ranks > 1:
-            self._traffic.await_gradients(step)
-        own = Tally(
-            step=step,
-            loss_sum=math.fsum(self._passes.losses()),
-            squared_norms=self._reduction.squared_norms(self._optimizer.squared_norms()),
-            busy_s=(self._busy_s,),
-            hops=(),
-            travel_s=self._traffic.shortest_travel_s(Pass.FORWARD) or 0.0,
-        )
-        return self._settlement.settle(
-            own, seen=self._traffic.seen(), up=self._traffic.up, down=self._traffic.down
-        )
-
-    def _ended(self, tally: Tally, verdict: Verdict, duration_s: float) -> StepEnded:
+    def _ended(self, tally: Tally, verdict: Verdict) -> StepEnded:
         return StepEnded(
             step=tally.step,
-            loss=tally.loss_sum / max(self._num_targets, 1),
+            loss=tally.loss_sum / max(self._turn.num_targets, 1),
             norm=verdict.norm,
             learning_rate=self._optimizer.schedule.at(tally.step),
-            num_targets=self._num_targets or self._num_own_targets,
-            num_tokens=self._num_tokens,
-            duration_s=duration_s,
+            num_tokens=self._turn.num_tokens,
+            duration_s=time.monotonic() - self._turn.started_s,
             busy_s=tally.busy_s,
             windows=verdict.windows,
             save=verdict.save,
@@ -337,35 +262,21 @@ class Worker:
             sent=self._traffic.take_volume(),
         )
 
-    def _report(self, step: int) -> int:
-        """Report the losses of an evaluation, if they are here: with codecs, and then plain if it is so."""
-        num_rounds = 1 + self._role.evaluates_plain
-        if not self._role.is_last:
-            return num_rounds
-        ranks = self._world.gather([self._found(plain=bool(plain)) for plain in range(num_rounds)])
-        for plain, found in enumerate(zip(*ranks, strict=True) if ranks else ()):
-            losses, num_correct, num_targets = zip(*found, strict=True)
-            self._traffic.evaluated(
-                Evaluated(
-                    step=step,
-                    loss_sum=math.fsum(chain(*losses)),
-                    num_correct=sum(num_correct),
-                    num_targets=sum(num_targets),
-                    is_plain=bool(plain),
-                )
-            )
-        return num_rounds
+    def _end_evaluation(self, step: int) -> None:
+        """Report the losses, if they are here: with codecs, and then plain if it is so."""
+        rounds = (False, True)[: 1 + self._role.evaluates_plain]
+        if self._role.is_last:
+            for found in put_together(step, [self._round(plain=plain) for plain in rounds], self._world):
+                self._traffic.evaluated(found)
+        self._num_reports += len(rounds)
+        self._feed(Done(action=Report(step=step)))
 
-    def _found(self, *, plain: bool) -> tuple[list[float], int, int]:
-        """Losses, correct and all targets of one round of an evaluation at this rank."""
-        own = [plain == self._role.is_plain(run) for run in self._evaluated]
+    def _round(self, *, plain: bool) -> Round:
+        own = [plain == self._role.is_plain(run) for run in self._turn.evaluated]
         losses = list(compress(self._passes.losses(), own))
-        return losses, sum(compress(self._passes.num_correct(), own)), self._num_own_targets
+        num_correct = sum(compress(self._passes.num_correct(), own))
+        return losses, num_correct, self._turn.num_evaluated_targets
 
 
 def _needed_by(run: Run) -> Arrived:
     return Arrived(kind=run.kind, step=run.step, microbatch=run.microbatch)
-
-
-def _num_tokens(batch: Batch) -> int:
-    return batch.ids.numel() if batch.mask is None else int(batch.mask.sum())

@@ -16,9 +16,10 @@ from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
-from isthmus.errors import CertificateError
+from isthmus.errors import CertificateError, UserError
 from isthmus.job import Address, CloudSpec, Job
 from isthmus.units import format_bytes
+from isthmus.wan.devices import Devices, require_kind, require_one_each
 from isthmus.wan.trust.certificates import CertificateFacts, inspect_folder, read_identity
 
 MIN_PYTHON = (3, 11)
@@ -52,15 +53,6 @@ class Finding:
     cure: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Devices:
-    """What torch finds on this machine: a kind of accelerator and how many, or why it cannot tell."""
-
-    kind: str | None = None
-    num_devices: int = 0
-    problem: str | None = None
-
-
 def examine(
     job: Job, cloud: CloudSpec | None, *, find_devices: Callable[[], Devices], runs: Path, now: datetime
 ) -> Iterator[Finding]:
@@ -68,8 +60,8 @@ def examine(
     torch_version = _installed_version("torch")
     yield check_python(sys.version_info[:2])
     yield check_torch(torch_version)
-    if cloud is not None and torch_version is not None:
-        yield check_devices(cloud, find_devices)
+    if torch_version is not None:
+        yield (check_devices(cloud, find_devices) if cloud else check_devices_of_all(job.cloud, find_devices))
     if cloud is not None:
         yield from _examine_network(job, cloud)
     facts = _certificate_facts([cloud] if cloud else job.cloud, now=now)
@@ -77,6 +69,14 @@ def examine(
     yield check_clock(facts, is_synchronised=read_is_synchronised(), now=now)
     yield check_disk(runs)
     yield check_open_files(_open_file_limit(), num_needed=_num_open_files(job, cloud))
+
+
+def check_by(name: str, look: Callable[[], str]) -> Finding:
+    """Check by looking: what is seen is told, and what is refused has its cure."""
+    try:
+        return _ok(name, look())
+    except UserError as error:
+        return _failed(name, str(error), error.hint or "mend that, then run this again")
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
@@ -103,18 +103,28 @@ def check_devices(cloud: CloudSpec, find_devices: Callable[[], Devices]) -> Find
     if cloud.device == "cpu":
         return _ok("devices", "cpu")
     found = find_devices()
-    if found.problem is not None:
-        return _failed(
-            "devices", f"torch cannot be used: {found.problem}", "install torch for this machine anew"
-        )
-    seen = f"{found.num_devices} × {found.kind}" if found.num_devices else "cpu only"
-    if cloud.device not in ("auto", found.kind):
-        cure = f'install the driver and the torch build for {cloud.device}, or set device = "auto"'
-        return _failed("devices", f"{cloud.device} is asked for, torch finds {seen}", cure)
+    try:
+        require_kind(cloud, found)
+    except UserError as error:
+        return _failed("devices", error.message, error.hint)
     if 0 < found.num_devices < cloud.ranks:
         cure = f"fine if {cloud.name} has further machines; otherwise set ranks = {found.num_devices}"
-        return _warning("devices", f"{seen} here, the cloud has {cloud.ranks} ranks", cure)
-    return _ok("devices", seen)
+        return _warning("devices", f"{found} here, the cloud has {cloud.ranks} ranks", cure)
+    return _ok("devices", str(found))
+
+
+def check_devices_of_all(clouds: Sequence[CloudSpec], find_devices: Callable[[], Devices]) -> Finding:
+    """Check that all clouds could run on this machine, which only a run without --cloud asks for."""
+    if all(cloud.device == "cpu" for cloud in clouds):
+        return _ok("devices", "cpu")
+    found = find_devices()
+    try:
+        for cloud in clouds:
+            require_kind(cloud, found)
+            require_one_each(cloud, found, num_ranks=cloud.ranks)
+    except UserError as error:
+        return _warning("devices", error.message, f"fine if the cloud runs elsewhere; otherwise {error.hint}")
+    return _ok("devices", str(found))
 
 
 def check_port(listen: Address) -> Finding:

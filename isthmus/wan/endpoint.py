@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from isthmus.errors import Aborted, Refused, UserError
+from isthmus.errors import Aborted, IsthmusError, Refused, UserError
 from isthmus.job import Address, CloudSpec, Job, LinkSpec
 from isthmus.job.address import format_proxy
 from isthmus.wan.handshake import Hello, Member, mismatch
@@ -126,7 +126,7 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(_words(error))
         self.close()
 
     def _all_links(self) -> list[Link]:
@@ -160,10 +160,12 @@ class Endpoint:
             return listener, await listener.start(str(bind))
 
         try:
+            _try_to_bind(bind)
             self._listener, self.port = self._loop.run(start())
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(
-                f"cloud {self._cloud.name!r} cannot listen at {bind}: {error}",
+                f"cloud {self._cloud.name!r} cannot listen at {bind}: {reason}",
                 hint="end what uses the port (a cloud of one rank needs no gateway), or change `listen`",
             ) from error
 
@@ -220,6 +222,24 @@ class Endpoint:
 
     async def _accept(self, hello: Hello, connection: Connection) -> None:
         await self.link(hello.cloud, hello.rank).serve(hello.lane, connection)
+
+
+def _words(error: BaseException) -> str:
+    """An error as the other clouds read it."""
+    match error:
+        case IsthmusError():
+            return error.message
+        case KeyboardInterrupt():
+            return "it was stopped by its user"
+    return f"{type(error).__name__}: {error}"
+
+
+def _try_to_bind(address: Address) -> None:
+    """Have the system say what is wrong with an address, which gRPC keeps to itself."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((address.host, address.port))
 
 
 def _host_seen_by(gateway: Address) -> str:

@@ -1,13 +1,16 @@
 """Who is at the other end, and whether the two belong together; a mismatch is one sentence for both."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
+from isthmus import __version__
 from isthmus.errors import FrameError
 from isthmus.wan.frames import PROTOCOL_VERSION
 
 _PREFIX = "isthmus-"
 _MAX_TEXT = 128
+# Links of protocol 1 did not say their release.
+_UNNAMED = "of an early release"
 VERSION_KEY = _PREFIX + "version"
 MAX_NUM_LANES = 66
 
@@ -30,6 +33,7 @@ class Hello:
     """What each end says of itself before anything else; `session` names one life of one end of the link."""
 
     version: int = PROTOCOL_VERSION
+    release: str = __version__
     job_digest: str
     cloud: str
     rank: int
@@ -63,13 +67,15 @@ class Hello:
 
 
 def read_hello(metadata: Iterable[tuple[str, str | bytes]]) -> Hello:
-    """The hello in call metadata, every field checked."""
+    """The hello in call metadata, every field checked; of another protocol no more than who speaks it."""
     found = {key.removeprefix(_PREFIX): value for key, value in metadata if key.startswith(_PREFIX)}
-    wanted = {field.name for field in fields(Hello)}
-    if missing := sorted(wanted - found.keys()):
-        raise FrameError(f"a handshake without {', '.join(missing)}")
+    _require(found, ("version", "cloud", "rank"))
+    if _number(found, "version") != PROTOCOL_VERSION:
+        return _read_stranger(found)
+    _require(found, [field.name for field in fields(Hello)])
     return Hello(
         version=_number(found, "version"),
+        release=_text(found, "release"),
         job_digest=_text(found, "job_digest"),
         cloud=_text(found, "cloud"),
         rank=_number(found, "rank"),
@@ -81,10 +87,10 @@ def read_hello(metadata: Iterable[tuple[str, str | bytes]]) -> Hello:
 
 def mismatch(here: Hello, there: Hello) -> str | None:
     """Why the two must not talk, in one sentence that names both sides; None if they may."""
-    if there.version != here.version:
+    if (there.version, there.release) != (here.version, here.release):
         return (
-            f"{there.who} speaks link protocol {there.version}, {here.who} speaks {here.version}: "
-            "install the same release of isthmus on both"
+            f"{there.who} runs Isthmus {_release(there)}, {here.who} runs {_release(here)}: "
+            "install the same release at both"
         )
     if there.job_digest != here.job_digest:
         return (
@@ -100,14 +106,36 @@ def mismatch(here: Hello, there: Hello) -> str | None:
     return None
 
 
-def _text(found: dict[str, str | bytes], name: str) -> str:
+def _read_stranger(found: Mapping[str, str | bytes]) -> Hello:
+    """Other protocols may have other fields; these three are in all of them, and the release in most."""
+    return Hello(
+        version=_number(found, "version"),
+        release=_text(found, "release") if "release" in found else _UNNAMED,
+        cloud=_text(found, "cloud"),
+        rank=_number(found, "rank"),
+        job_digest="",
+        epoch=0,
+        session="",
+    )
+
+
+def _release(hello: Hello) -> str:
+    return f"{hello.release} (link protocol {hello.version})"
+
+
+def _require(found: Mapping[str, str | bytes], names: Iterable[str]) -> None:
+    if missing := sorted(set(names) - found.keys()):
+        raise FrameError(f"a handshake without {', '.join(missing)}")
+
+
+def _text(found: Mapping[str, str | bytes], name: str) -> str:
     value = found[name]
     if not isinstance(value, str) or not 0 <= len(value) <= _MAX_TEXT:
         raise FrameError(f"a handshake with a broken {name}")
     return value
 
 
-def _number(found: dict[str, str | bytes], name: str) -> int:
+def _number(found: Mapping[str, str | bytes], name: str) -> int:
     value = _text(found, name)
     if not (value.isascii() and value.isdigit() and len(value) <= 18):
         raise FrameError(f"a handshake whose {name} is no number")

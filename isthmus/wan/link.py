@@ -291,9 +291,8 @@ class Link:
             self._complain(number, refused.message)
             return
         self._parted.set()
-        if self._exchange.fail(refused):
-            log.error("link to %s: %s", self.peer, refused.message)
-            self._wake_all()
+        # A new error, for the traceback of this one would keep gRPC's call and channel alive with it.
+        self._fail(Refused(refused.message, hint=refused.hint))
 
     def _complain(self, number: int, reason: str) -> None:
         """Say why the peer cannot be reached, once for each reason, for it may just not have started yet."""

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -149,8 +150,20 @@ def _failure(code: grpc.StatusCode, details: str, address: str) -> ConnectionErr
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         return Refused(details)
     if "CERTIFICATE" in details or "Hostname Verification" in details:
-        return Refused(f"the certificate shown by or to {address} was turned down: {details}")
+        return Refused(
+            f"the certificate shown by or to {address} was turned down: {_tls_reason(details)}",
+            hint="let all clouds have theirs from one authority; look at both ends with: isthmus certs show",
+        )
     return ConnectionError(f"{address}: {details}")
+
+
+def _tls_reason(details: str) -> str:
+    """The words that matter of what gRPC says of a handshake, such as `certificate has expired`."""
+    found = re.search(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)", details)
+    if found is not None:
+        reason = found[1].strip()
+        return "another authority has signed it" if "local issuer" in reason else reason
+    return "it names another cloud" if "Hostname Verification" in details else details
 
 
 Accept = Callable[[Hello, Connection], Awaitable[None]]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from isthmus.cli import doctor as cli
 from isthmus.errors import UserError
-from isthmus.wan.doctor import Devices
+from isthmus.wan.devices import Devices
 from isthmus.wan.trust.certificates import make_authority, make_request, sign_request
 
 JOB = """
@@ -56,7 +56,7 @@ def test_a_ready_cloud_passes_and_learns_what_comes_next() -> None:
     assert exit_code == 0, output
     assert "✓ reach east" in output
     assert "✗" not in output
-    assert output.splitlines()[-1] == "next: isthmus probe job.toml"
+    assert output.splitlines()[-1] == "next: isthmus probe job.toml --cloud west"
 
 
 def test_a_cross_has_its_cure_and_fails() -> None:
@@ -86,7 +86,7 @@ def test_devices_that_the_cloud_asks_for_are_looked_for(monkeypatch: pytest.Monk
     write_job(7600)
     exit_code, output = doctor("--cloud", "east")
     assert exit_code == 1
-    assert "✗ devices: cuda is asked for, torch finds 2 × npu" in output
+    assert "✗ devices: cloud 'east' asks for cuda, but torch finds 2 × npu here" in output
 
 
 def test_without_a_cloud_no_network_is_touched() -> None:
@@ -95,6 +95,18 @@ def test_without_a_cloud_no_network_is_touched() -> None:
     assert exit_code == 0
     assert "reach" not in output
     assert "✓ certificate of west" in output
+
+
+def test_model_and_data_are_looked_for_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_devices", lambda: Devices(kind="cuda", num_devices=1))
+    write_job(1)
+    with Path("job.toml").open("a") as file:
+        file.write('[model.config]\nmodel_type = "llama"\nnum_hidden_layers = 2\n[data]\nsource = "no.txt"\n')
+    exit_code, output = doctor()
+    assert exit_code == 1
+    assert "✓ model: fresh: llama of 2 layers" in output
+    assert "✗ data: no file is found at 'no.txt'\n  cure: " in output
+    assert "data:" not in doctor("--cloud", "west")[1]
 
 
 def test_an_unknown_cloud_is_the_users_mistake() -> None:

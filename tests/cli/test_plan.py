@@ -8,8 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from isthmus.cli.main import app
-from isthmus.errors import UserError
+from isthmus.errors import JobError, UserError
 from isthmus.job import PipelineStrategy, load_job
+from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.profile import PassTimes, Profile, Sample, write_profile
 from isthmus.plan.search.choice import scenario_of
 from tests.plan.jobs import TWO_CLOUDS
 
@@ -166,3 +168,44 @@ def test_a_mistake_is_one_sentence(job_file: Path) -> None:
     result = invoke(job_file, "--set", "cloud.east.accelerator=abacus")
     assert isinstance(result.exception, UserError)
     assert "not in the catalogue" in result.exception.message
+
+
+def test_what_is_not_measured_is_said_with_the_command_that_measures_it(job_file: Path) -> None:
+    result = invoke(job_file, "--no-levers", "--set", "strategy.kind=pipeline")
+    assert "the speed of east and of west is of the catalogue" in result.output
+    assert f"isthmus profile {job_file} --cloud east" in result.output
+    assert "with no end of each a step would be shorter by:" in result.output
+
+
+def test_a_measured_cloud_is_told_from_one_of_the_catalogue(job_file: Path, tmp_path: Path) -> None:
+    one = PassTimes(forward_s=0.01, backward_s=0.02)
+    sample = Sample(
+        num_sequences=1,
+        sequence_length=1024,
+        precision=Precision.BFLOAT16,
+        embedding=one,
+        layers=(one,) * 12,
+        head=one,
+    )
+    path = tmp_path / "east.profile.json"
+    path.write_text(write_profile(Profile(device="mine", model_type="llama", samples=(sample,))))
+    result = invoke(
+        job_file, "--no-levers", "--set", "strategy.kind=pipeline", "--set", f"cloud.east.profile={path}"
+    )
+    assert "the speed of west is of the catalogue" in result.output
+
+
+def test_clouds_that_take_no_part_are_named(job_file: Path) -> None:
+    chosen = ("strategy.kind=pipeline", "strategy.clouds=['east']")
+    result = invoke(job_file, "--no-levers", *(word for one in chosen for word in ("--set", one)))
+    assert "a run uses every cloud of its job: to run this plan, leave west out" in result.output
+
+
+def test_a_misspelt_key_of_the_model_is_refused(job_file: Path) -> None:
+    with pytest.raises(JobError) as caught:
+        CliRunner().invoke(
+            app, ["plan", str(job_file), "--set", "model.config.hiden_size=64"], catch_exceptions=False
+        )
+    (problem,) = caught.value.problems
+    assert "the configuration of llama has no key 'hiden_size'" in str(problem)
+    assert "did you mean 'hidden_size'?" in str(problem)

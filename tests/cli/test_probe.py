@@ -97,6 +97,7 @@ def test_two_sites_probe_each_other_with_signed_certificates(tmp_path: Path) -> 
         (("two-clouds.toml", "--cloud", "east"), "certs"),
         (("two-clouds.toml", "--set", "link.0.jiter='1 ms'"), "did you mean 'jitter'"),
         (("two-clouds.toml", "--faults", "no-such-faults.toml"), "no-such-faults.toml"),
+        (("two-clouds.toml", "--cloud", "west", "--faults", "f.toml"), "--faults disturbs"),
     ],
 )
 def test_mistakes_end_with_2_one_sentence_and_the_cure(arguments: tuple[str, ...], sentence: str) -> None:

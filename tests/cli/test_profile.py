@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from isthmus.cli.profile import profile
+from isthmus.errors import UserError
 from isthmus.plan.costs.profile import read_profile
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "demo.toml"
@@ -30,6 +31,15 @@ def test_it_shows_a_table_and_writes_the_file(app: typer.Typer, tmp_path: Path) 
     assert "ns per parameter" in result.output
     assert 'profile = "east.profile.json"' in result.output
     assert read_profile(tmp_path / "east.profile.json").model_type == "llama"
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("isthmus.train.profiling.Rig")
+    result = CliRunner().invoke(app, [str(EXAMPLE), "--out", "nowhere/mine.json", *SMALL])
+    assert isinstance(result.exception, UserError)
+    assert result.exception.message == "nowhere/mine.json cannot be written"
 
 
 def test_json_is_what_the_file_holds(app: typer.Typer, tmp_path: Path) -> None:

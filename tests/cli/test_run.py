@@ -26,6 +26,7 @@ from isthmus.train.data.feed import Feed
 from isthmus.train.data.training_data import open_data
 from isthmus.train.equipment import make_optimizer
 from isthmus.train.setup import blueprint_of, set_up
+from isthmus.wan.trust.certificates import make_authority, make_request, sign_request
 from tests.train.reference import train_alone
 from tests.train.test_setup import TINY, clouds, links
 
@@ -143,6 +144,33 @@ def test_a_mistake_ends_the_command_before_anything_starts(job_file: Path, tmp_p
     assert result.exit_code == 1
     assert "one step reads" in str(result.exception)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a device is here")
+@pytest.mark.parametrize("options", [(), ("--cloud", "west")])
+def test_a_device_that_is_not_here_ends_the_command_before_anything_starts(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_authority(Path("certs"))
+    sign_request(make_request(Path("certs"), "west"), cloud="west", folder=Path("certs"))
+    result = invoke(job_file, "--set", "cloud.west.device=cuda", *options)
+    assert "cloud 'west' asks for cuda, but torch finds cpu only here" in str(result.exception)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--faults", "f.toml"), "--faults disturbs the emulated WAN"),
+        (("--restarts", "2"), "--restarts starts all"),
+    ],
+)
+def test_what_only_the_emulated_wan_has_is_refused_for_one_cloud(
+    job_file: Path, options: tuple[str, ...], reason: str
+) -> None:
+    result = invoke(job_file, "--cloud", "west", *options)
+    assert str(result.exception).startswith(reason)
 
 
 CODED = [

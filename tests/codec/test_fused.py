@@ -5,10 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.codec import Codecs, receiving_end, sending_end
 from isthmus.codec.base import Coder, Memory, Place
@@ -20,6 +24,7 @@ from tests.codec.cuts import CPU, KEY, noise
 
 pytest.importorskip("triton")
 from isthmus.codec.fused import FusedIntegerCoder
+from isthmus.codec.kernels import decode_kernel, encode_kernel
 from tests.codec.fused_checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -92,3 +97,75 @@ def test_ends_on_an_accelerator_and_on_the_host_understand_each_other(text: str)
     back = receiving.encode_gradient(x_ND, key=KEY)
     gradient = sending.decode_gradient(tuple(part.to(CUDA) for part in back), key=KEY, num_rows=33)
     assert float((gradient.cpu() - x_ND).norm() / x_ND.norm()) < 0.2
+
+
+class Launches:
+    """Stands in for a kernel, and counts how often it is started."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, _grid: tuple[int, int]) -> Callable[..., None]:
+        def start(*_args: Any, **_options: Any) -> None:
+            self.count += 1
+
+        return start
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names[func.name()] += 1
+        return func(*args, **kwargs or {})
+
+
+def coding_work(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, Counter[str]]:
+    """Starts of the kernels, and what else is done, in one message there and its gradient back."""
+    encodes, decodes = Launches(), Launches()
+    monkeypatch.setattr("isthmus.codec.build._compiles_kernels", lambda _: True)
+    monkeypatch.setattr("isthmus.codec.fused.encode_kernel", encodes)
+    monkeypatch.setattr("isthmus.codec.fused.decode_kernel", decodes)
+    spec = parse_codec(text)
+    codecs = Codecs(forward=spec, backward=spec, width=1024)
+    sending, receiving = sending_end(codecs, device=CPU), receiving_end(codecs, device=CPU)
+    x_ND = noise(6, 1024).bfloat16()  # noqa: N806
+
+    def cross() -> None:
+        receiving.decode(sending.encode(x_ND, key=KEY), key=KEY, num_rows=6)
+        sending.decode_gradient(receiving.encode_gradient(x_ND, key=KEY), key=KEY, num_rows=6)
+
+    cross()  # the first one brings the signs of the rotation to the device
+    encodes.count = decodes.count = 0
+    with Operations() as operations:
+        cross()
+    return encodes.count, decodes.count, operations.names
+
+
+@pytest.mark.parametrize(
+    "text", ["rotate | int8", "rotate | int8(stochastic)", "rotate | int4", "rotate | int4(stochastic)"]
+)
+def test_a_coding_is_one_kernel_and_never_waits_for_the_device(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_encodes, num_decodes, names = coding_work(text, monkeypatch)
+    assert (num_encodes, num_decodes) == (2, 2)
+    waits = {name for name in names if "local_scalar" in name or "nonzero" in name or "equal" in name}
+    assert not waits
+
+
+def test_all_integers_take_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_int8 = coding_work("rotate | int8", monkeypatch)
+    assert coding_work("rotate | int4", monkeypatch) == of_int8
+    assert coding_work("rotate | int4(stochastic)", monkeypatch) == of_int8
+
+
+def test_kernels_are_not_compiled_anew_for_other_rows_or_seeds() -> None:
+    assert [one.name for one in encode_kernel.params if one.do_not_specialize] == ["num_rows", "seed"]
+    assert [one.name for one in decode_kernel.params if one.do_not_specialize] == ["num_rows"]

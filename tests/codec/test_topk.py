@@ -1,5 +1,6 @@
 """Top-k: what is kept, where, and the gradient at the same places."""
 
+import gc
 import math
 
 import pytest
@@ -115,3 +116,16 @@ def test_bits_pack_and_unpack() -> None:
     packed = pack_bits(bits)
     assert packed.shape == (5, 3)
     assert torch.equal(unpack_bits(packed, 21).bool(), bits)
+
+
+@pytest.mark.parametrize("backward", ["raw", "int8", "topk(0.3)", "topk(0.1)"])
+def test_nothing_is_kept_of_an_activation_once_its_gradient_has_passed(backward: str) -> None:
+    """A gradient that crosses raw goes past both ends, and no other one may leave anything behind either."""
+    cut = make_cut("topk(0.1) | fp16", backward, width=70)
+    for step in range(3):
+        key = Key(step=step, microbatch=0)
+        cut.send(noise(11, 70, seed=step), key)
+        if backward != "raw":
+            cut.send_back(noise(11, 70, seed=step), key)
+    indices = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == (11, 7)]
+    assert indices == []

@@ -159,3 +159,18 @@ def assert_identical(
         other = found[name]
         assert (value is None) == (other is None), name
         assert value is None or other is None or torch.equal(value, other), name
+
+
+def scores_of(stage: Stage, inputs: StageInput) -> Tensor:
+    """The scores, classes last, from which the last stage makes its loss."""
+    found: list[Tensor] = []
+
+    def note(_model: Any, _args: Any, output: Any) -> None:
+        found.append(stage.head.scores(output))
+
+    handle = stage.model.register_forward_hook(note)
+    try:
+        stage(inputs)
+    finally:
+        handle.remove()
+    return found[0]

@@ -11,7 +11,6 @@ from isthmus.job.boundary import Anchor, BottleneckSpec, HiddenSpec, Init
 from isthmus.model import anchors as anchors_module
 from isthmus.model.anchors import FactoredAnchors, MeanAnchors, TableAnchors, make_anchors
 from isthmus.model.bottleneck import Down, Up
-from isthmus.model.boundary import boundary_of
 from isthmus.model.observed import Observed, TokenMeans
 
 WIDTH, VOCABULARY_SIZE, RANK = 12, 20, 4
@@ -221,15 +220,15 @@ def test_under_autocast_the_arithmetic_stays_in_float32() -> None:
     torch.testing.assert_close(restored, hidden, rtol=1e-5, atol=1e-5)
 
 
-def test_both_ends_begin_with_the_same_anchors_and_the_receiver_knows_their_shapes() -> None:
+def test_both_ends_begin_with_the_same_anchors() -> None:
     down, up = halves(BottleneckSpec(rank=RANK))
     assert not down.has_begun
     down.observe(*Source().draw(), None)
     tensors = down.begin()
-    awaited = up.awaited()
-    assert {name: (one.shape, one.dtype) for name, one in tensors.items()} == {
-        name: (one.shape, one.dtype) for name, one in awaited.items()
+    assert {name: one.shape for name, one in tensors.items()} == {
+        name: one.shape for name, one in up.named_parameters()
     }
+    assert tensors["anchors.table"].dtype is torch.bfloat16
     assert all(one.is_contiguous() for one in tensors.values())
     up.begin(tensors)
     assert down.has_begun
@@ -279,13 +278,8 @@ def test_a_start_from_nothing_or_from_strange_tensors_is_refused() -> None:
     assert not up.has_begun
 
 
-def test_a_cut_refuses_a_bottleneck_that_is_none_and_ids_that_may_not_cross() -> None:
-    spec = BottleneckSpec(rank=16)
+def test_a_cut_refuses_a_bottleneck_that_is_none() -> None:
     with pytest.raises(UserError, match="no bottleneck where hidden states are 16 wide"):
-        boundary_of(spec, hidden_width=16)
-    with pytest.raises(UserError, match="must not reach it"):
-        boundary_of(spec, hidden_width=64, shares_ids=False)
-    assert boundary_of(HiddenSpec(), hidden_width=64, shares_ids=False).width == 64
-    boundary = boundary_of(BottleneckSpec(rank=16, anchor=Anchor.NONE), hidden_width=64, shares_ids=False)
-    assert boundary.crossing_width(is_warming_up=True) == 64
-    assert boundary.crossing_width(is_warming_up=False) == 16
+        BottleneckSpec(rank=16).check_width(16)
+    BottleneckSpec(rank=16).check_width(17)
+    HiddenSpec().check_width(16)

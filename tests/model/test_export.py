@@ -15,7 +15,7 @@ from isthmus.model.blueprint import Blueprint, pretrained_blueprint
 from isthmus.model.boundary import StageInput
 from isthmus.model.export import merge, write_part
 from isthmus.model.heads import HEADS
-from isthmus.model.source import COMPANION_FILES, INDEX_FILE, Source
+from isthmus.model.source import INDEX_FILE
 from isthmus.model.stage import Stage
 from tests.model.cases import (
     CONFIGS,
@@ -25,6 +25,7 @@ from tests.model.cases import (
     language_head,
     make_batch,
     parameters,
+    scores_of,
 )
 
 FAMILIES_AND_HEADS = [
@@ -42,7 +43,7 @@ def stage_scores(stages: list[Stage], plan: Blueprint) -> Tensor:
     with torch.no_grad():
         for stage in stages[:-1]:
             crossing = stage.eval()(StageInput(batch=batch, crossing=crossing)).crossing
-        return stages[-1].eval().scores(StageInput(batch=batch, crossing=crossing))
+        return scores_of(stages[-1].eval(), StageInput(batch=batch, crossing=crossing))
 
 
 def loaded_scores(folder: Path, plan: Blueprint) -> Tensor:
@@ -116,18 +117,13 @@ def test_weights_gathered_elsewhere_are_written(tmp_path: Path) -> None:
 
 
 def test_companions_pass_through(tmp_path: Path) -> None:
-    origin = tmp_path / "origin"
-    origin.mkdir()
-    for name in ("tokenizer.json", "vocab.txt", "generation_config.json"):
-        (origin / name).write_text(f'{{"from": "{name}"}}')
-    (origin / "notes.txt").write_text("not the model's")
-    companions = Source(str(origin)).companions()
-    assert {path.name for path in companions} == {"tokenizer.json", "vocab.txt", "generation_config.json"}
+    companions = [tmp_path / name for name in ("tokenizer.json", "generation_config.json")]
+    for path in companions:
+        path.write_text(f'{{"from": "{path.name}"}}')
     parts = write_parts(build(blueprint("llama"), split_layers(4, 2)), tmp_path)
     merge(parts, tmp_path / "model", companions=companions)
     for path in companions:
         assert (tmp_path / "model" / path.name).read_text() == path.read_text()
-    assert not set(COMPANION_FILES) & {"config.json"}
 
 
 def test_a_new_export_replaces_the_old_one_whole(tmp_path: Path) -> None:

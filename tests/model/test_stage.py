@@ -11,7 +11,7 @@ from isthmus.errors import UserError
 from isthmus.model.anatomy import split_layers
 from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.boundary import Batch, Boundary, BoundaryKind, StageInput
+from isthmus.model.boundary import Batch, StageInput
 from isthmus.model.heads import HEADS, IGNORED
 from isthmus.model.layer_call import LayerCall
 from isthmus.model.seam import Departure, Passage, Seam
@@ -25,6 +25,7 @@ from tests.model.cases import (
     make_batch,
     parameters,
     run_pass,
+    scores_of,
 )
 
 
@@ -88,7 +89,7 @@ def test_evaluation_counts_right_answers_and_draws_nothing() -> None:
     first, last = (stage.eval() for stage in build(plan, split_layers(4, 2)))
     crossing = first(StageInput(batch=batch)).crossing
     output = last(StageInput(batch=batch, crossing=crossing))
-    scores = last.scores(StageInput(batch=batch, crossing=crossing))
+    scores = scores_of(last, StageInput(batch=batch, crossing=crossing))
     assert batch.labels is not None
     assert int(output.num_correct) == int(scores.argmax(-1).eq(batch.labels).sum())
     assert torch.equal(output.loss, last(StageInput(batch=batch, crossing=crossing)).loss)
@@ -96,13 +97,9 @@ def test_evaluation_counts_right_answers_and_draws_nothing() -> None:
     assert last(StageInput(batch=batch, crossing=crossing, moment=MOMENT)).num_correct is None
 
 
-def test_boundaries_are_hidden_states_of_the_models_width() -> None:
+def test_hidden_states_of_the_models_width_cross() -> None:
     plan = blueprint("electra")
-    first, middle, last = build(plan, split_layers(3, 3))
-    hidden = Boundary(kind=BoundaryKind.HIDDEN, width=16, hidden_width=16)
-    assert (first.inbound, first.outbound) == (None, hidden)
-    assert (middle.inbound, middle.outbound) == (hidden, hidden)
-    assert (last.inbound, last.outbound) == (hidden, None)
+    first, _ = build(plan, split_layers(3, 2))
     batch = make_batch(plan.head)
     assert first(StageInput(batch=batch, moment=MOMENT)).crossing.shape == (3, 9, 16)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from isthmus.errors import UserError
 from isthmus.events import STARTED_KIND, Event, EventLog, Fact, Span
 from isthmus.intervals import shared_s, total_s, union
+from isthmus.observe.recorded import read_run
 from isthmus.observe.summary import summarize, summarize_cloud
 from isthmus.observe.trackers import check_trackers, open_tracker
 
@@ -76,7 +77,7 @@ def test_a_cloud_of_one_step_has_no_times() -> None:
 def test_a_run_is_summed_up_from_its_files(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events" / "east.jsonl") as log:
         for step, loss in enumerate((4.0, 3.0, 2.0)):
-            log.fact("step", {"loss": loss, "duration_s": 1.0 + step})
+            log.fact("step", {"step": step, "loss": loss, "duration_s": 1.0 + step})
             log.span(span("optimize", step, step + 0.5))
         log.fact("evaluation", {"loss": 2.5})
     with EventLog(tmp_path / "events" / "west.jsonl") as log:
@@ -143,3 +144,23 @@ def test_the_time_between_a_stop_and_the_next_start_does_not_count() -> None:
         span("optimize", 1004.0, 1005.0),
     ]
     assert summarize_cloud("east", events).bubble == pytest.approx(0.5)
+
+
+def test_a_stop_before_the_first_step_had_ended_does_not_count_either() -> None:
+    events: list[Event] = [
+        Fact(kind=STARTED_KIND, at_s=0.0, values={}),
+        span("forward", 0.0, 1.0),
+        Fact(kind=STARTED_KIND, at_s=1000.0, values={}),
+        span("optimize", 1001.0, 1002.0),
+        span("optimize", 1003.0, 1004.0),
+    ]
+    assert summarize_cloud("east", events).bubble == pytest.approx(0.5)
+
+
+def test_a_step_that_was_done_again_after_a_stop_counts_once(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events" / "east.jsonl") as log:
+        for step, loss in ((0, 4.0), (1, 3.5), (2, 9.0), (1, 3.0), (2, 2.5)):
+            log.fact("step", {"step": step, "loss": loss, "duration_s": 1.0})
+    found = summarize(tmp_path)
+    assert (found.num_steps, found.first_loss, found.last_loss) == (3, 4.0, 2.5)
+    assert [one["loss"] for one in read_run(tmp_path).steps] == [4.0, 3.0, 2.5]

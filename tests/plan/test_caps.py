@@ -119,5 +119,5 @@ def test_a_job_gives_each_stage_its_own() -> None:
 
 
 def test_caps_are_one_for_each_stage() -> None:
-    with pytest.raises(UserError, match=r"strategy\.max_in_flight has 3 entries for 2 clouds"):
+    with pytest.raises(UserError, match=r"strategy\.max_in_flight has 3 entries for 2 stages"):
         plan(two_clouds("strategy.kind=pipeline", "strategy.max_in_flight=[1, 2, 3]"))

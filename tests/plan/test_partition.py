@@ -46,10 +46,17 @@ def problems(draw: st.DrawFn, max_clouds: int = 4) -> Problem:
     ]
     pairs = list(permutations(range(num_clouds), 2))
     linked = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
-    passages = {pair: Passage(once_s=draw(TIMES), pace_s=draw(TIMES) * 4) for pair in linked}
-    num_microbatches = draw(st.integers(2, 16))
+    passages, one_way = (
+        {pair: Passage(once_s=draw(TIMES), pace_s=draw(TIMES) * 4) for pair in pairs}
+        for pairs in (linked, [pair for pair in linked if draw(st.booleans())])
+    )
     return Problem(
-        offers=offers, passages=passages, num_microbatches=num_microbatches, uses_all=draw(st.booleans())
+        offers=offers,
+        passages=passages,
+        num_microbatches=draw(st.integers(2, 16)),
+        uses_all=draw(st.booleans()),
+        num_frozen=draw(st.integers(0, num_layers)),
+        one_way=one_way,
     )
 
 
@@ -62,7 +69,14 @@ def every_route(problem: Problem, *, in_row: bool = False) -> Iterator[Route]:
             if (problem.uses_all and size < num_clouds) or (in_row and list(order) != sorted(order)):
                 continue
             for inner in combinations(range(1, num_layers), size - 1):
-                yield list(zip(order, (*inner, num_layers), strict=True))
+                route = list(zip(order, (*inner, num_layers), strict=True))
+                if all(is_possible(problem, *ends) for ends in pairwise(route)):
+                    yield route
+
+
+def is_possible(problem: Problem, first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Some links do not take what comes from frozen layers."""
+    return first[1] > problem.num_frozen or (first[0], second[0]) in problem.one_way
 
 
 def brute_force_s(problem: Problem, *, in_row: bool = False) -> float:
@@ -135,6 +149,26 @@ def test_a_link_that_costs_more_than_a_cloud_brings_is_left_alone() -> None:
     passages = {(0, 1): Passage(once_s=9, pace_s=99)}
     best, *_ = best_partitions(Problem(offers=offers, passages=passages, num_microbatches=8))
     assert best.clouds in ((0,), (1,))
+
+
+def test_a_cut_behind_frozen_layers_is_taken_where_the_way_back_is_slow() -> None:
+    offers = [offer([1.0] * 8, rounds=16, most=8)] * 2
+    there_and_back, there = Passage(once_s=2, pace_s=200), Passage(once_s=1, pace_s=5)
+    free, frozen = (
+        best_partitions(
+            Problem(
+                offers=offers,
+                passages={(0, 1): there_and_back},
+                num_microbatches=16,
+                uses_all=True,
+                num_frozen=number,
+                one_way={(0, 1): there},
+            )
+        )[0]
+        for number in (0, 3)
+    )
+    assert frozen.stops == (3, 8)
+    assert frozen.step_s < free.step_s
 
 
 def test_a_stage_without_room_for_the_round_trip_takes_fewer_layers() -> None:

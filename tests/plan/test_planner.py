@@ -196,7 +196,7 @@ def test_a_budget_asks_for_the_fastest_plan_within_it() -> None:
         (["train.batch_tokens=1000"], "no whole number of sequences", "1024"),
         ([PIPELINE, "strategy.microbatches=7"], "cannot be divided into 7", "divisor"),
         ([PIPELINE, "strategy.layers=[5, 5]"], "adds up to 10", "add up"),
-        ([PIPELINE, "strategy.layers=[12]"], "1 entries for 2 clouds", "one number for each"),
+        ([PIPELINE, "strategy.layers=[12]"], "1 entries for 2 stages", "one number for each"),
         ([PIPELINE, "strategy.clouds=['east', 'mars']"], "names 'mars'", "east, west"),
         (
             [PIPELINE, "model.config.num_hidden_layers=1"],

@@ -15,8 +15,8 @@ from isthmus.plan.simulate import simulate
 from isthmus.plan.window import Hop
 from isthmus.train.course import Course
 from isthmus.train.crossing.courier import Courier
-from isthmus.train.crossing.messages import Tally, pack_tally
-from isthmus.train.settlement import Seen, Settlement, Terms
+from isthmus.train.crossing.settlement import Seen, Settlement, Terms
+from isthmus.train.crossing.words import Tally, pack_tally
 from tests.plan.jobs import two_clouds
 from tests.plan.scenarios import hop, pipeline, stage
 

@@ -44,6 +44,7 @@ class ToySupply:
     clouds: tuple[ToyCloud, ...]
     hops: dict[tuple[int, int], Line]
     num_layers: int
+    num_frozen: int = 0
 
     @property
     def num_ranks(self) -> tuple[int, ...]:
@@ -68,9 +69,10 @@ class ToySupply:
             held=np.maximum(0.0, np.floor(room / flight)),
         )
 
-    def hop(self, pair: tuple[int, int], setting: Setting) -> HopLoad:
+    def hop(self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool = True) -> HopLoad:
         num_bytes = 1000 * NUM_SEQUENCES // setting.num_microbatches
-        return HopLoad(line=self.hops[pair], forward_bytes=num_bytes, backward_bytes=num_bytes)
+        back_bytes = num_bytes if has_gradient else 0
+        return HopLoad(line=self.hops[pair], forward_bytes=num_bytes, backward_bytes=back_bytes)
 
 
 @st.composite
@@ -96,7 +98,9 @@ def supplies(draw: st.DrawFn) -> ToySupply:
         latency_s=st.sampled_from([0.0, 0.3, 2.0]),
     )
     hops = {pair: draw(line) for pair in linked}
-    return ToySupply(clouds=tuple(clouds), hops=hops, num_layers=draw(st.integers(1, 5)))
+    num_layers = draw(st.integers(1, 5))
+    num_frozen = draw(st.integers(0, num_layers))
+    return ToySupply(clouds=tuple(clouds), hops=hops, num_layers=num_layers, num_frozen=num_frozen)
 
 
 def every_route(supply: ToySupply) -> Iterator[Route]:

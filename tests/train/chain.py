@@ -21,12 +21,12 @@ from isthmus.model.stage import Stage
 from isthmus.plan.ladder import Pair
 from isthmus.train.checkpoint import State
 from isthmus.train.course import Course, Post
-from isthmus.train.crossing.messages import Evaluated, Tally
 from isthmus.train.crossing.traffic import Traffic
+from isthmus.train.crossing.words import Evaluated, Tally
 from isthmus.train.device import Device
+from isthmus.train.observer import StepEnded
 from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import pipeline_worker
-from isthmus.train.worker import StepEnded
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.relays.shaping import Shape
 from tests.model.cases import SEED

@@ -29,11 +29,11 @@ from isthmus.train.course import Course, Post
 from isthmus.train.crossing.cut import Cut
 from isthmus.train.device import Device
 from isthmus.train.keeping import Keeper
+from isthmus.train.observer import StepEnded
 from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.ranks.reduction import NoReduction, PlainReduction, Reduction
 from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, shard
 from isthmus.train.ranks.world import World, join_world
-from isthmus.train.worker import StepEnded
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.local import LocalWan
 from isthmus.wan.seat import Seat
@@ -113,6 +113,8 @@ class Found:
     norms: list[float]
     validation: list[tuple[float, int]]
     num_passes: int
+    sent_bytes: int
+    """On the line, in the last step."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,7 @@ class _Rank:
             norms=[one.norm for one in record.steps],
             validation=[(one.loss_sum, one.num_targets) for one in record.evaluations],
             num_passes=sum(span.kind == "forward" for span in record.spans),
+            sent_bytes=record.steps[-1].sent.num_bytes,
         )
 
     def _saver(self, keeper: Keeper) -> Any:

@@ -16,8 +16,8 @@ from isthmus.plan.codec_choice import Bounds
 from isthmus.plan.ladder import Crossing, Loss, Pair, Stretch
 from isthmus.plan.window import Hop
 from isthmus.train.crossing.cut import RAW_PAIR, Cut
-from isthmus.train.crossing.messages import Cosines, Tally
 from isthmus.train.crossing.steering import Steering, Terms
+from isthmus.train.crossing.words import Cosines, Tally
 
 NUM_MICROBATCHES = 16
 INTERVAL_S = 0.03

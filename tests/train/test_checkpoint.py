@@ -9,9 +9,9 @@ from isthmus.errors import UserError
 from isthmus.train.checkpoint import COMPLETE, Checkpoints, State
 from isthmus.train.crossing.cut import SavedCuts
 from isthmus.train.data.order import Cursor
-from isthmus.train.worker import StepEnded
-from tests.model.cases import blueprint
-from tests.train.chain import CLOUDS, Chain, Given, chain, course
+from isthmus.train.observer import StepEnded
+from tests.model.cases import blueprint, build
+from tests.train.chain import CLOUDS, Chain, Given, chain, course, make_optimizer
 from tests.train.reference import assert_same, parameters_of
 from tests.train.test_exactness import batches
 
@@ -69,6 +69,17 @@ def test_only_the_newest_are_kept_and_only_whole_ones_count(tmp_path: Path) -> N
     assert checkpoints.steps() == (4,)
     names = {path.name for path in tmp_path.rglob("*")}
     assert not any(name.startswith(".") for name in names)
+
+
+def test_a_run_that_went_on_from_an_older_step_drops_what_the_lost_steps_left(tmp_path: Path) -> None:
+    """They count neither as newest, for which the new ones would be deleted, nor as another cloud's next."""
+    (stage,) = build(blueprint("gpt2"), [range(4)])
+    optimizer = make_optimizer(stage, None)
+    checkpoints = Checkpoints(tmp_path, cloud="north", keep=2)
+    for step in (20, 30, 27):
+        state = State(step=step, layers=(0, 4))
+        checkpoints.save(state, stage=stage, optimizer=optimizer)
+    assert checkpoints.steps() == (20, 27)
 
 
 def test_what_is_damaged_or_of_another_model_is_refused(tmp_path: Path) -> None:

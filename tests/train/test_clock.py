@@ -4,6 +4,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from isthmus.events import Span
 from isthmus.train.clock import PassClock
 from isthmus.train.device import Device, Mark
 
@@ -41,13 +44,9 @@ class FakeDevice:
         return "result"
 
 
-def _clock(device: Any) -> tuple[PassClock, list[tuple[str, str, float, float]]]:
-    told: list[tuple[str, str, float, float]] = []
-
-    def tell(kind: str, name: str, *, start_s: float, end_s: float) -> None:
-        told.append((kind, name, start_s, end_s))
-
-    clock = PassClock(device, tell=tell)
+def _clock(device: Any) -> tuple[PassClock, list[Span]]:
+    told: list[Span] = []
+    clock = PassClock(device, track="east", on_span=told.append)
     clock.begin()
     return clock, told
 
@@ -62,14 +61,16 @@ def test_the_host_goes_on_at_the_last_layers_and_tells_of_the_pass_one_later() -
     mark.wait()
     assert device.waited_for[-1] == 101.25  # the result is there when the whole pass is done
     clock.run("backward", "backward 0.0", lambda: device.work(clock, last_layer_s=0.5))
-    (kind, name, start_s, end_s), *more = told
-    assert (kind, name, more) == ("forward", "forward 0.0", [])
-    assert abs(end_s - start_s - 1.25) < 1e-6
+    assert [(one.track, one.kind, one.name) for one in told] == [("east", "forward", "forward 0.0")]
+    assert told[0].duration_s == pytest.approx(1.25, abs=1e-6)
     clock.settle()
-    assert [one[1] for one in told] == ["forward 0.0", "backward 0.0"]
-    assert abs(told[1][2] - told[0][3]) < 1e-6  # one began when the other ended
+    assert [one.name for one in told] == ["forward 0.0", "backward 0.0"]
+    assert told[1].start_s == pytest.approx(told[0].end_s, abs=1e-6)
+    assert clock.busy_s == pytest.approx(1.25 + 1.5, abs=1e-6)
     clock.settle()
     assert len(told) == 2
+    clock.begin()
+    assert clock.busy_s == 0.0
 
 
 def test_work_without_layers_is_waited_for() -> None:
@@ -81,7 +82,7 @@ def test_work_without_layers_is_waited_for() -> None:
 
     clock.run("optimize", "optimize 0", update)
     assert device.waited_for[-1] == 102.0
-    assert [one[0] for one in told] == ["optimize"]
+    assert [one.kind for one in told] == ["optimize"]
 
 
 def test_on_the_cpu_a_pass_is_over_when_it_returns() -> None:
@@ -89,5 +90,5 @@ def test_on_the_cpu_a_pass_is_over_when_it_returns() -> None:
     before_s = time.time()
     clock.run("forward", "forward 0.0", clock.near_end)
     after_s = time.time()
-    ((_, _, start_s, end_s),) = told
-    assert before_s <= start_s <= end_s <= after_s + 1e-3
+    (span,) = told
+    assert before_s <= span.start_s <= span.end_s <= after_s + 1e-3

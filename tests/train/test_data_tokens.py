@@ -8,7 +8,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from isthmus.errors import UserError
-from isthmus.job import DataSpec, ModelSpec
+from isthmus.job import DataSpec, Job, ModelSpec
 from isthmus.train.data.corpus import open_rows
 from isthmus.train.data.tokens import (
     choose_tokenizer,
@@ -19,6 +19,7 @@ from isthmus.train.data.tokens import (
     token_values,
     train_tokenizer,
 )
+from isthmus.train.data.training_data import open_data
 
 TEXT = "Ada bought three apples — and naïve “pears”, 12 of them.\n"
 
@@ -83,6 +84,17 @@ def test_a_resumed_run_takes_the_tokenizer_it_kept(tmp_path: Path) -> None:
 def test_a_model_brings_its_own(model_folder: Path, tmp_path: Path) -> None:
     tokenizer = choose("auto", ModelSpec(source=str(model_folder)), tmp_path)
     assert tokenizer.get_vocab() == trained().get_vocab()
+
+
+def test_how_a_pretrained_model_generates_is_kept_for_the_export(model_folder: Path, tmp_path: Path) -> None:
+    (model_folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    given = {"source": "builtin:tales", "sequence_length": 64}
+    job = Job.model_validate(
+        {"name": "x", "cloud": [{"name": "a"}], "model": {"source": str(model_folder)}, "data": given}
+    )
+    for _ in range(2):
+        open_data(job, tokenizer_folder=tmp_path / "kept")
+    assert (tmp_path / "kept" / "generation_config.json").read_text() == '{"temperature": 0.6}'
 
 
 def test_a_tokenizer_by_name_for_fresh_weights(model_folder: Path, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from isthmus.errors import FrameError
 from isthmus.job.codec import parse_codec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.boundary import Batch
+from isthmus.plan.cuts import first_trained
 from isthmus.plan.ladder import Pair
 from isthmus.train.course import Course
 from isthmus.train.crossing.cache import Admission, Cache, sequences_of
 from isthmus.train.crossing.cut import Cut
-from isthmus.train.crossing.wiring import first_trained
 from tests.model.cases import blueprint, make_batch
 from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Chain, Given, chain, course, make_stages
 from tests.train.reference import assert_same, parameters_of, train_across

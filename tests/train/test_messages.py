@@ -10,36 +10,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from isthmus.codec.base import flat_bytes
 from isthmus.errors import FrameError
 from isthmus.job.codec import parse_codec
 from isthmus.model.heads import HEADS
 from isthmus.plan.ladder import Pair
 from isthmus.plan.types import Pass, Send
 from isthmus.plan.window import Hop
-from isthmus.train.crossing.coded import Coded, flat_bytes, raw_rows
+from isthmus.train.crossing.coded import Coded, raw_rows
 from isthmus.train.crossing.cut import RAW_PAIR
 from isthmus.train.crossing.messages import (
-    Cosines,
-    Evaluated,
     Microbatch,
-    Tally,
-    Verdict,
     pack_begin,
-    pack_evaluated,
     pack_gradient,
     pack_microbatch,
-    pack_tally,
-    pack_verdict,
     read_address,
     read_sent_s,
     unpack_begin,
-    unpack_evaluated,
     unpack_gradient,
     unpack_microbatch,
+)
+from isthmus.train.crossing.rows import drop_padding, restore_padding, valid_rows
+from isthmus.train.crossing.words import (
+    Cosines,
+    Evaluated,
+    Tally,
+    Verdict,
+    pack_evaluated,
+    pack_tally,
+    pack_verdict,
+    unpack_evaluated,
     unpack_tally,
     unpack_verdict,
 )
-from isthmus.train.crossing.rows import drop_padding, restore_padding, valid_rows
 from isthmus.wan.packet import Packet, pack, unpack
 from tests.model.cases import make_batch
 

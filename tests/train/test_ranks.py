@@ -11,7 +11,10 @@ import torch
 from safetensors import safe_open
 
 from isthmus.job.lora import LoraSpec
+from isthmus.plan.costs.activations import Arithmetic, Precision
 from isthmus.plan.costs.memory import OptimizerState, Sharding
+from isthmus.plan.costs.messages import messages_of, stream_bytes
+from isthmus.plan.costs.shapes import read_shape
 from isthmus.plan.pipeline import Policy
 from tests.model.cases import blueprint
 from tests.train.ranks import Case, Crew, Found, whole_model
@@ -231,3 +234,26 @@ def test_what_ranks_have_observed_is_taken_up_again(crew: Crew, first_step: int,
     assert all(np.isfinite(value).all() for value in expected.values())
     resumed = whole_model(crew.run(replace(case, first_step=first_step)), case.ranks)
     assert all((resumed[name] == value).all() for name, value in expected.items())
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sharding", [Sharding.NONE, Sharding.OPTIMIZER])
+def test_what_crosses_has_the_bytes_that_plans_count(
+    crew: Crew, sharding: Sharding, autocast: torch.dtype | None
+) -> None:
+    case = Case(ranks=(2, 1), sharding=sharding, autocast=autocast, num_steps=1)
+    sent_bytes = sum(one.sent_bytes for one in crew.run(case).values())
+    precision = Precision.FLOAT32 if autocast is None else Precision.BFLOAT16
+    counted = messages_of(read_shape(case.blueprint.config.to_dict()))
+    is_narrow = counted.leave_narrow(
+        Arithmetic(precision=precision), is_sharded=sharding is not Sharding.NONE
+    )
+    assert is_narrow == (autocast is not None and sharding is not Sharding.NONE)
+    planned_bytes = 0
+    for batch in case.steps()[0]:
+        num_tokens = batch.ids.numel() if batch.mask is None else int(batch.mask.sum())
+        payload_bytes = num_tokens * case.blueprint.config.hidden_size * stream_bytes(is_narrow=is_narrow)
+        planned_bytes += counted.forward_bytes(payload_bytes, num_tokens=num_tokens)
+        planned_bytes += counted.backward_bytes(payload_bytes)
+    # Headers of messages this short vary by some digits and lengths.
+    assert sent_bytes == pytest.approx(planned_bytes, rel=0.05)

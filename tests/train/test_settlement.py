@@ -1,16 +1,20 @@
 """The end of a step over all stages, and what goes wrong in it."""
 
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from isthmus.errors import Aborted, IsthmusError, LinkError
-from isthmus.plan.types import ScheduleError
+from isthmus.events import Span
+from isthmus.plan.types import Arrived, Pass, ScheduleError
 from isthmus.plan.window import Hop
 from isthmus.train.crossing.courier import Courier, Mailbox
-from isthmus.train.crossing.messages import Tally
-from isthmus.train.settlement import Seen, Settlement, Terms
+from isthmus.train.crossing.settlement import Seen, Settlement, Terms
+from isthmus.train.crossing.ways import Travels
+from isthmus.train.crossing.words import Tally
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
 from tests.model.cases import blueprint
@@ -102,3 +106,27 @@ def test_stages_that_disagree_on_the_micro_batches_are_found_out() -> None:
     steps = [[*step, step[0]] for step in batches(plan, 1)]
     with chain(plan, course(2, 1)) as found, pytest.raises((ValueError, ScheduleError, LinkError)):
         found.run(Given(steps))
+
+
+def test_what_comes_for_a_step_before_it_has_begun_counts_for_that_step() -> None:
+    spans: list[Span] = []
+    travels = Travels(cloud="west", on_span=spans.append)
+    link: Any = SimpleNamespace(
+        peer=SimpleNamespace(cloud="east"), counters=lambda: SimpleNamespace(clock_offset_s=None)
+    )
+
+    def note(step: int, kind: Pass, travel_s: float) -> None:
+        packet = Packet({"sent_s": time.time() - travel_s})
+        travels.note(packet, Arrived(kind=kind, step=step, microbatch=0), link)
+
+    note(0, Pass.FORWARD, 3.0)
+    note(1, Pass.FORWARD, 1.0)  # while the optimizer is at work, or a checkpoint is written
+    assert travels.take(0) == {Pass.FORWARD: pytest.approx(3.0, abs=0.5)}
+    note(1, Pass.FORWARD, 5.0)
+    note(1, Pass.BACKWARD, 7.0)
+    assert travels.take(1) == {
+        Pass.FORWARD: pytest.approx(1.0, abs=0.5),
+        Pass.BACKWARD: pytest.approx(7.0, abs=0.5),
+    }
+    assert travels.take(1) == {}
+    assert [span.kind for span in spans] == ["transfer"] * 4

@@ -11,8 +11,8 @@ from isthmus.plan.codec_choice import Bounds
 from isthmus.plan.ladder import Crossing, Loss, Pair
 from isthmus.plan.window import Hop
 from isthmus.train.crossing.cut import RAW_PAIR, Cut
-from isthmus.train.crossing.messages import Cosines, Tally
 from isthmus.train.crossing.steering import Standing, Steering, Terms
+from isthmus.train.crossing.words import Cosines, Tally
 from tests.model.cases import blueprint
 from tests.train.chain import Given, chain, course
 from tests.train.reference import assert_same, parameters_of
@@ -81,8 +81,8 @@ def test_a_line_that_is_faster_than_the_job_says_gets_a_milder_codec() -> None:
     # By the job a message would take 34 ms.
     chosen = [steers(tally(step, on_line_s=0.0)) for step in range(12)]
     assert chosen[2] == (strong,)
-    assert [str(found[0].forward) for found in chosen[3::3]] == ["center | rotate | int4", "bf16", "raw"]
-    assert len(notes) == 3
+    assert [str(found[0].forward) for found in chosen[3:9:3]] == ["rotate | int8", "raw"]
+    assert len(notes) == 2
 
 
 def test_what_is_too_short_to_be_measured_is_as_the_job_says() -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from isthmus.job import Address, CloudSpec, Job
 from isthmus.wan import doctor
-from isthmus.wan.doctor import Devices, Finding, Verdict
+from isthmus.wan.devices import Devices
+from isthmus.wan.doctor import Finding, Verdict
 from isthmus.wan.trust.certificates import CertificateFacts, make_authority, make_request, sign_request
 
 NOW = datetime.now(UTC)
@@ -115,10 +116,22 @@ def test_torch_version(version: str | None, verdict: Verdict) -> None:
             1,
             Devices(kind="cuda", num_devices=1),
             Verdict.FAILED,
-            "npu is asked for, torch finds 1 × cuda",
+            "cloud 'west' asks for npu, but torch finds 1 × cuda here",
         ),
-        ("cuda", 1, Devices(), Verdict.FAILED, "cuda is asked for, torch finds cpu only"),
-        ("xpu", 1, Devices(problem="no driver"), Verdict.FAILED, "torch cannot be used: no driver"),
+        (
+            "cuda",
+            1,
+            Devices(),
+            Verdict.FAILED,
+            "cloud 'west' asks for cuda, but torch finds cpu only here",
+        ),
+        (
+            "xpu",
+            1,
+            Devices(problem="no driver"),
+            Verdict.FAILED,
+            "cloud 'west' cannot use torch here: no driver",
+        ),
     ],
 )
 def test_devices(
@@ -132,7 +145,22 @@ def test_cpu_clouds_need_no_look_for_devices(tmp_path: Path) -> None:
     def unexpected() -> Devices:
         raise AssertionError
 
-    assert doctor.check_devices(make_cloud(tmp_path, device="cpu"), unexpected).verdict is Verdict.OK
+    cloud = make_cloud(tmp_path, device="cpu")
+    assert doctor.check_devices(cloud, unexpected).verdict is Verdict.OK
+    assert doctor.check_devices_of_all([cloud], unexpected).verdict is Verdict.OK
+
+
+def test_without_a_cloud_devices_that_a_local_run_lacks_are_a_warning(tmp_path: Path) -> None:
+    clouds = [make_cloud(tmp_path, device="cpu"), make_cloud(tmp_path, device="cuda", ranks=2)]
+    lacking = doctor.check_devices_of_all(clouds, Devices)
+    assert (lacking.verdict, lacking.what) == (
+        Verdict.WARNING,
+        "cloud 'west' asks for cuda, but torch finds cpu only here",
+    )
+    few = doctor.check_devices_of_all(clouds, lambda: Devices(kind="cuda", num_devices=1))
+    assert few.what == "2 ranks of cloud 'west' here need a device each, but torch finds 1 × cuda"
+    enough = doctor.check_devices_of_all(clouds, lambda: Devices(kind="cuda", num_devices=2))
+    assert enough.verdict is Verdict.OK
 
 
 def test_port_in_use_is_a_warning_since_the_gateway_may_run(listening: Address) -> None:
@@ -362,16 +390,18 @@ def test_without_torch_no_device_is_looked_for(
     assert "devices" not in findings
 
 
+@pytest.mark.usefixtures("_torch")
 def test_without_a_cloud_only_what_is_here_is_examined(tmp_path: Path, listening: Address) -> None:
     make_identity(tmp_path)
     findings = examine(make_job(tmp_path, listening), None, tmp_path)
     certificates = ["authority", "certificate of west"]
-    assert list(findings) == ["python", "torch", *certificates, "clock", "disk", "open files"]
+    assert list(findings) == ["python", "torch", "devices", *certificates, "clock", "disk", "open files"]
 
 
+@pytest.mark.usefixtures("_torch")
 def test_without_a_cloud_missing_folders_are_no_fault(tmp_path: Path, listening: Address) -> None:
     findings = examine(make_job(tmp_path / "none", listening), None, tmp_path)
-    assert list(findings) == ["python", "torch", "clock", "disk", "open files"]
+    assert list(findings) == ["python", "torch", "devices", "clock", "disk", "open files"]
 
 
 def test_many_ranks_need_many_open_files(

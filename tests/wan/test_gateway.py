@@ -133,6 +133,17 @@ def test_a_name_without_a_rank_behind_it_is_dropped_with_the_reason(
     assert reason in caplog.text
 
 
+def test_a_cloud_that_tries_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with running() as here:
+            for _ in range(5):
+                with pytest.raises(OSError, match=r"reset|SSL"):
+                    await say(here.address, "rank-2.east.isthmus", b"hello\n")
+
+    run(scenario)
+    assert caplog.text.count("rank 2 of east has not registered") == 1
+
+
 def test_a_rank_that_leaves_is_forgotten() -> None:
     async def scenario() -> None:
         async with running() as here, rank_server() as rank:

@@ -136,11 +136,33 @@ def test_an_abort_is_passed_on_to_clouds_that_do_not_see_each_other() -> None:
         north.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UserError("the data is too short", hint="give more"), "the data is too short"),
+        (KeyboardInterrupt(), "it was stopped by its user"),
+        (ValueError("no such thing"), "ValueError: no such thing"),
+    ],
+)
+def test_what_ends_a_cloud_is_told_to_the_others_in_plain_words(error: BaseException, reason: str) -> None:
+    identities = throwaway(["east", "west"])
+    east = Endpoint(two_clouds(), cloud="east", identity=identities["east"], site=LOOPBACK)
+    site = Site(reach={"east": Address(host="127.0.0.1", port=east.port or 0)})
+    west = Endpoint(two_clouds(), cloud="west", identity=identities["west"], site=site)
+    exchange(west, east)
+    with pytest.raises(type(error)), east:
+        raise error
+    with pytest.raises(Aborted, match=f"cloud 'east' aborted the run: {reason}"):
+        west.link("east").receive("never", timeout_s=20)
+    west.close()
+
+
 def test_a_port_that_is_taken_is_the_users_to_mend() -> None:
     identities = throwaway(["east"])
     with Endpoint(two_clouds(), cloud="east", identity=identities["east"], site=LOOPBACK) as east:
         taken = Site(bind=Address(host="127.0.0.1", port=east.port or 0))
-        with pytest.raises(UserError, match="cannot listen at") as error:
+        reason = f"cloud 'east' cannot listen at {taken.bind}: Address already in use"
+        with pytest.raises(UserError, match=reason) as error:
             Endpoint(two_clouds(), cloud="east", identity=identities["east"], site=taken)
     assert error.value.hint is not None
 

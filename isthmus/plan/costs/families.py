@@ -60,6 +60,10 @@ class Family:
     has_joint_projections: bool = False
     """Whether queries, keys and values, and gate and up where gated, come from one product each."""
     has_query_norm: bool = False
+    has_question_head: bool = True
+    """Whether transformers has a head for answers in it."""
+    counts_from_padding: bool = False
+    """Whether the first position is the one behind the padding token's id."""
     num_score_biases: int = 0
     """Of a language model's head; BERT and its kin name theirs twice, and a cut makes two of it."""
 
@@ -104,6 +108,7 @@ _QWEN: Final = {
     "sliding_window": 4096,
     "use_sliding_window": False,
     "max_window_layers": 28,
+    "max_position_embeddings": 32768,
 }
 _ENCODER_SIZES: Final = {
     "vocab_size": 30522,
@@ -132,7 +137,7 @@ _SPLIT: Final = _ATTENTION | {
 }
 
 
-def _encoder(*, num_score_biases: int = 2, **changes: object) -> Family:
+def _encoder(*, num_score_biases: int = 2, counts_from_padding: bool = False, **changes: object) -> Family:
     return Family(
         defaults=_defaults(**(_ENCODER_SIZES | changes)),
         products={
@@ -153,13 +158,16 @@ def _encoder(*, num_score_biases: int = 2, **changes: object) -> Family:
         is_encoder=True,
         is_gated=False,
         num_score_biases=num_score_biases,
+        counts_from_padding=counts_from_padding,
     )
 
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": Family(
-            defaults=_defaults(intermediate_size=11008, attention_bias=False, mlp_bias=False),
+            defaults=_defaults(
+                intermediate_size=11008, attention_bias=False, mlp_bias=False, max_position_embeddings=2048
+            ),
             products=_SPLIT,
             fixed=_NO_POSITIONS,
         ),
@@ -175,7 +183,12 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             has_query_norm=True,
         ),
         "mistral": Family(
-            defaults=_defaults(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096),
+            defaults=_defaults(
+                intermediate_size=14336,
+                num_key_value_heads=8,
+                sliding_window=4096,
+                max_position_embeddings=131072,
+            ),
             products=_SPLIT,
             fixed=_NO_POSITIONS | _NO_BIAS,
         ),
@@ -191,12 +204,16 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 hidden_act="gelu_pytorch_tanh",
                 tie_word_embeddings=True,
                 attention_bias=False,
+                max_position_embeddings=8192,
             ),
             products=_SPLIT,
             fixed=_NO_POSITIONS | {"mlp_bias": False},
+            has_question_head=False,
         ),
         "phi3": Family(
-            defaults=_defaults(vocab_size=32064, hidden_size=3072, intermediate_size=8192),
+            defaults=_defaults(
+                vocab_size=32064, hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096
+            ),
             products={
                 Product.QUERY_KEY_VALUE: "self_attn.qkv_proj",
                 Product.OUT: "self_attn.o_proj",
@@ -207,6 +224,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             spellings={"resid_pdrop": "residual_dropout"},
             rotary=Rotary.SPLIT,
             has_joint_projections=True,
+            has_question_head=False,
         ),
         "gpt_neox": Family(
             defaults=_defaults(
@@ -219,6 +237,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 attention_bias=True,
                 use_parallel_residual=True,
                 partial_rotary_factor=0.25,
+                max_position_embeddings=2048,
             ),
             products={
                 Product.QUERY_KEY_VALUE: "attention.query_key_value",
@@ -235,7 +254,11 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         ),
         "mixtral": Family(
             defaults=_defaults(
-                intermediate_size=14336, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
+                intermediate_size=14336,
+                num_key_value_heads=8,
+                num_local_experts=8,
+                num_experts_per_tok=2,
+                max_position_embeddings=131072,
             ),
             # Experts and their router are parameters of their own, in no linear module.
             products=_ATTENTION,
@@ -280,8 +303,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             has_joint_projections=True,
         ),
         "bert": _encoder(),
-        "roberta": _encoder(vocab_size=50265),
-        "xlm-roberta": _encoder(),
+        "roberta": _encoder(vocab_size=50265, counts_from_padding=True),
+        "xlm-roberta": _encoder(counts_from_padding=True),
         "electra": _encoder(
             num_score_biases=1,
             hidden_size=256,

@@ -2,13 +2,13 @@
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.plan.costs.families import FAMILIES, Family
+from isthmus.plan.costs.families import FAMILIES, Family, Rotary
 from isthmus.units import closest
 
 CONFIG_FILE: Final = "config.json"
@@ -91,10 +91,11 @@ def read_shape(
 ) -> ModelShape:
     """The sizes that a configuration gives, with its family's defaults for what it leaves out."""
     reader = _Reader(values)
+    _check_head(reader, task)
     width, num_heads = reader.count("hidden_size"), reader.count("num_attention_heads")
     head_width = reader.count("head_dim", otherwise=max(1, width // num_heads))
     num_experts = reader.number("num_local_experts")
-    return ModelShape(
+    shape = ModelShape(
         model_type=reader.model_type,
         family=reader.family,
         task=task,
@@ -109,7 +110,7 @@ def read_shape(
         head_width=head_width,
         rotary_width=round(head_width * reader.rotary_share()),
         num_experts=num_experts,
-        num_active_experts=min(reader.number("num_experts_per_tok"), num_experts),
+        num_active_experts=reader.number("num_experts_per_tok") if num_experts else 0,
         num_positions=reader.number("max_position_embeddings"),
         num_token_types=reader.number("type_vocab_size"),
         activation=_ACTIVATIONS.get(reader.text("hidden_act"), Activation.SMOOTH),
@@ -123,6 +124,25 @@ def read_shape(
         embedding_dropout=reader.share("embedding_dropout"),
         attention_windows=reader.windows(),
     )
+    for misfit in _misfits(reader, shape):
+        raise UserError(f"the model's configuration does not fit together: {misfit}")
+    return shape
+
+
+def max_length(values: Mapping[str, object]) -> int:
+    """The longest sequence that has positions, whatever the id of the padding token is."""
+    reader = _Reader(values)
+    return reader.num_positions - (1 if reader.family.counts_from_padding else 0)
+
+
+def check_length(sequence_length: int, most: int | None) -> None:
+    """Refuse sequences for which a model has too few positions; None where it has any number."""
+    if most is not None and sequence_length > most:
+        raise UserError(
+            f"sequences of {sequence_length} tokens are longer than the model's {most} positions",
+            hint=f"set data.sequence_length to {most} or less, "
+            "or raise max_position_embeddings of a fresh model",
+        )
 
 
 def load_config(source: str) -> dict[str, object]:
@@ -169,7 +189,13 @@ class _Reader:
         self.model_type = str(values.get("model_type"))
         self.family = _family(values.get("model_type"))
         spelled = {self.family.spellings.get(key, key): value for key, value in values.items()}
-        self._values = {**self.family.defaults, **spelled, **self.family.fixed}
+        self._values = {**self.family.defaults, **spelled}
+        self.num_positions = self.number("max_position_embeddings")
+        self._values |= self.family.fixed
+
+    def is_absent(self, key: str) -> bool:
+        """Whether neither the configuration nor its family gives a value."""
+        return self._values.get(key) is None
 
     def number(self, key: str) -> int:
         """A number of at least 0; 0 where there is none."""
@@ -189,7 +215,11 @@ class _Reader:
 
     def flag(self, *keys: str) -> bool:
         """True or false, by the first of these keys that is there."""
-        return bool(next((self._values[key] for key in keys if key in self._values), False))
+        key = next((key for key in keys if key in self._values), None)
+        value = False if key is None else self._values[key]
+        if not isinstance(value, bool | None):
+            raise self._wrong(str(key), value, "true or false")
+        return bool(value)
 
     def text(self, key: str) -> str:
         """A word."""
@@ -220,6 +250,27 @@ class _Reader:
 
     def _wrong(self, key: str, value: object, what: str) -> UserError:
         return UserError(f"{key} of the model's configuration is {value!r}, not {what}")
+
+
+def _check_head(reader: _Reader, task: Task) -> None:
+    """Refuse a task for which transformers has no head."""
+    lacks_masked = task is Task.MASKED_LM and not reader.family.is_encoder
+    if lacks_masked or (task is Task.QUESTION_ANSWERING and not reader.family.has_question_head):
+        hint = 'set data.task to "causal-lm", or take an encoder such as BERT'
+        raise UserError(f"{reader.model_type} has no head for {task.value} in transformers", hint=hint)
+
+
+def _misfits(reader: _Reader, shape: ModelShape) -> Iterator[str]:
+    """Sizes that do not go together in attention or among experts."""
+    if reader.is_absent("head_dim") and shape.width % shape.num_heads:
+        yield f"a hidden_size of {shape.width} is no multiple of {shape.num_heads} attention heads"
+    if shape.num_heads % shape.num_key_value_heads:
+        num_shared = shape.num_key_value_heads
+        yield f"{shape.num_heads} attention heads are no multiple of {num_shared} key-value heads"
+    if shape.family.rotary is not Rotary.NONE and shape.rotary_width % 2:
+        yield f"an odd number of a head's elements, {shape.rotary_width}, cannot turn in pairs"
+    if shape.num_experts and shape.num_active_experts > shape.num_experts:
+        yield f"{shape.num_active_experts} experts for each token are more than all {shape.num_experts}"
 
 
 def _family(model_type: object) -> Family:

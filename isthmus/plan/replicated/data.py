@@ -14,8 +14,6 @@ from isthmus.plan.search.study import Study
 
 # Every subset of more clouds than this would be too many; then all that hold the model take part.
 _MAX_SUBSETS: Final = 6
-# Less than this share of a step is no limit.
-_NOTABLE_SHARE: Final = 0.1
 
 
 def data_plans(study: Study) -> Iterator[Plan]:
@@ -72,7 +70,7 @@ def _plan(study: Study, wholes: Sequence[Whole], wires: Sequence[Wire], sync: Sy
             bandwidth=costs.bandwidth_s / costs.step_s,
             imbalance=0.0,
         ),
-        limiting=_limiting(wholes, costs),
+        limiting=_limiting(wholes, costs, sync),
     )
     return Plan(
         form=Form.DATA,
@@ -99,10 +97,14 @@ def _link(job: Job, wholes: Sequence[Whole], wire: Wire, costs: SyncCosts) -> Pl
     )
 
 
-def _limiting(wholes: Sequence[Whole], costs: SyncCosts) -> str:
-    if costs.busiest is not None and costs.bandwidth_s > _NOTABLE_SHARE * costs.step_s:
-        return f"bandwidth of {'-'.join(wholes[one].cloud.name for one in costs.busiest)}"
-    return "compute of all clouds"
+def _limiting(wholes: Sequence[Whole], costs: SyncCosts, sync: Sync) -> str:
+    """What no end of would shorten a step the most; beside rare exchanges all is computed that can be."""
+    gains_s = {"bandwidth": costs.bandwidth_s, "round trip": costs.latency_s}
+    gains_s["compute"] = costs.compute_s if sync.is_exact or not costs.bandwidth_s else 0.0
+    most = max(gains_s, key=lambda one: gains_s[one])
+    if most == "compute" or costs.busiest is None:
+        return "compute of all clouds"
+    return f"{most} of {'-'.join(wholes[one].cloud.name for one in costs.busiest)}"
 
 
 def _wires(job: Job, names: Sequence[str]) -> list[Wire]:

@@ -7,6 +7,7 @@ from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job import GeneratorDiscriminatorStrategy, Job, LinkSpec
+from isthmus.plan.costs.messages import messages_of
 from isthmus.plan.costs.parts import model_costs
 from isthmus.plan.costs.shapes import ModelShape, Task, load_config, read_shape
 from isthmus.plan.replicated.replicas import share_out
@@ -79,7 +80,10 @@ def _shapes(job: Job, strategy: GeneratorDiscriminatorStrategy) -> tuple[ModelSh
 
 def _model(shape: ModelShape) -> Model:
     return Model(
-        costs_of=lambda workload: model_costs(shape, workload), num_layers=shape.num_layers, width=shape.width
+        costs_of=lambda workload: model_costs(shape, workload),
+        num_layers=shape.num_layers,
+        width=shape.width,
+        messages=messages_of(shape),
     )
 
 

@@ -52,6 +52,7 @@ class Whole:
             capacity_bytes=self.cloud.capacity_bytes,
             usd_per_hour=self.cloud.usd_per_hour,
             sharding=self._level.sharding(self.cloud),
+            is_measured=self.cloud.profile is not None,
         )
 
     @property

@@ -1,6 +1,7 @@
 """From a pipeline that was found to a plan: what it takes by formula, then as the simulator has it."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -8,26 +9,41 @@ from isthmus.plan.ladder import Loss
 from isthmus.plan.scenario import Scenario
 from isthmus.plan.search.choice import BubbleSplit, Form, PipelineSettings, Plan, PlannedLink, PlannedStage
 from isthmus.plan.search.estimates import estimated, memory_parts, split_bubble
+from isthmus.plan.search.limiting import by_formula, limiting, reliefs, without_bytes, without_latency
 from isthmus.plan.search.loads import Loads, Terms, line_times, load_up
 from isthmus.plan.search.settings import Found
 from isthmus.plan.search.supply import ModelSupply
 from isthmus.plan.simulate import simulate
 
-_NO_LINE_BPS: Final = 1e15
 _NUM_SIMULATED_STEPS: Final = 2
+_HURRIED: Final = "the fastest allowed, since too few micro-batches are in flight to hide the line"
 
 
 def assess(found: Found, supply: ModelSupply, terms: Terms) -> Plan:
     """The plan of what was found, by closed forms."""
+    return _plan(load_up(found, supply, terms), supply, terms)
+
+
+def assess_all(found: Found, supply: ModelSupply, terms: Terms) -> Iterator[Plan]:
+    """The same; and where too little is in flight to hide messages, the plan with the fastest codecs too."""
     loads = load_up(found, supply, terms)
+    yield _plan(loads, supply, terms)
+    if not loads.hides_all:
+        hurried = load_up(found, supply, terms, hides=False)
+        if [one.pair for one in hurried.choices] != [one.pair for one in loads.choices]:
+            yield _plan(hurried, supply, terms, why=_HURRIED)
+
+
+def _plan(loads: Loads, supply: ModelSupply, terms: Terms, *, why: str | None = None) -> Plan:
     stages = tuple(_stage(loads, supply, index) for index in range(len(loads.clouds)))
-    links = tuple(_link(loads, terms, index) for index in range(len(loads.choices)))
+    links = tuple(_link(loads, terms, index, why=why) for index in range(len(loads.choices)))
     bubble = split_bubble(
         loads.step_s,
         [stage.busy_s for stage in stages],
-        latency_s=sum(2 * hop.line.delay_s for hop in loads.scenario.hops),
+        latency_s=sum(hop.delays_s for hop in loads.scenario.hops),
         bandwidth_s=_on_lines_s(loads.scenario),
     )
+    relieved = reliefs(loads.scenario, by_formula)
     number, step, level = loads.setting.num_microbatches, supply.step, supply.levels[loads.setting.level]
     return Plan(
         form=Form.PIPELINE if len(stages) > 1 else Form.ALONE,
@@ -42,7 +58,8 @@ def assess(found: Found, supply: ModelSupply, terms: Terms) -> Plan:
             num_tokens=step.num_tokens,
             num_steps=step.num_steps,
             bubble=bubble,
-            limiting=_limiting(loads, links),
+            reliefs=relieved,
+            limiting=limiting(relieved),
         ),
         reason="",
         settings=PipelineSettings(
@@ -60,18 +77,17 @@ def assess_simulated(plan: Plan) -> Plan:
     """The same plan with the simulator's times, and the bubble from what goes away without each cause."""
     if plan.scenario is None:
         return plan
-    step_s = _simulated_s(plan.scenario)
-    no_bytes_s = no_wan_s = step_s
-    if plan.scenario.hops:
-        no_bytes = _without_bytes(plan.scenario)
-        no_bytes_s, no_wan_s = _simulated_s(no_bytes), _simulated_s(_without_latency(no_bytes))
+    timed = functools.cache(_simulated_s)
+    step_s = timed(plan.scenario)
+    no_bytes = without_bytes(plan.scenario)
+    no_bytes_s, no_wan_s = timed(no_bytes), timed(without_latency(no_bytes))
     bubble = split_bubble(
         step_s,
         [stage.busy_s for stage in plan.stages],
         latency_s=max(0.0, no_bytes_s - no_wan_s),
         bandwidth_s=max(0.0, step_s - no_bytes_s),
     )
-    return _retimed(plan, step_s=step_s, bubble=bubble)
+    return _retimed(plan, step_s=step_s, bubble=bubble, relieved=reliefs(plan.scenario, timed))
 
 
 def simulated_once(plan: Plan) -> Plan:
@@ -86,7 +102,7 @@ def simulated_once(plan: Plan) -> Plan:
         latency_s=old_s * old.latency,
         bandwidth_s=old_s * old.bandwidth,
     )
-    return _retimed(plan, step_s=step_s, bubble=bubble)
+    return _retimed(plan, step_s=step_s, bubble=bubble, relieved=plan.estimate.reliefs)
 
 
 def simulated_work(plan: Plan) -> int:
@@ -113,6 +129,7 @@ def _stage(loads: Loads, supply: ModelSupply, index: int) -> PlannedStage:
         usd_per_hour=cloud.usd_per_hour,
         layers=(layers.start, layers.stop),
         sharding=supply.levels[loads.setting.level].sharding(cloud),
+        is_measured=cloud.profile is not None,
     )
 
 
@@ -121,7 +138,7 @@ def _named(layers: range) -> str:
     return f"layer {last}" if len(layers) == 1 else f"layers {layers.start}–{last}"
 
 
-def _link(loads: Loads, terms: Terms, index: int) -> PlannedLink:
+def _link(loads: Loads, terms: Terms, index: int, *, why: str | None) -> PlannedLink:
     hop, choice = loads.scenario.hops[index], loads.choices[index]
     first, second = loads.clouds[index].name, loads.clouds[index + 1].name
     number = loads.setting.num_microbatches
@@ -132,7 +149,7 @@ def _link(loads: Loads, terms: Terms, index: int) -> PlannedLink:
         forward_codec=str(choice.pair.forward),
         backward_codec=str(choice.pair.backward),
         usd_per_gib=terms.links[frozenset((first, second))].usd_per_gib,
-        reason=choice.reason,
+        reason=choice.reason if why is None else f"{choice.pair.forward} and {choice.pair.backward}: {why}",
     )
 
 
@@ -144,24 +161,7 @@ def _on_lines_s(scenario: Scenario) -> float:
     return once_s + (scenario.num_microbatches - 1) * max(0.0, slowest_s - compute_s)
 
 
-def _limiting(loads: Loads, links: Sequence[PlannedLink]) -> str:
-    scenario = loads.scenario
-    intervals_s = [stage.interval_s for stage in scenario.stages]
-    on_lines_s = [max(line_times(hop)) for hop in scenario.hops]
-    if on_lines_s and max(on_lines_s) > max(intervals_s):
-        return f"bandwidth of {'-'.join(links[on_lines_s.index(max(on_lines_s))].between)}"
-    if loads.is_bound:
-        shares = [window / wanted for window, wanted in zip(loads.windows, loads.wanted, strict=True)]
-        return f"memory of {loads.clouds[shares.index(min(shares))].name}"
-    waiting_s = sum(2 * hop.line.delay_s + sum(line_times(hop)) for hop in scenario.hops)
-    slowest = intervals_s.index(max(intervals_s))
-    if waiting_s > scenario.num_microbatches * intervals_s[slowest]:
-        farthest = max(range(len(links)), key=lambda one: scenario.hops[one].line.delay_s)
-        return f"round trip of {'-'.join(links[farthest].between)}"
-    return f"compute of {loads.clouds[slowest].name}"
-
-
-def _retimed(plan: Plan, *, step_s: float, bubble: BubbleSplit) -> Plan:
+def _retimed(plan: Plan, *, step_s: float, bubble: BubbleSplit, relieved: Mapping[str, float]) -> Plan:
     estimate = estimated(
         plan.stages,
         plan.links,
@@ -169,7 +169,8 @@ def _retimed(plan: Plan, *, step_s: float, bubble: BubbleSplit) -> Plan:
         num_tokens=plan.estimate.tokens_per_s * plan.estimate.step_s,
         num_steps=plan.estimate.num_steps,
         bubble=bubble,
-        limiting=plan.estimate.limiting,
+        reliefs=relieved,
+        limiting=limiting(relieved),
     )
     return replace(plan, estimate=replace(estimate, is_simulated=True))
 
@@ -177,24 +178,3 @@ def _retimed(plan: Plan, *, step_s: float, bubble: BubbleSplit) -> Plan:
 def _simulated_s(scenario: Scenario) -> float:
     """A step that follows another, with the windows measured in that one: what `isthmus simulate` says."""
     return simulate(scenario, num_steps=_NUM_SIMULATED_STEPS).step_s
-
-
-def _without_bytes(scenario: Scenario) -> Scenario:
-    hops = tuple(
-        replace(
-            hop,
-            line=replace(hop.line, down_bps=_NO_LINE_BPS, up_bps=_NO_LINE_BPS),
-            forward_coding_s=0.0,
-            backward_coding_s=0.0,
-        )
-        for hop in scenario.hops
-    )
-    return replace(scenario, hops=hops)
-
-
-def _without_latency(scenario: Scenario) -> Scenario:
-    hops = tuple(
-        replace(hop, line=replace(hop.line, latency_s=0.0, jitter_s=0.0, handling_s=0.0))
-        for hop in scenario.hops
-    )
-    return replace(scenario, hops=hops)

@@ -3,7 +3,7 @@
 import enum
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from isthmus.errors import UserError
@@ -44,6 +44,8 @@ class PlannedStage:
     """The first layer, and the one behind the last."""
     sharding: Sharding = Sharding.NONE
     """What its ranks share out."""
+    is_measured: bool = False
+    """Whether its times are those of a profile, and not the catalogue's."""
 
     @property
     def memory_bytes(self) -> int:
@@ -92,7 +94,9 @@ class Estimate:
     usd_per_million_tokens: float | None
     num_steps: int
     limiting: str
-    """The resource that more of would help most."""
+    """The resource of which no end would shorten a step the most."""
+    reliefs: Mapping[str, float] = field(default_factory=dict)
+    """By what share no end of each would shorten it, the most first; none where the form has no schedule."""
     is_simulated: bool = False
 
     @property

@@ -1,7 +1,8 @@
 """What a plan comes to: speed, price, the bubble by cause, and memory part by part."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from isthmus.plan.costs.memory import Memory
@@ -19,6 +20,7 @@ def estimated(
     num_steps: int,
     bubble: BubbleSplit,
     limiting: str,
+    reliefs: Mapping[str, float] = MappingProxyType({}),
 ) -> Estimate:
     """Speed and price of a step; the price is unknown if that of any cloud is."""
     prices = [stage.usd_per_hour for stage in stages]
@@ -34,6 +36,7 @@ def estimated(
         usd_per_million_tokens=None if usd is None else usd / num_tokens * 1e6,
         num_steps=num_steps,
         limiting=limiting,
+        reliefs=dict(reliefs),
     )
 
 

@@ -95,7 +95,15 @@ def model_config(job: Job) -> Mapping[str, object]:
     """The configuration of the job's model."""
     if job.model is None:
         raise UserError("the job has no [model] section", hint="docs/job.md shows what it holds")
-    return load_config(job.model.source) if job.model.source is not None else job.model.config or {}
+    if job.model.source is None:
+        return job.model.config or {}
+    config = load_config(job.model.source)
+    if config.get("quantization_config") is not None:
+        raise UserError(
+            f"{job.model.source} holds quantised weights, which cannot be trained",
+            hint="start from the model in bfloat16 or float32",
+        )
+    return config
 
 
 def task(job: Job) -> Task:

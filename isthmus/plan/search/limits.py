@@ -7,7 +7,9 @@ from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.job.boundary import BottleneckSpec
 from isthmus.plan.costs.activations import Precision
+from isthmus.plan.cuts import frozen_bottleneck
 from isthmus.plan.ladder import Loss
 from isthmus.plan.search.assess import assess
 from isthmus.plan.search.choice import Form, Plan
@@ -48,6 +50,10 @@ def nothing_fits(study: Study) -> UserError:
             hint="give each cloud a [[link]] to the next, or name the clouds to use in strategy.clouds",
         )
     factor, plan = _least_memory(study)
+    if plan is None and study.supply.num_frozen:
+        bottlenecks = [link for link in study.job.link if isinstance(link.boundary, BottleneckSpec)]
+        if bottlenecks:
+            return frozen_bottleneck(bottlenecks[0])
     if plan is None:
         return UserError(
             "the model does not fit, however much memory there is: a cut or a micro-batch is not possible",

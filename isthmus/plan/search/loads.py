@@ -51,19 +51,22 @@ class Loads:
     step_s: float
 
     @property
-    def is_bound(self) -> bool:
-        """Whether some stage would keep more in flight than it can."""
-        return any(window < wanted for window, wanted in zip(self.windows, self.wanted, strict=True))
+    def hides_all(self) -> bool:
+        """Whether enough is in flight to hide a message behind the computing of others."""
+        if self.scenario.policy is Policy.ONE_F_ONE_B:
+            return False
+        return all(window >= wanted for window, wanted in zip(self.windows, self.wanted, strict=True))
 
 
-def load_up(found: Found, supply: ModelSupply, terms: Terms) -> Loads:
-    """What was found, with codecs and windows."""
+def load_up(found: Found, supply: ModelSupply, terms: Terms, *, hides: bool = True) -> Loads:
+    """What was found, with codecs and windows; the fastest codecs where computing `hides` no message."""
     setting, partition = found.setting, found.partition
     stages = tuple(
         _stage_load(supply, setting, cloud, layers)
         for cloud, layers in zip(partition.clouds, partition.ranges, strict=True)
     )
-    choices, hops = _hops(found, supply, terms, interval_s=max(stage.interval_s for stage in stages))
+    interval_s = max(stage.interval_s for stage in stages) if hides else 0.0
+    choices, hops = _hops(found, supply, terms, interval_s=interval_s)
     trained = (number for number, stop in enumerate(partition.stops) if stop > supply.num_frozen)
     scenario = Scenario(
         stages=stages,
@@ -109,18 +112,22 @@ def _hops(
 ) -> tuple[tuple[Choice, ...], tuple[HopLoad, ...]]:
     """The mildest codecs that computing hides, and what then crosses; nothing goes back to frozen layers."""
     choices, hops = [], []
-    for pair, stop in zip(pairwise(found.partition.clouds), found.partition.stops, strict=False):
-        has_gradient = stop > supply.num_frozen
+    clouds, stops, setting = found.partition.clouds, found.partition.stops, found.setting
+    element_bytes = supply.element_bytes(clouds, setting)
+    for pair, stop, num_bytes in zip(pairwise(clouds), stops, element_bytes, strict=False):
+        crossing = supply.crossing(
+            pair, setting, has_gradient=stop > supply.num_frozen, element_bytes=num_bytes
+        )
         line = supply.links[pair].line
         link = terms.links[frozenset(supply.clouds[one].name for one in pair)]
         choice = choose(
-            supply.crossing(pair, found.setting, has_gradient=has_gradient),
+            crossing,
             Figures(interval_s=interval_s, down_bps=line.down_bps, up_bps=line.up_bps),
             rungs=link.rungs,
             bounds=link.bounds,
         )
         choices.append(choice)
-        hops.append(supply.coded_hop(pair, found.setting, choice.pair, has_gradient=has_gradient))
+        hops.append(supply.coded_hop(pair, crossing, choice.pair))
     return tuple(choices), tuple(hops)
 
 

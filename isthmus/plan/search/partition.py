@@ -75,15 +75,25 @@ def balanced(problem: Problem, partition: Partition) -> Partition:
     """
     if len(partition.clouds) < 2:
         return partition
+    # A cut behind frozen layers stays one: what goes back or not weighs more than what is equal.
+    passages, one_way = (
+        {
+            (stage, stage + 1): Passage(once_s=problem.passage(pair, stop).once_s, pace_s=0.0)
+            for stage, (pair, stop) in enumerate(
+                zip(pairwise(partition.clouds), partition.stops, strict=False)
+            )
+            if (stop <= problem.num_frozen) == is_one_way
+        }
+        for is_one_way in (False, True)
+    )
     row = Problem(
         offers=[problem.offers[cloud] for cloud in partition.clouds],
-        passages={
-            (stage, stage + 1): Passage(once_s=problem.passages[pair].once_s, pace_s=0.0)
-            for stage, pair in enumerate(pairwise(partition.clouds))
-        },
+        passages=passages,
         num_microbatches=problem.num_microbatches,
         uses_all=True,
         in_row=True,
+        num_frozen=problem.num_frozen,
+        one_way=one_way,
     )
     found = best_partitions(row)
     if not found:
@@ -98,7 +108,7 @@ def measure(problem: Problem, route: Route) -> Partition:
     stages = [
         (problem.offers[cloud], (start, stop)) for (cloud, stop), start in zip(route, starts, strict=False)
     ]
-    hops = [problem.passages[first, second] for (first, _), (second, _) in pairwise(route)]
+    hops = [problem.passage((first, second), stop) for (first, stop), (second, _) in pairwise(route)]
     hops_s = [hop.once_s for hop in hops]
     behind_s = 0.0
     paces_s = [hop.pace_s for hop in hops]
@@ -162,7 +172,8 @@ class _CapSearch:
 def _caps(problem: Problem, tolerance: float) -> Table:
     """Every pace that a stage or a passage may have, and a fine scale where memory may set another."""
     of_stages = [one.pace_s[np.isfinite(one.once_s)] for one in problem.offers]
-    of_passages = np.array([one.pace_s for one in problem.passages.values()], dtype=np.float64)
+    passages = [*problem.passages.values(), *problem.one_way.values()]
+    of_passages = np.array([one.pace_s for one in passages], dtype=np.float64)
     every = np.unique(np.concatenate([*of_stages, of_passages, _scale(problem, tolerance)]))
     every = every[np.isfinite(every)]
     is_last_of_its_like = np.append(every[1:] > every[:-1] * (1 + _SAME), np.ones(1, dtype=bool))

@@ -6,7 +6,7 @@ ranks works in `ceil(m/R)` rounds. The simulator then has the last word on the b
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, Protocol
 
@@ -60,8 +60,15 @@ class Supply(Protocol):
     def table(self, cloud: int, setting: Setting) -> StageTable:
         """What a cloud takes for any of its possible stages."""
 
-    def hop(self, pair: tuple[int, int], setting: Setting) -> HopLoad:
-        """What a micro-batch sends from one cloud to the next, as strongly coded as is allowed."""
+    @property
+    def num_frozen(self) -> int:
+        """Layers from the first on through which nothing goes back."""
+
+    def hop(self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool = True) -> HopLoad | None:
+        """What a micro-batch sends from one cloud to the next, as strongly coded as is allowed.
+
+        None where there can be no such cut.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +135,7 @@ def _under(
         if level == levels[-1]:
             return
         if unbound_s is None:
-            roomy = without_memory(supply, setting, constraints)
+            roomy = without_memory(supply, setting, constraints, num_levels=levels.stop)
             unbound = best_partitions(roomy, slack=slack, cutoff_s=cutoff_s)
             unbound_s = unbound[0].step_s if unbound else math.inf
         # More sparing costs time, so nothing beats what memory does not bind.
@@ -139,11 +146,14 @@ def _under(
 def build_problem(supply: Supply, setting: Setting, constraints: Constraints) -> Problem:
     """What is to be partitioned under a setting."""
     tables = [supply.table(cloud, setting) for cloud in range(len(supply.num_ranks))]
-    return _problem(supply, setting, constraints, tables)
+    return _problem(supply, [setting], constraints, tables)
 
 
-def without_memory(supply: Supply, setting: Setting, constraints: Constraints) -> Problem:
-    """The same as if memory were no limit: a bound on every level from this one on."""
+def without_memory(supply: Supply, setting: Setting, constraints: Constraints, *, num_levels: int) -> Problem:
+    """The same as if memory were no limit: a bound on every level from this one on.
+
+    Passes only take longer on later levels, but ranks that share a stage out may send fewer bytes.
+    """
     tables = [supply.table(cloud, setting) for cloud in range(len(supply.num_ranks))]
     roomy = [
         StageTable(
@@ -154,11 +164,12 @@ def without_memory(supply: Supply, setting: Setting, constraints: Constraints) -
         )
         for one in tables
     ]
-    return _problem(supply, setting, constraints, roomy)
+    later = [replace(setting, level=level) for level in range(setting.level, num_levels)]
+    return _problem(supply, later, constraints, roomy)
 
 
 def passage(hop: HopLoad, num_microbatches: int, num_ranks: tuple[int, int] = (1, 1)) -> Passage:
-    """A hop as the partition sees it: its round trip once, then its slower direction.
+    """A hop as the partition sees it: there and back once, then its slower direction.
 
     All ranks of a stage end their first pass at the same time, and share the line for what they send.
     """
@@ -167,7 +178,7 @@ def passage(hop: HopLoad, num_microbatches: int, num_ranks: tuple[int, int] = (1
     num_down, num_up = (min(one, num_microbatches) for one in num_ranks)
     coding_s = hop.forward_coding_s + hop.backward_coding_s
     return Passage(
-        once_s=2 * hop.line.delay_s + num_down * forward_s + num_up * backward_s + coding_s,
+        once_s=hop.delays_s + num_down * forward_s + num_up * backward_s + coding_s,
         pace_s=max((num_microbatches - num_down) * forward_s, (num_microbatches - num_up) * backward_s),
     )
 
@@ -190,28 +201,39 @@ def divisors(number: int) -> list[int]:
 
 
 def _problem(
-    supply: Supply, setting: Setting, constraints: Constraints, tables: Sequence[StageTable]
+    supply: Supply, settings: Sequence[Setting], constraints: Constraints, tables: Sequence[StageTable]
 ) -> Problem:
+    """With these tables, and every passage as under that of the settings which has the least."""
+    num_microbatches = settings[0].num_microbatches
     allowed = _allowed(constraints, tables[0].forward_s.shape[0] - 1, len(tables))
     offers = [
-        _offer(table, supply.num_ranks[cloud], setting.num_microbatches, allowed[cloud])
+        _offer(table, supply.num_ranks[cloud], num_microbatches, allowed[cloud])
         for cloud, table in enumerate(tables)
     ]
     pairs = set(pairwise(range(len(tables)))) if constraints.in_row else set(supply.pairs)
+    pairs &= set(supply.pairs)
     return Problem(
         offers=offers,
-        passages={
-            pair: passage(
-                supply.hop(pair, setting),
-                setting.num_microbatches,
-                (supply.num_ranks[pair[0]], supply.num_ranks[pair[1]]),
-            )
-            for pair in sorted(pairs & set(supply.pairs))
-        },
-        num_microbatches=setting.num_microbatches,
+        passages=_passages(supply, settings, pairs, has_gradient=True),
+        num_microbatches=num_microbatches,
         uses_all=constraints.uses_all or constraints.in_row,
         in_row=constraints.in_row,
+        num_frozen=supply.num_frozen,
+        one_way=_passages(supply, settings, pairs, has_gradient=False) if supply.num_frozen else {},
     )
+
+
+def _passages(
+    supply: Supply, settings: Sequence[Setting], pairs: Collection[tuple[int, int]], *, has_gradient: bool
+) -> dict[tuple[int, int], Passage]:
+    found = {}
+    for pair in sorted(pairs):
+        hops = [supply.hop(pair, setting, has_gradient=has_gradient) for setting in settings]
+        ranks = supply.num_ranks[pair[0]], supply.num_ranks[pair[1]]
+        possible = [passage(hop, settings[0].num_microbatches, ranks) for hop in hops if hop is not None]
+        if possible:
+            found[pair] = min(possible, key=lambda one: (one.pace_s, one.once_s))
+    return found
 
 
 def _offer(table: StageTable, num_ranks: int, num_microbatches: int, allowed: Table) -> Offer:

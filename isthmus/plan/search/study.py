@@ -13,12 +13,15 @@ from isthmus.job import (
     LinkSpec,
     PipelineStrategy,
 )
+from isthmus.job.boundary import BottleneckSpec
 from isthmus.plan.codec_choice import Bounds, Figures, choose
 from isthmus.plan.costs.encoder_decoder import MODEL_TYPE as ENCODER_DECODER
 from isthmus.plan.costs.encoder_decoder import read_encoder_decoder
 from isthmus.plan.costs.learning import ALL, Learning, read_adapters
+from isthmus.plan.costs.messages import Messages, messages_of
 from isthmus.plan.costs.parts import model_costs
-from isthmus.plan.costs.shapes import ModelShape, read_shape
+from isthmus.plan.costs.shapes import ModelShape, check_length, max_length, read_shape
+from isthmus.plan.cuts import check_frozen
 from isthmus.plan.ladder import Crossing, Loss, Pair, ladder
 from isthmus.plan.lock_step import check_lock_step
 from isthmus.plan.pipeline import Policy
@@ -39,7 +42,10 @@ class Model:
     costs_of: CostModel
     num_layers: int
     width: int
+    messages: Messages
     cuts: frozenset[int] | None = None
+    max_length: int | None = None
+    """Of a sequence; None where there is no telling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,9 @@ def study(job: Job) -> Study:
     strategy = job.strategy if isinstance(job.strategy, PipelineStrategy) else None
     clouds = _ordered(cloud_facts(job), strategy)
     _check_given(strategy, model, step, clouds)
+    check_length(step.sequence_length, model.max_length)
+    for link in job.link:
+        link.boundary.check_width(model.width)
     if not isinstance(job.strategy, DataStrategy | GeneratorDiscriminatorStrategy):
         check_lock_step(job.used(), strategy or PipelineStrategy(kind="pipeline"))
     return Study(
@@ -87,6 +96,7 @@ def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
             costs_of=both.costs,
             num_layers=both.num_layers,
             width=both.width,
+            messages=messages_of(both.encoder),
             cuts=frozenset({both.num_encoder_layers}),
         )
     shape = read_shape(config, task=task(job))
@@ -95,6 +105,8 @@ def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
         costs_of=lambda workload: model_costs(shape, workload, learning),
         num_layers=shape.num_layers,
         width=shape.width,
+        messages=messages_of(shape),
+        max_length=max_length(config),
     )
 
 
@@ -102,11 +114,7 @@ def _learning(job: Job, shape: ModelShape) -> Learning:
     if job.model is None:
         return ALL
     num_frozen, lora = job.model.frozen_layers, job.model.lora
-    if num_frozen > shape.num_layers:
-        raise UserError(
-            f"{num_frozen} layers cannot be frozen in a model of {shape.num_layers}",
-            hint=f"set model.frozen_layers to at most {shape.num_layers}",
-        )
+    check_frozen(num_frozen, num_layers=shape.num_layers)
     adapters = None if lora is None else read_adapters(lora, shape)
     return Learning(num_frozen_layers=num_frozen, adapters=adapters)
 
@@ -126,6 +134,7 @@ def make_supply(job: Job, model: Model, step: StepFacts, clouds: tuple[CloudFact
         levels=levels(job, clouds),
         costs_of=model.costs_of,
         memory_share=job.limits.memory_share,
+        messages=model.messages,
         num_frozen=job.model.frozen_layers if job.model is not None else 0,
     )
 
@@ -166,13 +175,7 @@ def _check_given(
             f"{strategy.microbatches} micro-batches",
             hint=f"set strategy.microbatches to a divisor of {step.num_sequences}",
         )
-    lists = {"layers": strategy.layers, "windows": strategy.windows, "max_in_flight": strategy.max_in_flight}
-    for key, given in lists.items():
-        if isinstance(given, tuple) and len(given) != len(clouds):
-            raise UserError(
-                f"strategy.{key} has {len(given)} entries for {len(clouds)} clouds",
-                hint=f"give one number for each cloud, or leave {key} out",
-            )
+    check_lists(strategy, num_clouds=len(clouds))
     if strategy.layers is not None and sum(strategy.layers) != model.num_layers:
         raise UserError(
             f"strategy.layers adds up to {sum(strategy.layers)}, but the model has {model.num_layers} layers",
@@ -183,6 +186,17 @@ def _check_given(
             f"{len(clouds)} clouds need {len(clouds)} layers at least, and the model has {model.num_layers}",
             hint="name fewer clouds in strategy.clouds, or take a deeper model",
         )
+
+
+def check_lists(strategy: PipelineStrategy, *, num_clouds: int) -> None:
+    """Refuse lists that have not one entry for each stage."""
+    lists = {"layers": strategy.layers, "windows": strategy.windows, "max_in_flight": strategy.max_in_flight}
+    for key, given in lists.items():
+        if isinstance(given, tuple) and len(given) != num_clouds:
+            raise UserError(
+                f"strategy.{key} has {len(given)} entries for {num_clouds} stages",
+                hint=f"give one number for each stage, or leave {key} out",
+            )
 
 
 def _link_terms(job: Job, link: LinkSpec, width: int) -> LinkTerms:
@@ -203,7 +217,12 @@ def _link_facts(job: Job, link: LinkSpec, first: str, width: int) -> LinkFacts:
     seen = line(link, first)
     crossing_width = link.boundary.crossing_width(width)
     terms = _link_terms(job, link, width)
-    return LinkFacts(line=seen, width=crossing_width, strongest=_strongest(terms, crossing_width))
+    return LinkFacts(
+        line=seen,
+        width=crossing_width,
+        strongest=_strongest(terms, crossing_width),
+        has_bottleneck=isinstance(link.boundary, BottleneckSpec),
+    )
 
 
 def _strongest(terms: LinkTerms, width: int) -> Pair:

@@ -3,17 +3,20 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from isthmus.plan.costs.activations import WIDE_BYTES
 from isthmus.plan.costs.memory import Memory, Savers, Sharding, stage_memory
+from isthmus.plan.costs.messages import Messages, stream_bytes
 from isthmus.plan.costs.parts import ModelCosts, PartCosts, Workload
 from isthmus.plan.costs.times import ModelTimes, estimated_times, learned_times, measured_times
 from isthmus.plan.ladder import Crossing, Pair, Stretch, num_learners
 from isthmus.plan.scenario import HopLoad, Line
 from isthmus.plan.search.facts import CloudFacts, StepFacts
+from isthmus.plan.search.memory_tables import MemoryTables
 from isthmus.plan.search.settings import Setting, StageTable
 from isthmus.plan.search.sparing import Level
 from isthmus.plan.search.walks import Table
@@ -24,8 +27,9 @@ _INSIDE_BYTES_PER_S: Final = 25e9
 _HOST_BYTES_PER_S: Final = 20e9
 # Python, the scheduler and the courier for every pass, whatever its size.
 _PASS_OVERHEAD_S: Final = 2e-4
-# A layer is some tens of kernels, and each takes a few microseconds to start.
+# A layer is some tens of kernels, and each takes a few microseconds to start; on a CPU nothing hides that.
 _LEAST_LAYER_S: Final = 1e-4
+_LEAST_CPU_LAYER_S: Final = 8e-4
 # Reading and writing that a codec does for each byte that it is given.
 _CODING_PASSES: Final = 16
 # Two moments of four bytes, there and back.
@@ -42,6 +46,7 @@ class LinkFacts:
     line: Line
     width: int
     strongest: Pair
+    has_bottleneck: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +59,12 @@ class ModelSupply:
     levels: Sequence[Level]
     costs_of: CostModel
     memory_share: float
+    messages: Messages
     num_frozen: int = 0
     """Layers from the first on that are not trained: nothing goes back through them."""
     _costs: dict[Workload, ModelCosts] = field(default_factory=dict)
     _tables: dict[tuple[int, Setting], StageTable] = field(default_factory=dict)
-    _memory: dict[tuple[Workload, Savers], "_MemoryTables"] = field(default_factory=dict)
+    _memory: dict[tuple[Workload, Savers], MemoryTables] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> Sequence[int]:
@@ -100,7 +106,9 @@ class ModelSupply:
     def _table(self, facts: CloudFacts, setting: Setting) -> StageTable:
         costs, times = self.costs(facts, setting), self.times(facts, setting)
         savers = self.levels[setting.level].savers(facts)
-        least_s = 0.0 if facts.profile is not None or facts.accelerator.is_cpu else _LEAST_LAYER_S
+        least_s = _LEAST_CPU_LAYER_S if facts.accelerator.is_cpu else _LEAST_LAYER_S
+        if facts.profile is not None:
+            least_s = 0.0
         gather_s = [_gather_s(costs, layer.num_parameters, savers) for layer in costs.layers]
         forward_s = _between(
             times.embedding.forward_s,
@@ -127,16 +135,46 @@ class ModelSupply:
         savers = self.levels[setting.level].savers(cloud)
         return stage_memory(self.costs(cloud, setting), layers, window=window, savers=savers)
 
-    def hop(self, pair: tuple[int, int], setting: Setting) -> HopLoad:
-        """What a micro-batch sends, as strongly coded as is allowed."""
-        return self.coded_hop(pair, setting, self.links[pair].strongest)
+    def hop(self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool = True) -> HopLoad | None:
+        """What a micro-batch sends, as strongly coded as is allowed, as if the pair's first were the first.
 
-    def crossing(self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool = True) -> Crossing:
+        None where a bottleneck would have to learn and cannot, since nothing goes back.
+        """
+        link = self.links[pair]
+        if link.has_bottleneck and not has_gradient:
+            return None
+        (element_bytes,) = self.element_bytes(pair, setting)
+        crossing = self.crossing(pair, setting, has_gradient=has_gradient, element_bytes=element_bytes)
+        return self.coded_hop(pair, crossing, link.strongest)
+
+    def element_bytes(self, clouds: Sequence[int], setting: Setting) -> tuple[int, ...]:
+        """Of a number that crosses raw behind each of these stages but the last."""
+        found: list[int] = []
+        is_narrow: bool | None = None
+        for pair in pairwise(clouds):
+            sender, receiver = (self.clouds[one] for one in pair)
+            is_narrow = self.messages.leave_narrow(
+                self.step.arithmetic(sender),
+                is_sharded=self._is_sharded(sender, setting),
+                arrived_narrow=is_narrow,
+            )
+            if self.links[pair].has_bottleneck:
+                # It is computed in float32; behind it hidden states have the type of the weights.
+                found.append(WIDE_BYTES)
+                is_narrow = self.step.arithmetic(receiver).is_mixed and self._is_sharded(receiver, setting)
+            else:
+                found.append(stream_bytes(is_narrow=is_narrow))
+        return tuple(found)
+
+    def crossing(
+        self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool, element_bytes: int
+    ) -> Crossing:
         """What a micro-batch puts across a cut."""
         num_sequences = self.step.num_sequences // setting.num_microbatches
         return Crossing(
             num_rows=num_sequences * self.step.sequence_length,
             width=self.links[pair].width,
+            element_bytes=element_bytes,
             has_gradient=has_gradient,
             stretch=Stretch(
                 num_steps=self.step.num_steps,
@@ -145,70 +183,33 @@ class ModelSupply:
             ),
         )
 
-    def coded_hop(
-        self, pair: tuple[int, int], setting: Setting, codecs: Pair, *, has_gradient: bool = True
-    ) -> HopLoad:
+    def coded_hop(self, pair: tuple[int, int], crossing: Crossing, codecs: Pair) -> HopLoad:
         """What a micro-batch sends with these codecs; over the run, editions of a basis are a part of it."""
-        crossing = self.crossing(pair, setting, has_gradient=has_gradient)
         first, second = (self.clouds[one] for one in pair)
-        forward_bytes = codecs.forward_bytes(crossing) + round(codecs.edition_bytes(crossing))
-        backward_bytes = codecs.backward_bytes(crossing)
-        raw_bytes = crossing.num_rows * crossing.width * crossing.element_bytes
-        coding_s = [
-            0.0 if codec.is_raw else _coding_s(raw_bytes, cloud)
-            for codec in (codecs.forward, codecs.backward)
-            for cloud in (first, second)
-        ]
+        activation_bytes = codecs.forward_bytes(crossing) + round(codecs.edition_bytes(crossing))
+        forward_bytes = self.messages.forward_bytes(activation_bytes, num_tokens=crossing.num_rows)
+        backward_bytes = 0
+        if crossing.has_gradient:
+            backward_bytes = self.messages.backward_bytes(codecs.backward_bytes(crossing))
+        # Codecs compute in float32 whatever they are given.
+        coding_s = _coding_s(crossing.num_rows * crossing.width * WIDE_BYTES, first, second)
+        is_coded = not codecs.forward.is_raw, crossing.has_gradient and not codecs.backward.is_raw
         return HopLoad(
             line=self.links[pair].line,
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes,
-            forward_coding_s=sum(coding_s[:2]) + _copying_s(forward_bytes, first, second),
-            backward_coding_s=sum(coding_s[2:]) + _copying_s(backward_bytes, first, second),
+            forward_coding_s=is_coded[0] * coding_s + _copying_s(forward_bytes, first, second),
+            backward_coding_s=is_coded[1] * coding_s + _copying_s(backward_bytes, first, second),
         )
 
-    def _memory_tables(self, costs: ModelCosts, savers: Savers) -> "_MemoryTables":
+    def _is_sharded(self, cloud: CloudFacts, setting: Setting) -> bool:
+        return self.levels[setting.level].sharding(cloud) is not Sharding.NONE
+
+    def _memory_tables(self, costs: ModelCosts, savers: Savers) -> MemoryTables:
         key = (costs.workload, savers)
         if key not in self._memory:
-            self._memory[key] = _MemoryTables.of(costs, savers)
+            self._memory[key] = MemoryTables.of(costs, savers)
         return self._memory[key]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MemoryTables:
-    """Bytes (a, b) of any stage: with nothing in flight, what each micro-batch adds, and at the update."""
-
-    empty: Table
-    each: Table
-    update: Table
-
-    @classmethod
-    def of(cls, costs: ModelCosts, savers: Savers) -> "_MemoryTables":
-        size = costs.num_layers + 1
-        tables = np.full((3, size, size), np.inf)
-        known: dict[object, tuple[float, float, float]] = {}
-        kinds = {id(layer): kind for kind, layer in enumerate(costs.layers)}
-        sequence = [kinds[id(layer)] for layer in costs.layers]
-        for start in range(size - 1):
-            counts: dict[int, int] = {}
-            for stop in range(start + 1, size):
-                counts[sequence[stop - 1]] = counts.get(sequence[stop - 1], 0) + 1
-                key = (start == 0, stop == size - 1, sequence[stop - 1], *sorted(counts.items()))
-                if key not in known:
-                    known[key] = _affine(stage_memory(costs, range(start, stop), window=1, savers=savers))
-                tables[:, start, stop] = known[key]
-        return cls(empty=tables[0], each=tables[1], update=tables[2])
-
-    def held(self, room_bytes: int) -> Table:
-        """Micro-batches in flight that fit into the room."""
-        with np.errstate(invalid="ignore"):
-            fitting = np.floor((room_bytes - self.empty) / self.each)
-        return np.where(np.isfinite(self.each) & (self.update <= room_bytes), np.maximum(fitting, 0.0), 0.0)
-
-
-def _affine(memory: Memory) -> tuple[float, float, float]:
-    standing = memory.standing_bytes
-    return standing + memory.working, max(1, memory.activations), standing + memory.update
 
 
 def _between(first: float, layers: Sequence[float], last: float) -> Table:
@@ -256,8 +257,8 @@ def _gather_s(costs: ModelCosts, num_parameters: int, savers: Savers) -> float:
     return num_bytes / _INSIDE_BYTES_PER_S
 
 
-def _coding_s(raw_bytes: int, cloud: CloudFacts) -> float:
-    return _CODING_PASSES * raw_bytes / cloud.accelerator.memory_bandwidth
+def _coding_s(raw_bytes: int, *clouds: CloudFacts) -> float:
+    return sum(_CODING_PASSES * raw_bytes / cloud.accelerator.memory_bandwidth for cloud in clouds)
 
 
 def _copying_s(num_bytes: int, *clouds: CloudFacts) -> float:

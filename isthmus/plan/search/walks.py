@@ -6,7 +6,7 @@ lies behind it: a walk that is shorter from some stage on is better for every st
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import numpy as np
@@ -34,7 +34,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """What it takes to cross from one cloud to another: one round trip, and all others of a step."""
+    """What it takes to cross from one cloud to another: there and back once, and all others of a step."""
 
     once_s: float
     pace_s: float
@@ -51,6 +51,13 @@ class Problem:
     """Whether every cloud must have a stage."""
     in_row: bool = False
     """Whether stages must keep the order of the clouds."""
+    num_frozen: int = 0
+    """Behind up to so many layers nothing goes back: a cut there takes its passage from `one_way`."""
+    one_way: Mapping[tuple[int, int], Passage] = field(default_factory=dict)
+
+    def passage(self, pair: tuple[int, int], stop: int) -> Passage:
+        """Between these clouds, where the first one's layers end at `stop`."""
+        return (self.one_way if stop <= self.num_frozen else self.passages)[pair]
 
     @property
     def num_layers(self) -> int:
@@ -82,6 +89,7 @@ class _Edges:
 
     `limits_s` is how long a micro-batch may stay in flight, None where any time will do: the window is too
     small for longer. Both tables are (b, a), since numpy is fastest at minima over any axis but the last.
+    `hops_s` is (cloud, next cloud, b).
     """
 
     stages_s: Sequence[Table]
@@ -91,10 +99,12 @@ class _Edges:
     @classmethod
     def under(cls, problem: Problem, cap_s: float) -> Self:
         stages_s = [np.where(one.pace_s <= cap_s, one.once_s, np.inf).T.copy() for one in problem.offers]
-        hops_s = np.full((len(stages_s),) * 2, np.inf)
-        for pair, passage in problem.passages.items():
-            if passage.pace_s <= cap_s:
-                hops_s[pair] = passage.once_s
+        hops_s = np.full((len(stages_s), len(stages_s), problem.num_layers + 1), np.inf)
+        ends = slice(0, problem.num_frozen + 1), slice(problem.num_frozen + 1, None)
+        for where, passages in zip(ends, (problem.one_way, problem.passages), strict=True):
+            for pair, passage in passages.items():
+                if passage.pace_s <= cap_s:
+                    hops_s[(*pair, where)] = passage.once_s
         limits_s = [_limits(one, problem.num_microbatches, cap_s) for one in problem.offers]
         return cls(stages_s=stages_s, limits_s=limits_s, hops_s=hops_s)
 
@@ -128,7 +138,7 @@ class SetWalks:
         for same_size in _sets_by_size(num_clouds)[2:]:
             for cloud in range(num_clouds):
                 sets = same_size[same_size >> cloud & 1 == 1]
-                behind_s = (lengths_s[sets ^ (1 << cloud)] + edges.hops_s[cloud, :, None]).min(axis=1)
+                behind_s = (lengths_s[sets ^ (1 << cloud)] + edges.hops_s[cloud]).min(axis=1)
                 lengths_s[sets, cloud] = edges.shortest(cloud, behind_s)
         return cls(edges=edges, uses_all=problem.uses_all, lengths_s=lengths_s)
 
@@ -145,7 +155,7 @@ class SetWalks:
         route: Route = []
         while key != 1 << cloud:
             key ^= 1 << cloud
-            behind_s = self.lengths_s[key] + self.edges.hops_s[cloud, :, None]
+            behind_s = self.lengths_s[key] + self.edges.hops_s[cloud]
             following, stop = _least(self.edges.first(cloud, behind_s)[..., start])
             route.append((cloud, stop))
             cloud, start = following, stop
@@ -195,7 +205,7 @@ class RowWalks:
     def _behind(self, cloud: int) -> Table:
         """Lengths (later cloud or end, b) behind a cloud."""
         behind_s = self.lengths_s[cloud + 1 :].copy()
-        behind_s[:-1] += self.edges.hops_s[cloud, cloud + 1 :, None]
+        behind_s[:-1] += self.edges.hops_s[cloud, cloud + 1 :]
         if self.uses_all:
             behind_s[1:] = np.inf
         return behind_s

@@ -1,4 +1,4 @@
-"""The end of a step in a simulation, as `train.settlement` has it: tallies go up, the verdict comes down.
+"""The end of a step in a simulation, as the workers settle it: tallies go up, the verdict comes down.
 
 Both are urgent and too small to take time on a line. A stage tells the one before it when all its ranks have
 run their last backward and the stage behind it has told; the first stage then sets the windows of the next

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from isthmus.codec.base import Payload
+from isthmus.codec.base import Payload, flat_bytes
 from isthmus.errors import FrameError
 from isthmus.events import Span
 from isthmus.job.codec import CodecSpec
 from isthmus.plan.types import Arrived, Send
-from isthmus.train.crossing.coded import Coded, flat_bytes, raw_rows
+from isthmus.train.crossing.coded import Coded, raw_rows
 from isthmus.train.crossing.cut import RAW
 from isthmus.train.device import Lane
 from isthmus.wan.frames import wire_bytes

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from isthmus.errors import FrameError
 from isthmus.model.boundary import Batch
-from isthmus.units import format_bytes
+from isthmus.train.crossing.rows import mask_of
+from isthmus.units import format_bytes, shorten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class Sequences:
 
 def sequences_of(batch: Batch, *, keeps_padding: bool) -> Sequences:
     """Know the sequences of a micro-batch by their integers."""
-    valid_BT = torch.ones_like(batch.ids) if batch.mask is None or keeps_padding else batch.mask
+    valid_BT = mask_of(batch, keeps_padding=keeps_padding)
     planes = [batch.ids, batch.position_ids, batch.token_type_ids, batch.mask if keeps_padding else None]
     present = [(number, plane) for number, plane in enumerate(planes) if plane is not None]
     keys = tuple(_key(present, row, valid.bool()) for row, valid in enumerate(valid_BT))
@@ -111,6 +112,6 @@ class Cache:
     def describe(self) -> str:
         """What it came to, in words."""
         held, saved = (
-            format_bytes(int(float(f"{one:.3g}"))) for one in (self.admission.held_bytes, self.saved_bytes)
+            format_bytes(int(shorten(one))) for one in (self.admission.held_bytes, self.saved_bytes)
         )
         return f"cached {len(self.admission)} sequences of frozen layers in {held}; {saved} did not cross"

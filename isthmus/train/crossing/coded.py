@@ -1,7 +1,7 @@
 """Rows of a tensor as bytes on the host, as they are or coded, and what a header says of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,9 +82,12 @@ def read_tensor(about: object, buffer: Buffer) -> Tensor:
     return part.view(dtype).view(shape)
 
 
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, flat; a view where it is contiguous."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
+def read_count(header: Mapping[str, object], key: str) -> int:
+    """A number of a header that counts something."""
+    value = header.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise FrameError(f"a packet whose {key} is no count")
+    return value
 
 
 def as_bytes(buffer: Buffer) -> Tensor:

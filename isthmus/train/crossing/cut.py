@@ -8,6 +8,7 @@ from typing import Final, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from isthmus.codec.base import below
 from isthmus.codec.ends import Codecs
 from isthmus.errors import FrameError, UserError
 from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
@@ -120,9 +121,8 @@ class SavedCuts:
         found: dict[str, dict[int, CodeState]] = {"up": {}, "down": {}}
         for place, texts in json.loads(tensors[_CODECS].numpy().tobytes()).items():
             side, _, peer = place.partition(".")
-            prefix = f"{place}/"
-            own = {key.removeprefix(prefix): one for key, one in tensors.items() if key.startswith(prefix)}
-            found[side][int(peer)] = CodeState(pair=read_pair(texts), tensors=own)
+            code = CodeState(pair=read_pair(texts), tensors=below(f"{place}/", tensors))
+            found[side][int(peer)] = code
         return cls(**found)
 
 

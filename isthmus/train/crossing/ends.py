@@ -32,7 +32,7 @@ from isthmus.train.crossing.messages import (
     unpack_gradient,
     unpack_microbatch,
 )
-from isthmus.train.crossing.rows import drop_padding, restore_padding, valid_rows
+from isthmus.train.crossing.rows import drop_padding, mask_of, restore_padding, valid_rows
 from isthmus.train.device import Lane, Mark
 from isthmus.wan.packet import Packet
 
@@ -108,7 +108,7 @@ class DownCut:
     def _encode(self, microbatch: Microbatch, crossing_BTD: Tensor, about: Send, after: Mark) -> Coded:
         code = self.book.at(about.step)
         codec = RAW if self._is_plain(about) else code.pair.forward
-        index = rows_that_cross(microbatch, keeps_padding=self._keeps_padding, drops_held=self._drops_held)
+        index = _rows_that_cross(microbatch, keeps_padding=self._keeps_padding, drops_held=self._drops_held)
         learns = about.kind is Pass.FORWARD
         keeps = learns and self._awaits_gradients
         if keeps:
@@ -117,7 +117,7 @@ class DownCut:
             )
 
         def encode(rows_ND: Tensor) -> Payload:
-            key, ids = _key(about), ids_of(microbatch.batch, index, self.bench.lane)
+            key, ids = _key(about), _ids_of(microbatch.batch, index, self.bench.lane)
             payload = code.end.encode(rows_ND, key=key, ids_N=ids, keeps=keeps, learns=learns)
             if about.kind is Pass.FORWARD and self.meter.is_due(key):
                 arrives = code.end.preview(payload, key=key, num_rows=len(rows_ND), ids_N=ids)
@@ -189,12 +189,12 @@ class UpCut:
     def _decode(self, found: Microbatch, coded: Coded, arrived: Arrived) -> Tensor:
         code = self.book.at(arrived.step)
         codec = RAW if self._is_plain(arrived) else code.pair.forward
-        index = rows_that_cross(found, keeps_padding=self._keeps_padding, drops_held=self.cache is not None)
+        index = _rows_that_cross(found, keeps_padding=self._keeps_padding, drops_held=self.cache is not None)
         num_rows = found.batch.ids.numel() if index is None else len(index)
         keeps = arrived.kind is Pass.FORWARD and self._sends_gradients
 
         def decode(payload: Payload) -> Tensor:
-            ids = ids_of(found.batch, index, self.bench.lane)
+            ids = _ids_of(found.batch, index, self.bench.lane)
             return code.end.decode(payload, key=_key(arrived), num_rows=num_rows, ids_N=ids, keeps=keeps)
 
         started_s = time.time()
@@ -215,7 +215,7 @@ class UpCut:
             if found.held:
                 rows = self.bench.lane.to_device(cache.find(sequences, found.held))
                 new = set(range(len(batch.ids))).difference(found.held)
-                index = valid_rows(_mask(batch, keeps_padding=self._keeps_padding), without=new)
+                index = valid_rows(mask_of(batch, keeps_padding=self._keeps_padding), without=new)
                 if crossing_BTD is None:
                     shape = (*batch.ids.shape, rows.shape[-1])
                     crossing_BTD = restore_padding(rows, index, shape=shape)
@@ -226,27 +226,23 @@ class UpCut:
         return self.bench.lane.hand_over(crossing_BTD)
 
     def _new_rows(self, found: Microbatch, crossing_BTD: Tensor) -> dict[int, Tensor]:
-        valid_BT = _mask(found.batch, keeps_padding=self._keeps_padding).bool()
+        valid_BT = mask_of(found.batch, keeps_padding=self._keeps_padding).bool()
         new = [number for number in range(len(valid_BT)) if number not in found.held]
         return {number: crossing_BTD[number][valid_BT[number].to(crossing_BTD.device)] for number in new}
 
 
-def rows_that_cross(microbatch: Microbatch, *, keeps_padding: bool, drops_held: bool) -> Tensor | None:
+def _rows_that_cross(microbatch: Microbatch, *, keeps_padding: bool, drops_held: bool) -> Tensor | None:
     """The numbers of the rows that cross with a micro-batch; None where all do."""
     if drops_held and microbatch.held:
-        mask = _mask(microbatch.batch, keeps_padding=keeps_padding)
+        mask = mask_of(microbatch.batch, keeps_padding=keeps_padding)
         return valid_rows(mask, without=microbatch.held)
     return valid_rows(None if keeps_padding else microbatch.batch.mask)
 
 
-def ids_of(batch: Batch, index_N: Tensor | None, lane: Lane) -> Tensor:
+def _ids_of(batch: Batch, index_N: Tensor | None, lane: Lane) -> Tensor:
     """The token ids of the rows that cross, on the device."""
     ids = batch.ids.flatten()
     return lane.to_device(ids if index_N is None else ids[index_N])
-
-
-def _mask(batch: Batch, *, keeps_padding: bool) -> Tensor:
-    return torch.ones_like(batch.ids) if batch.mask is None or keeps_padding else batch.mask
 
 
 def _cosine(worst: Fidelity | None) -> float:

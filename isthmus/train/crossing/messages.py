@@ -1,47 +1,36 @@
-"""What stages tell each other, as packets: micro-batches, gradients, and the words around a step.
+"""What crosses between stages, as packets: micro-batches, their gradients, and what bottlenecks begin with.
 
-    forward      down   the integers of a micro-batch, and what crosses the cut; evaluations too     NORMAL
-    backward     up     the gradient of what crossed                                                 NORMAL
-    begin        down   what a bottleneck begins with, once                                          NORMAL
-    tally        up     loss, norms, times and coding errors of a step, from this stage on           URGENT
-    verdict      down   the norm over all stages, windows, codecs, whether to save                   URGENT
-    evaluated    up     loss of an evaluation                                                        URGENT
+    forward      down   the integers of a micro-batch, and what crosses the cut; evaluations too
+    backward     up     the gradient of what crossed
+    begin        down   what a bottleneck begins with, once
 
 Activations of training and of evaluation share one stream: what codecs learn from them depends on the order.
-Numbers that may not be finite travel as float64, since JSON has no word for them.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 from torch import Tensor
 
+from isthmus.codec.base import flat_bytes
 from isthmus.errors import FrameError
 from isthmus.model.boundary import Batch
-from isthmus.plan.ladder import Pair
 from isthmus.plan.types import Arrived, Pass, Send
-from isthmus.plan.window import Hop
 from isthmus.train.crossing.coded import (
     Coded,
     as_buffer,
     describe_tensor,
-    flat_bytes,
     read_coded,
+    read_count,
     read_tensor,
 )
-from isthmus.train.crossing.cut import read_pair, texts_of
 from isthmus.train.crossing.integers import pack_batch, unpack_batch
 from isthmus.wan.packet import Packet
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 BEGIN: Final = "begin"
-TALLY: Final = "tally"
-VERDICT: Final = "verdict"
-EVALUATED: Final = "evaluated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,59 +60,6 @@ class Gradient:
     mask: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cosines:
-    """The lowest cosine of what crossed a cut, each way, to what was decoded; NaN where none was measured."""
-
-    forward: float = math.nan
-    backward: float = math.nan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """What a step gave in this stage and all behind it; times are in seconds, per stage from this one on."""
-
-    step: int
-    loss_sum: float
-    squared_norms: tuple[float, ...]
-    busy_s: tuple[float, ...]
-    hops: tuple[Hop, ...]
-    travel_s: float
-    """The shortest way of an activation to this stage."""
-    cosines: tuple[Cosines, ...] = ()
-    """Of the cuts behind this stage."""
-    gradient_cosine: float = math.nan
-    """The lowest cosine of what this stage sent to the one before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the first stage concludes from the tallies of all."""
-
-    step: int
-    norm: float
-    windows: tuple[int, ...]
-    save: bool
-    codecs: tuple[Pair, ...] = ()
-    """Of all cuts, from the next step on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """The evaluation of the weights that a step starts from; plain if everything crossed raw for it."""
-
-    step: int
-    loss_sum: float
-    num_correct: int
-    num_targets: int
-    is_plain: bool = False
-
-    @property
-    def loss(self) -> float:
-        """Per target."""
-        return self.loss_sum / max(self.num_targets, 1)
-
-
 def pack_microbatch(microbatch: Microbatch, coded: Coded | None, *, about: Send, sent_s: float) -> Packet:
     """The integers of a micro-batch, and what crosses the cut, if anything does."""
     packed = pack_batch(microbatch.batch)
@@ -146,7 +82,7 @@ def unpack_microbatch(packet: Packet) -> tuple[Microbatch, Coded | None]:
     batch = unpack_batch(packet.header, buffers)
     found = Microbatch(
         batch=batch,
-        num_step_targets=_count(packet.header, "num_step_targets"),
+        num_step_targets=read_count(packet.header, "num_step_targets"),
         held=_held(packet.header.get("held"), num_sequences=len(batch.ids)),
     )
     if (coded is None) != found.is_held:
@@ -190,7 +126,7 @@ def read_address(packet: Packet, stream: str) -> Arrived:
     kind = Pass.BACKWARD
     if stream == FORWARD:
         kind = Pass.EVALUATION if header.get("evaluation") is True else Pass.FORWARD
-    return Arrived(kind=kind, step=_count(header, "step"), microbatch=_count(header, "microbatch"))
+    return Arrived(kind=kind, step=read_count(header, "step"), microbatch=read_count(header, "microbatch"))
 
 
 def read_sent_s(packet: Packet) -> float:
@@ -199,110 +135,6 @@ def read_sent_s(packet: Packet) -> float:
     if not isinstance(sent_s, float):
         raise FrameError("a packet that does not say when it was sent")
     return sent_s
-
-
-def pack_tally(tally: Tally) -> Packet:
-    """A tally as a packet."""
-    hops = [value for hop in tally.hops for value in (hop.forward_s, hop.backward_s, hop.latency_s)]
-    cosines = [value for one in tally.cosines for value in (one.forward, one.backward)]
-    rows: Sequence[Sequence[float]] = (
-        (tally.loss_sum, tally.travel_s, tally.gradient_cosine),
-        tally.squared_norms,
-        tally.busy_s,
-        hops,
-        cosines,
-    )
-    return Packet({"step": tally.step}, [np.asarray(row, dtype=np.float64).data for row in rows])
-
-
-def unpack_tally(packet: Packet) -> Tally:
-    """A tally from a packet."""
-    ends, norms, busy_s, hops, cosines = _rows(packet, 5)
-    if len(ends) != 3 or len(hops) % 3 or len(cosines) % 2:
-        raise FrameError("a tally of the wrong size")
-    return Tally(
-        step=_count(packet.header, "step"),
-        loss_sum=ends[0],
-        travel_s=ends[1],
-        squared_norms=norms,
-        busy_s=busy_s,
-        hops=tuple(
-            Hop(forward_s=forward_s, backward_s=backward_s, latency_s=latency_s)
-            for forward_s, backward_s, latency_s in zip(hops[::3], hops[1::3], hops[2::3], strict=True)
-        ),
-        cosines=tuple(
-            Cosines(forward=forward, backward=backward)
-            for forward, backward in zip(cosines[::2], cosines[1::2], strict=True)
-        ),
-        gradient_cosine=ends[2],
-    )
-
-
-def pack_verdict(verdict: Verdict) -> Packet:
-    """A verdict as a packet."""
-    header = {
-        "step": verdict.step,
-        "windows": list(verdict.windows),
-        "save": verdict.save,
-        "codecs": [list(texts_of(pair)) for pair in verdict.codecs],
-    }
-    return Packet(header, [np.asarray([verdict.norm], dtype=np.float64).data])
-
-
-def unpack_verdict(packet: Packet) -> Verdict:
-    """A verdict from a packet."""
-    norm = _number(packet)
-    windows = packet.header.get("windows")
-    if not isinstance(windows, list) or not all(isinstance(one, int) and one >= 1 for one in windows):
-        raise FrameError("a verdict without windows")
-    codecs = packet.header.get("codecs")
-    if not isinstance(codecs, list):
-        raise FrameError("a verdict without codecs")
-    return Verdict(
-        step=_count(packet.header, "step"),
-        norm=norm,
-        windows=tuple(windows),
-        save=packet.header.get("save") is True,
-        codecs=tuple(map(read_pair, codecs)),
-    )
-
-
-def verdict_to_words(verdict: Verdict) -> dict[str, object]:
-    """A verdict as plain values, for the ranks of one cloud."""
-    return {**pack_verdict(verdict).header, "norm": verdict.norm}
-
-
-def verdict_from_words(words: Mapping[str, object]) -> Verdict:
-    """The verdict that `verdict_to_words` gave."""
-    header = dict(words)
-    norm = np.asarray([header.pop("norm")], dtype=np.float64)
-    return unpack_verdict(Packet(header, [norm.data]))
-
-
-def pack_evaluated(found: Evaluated) -> Packet:
-    """The result of an evaluation as a packet."""
-    header = {
-        "step": found.step,
-        "num_correct": found.num_correct,
-        "num_targets": found.num_targets,
-        "is_plain": found.is_plain,
-    }
-    return Packet(header, [np.asarray([found.loss_sum], dtype=np.float64).data])
-
-
-def unpack_evaluated(packet: Packet) -> Evaluated:
-    """The result of an evaluation from a packet."""
-    loss_sum = _number(packet)
-    step, num_correct, num_targets = (
-        _count(packet.header, key) for key in ("step", "num_correct", "num_targets")
-    )
-    return Evaluated(
-        step=step,
-        loss_sum=loss_sum,
-        num_correct=num_correct,
-        num_targets=num_targets,
-        is_plain=packet.header.get("is_plain") is True,
-    )
 
 
 def _address(about: Send, sent_s: float) -> dict[str, object]:
@@ -314,23 +146,3 @@ def _held(found: object, *, num_sequences: int) -> tuple[int, ...]:
     if not isinstance(found, list) or not is_list or not set(found) <= set(range(num_sequences)):
         raise FrameError("a micro-batch that does not say which of its sequences are held")
     return tuple(sorted(set(found)))
-
-
-def _count(header: Mapping[str, object], key: str) -> int:
-    value = header.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise FrameError(f"a packet whose {key} is no count")
-    return value
-
-
-def _number(packet: Packet) -> float:
-    (row,) = _rows(packet, 1)
-    if len(row) != 1:
-        raise FrameError("a packet with other numbers than it should have")
-    return row[0]
-
-
-def _rows(packet: Packet, num_rows: int) -> list[tuple[float, ...]]:
-    if len(packet.buffers) != num_rows or any(memoryview(one).nbytes % 8 for one in packet.buffers):
-        raise FrameError("a packet with other numbers than it should have")
-    return [tuple(np.frombuffer(buffer, dtype=np.float64).tolist()) for buffer in packet.buffers]

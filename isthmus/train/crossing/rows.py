@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import FrameError
+from isthmus.model.boundary import Batch
+
+
+def mask_of(batch: Batch, *, keeps_padding: bool) -> Tensor:
+    """1 for what counts as a token, 0 for padding; where that is kept, all counts."""
+    return torch.ones_like(batch.ids) if batch.mask is None or keeps_padding else batch.mask
 
 
 def valid_rows(mask_BT: Tensor | None, *, without: Collection[int] = ()) -> Tensor | None:

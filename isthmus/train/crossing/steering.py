@@ -14,11 +14,14 @@ from isthmus.plan.codec_choice import Bounds, Figures, reconsider
 from isthmus.plan.ladder import Crossing, Pair, Rung, ladder
 from isthmus.plan.window import Hop
 from isthmus.train.crossing.cut import Cut
-from isthmus.train.crossing.messages import Cosines, Tally
+from isthmus.train.crossing.words import Cosines, Tally
 
 # The first step of a process warms everything up, and one step is no measurement.
 _NUM_WARM_UP_STEPS: Final = 1
 _NUM_STEPS: Final = 3
+# More of them are a better one, as long as the line stays what it was.
+_MOST_STEPS: Final = 9
+_OTHER_LINE: Final = 0.15
 # What is shorter on the line cannot be told from the time that threads take to wake up.
 _LEAST_ON_LINE_S: Final = 0.005
 # And nothing is handed over in less: the line is at least as fast as this would make it.
@@ -60,7 +63,7 @@ class _Steered:
 
     terms: Terms
     standing: Standing
-    figures: deque[Figures] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
+    figures: deque[Figures] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
 
 
 class Steering:
@@ -111,6 +114,8 @@ class Steering:
     def _measure(self, one: _Steered, hop: Hop, interval_s: float) -> None:
         if self._num_steps > _NUM_WARM_UP_STEPS:
             one.figures.append(_figures(one.terms, one.standing.pair, hop, interval_s))
+            while _has_changed(one.figures):
+                one.figures.popleft()
 
     def _choose(self, one: _Steered, step: int) -> None:
         terms, standing = one.terms, one.standing
@@ -179,6 +184,18 @@ def _mean_s(crossing: Crossing, pair: Pair, down_bps: float, up_bps: float) -> f
     forward_s = 8 * pair.forward_bytes(crossing) / down_bps
     backward_s = 8 * pair.backward_bytes(crossing) / up_bps
     return (forward_s + backward_s) / 2 if crossing.has_gradient else forward_s
+
+
+def _has_changed(figures: Sequence[Figures]) -> bool:
+    """Whether the latest steps tell of another line, or of another pace, than those before them."""
+    before, latest = list(figures)[:-_NUM_STEPS], list(figures)[-_NUM_STEPS:]
+    if not before:
+        return False
+    old, new = _median(before), _median(latest)
+    return any(
+        abs(now - then) > _OTHER_LINE * then
+        for then, now in ((old.interval_s, new.interval_s), (old.down_bps, new.down_bps))
+    )
 
 
 def _median(figures: Sequence[Figures]) -> Figures:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -20,23 +20,26 @@ from isthmus.train.crossing.ends import DownCut, UpCut
 from isthmus.train.crossing.messages import (
     BACKWARD,
     BEGIN,
-    EVALUATED,
     FORWARD,
+    Gradient,
+    Microbatch,
+    pack_begin,
+    unpack_begin,
+)
+from isthmus.train.crossing.settlement import Seen, Settlement
+from isthmus.train.crossing.ways import DownWay, Travels, UpWay
+from isthmus.train.crossing.words import (
+    EVALUATED,
     TALLY,
     VERDICT,
     Evaluated,
-    Gradient,
-    Microbatch,
+    Tally,
     Verdict,
-    pack_begin,
     pack_evaluated,
-    unpack_begin,
     unpack_evaluated,
     unpack_verdict,
 )
-from isthmus.train.crossing.ways import DownWay, Travels, UpWay
 from isthmus.train.device import Mark
-from isthmus.train.settlement import Seen, Settlement
 from isthmus.wan.link import Link
 from isthmus.wan.outbox import Priority
 from isthmus.wan.packet import Packet
@@ -62,7 +65,7 @@ class Traffic:
     """Hands what leaves to the couriers and what arrives to the worker.
 
     Tensors become packets and tensors again on the couriers' threads. Micro-batches go from rank to rank as
-    the routing says. Words go between leaders: `up` and `down` are their couriers, None at other ranks.
+    the routing says; words go between leaders.
     """
 
     def __init__(
@@ -90,8 +93,8 @@ class Traffic:
         self._ups = {peer: self._open_up(*end) for peer, end in ends.up.items()}
         self._downs = {peer: self._open_down(*end) for peer, end in ends.down.items()}
         is_leader = rank == 0
-        self.up = self._ups[0].courier if is_leader and self._ups else None
-        self.down = self._downs[0].courier if is_leader and self._downs else None
+        self._up = self._ups[0].courier if is_leader and self._ups else None
+        self._down = self._downs[0].courier if is_leader and self._downs else None
 
     # What leaves.
 
@@ -108,10 +111,10 @@ class Traffic:
 
     def send_beginning(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the stage behind what its half of a bottleneck begins with."""
-        if self.down is None:
+        if self._down is None:
             raise ValueError("a bottleneck begins without a receiver")
         on_host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        self.down.send(BEGIN, lambda: pack_begin(on_host))
+        self._down.send(BEGIN, lambda: pack_begin(on_host))
 
     def take_beginning(self) -> dict[str, Tensor]:
         """What this stage's half of a bottleneck begins with; waits for it."""
@@ -119,23 +122,36 @@ class Traffic:
 
     def evaluated(self, found: Evaluated) -> None:
         """Pass the result of an evaluation on to the first stage."""
-        if self.up is None:
+        if self._up is None:
             self._on_evaluated(found)
         else:
-            self.up.send(EVALUATED, lambda: pack_evaluated(found), priority=Priority.URGENT)
+            self._up.send(EVALUATED, lambda: pack_evaluated(found), priority=Priority.URGENT)
 
     def await_evaluations(self, count: int) -> None:
         """Wait until this many evaluations have come from the stages behind and gone on."""
-        if self.down is not None:
+        if self._down is not None:
             for _ in range(count):
                 self._passed_on.take()
 
-    # Codes, from one step to the next.
+    # From one step to the next.
 
     def begin(self, step: int) -> None:
         """Take in what comes from the first step on."""
         for up in self._ups.values():
             up.know(step)
+
+    def settle(self, own: Tally) -> tuple[Tally, Verdict]:
+        """Settle a step with the other stages; gives what this one knows of all, and the verdict."""
+        if self._routing.num_ranks[self._index] > 1:
+            self._await_gradients(own.step)
+        shortest_s = self._travels.take(own.step)
+        seen = Seen(
+            gradient_travel_s=shortest_s.get(Pass.BACKWARD),
+            activation_cosine=_lowest(down.cut.lowest_cosine() for down in self._downs.values()),
+            gradient_cosine=lambda: _lowest(up.cut.lowest_cosine() for up in self._ups.values()),
+        )
+        own = replace(own, travel_s=shortest_s.get(Pass.FORWARD, 0.0))
+        return self._settlement.settle(own, seen=seen, up=self._up, down=self._down)
 
     def follow(self, verdict: Verdict) -> None:
         """Let the codecs of a verdict hold from the next step on; where it saves, keep the codes."""
@@ -165,26 +181,10 @@ class Traffic:
             if peer in self._downs:
                 self._downs[peer].cut.book.restore(code, step=step)
 
-    # What was measured.
-
     @property
     def up_cuts(self) -> tuple[UpCut, ...]:
         """This rank's ends of the cut before its stage."""
         return tuple(up.cut for up in self._ups.values())
-
-    def seen(self) -> Seen:
-        """What was measured of both cuts in this turn."""
-        return Seen(
-            gradient_travel_s=self.shortest_travel_s(Pass.BACKWARD),
-            activation_cosine=_lowest(down.cut.lowest_cosine() for down in self._downs.values()),
-            gradient_cosine=lambda: _lowest(up.cut.lowest_cosine() for up in self._ups.values()),
-        )
-
-    def await_gradients(self, step: int) -> None:
-        """Wait until every gradient of a step is coded, and so measured, if that is done at all."""
-        for up in self._ups.values():
-            if not up.cut.book.at(step).gradient.is_raw:
-                up.courier.call(lambda: None)
 
     def take_volume(self) -> Volume:
         """What has left this stage since this was last asked."""
@@ -193,14 +193,6 @@ class Traffic:
             now += bench.volume
         before, self._volume = self._volume, now
         return now - before
-
-    def shortest_travel_s(self, kind: Pass) -> float | None:
-        """The shortest way, in seconds, of what came in this turn; None if nothing did."""
-        return self._travels.shortest_s(kind)
-
-    def forget_travels(self) -> None:
-        """Begin to measure anew."""
-        self._travels.forget()
 
     def __enter__(self) -> Self:
         return self
@@ -239,6 +231,12 @@ class Traffic:
             deliver=self._deliver,
             on_failure=self._fail,
         )
+
+    def _await_gradients(self, step: int) -> None:
+        """Wait until every gradient of a step is coded, and so measured, if that is done at all."""
+        for up in self._ups.values():
+            if not up.cut.book.at(step).gradient.is_raw:
+                up.courier.call(lambda: None)
 
     def _couriers(self) -> Iterator[Courier]:
         yield from (up.courier for up in self._ups.values())

@@ -3,11 +3,11 @@
 Every pair of ranks has a cut of its own, for what codecs learn depends on the messages that they have coded.
 """
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -113,31 +113,32 @@ class UpWay:
             self._deliver(arrived, self.cut.unpack(packet, arrived))
 
 
-@dataclass(slots=True, kw_only=True)
 class Travels:
-    """How long what comes to a rank was under way."""
+    """How long what comes to a rank was under way; some of a step comes before the rank has begun it."""
 
-    cloud: str
-    on_span: Callable[[Span], None]
-    _shortest_s: dict[Pass, float] = field(default_factory=dict)
+    def __init__(self, *, cloud: str, on_span: Callable[[Span], None]) -> None:
+        self._cloud = cloud
+        self._on_span = on_span
+        self._shortest_s: dict[tuple[int, Pass], float] = {}
+        self._lock = threading.Lock()
 
-    def shortest_s(self, kind: Pass) -> float | None:
-        """The shortest way, in seconds, of what came in this turn; None if nothing did."""
-        return self._shortest_s.get(kind)
-
-    def forget(self) -> None:
-        """Begin to measure anew."""
-        self._shortest_s.clear()
+    def take(self, step: int) -> dict[Pass, float]:
+        """The shortest way, in seconds, of what came for a step, which is over, by the pass that needs it."""
+        with self._lock:
+            over = [key for key in self._shortest_s if key[0] <= step]
+            taken = {key: self._shortest_s.pop(key) for key in over}
+        return {kind: shortest_s for (of, kind), shortest_s in taken.items() if of == step}
 
     def note(self, packet: Packet, arrived: Arrived, link: Link) -> None:
         """Something has come."""
         now_s = time.time()
         sent_s = min(now_s, read_sent_s(packet) - (link.counters().clock_offset_s or 0.0))
-        shortest_s = self._shortest_s.get(arrived.kind, now_s - sent_s)
-        self._shortest_s[arrived.kind] = min(shortest_s, now_s - sent_s)
-        self.on_span(
+        key = arrived.step, arrived.kind
+        with self._lock:
+            self._shortest_s[key] = min(self._shortest_s.get(key, math.inf), now_s - sent_s)
+        self._on_span(
             Span(
-                track=f"{link.peer.cloud}→{self.cloud}",
+                track=f"{link.peer.cloud}→{self._cloud}",
                 name=f"{arrived.kind.value} {arrived.step}.{arrived.microbatch}",
                 kind="transfer",
                 start_s=sent_s,

@@ -1,21 +1,13 @@
 """From a job to its cuts: what crosses each, how it is coded, and by what codecs are chosen."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
-from isthmus.errors import UserError
 from isthmus.job import CodecSpec, Job, LinkSpec
-from isthmus.job.boundary import BottleneckSpec
 from isthmus.plan.codec_choice import Bounds
+from isthmus.plan.cuts import links_along
 from isthmus.plan.ladder import Crossing, Loss, Pair, Stretch, num_learners
 from isthmus.train.crossing.cut import RAW, Cut
 from isthmus.train.crossing.steering import Terms
-
-
-def links_along(job: Job, clouds: Sequence[str]) -> tuple[LinkSpec, ...]:
-    """The links between neighbouring stages, in order."""
-    by_pair = {frozenset(link.between): link for link in job.link}
-    return tuple(by_pair[frozenset(pair)] for pair in pairwise(clouds))
 
 
 def cuts_of(job: Job, clouds: Sequence[str], *, planned: Sequence[Pair] | None = None) -> tuple[Cut, ...]:
@@ -30,17 +22,6 @@ def cuts_of(job: Job, clouds: Sequence[str], *, planned: Sequence[Pair] | None =
         )
         for number, link in enumerate(links_along(job, clouds))
     )
-
-
-def num_frozen_layers(job: Job) -> int:
-    """How many of the model's first layers are not trained."""
-    return 0 if job.model is None else job.model.frozen_layers
-
-
-def first_trained(stage_layers: Sequence[range], num_frozen: int) -> int:
-    """The first stage with anything to learn; the last one has the head."""
-    trained = (number for number, layers in enumerate(stage_layers) if layers.stop > num_frozen)
-    return next(trained, len(stage_layers) - 1)
 
 
 def steering_terms(
@@ -79,28 +60,6 @@ def steering_terms(
         )
         for number, (cut, link) in enumerate(zip(cuts, links_along(job, clouds), strict=True))
     )
-
-
-def check_cuts(cuts: Sequence[Cut], stage_layers: Sequence[range], *, num_frozen: int) -> None:
-    """Refuse more frozen layers than there are, and bottlenecks that cannot learn or begin together."""
-    num_layers = stage_layers[-1].stop
-    if num_frozen > num_layers:
-        raise UserError(
-            f"{num_frozen} layers cannot be frozen in a model of {num_layers}",
-            hint=f"set model.frozen_layers to 0 to {num_layers}",
-        )
-    for cut in cuts[: first_trained(stage_layers, num_frozen)]:
-        if isinstance(cut.boundary, BottleneckSpec):
-            raise UserError(
-                f"link {cut.name} has a bottleneck, which is trained, but all layers below it are frozen",
-                hint="lower model.frozen_layers, or give the link a codec instead",
-            )
-    warmups = {cut.num_warmup_steps for cut in cuts if isinstance(cut.boundary, BottleneckSpec)}
-    if len(warmups) > 1:
-        raise UserError(
-            f"the bottlenecks of a run begin together, but have warm-ups of {sorted(warmups)} steps",
-            hint="give all of them the same warmup",
-        )
 
 
 def _first_pair(link: LinkSpec, planned: Pair | None) -> Pair:

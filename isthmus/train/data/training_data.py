@@ -11,8 +11,11 @@ from typing import Any, Final
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, Job, ModelSpec
+from isthmus.job.write import replace_file
 from isthmus.model.boundary import Batch
 from isthmus.model.heads import HEADS, Head
+from isthmus.model.source import GENERATION_FILE, Source
+from isthmus.plan.costs.shapes import check_length
 from isthmus.train.data.batches import Layout, StepBatches, check_enough, read_once, read_steps
 from isthmus.train.data.columns import (
     Labels,
@@ -108,7 +111,7 @@ class TrainingData:
 
 
 def open_data(job: Job, *, tokenizer_folder: Path) -> TrainingData:
-    """Read and tokenize all that the job trains on; the tokenizer is kept in the folder."""
+    """Read and tokenize all that the job trains on; the folder keeps what is exported with the weights."""
     if job.data is None or job.model is None:
         missing = "[data]" if job.data is None else "[model]"
         raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
@@ -117,8 +120,9 @@ def open_data(job: Job, *, tokenizer_folder: Path) -> TrainingData:
     rows, held_out = _split(spec)
     texts = (text for row in rows for text in read_texts(row, spec))
     tokenizer = choose_tokenizer(spec, model, texts=texts, limits=limits, folder=tokenizer_folder)
+    _keep_generation(model, tokenizer_folder)
     pad_id = padding_id(tokenizer, limits)
-    _check_length(spec, limits.max_length(pad_id))
+    check_length(spec.sequence_length, limits.max_length(pad_id))
     labels = _labels(rows, spec)
     maker = _Maker(spec=spec, tokenizer=tokenizer, labels=labels, seed=job.seed)
     return TrainingData(
@@ -130,6 +134,14 @@ def open_data(job: Job, *, tokenizer_folder: Path) -> TrainingData:
         pad_id=pad_id,
         seed=job.seed,
     )
+
+
+def _keep_generation(model: ModelSpec, folder: Path) -> None:
+    """How a pretrained model generates; fetched at the start, since a hub may be out of reach at the end."""
+    kept = folder / GENERATION_FILE
+    path = None if model.source is None or kept.exists() else Source(model.source).find(GENERATION_FILE)
+    if path is not None:
+        replace_file(kept, path.read_text())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,14 +213,6 @@ def _facts(model: ModelSpec, tokenizer: Any, labels: Labels) -> ModelFacts:
     if model.config is not None:
         config = token_values(tokenizer, model.config)
     return ModelFacts(config=config, label_names=labels.names)
-
-
-def _check_length(spec: DataSpec, max_length: int | None) -> None:
-    if max_length is not None and spec.sequence_length > max_length:
-        raise UserError(
-            f"sequences of {spec.sequence_length} tokens are longer than the model's {max_length} positions",
-            hint=f"set data.sequence_length to {max_length} or less",
-        )
 
 
 def _filled(samples: Samples, source: str) -> Samples:

@@ -61,6 +61,7 @@ def shard(
         # Losses are weighted by the targets of the whole step already.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    stage.stream_dtype = compute_dtype
     _prepare(stage)
 
 

@@ -224,11 +224,11 @@ def _check_devices(world: Ranks, device: Device) -> None:
     """Two ranks on one accelerator would wait for each other for ever."""
     if not device.is_accelerator:
         return
-    places = world.spread(world.gather([socket.gethostname(), str(device.torch_device)]))
+    places = world.spread(world.gather([socket.gethostname(), device.identity]))
     twice = [place for place in places if places.count(place) > 1]
     if twice:
         raise UserError(
-            f"several ranks of this cloud would share {twice[0][1]} of {twice[0][0]}",
+            f"several ranks of this cloud would share device {twice[0][1]} of {twice[0][0]}",
             hint="start no more ranks on a machine than it has devices",
         )
 

@@ -14,6 +14,7 @@ from functools import partial
 
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address
+from isthmus.wan.relays.complaints import Complaints
 from isthmus.wan.relays.registration import (
     LIFE_SIGN,
     MAX_LINE_BYTES,
@@ -70,6 +71,7 @@ class Gateway:
         self._keep_alive = keep_alive or KeepAlive()
         self._holders: dict[int, _Holder] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._complaints = Complaints()
         self._listener = listen("127.0.0.1", 0)
         self._acceptor: Acceptor | None = None
         self._relay = Relay(self.route)
@@ -121,17 +123,22 @@ class Gateway:
         try:
             reader, writer = await _open_streams(sock, context)
         except OSError as error:
-            _log.warning("refused a registration: %s", why(error))
+            self._complain(why(error))
             return
         try:
             await self._register(reader, writer)
         except (FrameError, Refused) as error:
-            _log.warning("refused a registration: %s", error.message)
+            self._complain(error.message)
             writer.write(answer_line(error.message))
         except OSError as error:
             _log.info("a registration ended: %s", why(error))
         finally:
             writer.close()
+
+    def _complain(self, reason: str) -> None:
+        words = self._complaints.tell("a rank", reason)
+        if words is not None:
+            _log.warning("refused a registration: %s", words)
 
     async def _register(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._check_cloud(writer)

@@ -17,6 +17,7 @@ from typing import Self
 
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address, parse_address
+from isthmus.wan.relays.complaints import Complaints
 from isthmus.wan.relays.sockets import why
 from isthmus.wan.trust.certificates import Identity, gateway_name
 
@@ -76,6 +77,7 @@ class Registration:
         self._identity = identity
         self._entry = entry
         self._keep_alive = keep_alive or KeepAlive()
+        self._complaints = Complaints()
         self._registered = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -116,9 +118,9 @@ class Registration:
             try:
                 await self._register(context)
             except OSError as error:
-                _log.warning("gateway %s: %s; trying again", self._gateway, why(error))
+                self._complain(why(error))
             except FrameError as error:
-                _log.warning("gateway %s: %s; trying again", self._gateway, error.message)
+                self._complain(error.message)
             except Refused as error:
                 _log.error(
                     "gateway %s turned rank %d down: %s", self._gateway, self._entry.rank, error.message
@@ -127,6 +129,11 @@ class Registration:
             # Ranks that lost the same gateway must not come back all at once.
             retry_s = _MIN_RETRY_S if self._registered.is_set() else min(2 * retry_s, _MAX_RETRY_S)
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
+
+    def _complain(self, reason: str) -> None:
+        words = self._complaints.tell(str(self._gateway), reason)
+        if words is not None:
+            _log.warning("gateway %s: %s; trying again", self._gateway, words)
 
     async def _register(self, context: ssl.SSLContext) -> None:
         reader, writer = await self._dial(context)

@@ -14,6 +14,7 @@ from isthmus.job import Address
 from isthmus.plan.faults import Fault, FaultKind
 from isthmus.wan.loop import LoopThread
 from isthmus.wan.relays.client_hello import parse_client_hello
+from isthmus.wan.relays.complaints import Complaints
 from isthmus.wan.relays.faults import inject
 from isthmus.wan.relays.pipes import Pipe, Side
 from isthmus.wan.relays.precise_loop import precise_loop
@@ -123,6 +124,7 @@ class Relay:
         self._open: set[_Connection] = set()
         self._own_ends: set[object] = set()
         self._timers: list[asyncio.TimerHandle] = []
+        self._complaints = Complaints()
         self._num_relayed = 0
         self._num_dropped = 0
         self._cut_until_s = 0.0
@@ -270,7 +272,10 @@ class Relay:
 
     def _drop(self, client: socket.socket, reason: str, *, level: int = logging.WARNING) -> None:
         self._num_dropped += 1
-        _log.log(level, "dropped a connection from %s: %s", peer_name(client), reason)
+        peer = peer_name(client)
+        words = self._complaints.tell(peer.rpartition(":")[0], reason)
+        if words is not None:
+            _log.log(level, "dropped a connection from %s: %s", peer, words)
         reset_on_close(client)
         client.close()
 

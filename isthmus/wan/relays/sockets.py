@@ -120,7 +120,8 @@ def peer_name(sock: socket.socket) -> str:
         host, port = sock.getpeername()[:2]
     except OSError:
         return "a peer that has left"
-    return str(Address(host=host, port=port))
+    # As a listener for both IP versions shows one of the older.
+    return str(Address(host=str(host).removeprefix("::ffff:"), port=port))
 
 
 def reset_on_close(sock: socket.socket) -> None:

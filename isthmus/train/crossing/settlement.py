@@ -18,7 +18,7 @@ from isthmus.plan.scenario import Caps
 from isthmus.plan.types import ScheduleError
 from isthmus.plan.window import Hop
 from isthmus.train.crossing.courier import Courier, Mailbox
-from isthmus.train.crossing.messages import (
+from isthmus.train.crossing.words import (
     TALLY,
     VERDICT,
     Cosines,

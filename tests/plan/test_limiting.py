@@ -1,0 +1,95 @@
+"""What limits a plan is what no end of would shorten its step the most, by formula and as simulated."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from isthmus.job import load_job
+from isthmus.plan.planner import plan
+from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
+from isthmus.plan.search.limiting import by_formula, limiting, reliefs
+from isthmus.plan.simulate import simulate
+from tests.plan.jobs import two_clouds
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PIPELINE = ("strategy.kind=pipeline", "link.0.codec=raw")
+
+
+def scenario(*, bandwidth_bps: float = 1e9, latency_s: float = 0.01, cap: int | None = None) -> Scenario:
+    """Two stages of 30 and 60 ms and a message of 10 ms at 1 Gbit/s."""
+    line = Line(down_bps=bandwidth_bps, up_bps=bandwidth_bps, latency_s=latency_s)
+    stages = [
+        StageLoad(cloud=name, forward_s=share * 0.01, backward_s=share * 0.02)
+        for name, share in (("east", 1), ("west", 2))
+    ]
+    return Scenario(
+        stages=tuple(stages),
+        hops=(HopLoad(line=line, forward_bytes=1_250_000, backward_bytes=1_250_000),),
+        num_microbatches=16,
+        max_in_flight=cap,
+    )
+
+
+def simulated_s(one: Scenario) -> float:
+    return simulate(one, num_steps=2).step_s
+
+
+@pytest.mark.parametrize("timed", [by_formula, simulated_s])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (scenario(), "compute of west"),
+        (scenario(bandwidth_bps=5e7), "bandwidth of east-west"),
+        (scenario(latency_s=2.0), "round trip of east-west"),
+        (scenario(latency_s=0.2, cap=1), "room in flight at east and the round trip of east-west"),
+    ],
+    ids=["compute", "bandwidth", "round trip", "room"],
+)
+def test_it_is_what_there_is_least_of(given: Scenario, expected: str, timed: object) -> None:
+    assert callable(timed)
+    found = limiting(reliefs(given, timed))
+    assert sorted(found.split(" and the ")) == sorted(expected.split(" and the "))
+
+
+def test_by_formula_is_as_solved_by_hand() -> None:
+    one = scenario()
+    # All once, 2 × 10 ms on the line and under way, then 15 more at the slower stage.
+    assert by_formula(one) == pytest.approx(0.09 + 4 * 0.01 + 15 * 0.06)
+    alone = Scenario(stages=one.stages[:1], hops=(), num_microbatches=16)
+    assert by_formula(alone) == pytest.approx(16 * 0.03)
+    assert list(reliefs(alone, by_formula)) == ["compute of east"]
+
+
+def test_two_that_would_bring_nearly_as_much_are_both_named() -> None:
+    assert limiting({"a": 0.5, "b": 0.4, "c": 0.4}) == "a and the b"
+    assert limiting({"a": 0.5, "b": 0.3}) == "a"
+
+
+@pytest.mark.parametrize("bandwidth", ["200 Mbps", "1 Gbps", "100 Gbps"])
+def test_it_agrees_with_the_bubble(bandwidth: str) -> None:
+    estimate = plan(two_clouds(*PIPELINE, f"link.0.bandwidth={bandwidth}")).estimate
+    assert estimate.is_simulated
+    gained = estimate.reliefs["bandwidth of east-west"]
+    assert gained == pytest.approx(estimate.bubble.bandwidth, abs=0.005)
+    computed = next(share for what, share in estimate.reliefs.items() if what.startswith("compute"))
+    assert estimate.limiting.startswith("bandwidth") == (gained > computed)
+
+
+def test_a_bubble_of_bandwidth_is_not_put_down_to_compute_alone() -> None:
+    estimate = plan(load_job(EXAMPLES / "plan-70b.toml")).estimate
+    assert estimate.bubble.bandwidth > 0.3
+    assert "bandwidth of north-west" in estimate.limiting
+
+
+def test_where_too_little_is_in_flight_to_hide_a_line_codecs_are_stronger() -> None:
+    job = two_clouds("strategy.kind=pipeline", "link.0.bandwidth=5 Gbps", "strategy.microbatches=64")
+    strict = job.model_copy(update={"strategy": job.strategy.model_copy(update={"policy": "1f1b"})})
+    hidden, waiting = plan(job), plan(strict)
+    assert waiting.links[0].down_bytes < hidden.links[0].down_bytes
+    assert "too few micro-batches are in flight" in waiting.links[0].reason
+
+
+def test_reliefs_do_not_depend_on_what_is_not_there() -> None:
+    assert "room in flight at east" not in reliefs(scenario(), by_formula)
+    assert reliefs(replace(scenario(), windows=(1, 1)), by_formula)["room in flight at east"] > 0

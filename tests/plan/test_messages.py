@@ -1,0 +1,158 @@
+"""Bytes of a plan against what real stages, packets and runs put on the line."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.model.anatomy import split_layers
+from isthmus.model.blueprint import Blueprint, fresh_blueprint
+from isthmus.model.boundary import Batch, StageInput
+from isthmus.model.heads import HEADS
+from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.families import FAMILIES
+from isthmus.plan.costs.messages import Messages, framed_bytes, messages_of, stream_bytes
+from isthmus.plan.costs.shapes import Task, read_shape
+from isthmus.plan.planner import plan
+from isthmus.plan.search.choice import Plan
+from isthmus.plan.types import Pass, Send
+from isthmus.train.crossing.coded import Coded
+from isthmus.train.crossing.messages import Microbatch, pack_gradient, pack_microbatch
+from isthmus.wan.frames import wire_bytes
+from isthmus.wan.packet import Packet, pack
+from tests.model.cases import COMMON, CONFIGS, MOMENT, blueprint, build, language_head, make_batch
+from tests.plan.jobs import two_clouds
+from tests.train.chain import Given, chain, course
+
+ON_CPU = Arithmetic(precision=Precision.BFLOAT16, on_accelerator=False)
+ON_GPU = Arithmetic(precision=Precision.BFLOAT16)
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH = 4, 2, 128
+
+
+def messages(model_type: str) -> Messages:
+    task = Task(language_head(model_type).name)
+    return messages_of(read_shape({"model_type": model_type, **COMMON, **CONFIGS[model_type]}, task=task))
+
+
+@pytest.mark.parametrize("sharded", [(False, False), (True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_type_of_what_crosses_is_that_of_a_real_stage(model_type: str, sharded: tuple[bool, ...]) -> None:
+    real = blueprint(model_type)
+    stages = build(real, split_layers(real.num_layers, 3), untie=True)
+    batch, crossing, is_narrow = make_batch(real.head), None, None
+    for stage, is_sharded in zip(stages[:-1], sharded, strict=True):
+        # Weights that are shared out are gathered in bfloat16.
+        if is_sharded:
+            stage.to(torch.bfloat16).stream_dtype = torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            output = stage(StageInput(batch=batch, crossing=crossing, moment=MOMENT))
+        assert output.crossing is not None
+        crossing = output.crossing.detach()
+        is_narrow = messages(model_type).leave_narrow(ON_CPU, is_sharded=is_sharded, arrived_narrow=is_narrow)
+        assert crossing.element_size() == stream_bytes(is_narrow=is_narrow)
+
+
+def test_norms_of_encoders_stay_wide_on_accelerators() -> None:
+    assert not messages("bert").leave_narrow(ON_GPU, is_sharded=True)
+    assert messages("gpt2").leave_narrow(ON_GPU, is_sharded=True)
+    assert not messages("gpt2").leave_narrow(Arithmetic(), is_sharded=True)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 16384, 16385, 10**6])
+def test_framing_is_that_of_the_link(num_bytes: int) -> None:
+    assert framed_bytes(num_bytes) == wire_bytes(num_bytes)
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "masked-lm", "token-classification"])
+@pytest.mark.parametrize("vocab_size", [200, 30_000, 150_000])
+def test_integers_and_headers_are_those_of_real_packets(vocab_size: int, task: str) -> None:
+    ids = torch.randint(0, vocab_size, (8, 512))
+    ids[0, :2] = torch.tensor([0, vocab_size - 1])
+    labels = {
+        "causal-lm": ids,
+        "masked-lm": ids.masked_fill(torch.rand(ids.shape) > 0.15, -100).scatter(
+            1, torch.zeros(8, 1).long(), -100
+        ),
+        "token-classification": ids % 5,
+    }[task]
+    coded = Coded(
+        codec="rotate | int4", dtype=torch.float32, num_rows=ids.numel(), parts=(torch.zeros(99_999).byte(),)
+    )
+    about = Send(kind=Pass.FORWARD, step=1234, microbatch=56)
+    batch = Batch(ids=ids, labels=labels, num_targets=3210)
+    down = pack_microbatch(Microbatch(batch=batch, num_step_targets=98765), coded, about=about, sent_s=1.7e9)
+    up = pack_gradient(coded, about=about, sent_s=1.7e9)
+    shape = read_shape({"model_type": "bert", "vocab_size": vocab_size}, task=Task(task))
+    found = messages_of(shape)
+    expected = found.forward_bytes(coded.num_bytes, num_tokens=ids.numel())
+    assert on_line(down) == pytest.approx(expected, abs=64)
+    assert on_line(up) == pytest.approx(found.backward_bytes(coded.num_bytes), abs=64)
+
+
+def on_line(packet: Packet) -> int:
+    return wire_bytes(pack(packet).num_bytes)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("precision", Precision)
+def test_a_run_sends_what_was_planned(precision: Precision, num_stages: int) -> None:
+    model = fresh_blueprint(TINY, head=HEADS["causal-lm"])
+    with chain(model, course(num_stages, NUM_MICROBATCHES, num_steps=2)) as found:
+        autocast = torch.bfloat16 if precision is Precision.BFLOAT16 else None
+        found.run(Given(steps(model)), autocast=autocast)
+    sent_bytes = sum(record.steps[-1].sent.num_bytes for record in found.records)
+    planned = planned_tiny(f"train.precision={precision.value}")
+    assert (num_stages - 1) * planned.estimate.wan_bytes == pytest.approx(sent_bytes, rel=0.002)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_ranks_that_share_a_stage_out_send_half(codec: str) -> None:
+    copies, shared = (
+        planned_tiny(
+            "train.precision=bfloat16",
+            f"link.0.codec={codec}",
+            *(f"cloud.{name}.ranks=2" for name in ("east", "west")),
+            *(f"cloud.{name}.sharding={sharding}" for name in ("east", "west")),
+        )
+        for sharding in ("none", "optimizer")
+    )
+    halves = 2 if codec == "raw" else 1
+    assert copies.links[0].up_bytes == pytest.approx(halves * shared.links[0].up_bytes, rel=0.01)
+
+
+def test_what_a_bottleneck_sends_is_float32() -> None:
+    shared = [f"cloud.{name}.{key}" for name in ("east", "west") for key in ("ranks=2", "sharding=optimizer")]
+    planned = planned_tiny("train.precision=bfloat16", "link.0.boundary=bottleneck(8)", *shared)
+    num_tokens = NUM_MICROBATCHES * NUM_SEQUENCES * LENGTH
+    assert planned.links[0].up_bytes == pytest.approx(4 * 8 * num_tokens, rel=0.05)
+
+
+def steps(model: Blueprint) -> list[list[Batch]]:
+    """Whole sequences, in which labels are the ids."""
+    ids = torch.randint(0, TINY["vocab_size"], (2, NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH))
+    return [[_batch(model, one) for one in step] for step in ids]
+
+
+def _batch(model: Blueprint, ids: torch.Tensor) -> Batch:
+    return Batch(ids=ids, labels=ids, num_targets=model.head.num_targets(ids))
+
+
+def planned_tiny(*overrides: str) -> Plan:
+    config = [f"model.config.{key}={value}" for key, value in TINY.items()]
+    given: Sequence[str] = (
+        f"data.sequence_length={LENGTH}",
+        f"train.batch_tokens={NUM_MICROBATCHES * NUM_SEQUENCES * LENGTH}",
+        "strategy.kind=pipeline",
+        f"strategy.microbatches={NUM_MICROBATCHES}",
+        "link.0.codec=raw",
+    )
+    return plan(two_clouds(*config, *given, *overrides), is_quick=True)

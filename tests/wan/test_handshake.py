@@ -1,0 +1,51 @@
+"""Ends that do not belong together part with one sentence, whichever of them reads the other's hello."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from isthmus.errors import FrameError
+from isthmus.wan.handshake import Hello, Member, mismatch, read_hello
+
+EAST = Hello.of(Member(cloud="east", job_digest="1" * 64), session="e")
+WEST = Hello.of(Member(cloud="west", job_digest="1" * 64), session="w")
+
+
+def test_a_hello_crosses_whole() -> None:
+    there = replace(WEST, rank=3, epoch=2).on_lane(5)
+    assert read_hello(there.to_metadata()) == there
+    assert mismatch(EAST, read_hello(WEST.to_metadata())) is None
+
+
+def test_two_releases_part_even_if_they_speak_one_protocol() -> None:
+    other = replace(WEST, release="0.7.1")
+    sentence = mismatch(EAST, read_hello(other.to_metadata()))
+    assert sentence is not None
+    assert sentence.startswith("west rank 0 runs Isthmus 0.7.1 ")
+    assert f"east rank 0 runs {EAST.release}" in sentence
+    assert sentence.endswith("install the same release at both")
+
+
+def test_a_release_before_releases_were_told_is_named_as_such() -> None:
+    """What links of protocol 1 said of themselves."""
+    early = [pair for pair in replace(WEST, version=1).to_metadata() if pair[0] != "isthmus-release"]
+    sentence = mismatch(EAST, read_hello(early))
+    assert sentence is not None
+    assert "west rank 0 runs Isthmus of an early release (link protocol 1)" in sentence
+
+
+def test_a_later_protocol_may_have_other_fields() -> None:
+    later = dict(replace(WEST, version=99, release="9.0").to_metadata())
+    kept = {
+        key: later[key] for key in ("isthmus-version", "isthmus-release", "isthmus-cloud", "isthmus-rank")
+    }
+    sentence = mismatch(EAST, read_hello([*kept.items(), ("isthmus-colour", "blue")]))
+    assert sentence is not None
+    assert "west rank 0 runs Isthmus 9.0 (link protocol 99)" in sentence
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Hello)])
+def test_a_hello_of_this_protocol_has_every_field(name: str) -> None:
+    metadata = [pair for pair in WEST.to_metadata() if pair[0] != f"isthmus-{name}"]
+    with pytest.raises(FrameError, match=f"a handshake without {name}"):
+        read_hello(metadata)
