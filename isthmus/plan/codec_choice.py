@@ -1,8 +1,8 @@
 """Which codec a link gets: compress only what computation does not hide already.
 
-Where computing hides the link it stays `raw`. Elsewhere the mildest rung of the ladder is taken, per link and
-direction, that is as fast as any that is allowed. The planner asks with planned figures, the workers with
-measured ones; the same figures give the same answer everywhere.
+Where computing hides the link it stays `raw`; no more is lost than it takes to hide it. Within that, the
+mildest rung of the ladder is taken, per link and direction, that is as fast as any. The planner asks with
+planned figures, the workers with measured ones; the same figures give the same answer everywhere.
 """
 
 import math
@@ -211,16 +211,24 @@ def _is_allowed(option: _Option, crossing: Crossing, bounds: Bounds) -> bool:
 
 
 def _mildest(options: Sequence[_Option], figures: Figures, headroom: float) -> _Option:
-    """What loses nothing where that is hidden; else of those that are as fast as any."""
-    lossless = [one for one in options if one.loss == Loss.NONE and one.is_hidden(figures, headroom)]
-    if lossless:
-        return min(lossless, key=lambda one: one.mildness)
+    """Of the least loss that hides the link, where one does: the mildest of those that are as fast as any."""
+    for loss in Loss:
+        enough = [one for one in options if one.loss <= loss]
+        if any(one.is_hidden(figures, headroom) for one in enough):
+            return _mildest_of_the_fastest(enough, figures, headroom)
+    return _mildest_of_the_fastest(options, figures, headroom)
+
+
+def _mildest_of_the_fastest(options: Sequence[_Option], figures: Figures, headroom: float) -> _Option:
     fastest_s = min(one.step_s(figures, headroom) for one in options)
     as_fast = (one for one in options if one.step_s(figures, headroom) <= fastest_s * (1 + _TOLERANCE))
     return min(as_fast, key=lambda one: one.mildness)
 
 
 def _is_worthwhile(own: _Option, best: _Option, figures: Figures) -> bool:
+    """Whether steps are shorter with another; what is hidden is not left for what loses more."""
+    if best.loss > own.loss and own.is_hidden(figures, 1.0):
+        return False
     return own.step_s(figures, 1.0) > best.step_s(figures, 1.0) * (1 + _WORTHWHILE_GAIN)
 
 

@@ -46,10 +46,9 @@ def bare_scenario(num_ranks: Sequence[int], *, num_microbatches: int, policy: Po
 
 
 def expected(scenario: Scenario) -> Measured:
-    """What workers will measure: the shortest way is alone on its line.
+    """What workers will measure: the shortest way is alone on its line, coding before and behind it.
 
-    Coding is no part of it: a message is stamped when it is coded, and what it took to come is known before
-    it is decoded. Handling is: all but the latency counts as time on the line.
+    Handling is a part of it: all but the latency counts as time on the line.
     """
     return Measured(
         pass_s=tuple(stage.forward_s + stage.backward_s for stage in scenario.stages),
@@ -58,6 +57,7 @@ def expected(scenario: Scenario) -> Measured:
                 forward_s=8 * hop.forward_bytes / hop.line.down_bps + hop.line.handling_s,
                 backward_s=8 * hop.backward_bytes / hop.line.up_bps + hop.line.handling_s,
                 latency_s=hop.line.latency_s,
+                coding_s=hop.forward_coding_s + hop.backward_coding_s,
             )
             for hop in scenario.hops
         ),

@@ -19,16 +19,20 @@ EPSILON = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One message between neighbouring stages: its time on the line, each way, and the one-way latency."""
+    """One message between neighbouring stages: its time on the line, each way, and the one-way latency.
+
+    `coding_s` is what is done to it at both ends, there and back.
+    """
 
     forward_s: float
     backward_s: float
     latency_s: float
+    coding_s: float = 0.0
 
     @property
     def round_trip_s(self) -> float:
         """An activation there and its gradient back, without compute."""
-        return self.forward_s + self.backward_s + 2 * self.latency_s
+        return self.forward_s + self.backward_s + 2 * self.latency_s + self.coding_s
 
 
 def window(*, stage: int, hops: Sequence[Hop], interval_s: float, max_in_flight: int | None = None) -> int:

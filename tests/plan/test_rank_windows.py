@@ -88,7 +88,6 @@ def test_ranks_with_measured_windows_are_as_busy_as_with_all_in_flight(ranks: tu
 
 
 def test_what_is_expected_is_what_is_measured() -> None:
-    """Coding is not: a message is stamped behind it."""
     coded = replace(pipeline(3, 24), hops=(hop(0.5, 1.0, coding_s=2.0),) * 2)
     slow = replace(coded.hops[0], line=replace(coded.hops[0].line, handling_s=0.25))
     scenario = replace(coded, hops=(slow, *coded.hops[1:]))

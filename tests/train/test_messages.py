@@ -145,7 +145,9 @@ def test_what_a_bottleneck_begins_with_arrives() -> None:
 def test_a_tally_arrives_even_if_it_is_not_finite(
     loss: float, norms: tuple[float, ...], busy_s: tuple[float, ...]
 ) -> None:
-    hops = tuple(Hop(forward_s=one, backward_s=2 * one, latency_s=0.5) for one in busy_s[1:])
+    hops = tuple(
+        Hop(forward_s=one, backward_s=2 * one, latency_s=0.5, coding_s=3 * one) for one in busy_s[1:]
+    )
     cosines = tuple(Cosines(forward=one / 9, backward=0.5) for one in busy_s[1:])
     sent = Tally(
         step=4,
@@ -154,11 +156,13 @@ def test_a_tally_arrives_even_if_it_is_not_finite(
         busy_s=busy_s,
         hops=hops,
         travel_s=0.25,
+        coding_s=0.125,
         cosines=cosines,
         gradient_cosine=0.75,
     )
     found = unpack_tally(over_the_wire(pack_tally(sent)))
-    assert (found.step, found.busy_s, found.hops, found.travel_s) == (4, busy_s, hops, 0.25)
+    assert (found.step, found.busy_s, found.hops) == (4, busy_s, hops)
+    assert (found.travel_s, found.coding_s) == (0.25, 0.125)
     assert (found.cosines, found.gradient_cosine) == (cosines, 0.75)
     assert same(found.loss_sum, loss)
     assert all(same(*pair) for pair in zip(found.squared_norms, norms, strict=True))

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from isthmus.errors import Aborted, IsthmusError, LinkError
 from isthmus.events import Span
 from isthmus.plan.types import Arrived, Pass, ScheduleError
 from isthmus.plan.window import Hop
+from isthmus.train.crossing.bench import Effort
 from isthmus.train.crossing.courier import Courier, Mailbox
 from isthmus.train.crossing.settlement import Seen, Settlement, Terms
 from isthmus.train.crossing.ways import Travels
@@ -49,11 +51,20 @@ def test_windows_cover_the_round_trip_and_keep_the_cap() -> None:
     far = tally(busy_s=(1.0, 1.0), hops=(hop,))
     assert settle(far).windows[0] >= 2 + round(0.22 / 0.1)
     assert settle(far, max_in_flight=3).windows[0] == 3
+    slow = tally(busy_s=(1.0, 1.0), hops=(replace(hop, coding_s=0.1),))
+    assert settle(slow).windows[0] == settle(far).windows[0] + 1
     assert settle(far, max_in_flight=(4, 1)).windows == (4, 1)
     assert settle(tally(busy_s=(1.0, 1.0), hops=(Hop(forward_s=0, backward_s=0, latency_s=0),))).windows == (
         3,
         1,
     )
+
+
+def test_effort_is_told_by_what_was_done_since() -> None:
+    before = Effort().more(9.0)
+    assert before.mean_s(since=Effort()) == 9.0
+    assert before.more(1.0).more(2.0).mean_s(since=before) == 1.5
+    assert before.mean_s(since=before) == 0.0
 
 
 @pytest.mark.parametrize("changes", [{"loss_sum": float("nan")}, {"squared_norms": (float("inf"),)}])

@@ -89,6 +89,11 @@ class Settling:
         before, behind = self._tallies[index : index + 2]
         forward_s = behind.shortest_s.get(Pass.FORWARD, 0.0)
         backward_s = before.shortest_s.get(Pass.BACKWARD, forward_s)
-        latency_s = self._scenario.hops[index].line.latency_s
-        on_line_s = max(0.0, (forward_s + backward_s) / 2 - latency_s)
-        return Hop(forward_s=on_line_s, backward_s=on_line_s, latency_s=latency_s)
+        load = self._scenario.hops[index]
+        on_line_s = max(0.0, (forward_s + backward_s) / 2 - load.line.latency_s)
+        return Hop(
+            forward_s=on_line_s,
+            backward_s=on_line_s,
+            latency_s=load.line.latency_s,
+            coding_s=load.forward_coding_s + load.backward_coding_s,
+        )

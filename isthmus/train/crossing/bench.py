@@ -37,6 +37,22 @@ class Volume:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """What has been done so far, and how often."""
+
+    total_s: float = 0.0
+    count: int = 0
+
+    def more(self, duration_s: float) -> "Effort":
+        """The same with one time more."""
+        return Effort(total_s=self.total_s + duration_s, count=self.count + 1)
+
+    def mean_s(self, *, since: "Effort") -> float:
+        """Of all times since then."""
+        return (self.total_s - since.total_s) / max(1, self.count - since.count)
+
+
 @dataclass(slots=True, kw_only=True)
 class Bench:
     """The lane of one end of a cut, what has left by it, and who hears of the time that coding takes."""
@@ -48,6 +64,15 @@ class Bench:
     hidden_width: int
     on_span: Callable[[Span], None]
     volume: Volume = field(default_factory=Volume)
+    # Each is added to by one thread of the courier.
+    encoding: Effort = field(default_factory=Effort)
+    decoding: Effort = field(default_factory=Effort)
+    _told: tuple[Effort, Effort] = (Effort(), Effort())
+
+    def take_coding_s(self) -> float:
+        """What it took, on average since this was last asked, to encode a message and to decode another."""
+        before, self._told = self._told, (self.encoding, self.decoding)
+        return sum(now.mean_s(since=then) for now, then in zip(self._told, before, strict=True))
 
     def code(self, rows_ND: Tensor, codec: CodecSpec, encode: Callable[[Tensor], Payload]) -> Coded:
         """Rows on the device as bytes on the host, which are there when the lane's work is done."""
@@ -84,10 +109,12 @@ class Bench:
 
     def note_encoded(self, coded: Coded, about: Send, started_s: float) -> None:
         """Tell how long coding took, unless the rows crossed as they are."""
+        self.encoding = self.encoding.more(time.time() - started_s)
         self._note("encode", self.leaves, coded, about, started_s)
 
     def note_decoded(self, coded: Coded, about: Arrived, started_s: float) -> None:
         """Tell how long decoding took, unless the rows crossed as they are."""
+        self.decoding = self.decoding.more(time.time() - started_s)
         self._note("decode", self.arrives, coded, about, started_s)
 
     def _note(self, kind: str, track: str, coded: Coded, about: Send | Arrived, started_s: float) -> None:

@@ -56,6 +56,8 @@ class Seen:
 
     gradient_travel_s: float | None = None
     """The shortest way of a gradient to this stage."""
+    coding_s: float = 0.0
+    """Of an activation that left for the stage behind, and of its gradient that came, at this end."""
     activation_cosine: float = math.nan
     """The lowest of what left for the stage behind."""
     gradient_cosine: Callable[[], float] = field(default=lambda: math.nan)
@@ -127,6 +129,7 @@ class Settlement:
         behind = self._tallies.take()
         _check_step(behind.step, own.step)
         hop = _hop(behind.travel_s, seen.gradient_travel_s, rtt_s)
+        hop = replace(hop, coding_s=seen.coding_s + behind.coding_s)
         here = Cosines(forward=seen.activation_cosine, backward=behind.gradient_cosine)
         return replace(
             own,
@@ -179,6 +182,8 @@ def _words(own: Tally, seen: Seen) -> dict[str, float | None]:
         "busy_s": own.busy_s[0],
         "travel_s": own.travel_s or None,
         "gradient_travel_s": seen.gradient_travel_s,
+        "up_coding_s": own.coding_s,
+        "down_coding_s": seen.coding_s,
         "activation_cosine": seen.activation_cosine,
         "gradient_cosine": seen.gradient_cosine(),
     }
@@ -195,10 +200,12 @@ def _together(own: Tally, found: Sequence[Mapping[str, float | None]]) -> tuple[
         loss_sum=math.fsum(float(one["loss_sum"] or 0.0) for one in found),
         busy_s=(math.fsum(known("busy_s")) / len(found),),
         travel_s=min(known("travel_s"), default=0.0),
+        coding_s=max(known("up_coding_s")),
     )
     lowest = min(known("gradient_cosine"), default=math.nan)
     return tally, Seen(
         gradient_travel_s=min(known("gradient_travel_s"), default=None),
+        coding_s=max(known("down_coding_s")),
         activation_cosine=min(known("activation_cosine"), default=math.nan),
         gradient_cosine=lambda: lowest,
     )

@@ -147,10 +147,15 @@ class Traffic:
         shortest_s = self._travels.take(own.step)
         seen = Seen(
             gradient_travel_s=shortest_s.get(Pass.BACKWARD),
+            coding_s=_longest_coding_s(down.cut.bench for down in self._downs.values()),
             activation_cosine=_lowest(down.cut.lowest_cosine() for down in self._downs.values()),
             gradient_cosine=lambda: _lowest(up.cut.lowest_cosine() for up in self._ups.values()),
         )
-        own = replace(own, travel_s=shortest_s.get(Pass.FORWARD, 0.0))
+        own = replace(
+            own,
+            travel_s=shortest_s.get(Pass.FORWARD, 0.0),
+            coding_s=_longest_coding_s(up.cut.bench for up in self._ups.values()),
+        )
         return self._settlement.settle(own, seen=seen, up=self._up, down=self._down)
 
     def follow(self, verdict: Verdict) -> None:
@@ -267,6 +272,10 @@ class Traffic:
         found = unpack_evaluated(packet)
         self.evaluated(found)
         self._passed_on.put(found)
+
+
+def _longest_coding_s(benches: Iterable[Bench]) -> float:
+    return max((bench.take_coding_s() for bench in benches), default=0.0)
 
 
 def _lowest(cosines: Iterable[float]) -> float:

@@ -45,6 +45,8 @@ class Tally:
     hops: tuple[Hop, ...] = ()
     travel_s: float = 0.0
     """The shortest way of an activation to this stage."""
+    coding_s: float = 0.0
+    """Of an activation that came to this stage, and of its gradient that left, at this end of their cut."""
     cosines: tuple[Cosines, ...] = ()
     """Of the cuts behind this stage."""
     gradient_cosine: float = math.nan
@@ -81,10 +83,12 @@ class Evaluated:
 
 def pack_tally(tally: Tally) -> Packet:
     """A tally as a packet."""
-    hops = [value for hop in tally.hops for value in (hop.forward_s, hop.backward_s, hop.latency_s)]
+    hops = [
+        value for hop in tally.hops for value in (hop.forward_s, hop.backward_s, hop.latency_s, hop.coding_s)
+    ]
     cosines = [value for one in tally.cosines for value in (one.forward, one.backward)]
     rows: Sequence[Sequence[float]] = (
-        (tally.loss_sum, tally.travel_s, tally.gradient_cosine),
+        (tally.loss_sum, tally.travel_s, tally.coding_s, tally.gradient_cosine),
         tally.squared_norms,
         tally.busy_s,
         hops,
@@ -96,23 +100,24 @@ def pack_tally(tally: Tally) -> Packet:
 def unpack_tally(packet: Packet) -> Tally:
     """A tally from a packet."""
     ends, norms, busy_s, hops, cosines = _rows(packet, 5)
-    if len(ends) != 3 or len(hops) % 3 or len(cosines) % 2:
+    if len(ends) != 4 or len(hops) % 4 or len(cosines) % 2:
         raise FrameError("a tally of the wrong size")
     return Tally(
         step=read_count(packet.header, "step"),
         loss_sum=ends[0],
         travel_s=ends[1],
+        coding_s=ends[2],
         squared_norms=norms,
         busy_s=busy_s,
         hops=tuple(
-            Hop(forward_s=forward_s, backward_s=backward_s, latency_s=latency_s)
-            for forward_s, backward_s, latency_s in zip(hops[::3], hops[1::3], hops[2::3], strict=True)
+            Hop(forward_s=forward_s, backward_s=backward_s, latency_s=latency_s, coding_s=coding_s)
+            for forward_s, backward_s, latency_s, coding_s in zip(*[iter(hops)] * 4, strict=True)
         ),
         cosines=tuple(
             Cosines(forward=forward, backward=backward)
             for forward, backward in zip(cosines[::2], cosines[1::2], strict=True)
         ),
-        gradient_cosine=ends[2],
+        gradient_cosine=ends[3],
     )
 
 
