@@ -21,7 +21,7 @@ HEADROOM: Final = 0.9
 _TOLERANCE: Final = 0.05
 # Figures that move to and fro must not move the codec with them: what was chosen with the usual headroom is
 # left for a stronger one only when it is over the interval by this, and for a milder one with more to spare.
-_WORTHWHILE_GAIN: Final = 0.08
+_WORTHWHILE_GAIN: Final = 0.09
 _CAUTIOUS_HEADROOM: Final = 0.8
 
 
@@ -131,12 +131,17 @@ def reconsider(
         for one in _options(crossing, figures, rungs, bounds)
     ]
     own = next((one for one in options if one.pair == current), None)
-    best = _mildest(options, figures, HEADROOM)
-    if own is None or _is_worthwhile(own, best, figures):
-        return _explain(best, options, crossing, figures, bounds)
-    safe = _mildest(options, figures, _CAUTIOUS_HEADROOM)
-    is_milder = safe.mildness < own.mildness
-    return _explain(safe, options, crossing, figures, bounds) if is_milder else None
+    if own is None:
+        return _explain(_mildest(options, figures, HEADROOM), options, crossing, figures, bounds)
+    rivals = _rivals(own, options, figures)
+    best, safe = (_mildest(rivals, figures, headroom) for headroom in (HEADROOM, _CAUTIOUS_HEADROOM))
+    if safe.mildness < own.mildness:
+        return _explain(safe, options, crossing, figures, bounds)
+    if best.loss < own.loss:
+        # There is something milder, but with too little to spare.
+        best = safe
+    is_worthwhile = best != own and _is_slow(own, rivals, best.loss, figures)
+    return _explain(best, options, crossing, figures, bounds) if is_worthwhile else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,11 +230,15 @@ def _mildest_of_the_fastest(options: Sequence[_Option], figures: Figures, headro
     return min(as_fast, key=lambda one: one.mildness)
 
 
-def _is_worthwhile(own: _Option, best: _Option, figures: Figures) -> bool:
-    """Whether steps are shorter with another; what is hidden is not left for what loses more."""
-    if best.loss > own.loss and own.is_hidden(figures, 1.0):
-        return False
-    return own.step_s(figures, 1.0) > best.step_s(figures, 1.0) * (1 + _WORTHWHILE_GAIN)
+def _rivals(own: _Option, options: Sequence[_Option], figures: Figures) -> Sequence[_Option]:
+    """What own may be left for: nothing that loses more, while the link is hidden."""
+    return [one for one in options if one.loss <= own.loss] if own.is_hidden(figures, 1.0) else options
+
+
+def _is_slow(own: _Option, rivals: Sequence[_Option], loss: Loss, figures: Figures) -> bool:
+    """Whether steps could be shorter by far with no more than this loss."""
+    fastest_s = min(one.step_s(figures, 1.0) for one in rivals if one.loss <= loss)
+    return own.step_s(figures, 1.0) > fastest_s * (1 + _WORTHWHILE_GAIN)
 
 
 def _explain(
