@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.observe.summary import Summary
-from isthmus.units import format_bytes, format_duration
+from isthmus.units import format_bytes, format_duration, shorten
 
 _LINE_EVERY_S: Final = 2.0
 _LEAST_SHOWN_SHARE: Final = 0.005
@@ -137,8 +137,8 @@ def _compression(summary: Summary) -> str:
 
 
 def _short(seconds: float) -> float:
-    return float(f"{max(seconds, 0.0):.3g}")
+    return shorten(max(seconds, 0.0))
 
 
 def _rounded_bytes(num_bytes: int) -> int:
-    return int(float(f"{num_bytes:.3g}"))
+    return int(shorten(num_bytes))

@@ -9,7 +9,7 @@ from isthmus.job import Job
 from isthmus.observe.page import Table
 from isthmus.plan.levers import Lever
 from isthmus.plan.search.choice import BubbleSplit, Estimate, Plan, PlannedStage
-from isthmus.units import format_bytes
+from isthmus.units import format_bytes, shorten
 
 _BY_FORMULA: Final = "≈"
 
@@ -153,7 +153,7 @@ def _where(plan: Plan) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    return format_bytes(int(float(f"{num_bytes:.3g}")))
+    return format_bytes(int(shorten(num_bytes)))
 
 
 def _usd(value: float | None) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isthmus.cli.options import NO_EMULATED_WAN, CloudOption, JobArgument, JsonOption, SetOption
+from isthmus.units import format_bandwidth, format_duration, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,8 +99,6 @@ def _probe_as(job: "Job", cloud: str, duration_s: float, show: "Show") -> list["
 def _table(job: "Job", found: list["Measurement"]) -> "Table":
     from rich.table import Table
 
-    from isthmus.units import format_bandwidth, format_duration
-
     header = ("link", "", "there", "back", "rtt", "jitter", "handling", "clock")
     table = Table(*header, box=None, pad_edge=False)
     for link, one in zip(job.link, found, strict=False):
@@ -116,10 +115,10 @@ def _table(job: "Job", found: list["Measurement"]) -> "Table":
         table.add_row(
             "",
             "[bold]measured[/]",
-            *(format_bandwidth(_rounded(bps)) for bps in one.bandwidth_bps),
-            format_duration(_rounded(one.rtt_s)),
-            format_duration(_rounded(one.jitter_s)),
-            format_duration(_rounded(one.handling_s)),
+            *(format_bandwidth(shorten(bps)) for bps in one.bandwidth_bps),
+            format_duration(shorten(one.rtt_s)),
+            format_duration(shorten(one.jitter_s)),
+            format_duration(shorten(one.handling_s)),
             f"{1000 * one.clock_offset_s:+.2f} ms",
         )
     return table
@@ -130,13 +129,8 @@ def _figures(measurement: "Measurement") -> "LinkFigures":
 
     there, back = measurement.bandwidth_bps
     return LinkFigures(
-        bandwidth_bps=(_rounded(there), _rounded(back)),
-        rtt_s=_rounded(measurement.rtt_s),
-        jitter_s=_rounded(measurement.jitter_s),
-        handling_s=_rounded(measurement.handling_s),
+        bandwidth_bps=(shorten(there), shorten(back)),
+        rtt_s=shorten(measurement.rtt_s),
+        jitter_s=shorten(measurement.jitter_s),
+        handling_s=shorten(measurement.handling_s),
     )
-
-
-def _rounded(value: float) -> float:
-    """To the three digits that a measurement can claim."""
-    return float(f"{value:.3g}")

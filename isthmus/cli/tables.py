@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from isthmus.units import format_duration
+from isthmus.units import format_duration, shorten
 
 if TYPE_CHECKING:
     import rich.table
@@ -25,4 +25,4 @@ def as_rich(table: "Table") -> "rich.table.Table":
 def duration(seconds: float) -> str:
     """Three digits are enough for a person."""
     sign = "-" if seconds < 0 else ""
-    return sign + format_duration(float(f"{abs(seconds):.3g}"))
+    return sign + format_duration(shorten(abs(seconds)))

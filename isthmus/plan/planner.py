@@ -26,7 +26,7 @@ from isthmus.plan.search.limits import keep_limits, nothing_fits
 from isthmus.plan.search.settings import Found, search
 from isthmus.plan.search.study import LOSSES, Study, study
 from isthmus.plan.search.supply import microbatch_choices
-from isthmus.units import format_duration
+from isthmus.units import format_duration, shorten
 
 Progress = Callable[[str], None]
 
@@ -270,4 +270,4 @@ def _reason(best: Plan, runners_up: Sequence[RunnerUp]) -> str:
 
 
 def _short(seconds: float) -> str:
-    return format_duration(float(f"{seconds:.3g}"))
+    return format_duration(shorten(seconds))

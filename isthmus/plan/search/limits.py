@@ -16,7 +16,7 @@ from isthmus.plan.search.choice import Form, Plan
 from isthmus.plan.search.settings import search
 from isthmus.plan.search.study import LOSSES, Study
 from isthmus.plan.search.supply import ModelSupply
-from isthmus.units import format_bytes, format_duration
+from isthmus.units import format_bytes, format_duration, shorten
 
 # Memory is searched in steps of this factor, up to so many times what there is.
 _MEMORY_STEP: Final = 1.05
@@ -203,4 +203,4 @@ def _and(words: Sequence[str]) -> str:
 
 
 def _gib(num_bytes: int) -> str:
-    return format_bytes(int(float(f"{num_bytes:.3g}")))
+    return format_bytes(int(shorten(num_bytes)))

@@ -15,6 +15,7 @@ from isthmus.plan.ladder import Crossing, Pair, Rung, ladder
 from isthmus.plan.window import Hop
 from isthmus.train.crossing.cut import Cut
 from isthmus.train.crossing.words import Cosines, Tally
+from isthmus.units import shorten
 
 # The first step of a process warms everything up, and one step is no measurement.
 _NUM_WARM_UP_STEPS: Final = 1
@@ -200,11 +201,7 @@ def _has_changed(figures: Sequence[Figures]) -> bool:
 
 def _median(figures: Sequence[Figures]) -> Figures:
     return Figures(
-        interval_s=_short(statistics.median(one.interval_s for one in figures)),
+        interval_s=shorten(statistics.median(one.interval_s for one in figures)),
         down_bps=statistics.median(one.down_bps for one in figures),
         up_bps=statistics.median(one.up_bps for one in figures),
     )
-
-
-def _short(seconds: float) -> float:
-    return float(f"{seconds:.3g}")
