@@ -15,7 +15,7 @@ from isthmus.job.boundary import BottleneckSpec
 from isthmus.job.codec import parse_codec
 from isthmus.model.bottleneck import Down, Up
 from isthmus.wan.packet import Packet, pack
-from quality.rows import Row, Side
+from quality.rows import Row
 
 FLOAT32_BYTES = 4
 _ID_BYTES = 2
@@ -89,20 +89,20 @@ class Cut(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self._num_warmup_steps = num_warmup_steps if row.shrink > 1 else 0
-        self._is_raw = row.side is Side.RAW
+        self._num_warmup_steps = num_warmup_steps if row.shrink else 0
+        self._is_raw = row.is_exact
         # Whether the receiver has ids in any case, for its own masks and labels, or only for the anchors.
-        self._needs_ids = needs_ids or row.shrink > 1 or "anchor=tokens" in row.forward
+        self._needs_ids = needs_ids or row.shrink > 0 or "anchor=tokens" in row.forward
         self.down: Down | None = None
         self.up: Up | None = None
-        if row.shrink > 1:
+        if row.shrink:
             spec = BottleneckSpec(rank=width // row.shrink, num_warmup_steps=num_warmup_steps)
             self.down = Down(spec, width=width, vocabulary_size=vocabulary_size, seed=seed)
             self.up = Up(spec, width=width, vocabulary_size=vocabulary_size)
         codecs = Codecs(
             forward=parse_codec(row.forward),
             backward=parse_codec(row.backward),
-            width=width // row.shrink,
+            width=width // max(row.shrink, 1),
             seed=seed,
         )
         self._sending, self._receiving = self._ends(codecs, device)

@@ -17,20 +17,25 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One way over the cut; `shrink` divides the width by a trained bottleneck, 1 for none."""
+    """One way over the cut; `shrink` divides the width by a trained bottleneck, 0 for none."""
 
     name: str
     side: Side
     forward: str
     backward: str
-    shrink: int = 1
+    shrink: int = 0
     is_headline: bool = False
 
     @property
     def label(self) -> str:
         """The row in words, with the codecs of both directions."""
         codecs = self.forward if self.forward == self.backward else f"{self.forward} + {self.backward}"
-        return codecs if self.shrink == 1 else f"bottleneck(d/{self.shrink}), {codecs}"
+        return f"bottleneck(d/{self.shrink}), {codecs}" if self.shrink else codecs
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what crosses arrives as it is."""
+        return self.forward == self.backward == "raw"
 
 
 _INT8: Final = "int8(scale=tensor)"
@@ -72,6 +77,7 @@ _ALL: Final = (
     _bottleneck("30x", 4, is_headline=True),
     _bottleneck("60x", 8, is_headline=True),
     _bottleneck("120x", 16, is_headline=True),
+    Row(name="anchored", side=Side.OURS, forward="raw", backward="raw", shrink=1),
     Row(name="uncentred", side=Side.OURS, forward=_INT4, backward=_INT4_BACK),
     Row(name="int4-there", side=Side.OURS, forward=f"center | {_INT4}", backward="raw"),
     Row(name="int4-back", side=Side.OURS, forward="raw", backward=_INT4_BACK),
@@ -79,6 +85,6 @@ _ALL: Final = (
     _subspace("subspace64", 64),
 )
 ROWS: Final[Mapping[str, Row]] = MappingProxyType({row.name: row for row in _ALL})
-_EXTRA: Final = ("uncentred", "int4-there", "int4-back", "subspace128", "subspace64")
-"""What takes the rows apart, trained when asked for."""
+_EXTRA: Final = ("anchored", "uncentred", "int4-there", "int4-back", "subspace128", "subspace64")
+"""What takes the rows apart, trained when asked for: "anchored" has the parameters of a bottleneck alone."""
 MAIN_ROWS: Final = tuple(name for name in ROWS if name not in _EXTRA)

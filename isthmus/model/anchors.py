@@ -1,4 +1,9 @@
-"""What both ends of a bottleneck know of hidden states beforehand: a mean for each token id, or for all."""
+"""What both ends of a bottleneck know of hidden states beforehand: a mean for each token id, or for all.
+
+Rows by token id are kept in units that make them as large as the rows of a model's own embeddings. A step of
+the optimizer moves every number by about the learning rate, however large it is: means as they are, which may
+be a hundred times as large as embeddings, would hardly learn while the model around them does.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -55,35 +60,43 @@ class MeanAnchors(Anchors):
 class TableAnchors(Anchors):
     """A mean for every token id, as its deviation from the mean of all."""
 
+    unit: Tensor
+
     def __init__(self, *, vocabulary_size: int, width: int) -> None:
         super().__init__()
         self.mean = unset(width)
         self.table = unset(vocabulary_size, width)
+        self.register_buffer("unit", torch.tensor(math.nan))
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """The mean of each token's id."""
-        return self.mean + F.embedding(ids_BT, self.table)
+        return self.mean + self.unit * F.embedding(ids_BT, self.table)
 
     @torch.no_grad()
     def learn(self, observed: Observed) -> Tensor:
         """Take the means; an id that never came keeps the mean of all."""
         self.mean.copy_(observed.mean_D)
         self.table.copy_(_tokens(observed).deviations_of(_all_ids(self.table), observed.mean_D))
+        self.unit.copy_(_unit_of(self.table, width=len(self.mean)))
+        self.table.div_(self.unit)
         return observed.covariance()
 
 
 class FactoredAnchors(Anchors):
     """Means by token id for large vocabularies: a few numbers per id, times directions that all ids share."""
 
+    unit: Tensor
+
     def __init__(self, *, vocabulary_size: int, width: int, code_width: int) -> None:
         super().__init__()
         self.mean = unset(width)
         self.codes = unset(vocabulary_size, code_width)
         self.directions = unset(code_width, width)
+        self.register_buffer("unit", torch.tensor(math.nan))
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """The mean of each token's id."""
-        return self.mean + F.embedding(ids_BT, self.codes) @ self.directions
+        return self.mean + self.unit * (F.embedding(ids_BT, self.codes) @ self.directions)
 
     @torch.no_grad()
     def learn(self, observed: Observed) -> Tensor:
@@ -95,6 +108,8 @@ class FactoredAnchors(Anchors):
         self.directions.copy_(axes_DQ.T)
         for ids_N in torch.split(_all_ids(self.codes), _MIN_OBSERVED_IDS):
             self.codes[ids_N] = tokens.deviations_of(ids_N, observed.mean_D) @ axes_DQ
+        self.unit.copy_(_unit_of(self.codes, width=len(self.mean)))
+        self.codes.div_(self.unit)
         rest_DD = torch.eye(len(axes_DQ), device=axes_DQ.device) - axes_DQ @ axes_DQ.T
         return observed.covariance() + rest_DD @ between_DD @ rest_DD
 
@@ -134,6 +149,13 @@ def link_dtype(parameter: Tensor) -> torch.dtype:
 def unset(*shape: int) -> nn.Parameter:
     """A parameter that has no value yet; NaN, so that a use before its time is seen."""
     return nn.Parameter(torch.full(shape, math.nan))
+
+
+def _unit_of(rows_VX: Tensor, *, width: int) -> Tensor:
+    """By what to divide rows so that those that are not zero have numbers of one over the root of a width."""
+    num_known = (rows_VX != 0).any(-1).sum().clamp(min=1)
+    mean_square = rows_VX.square().sum() / (num_known * rows_VX.shape[-1])
+    return torch.where(mean_square > 0, (mean_square * width).sqrt(), 1.0)
 
 
 def _tokens(observed: Observed) -> TokenMeans:

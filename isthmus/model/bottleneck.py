@@ -16,17 +16,23 @@ from torch import Tensor, nn
 
 from isthmus.errors import FrameError
 from isthmus.job.boundary import Anchor, BottleneckSpec, Init
-from isthmus.model.anchors import link_dtype, make_anchors, make_observed, principal_axes, unset
+from isthmus.model.anchors import Anchors, link_dtype, make_anchors, make_observed, principal_axes, unset
 
 
 class Half(nn.Module, ABC):
     """One end's half of a bottleneck; it has no values until it begins."""
 
     weight: nn.Parameter
+    anchors: Anchors
 
     def __init__(self, spec: BottleneckSpec) -> None:
         super().__init__()
         self.spec = spec
+
+    def values(self) -> dict[str, Tensor]:
+        """All that it has from its beginning on, by name."""
+        buffers = {f"anchors.{name}": one for name, one in self.anchors.named_buffers()}
+        return {name: one.detach() for name, one in self.named_parameters()} | buffers
 
     @property
     def has_begun(self) -> bool:
@@ -70,7 +76,7 @@ class Down(Half):
         axes_DR = self._axes(covariance_DD)
         self.weight.copy_(axes_DR.T)
         self.explained_share = _explained(covariance_DD, axes_DR, self.observed.variance())
-        anchors = {name: one.detach().to(link_dtype(one)) for name, one in self.anchors.named_parameters()}
+        anchors = {name: one.to(link_dtype(one)) for name, one in self.anchors.state_dict().items()}
         return {"weight": axes_DR.contiguous(), **{f"anchors.{name}": one for name, one in anchors.items()}}
 
     def _axes(self, covariance_DD: Tensor) -> Tensor:
@@ -99,15 +105,15 @@ class Up(Half):
     @torch.no_grad()
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the values that the sender's `begin` gave."""
-        own = dict(self.named_parameters())
+        own = self.values()
         if tensors.keys() != own.keys():
             raise FrameError(f"a bottleneck that begins with {sorted(tensors)} instead of {sorted(own)}")
-        for name, parameter in own.items():
+        for name, values in own.items():
             given = tensors[name]
-            if given.shape != parameter.shape or not given.isfinite().all():
-                raise FrameError(f"a bottleneck's {name} that is not finite or not {tuple(parameter.shape)}")
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
+            if given.shape != values.shape or not given.isfinite().all():
+                raise FrameError(f"a bottleneck's {name} that is not finite or not {tuple(values.shape)}")
+        for name, values in own.items():
+            values.copy_(tensors[name])
 
 
 def _explained(covariance_DD: Tensor, axes_DR: Tensor, variance: Tensor) -> float:

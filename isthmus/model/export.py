@@ -187,7 +187,7 @@ def _join_adapters(parts: Sequence[Part], folder: Path) -> None:
 
 
 def _write_half(half: Half, file: Path) -> None:
-    tensors = {name: one.detach().contiguous() for name, one in half.named_parameters()}
+    tensors = {name: one.contiguous() for name, one in half.values().items()}
     save_file(tensors, file, metadata={"boundary": str(half.spec)})
 
 

@@ -226,15 +226,50 @@ def test_both_ends_begin_with_the_same_anchors() -> None:
     down.observe(*Source().draw(), None)
     tensors = down.begin()
     assert {name: one.shape for name, one in tensors.items()} == {
-        name: one.shape for name, one in up.named_parameters()
+        name: one.shape for name, one in up.values().items()
     }
     assert tensors["anchors.table"].dtype is torch.bfloat16
     assert all(one.is_contiguous() for one in tensors.values())
     up.begin(tensors)
     assert down.has_begun
     assert up.has_begun
-    for name, one in down.anchors.named_parameters():
-        assert torch.equal(up.anchors.get_parameter(name), one)
+    for name, one in down.anchors.state_dict().items():
+        assert torch.equal(up.anchors.state_dict()[name], one), name
+
+
+@pytest.mark.parametrize("is_factored", [False, True])
+def test_anchors_learn_by_the_same_share_of_their_size_whatever_that_is(
+    is_factored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_factored:
+        monkeypatch.setattr(anchors_module, "_MAX_ENTRIES", 8 * VOCABULARY_SIZE)
+    moved = []
+    for factor in (0.01, 1.0, 100.0):
+        source = Source()
+        down, up = halves(BottleneckSpec(rank=RANK))
+        hidden, ids = source.draw(batch=40)
+        down.observe(factor * hidden, ids, None)
+        up.begin(down.begin())
+        rows = up.anchors.get_parameter("codes" if is_factored else "table")
+        # As large as embeddings whose numbers deviate by one over the root of their width.
+        assert float(rows.detach().square().mean()) == pytest.approx(1 / WIDTH, rel=0.01)
+        before = up.anchors(ids).detach()
+        adam = torch.optim.Adam([rows], lr=1e-3)
+        (up(torch.zeros(*ids.shape, RANK), ids) - 2 * factor * hidden).square().sum().backward()
+        adam.step()
+        change = up.anchors(ids).detach() - before
+        moved.append(float(change.norm() / (before - before.mean((0, 1))).norm()))
+    assert moved == pytest.approx([moved[1]] * 3, rel=0.05)
+    assert moved[1] > 1e-3
+
+
+def test_anchors_of_tokens_that_all_have_one_mean_begin_at_it() -> None:
+    down, up = halves(BottleneckSpec(rank=RANK))
+    hidden = torch.ones(2, 3, WIDTH)
+    ids = torch.arange(6).view(2, 3)
+    down.observe(hidden, ids, None)
+    up.begin(down.begin())
+    torch.testing.assert_close(up.anchors(ids), hidden)
 
 
 def test_what_is_observed_survives_being_saved() -> None:

@@ -232,10 +232,11 @@ def test_the_export_leaves_bottlenecks_out_and_writes_them_beside_it(tmp_path: P
     assert_identical(
         written,
         {
-            **{f"down.{name}": one.detach() for name, one in stages[0].down.named_parameters()},
-            **{f"up.{name}": one.detach() for name, one in stages[1].up.named_parameters()},
+            **{f"down.{name}": one for name, one in stages[0].down.values().items()},
+            **{f"up.{name}": one for name, one in stages[1].up.values().items()},
         },
     )
+    assert {"up.anchors.unit", "down.anchors.unit"} < set(written)
     with safe_open(tmp_path / "model" / "boundary-2.safetensors", framework="pt") as file:
         assert file.metadata() == {"boundary": str(SPEC), "note": notes[1]}
 

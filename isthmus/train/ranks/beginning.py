@@ -14,9 +14,9 @@ def begin_down(down: Down, world: World) -> dict[str, Tensor]:
     if world.seat.num_ranks > 1:
         down.observed.pool(world.add_up)
     tensors = down.begin()
-    for parameter in down.parameters():
+    for tensor in down.values().values():
         # Ranks on unlike processors may have decomposed the same matrix to other bits.
-        world.copy_from_leader(parameter.detach())
+        world.copy_from_leader(tensor)
     return tensors
 
 
