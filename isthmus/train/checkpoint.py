@@ -40,7 +40,7 @@ _PREFIX: Final = "step-"
 _WEIGHTS: Final = "weights.safetensors"
 _OPTIMIZER: Final = "optimizer.safetensors"
 _STATE: Final = "state.json"
-_VERSION: Final = 3
+_VERSION: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
