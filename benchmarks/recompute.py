@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from deadline import Deadline, tell
-from memory_prediction import cpu_peak_bytes
+from memory.measuring import cpu_peak_bytes
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer

@@ -19,17 +19,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deadline import Deadline, tell
+from one_rank import one_rank
 from rich.console import Console
 from rich.table import Table
 from stages.loop import SEED, Scale, StageLoop
@@ -153,7 +152,7 @@ def measure(
     """Eager, then compiled; draws the sharded stage."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = Device("auto")
-    with _one_rank(device):
+    with one_rank(device.torch_device):
         started_s = time.monotonic()
         race = Race(scale, device, pair, is_sharded=is_sharded)
         print(f"both sides built in {time.monotonic() - started_s:.1f} s", flush=True)
@@ -275,17 +274,6 @@ def main() -> None:
         "scale": asdict(scale),
     }
     tell({"benchmark": "stage_speed", **about, "settings": rows})
-
-
-@contextmanager
-def _one_rank(device: Device) -> Iterator[None]:
-    backend = dist.get_default_backend_for_device(device.torch_device)
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, PipelineStrategy
@@ -23,6 +24,7 @@ from isthmus.train.crossing.messages import Microbatch
 from isthmus.train.device import Device
 from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.passes import Passes
+from isthmus.train.ranks.reduction import NoReduction, Reduction
 from isthmus.train.setup import blueprint_of
 
 _NUM_WARM_UPS: Final = 3
@@ -48,8 +50,11 @@ class Size:
 class Rig:
     """One stage alone, with its optimizer, fed with micro-batches that are made up."""
 
-    def __init__(self, stage: Stage, *, device: Device, size: Size) -> None:
+    def __init__(
+        self, stage: Stage, *, device: Device, size: Size, reduction: Reduction | None = None
+    ) -> None:
         self.stage = stage.to(device.torch_device)
+        self._reduction = reduction or NoReduction()
         self._device = device
         self._size = size
         self._width: int = stage.model.config.hidden_size
@@ -58,12 +63,16 @@ class Rig:
             self.stage,
             device=device.torch_device,
             seed=0,
-            autocast=AUTOCAST[size.precision],
+            autocast=AUTOCAST[size.precision] if stage.stream_dtype is None else None,
             sends_gradients=stage.sends_gradient,
         )
         self._passes.set_training(True)
         schedule = Schedule(peak=1e-6, num_steps=1)
         self._optimizer = Optimizer(stage.parameters_by_name(), schedule=schedule, max_norm=1.0)
+
+    def begin(self) -> None:
+        """Make the parameters ready, where ranks share them."""
+        self._reduction.begin(is_training=True)
 
     def forward(self, microbatch: int, *, step: int = 0) -> None:
         """Run a micro-batch, and keep what its backward needs."""
@@ -79,17 +88,19 @@ class Rig:
 
     def update(self) -> None:
         """Update the weights, and clear the gradients."""
+        self._reduction.reduce()
         self._optimizer.squared_norms()
         self._optimizer.update(0, norm=1.0)
 
     def held_bytes(self) -> int:
         """What weights and optimizer hold between two steps."""
-        weights = {one.data_ptr(): one for one in self.stage.parameters()}.values()
-        return sum(one.nbytes for one in (*weights, *self._optimizer.tensors().values()))
+        tensors = (*self.stage.parameters(), *self._optimizer.tensors().values())
+        own = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+        return sum({one.data_ptr(): one.nbytes for one in own}.values())
 
     def _hidden(self) -> Tensor:
         shape = (self._size.num_sequences, self._size.sequence_length, self._width)
-        return torch.zeros(shape, device=self._device.torch_device)
+        return torch.zeros(shape, dtype=self.stage.stream_dtype, device=self._device.torch_device)
 
 
 def measure(job: Job, cloud: CloudSpec, *, report: Report = lambda _: None) -> Profile:

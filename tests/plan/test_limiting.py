@@ -79,7 +79,7 @@ def test_it_agrees_with_the_bubble(bandwidth: str) -> None:
 def test_a_bubble_of_bandwidth_is_not_put_down_to_compute_alone() -> None:
     estimate = plan(load_job(EXAMPLES / "plan-70b.toml")).estimate
     assert estimate.bubble.bandwidth > 0.3
-    assert "bandwidth of north-west" in estimate.limiting
+    assert "the bandwidth of west-north" in estimate.limiting
 
 
 def test_where_too_little_is_in_flight_to_hide_a_line_codecs_are_stronger() -> None:

@@ -1,23 +1,29 @@
 """Memory of a rank: against torch's allocator, and by what saves it."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from isthmus.job.lora import LoraSpec
 from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.heads import HEADS
+from isthmus.model.stage import Stage
 from isthmus.plan.costs.activations import Arithmetic, Precision
 from isthmus.plan.costs.learning import Learning, read_adapters
 from isthmus.plan.costs.memory import Memory, OptimizerState, Savers, Sharding, WeightStorage, stage_memory
 from isthmus.plan.costs.parts import Workload, model_costs
 from isthmus.plan.costs.shapes import Task, read_shape
 from isthmus.train.device import Device
-from isthmus.train.profiling import Rig, Size
+from isthmus.train.profiling import AUTOCAST, Rig, Size
+from isthmus.train.ranks.reduction import Reduction
+from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, shard
+from isthmus.train.ranks.world import Alone
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1024,
@@ -26,6 +32,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 LLAMA = {"model_type": "llama", **SMALL, "intermediate_size": 352, "num_key_value_heads": 2}
+GEMMA = {**LLAMA, "model_type": "gemma", "head_dim": 32}
 BERT = {"model_type": "bert", **SMALL, "intermediate_size": 512, "max_position_embeddings": 128}
 BIG = read_shape({"model_type": "llama", "num_key_value_heads": 8})
 ON_GPU = Workload(num_sequences=1, sequence_length=2048, arithmetic=Arithmetic(precision=Precision.BFLOAT16))
@@ -36,7 +43,16 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def take_step(rig: Rig, window: int, step: int) -> None:
+    rig.begin()
     for microbatch in range(window):
         rig.forward(microbatch, step=step)
     rig.backward(0, step=step)
@@ -55,6 +71,7 @@ def allocated_bytes(
     *,
     num_frozen_layers: int = 0,
     lora: LoraSpec | None = None,
+    sharding: Sharding = Sharding.NONE,
 ) -> int:
     """The most that torch's allocator held in the second step of a real stage."""
     blueprint = fresh_blueprint(config, head=HEADS[task.value])
@@ -71,7 +88,8 @@ def allocated_bytes(
         num_frozen_layers=num_frozen_layers,
         lora=lora,
     )
-    rig = Rig(stage, device=Device("cpu"), size=size)
+    reduction = share_out(stage, sharding, size.precision)
+    rig = Rig(stage, device=Device("cpu"), size=size, reduction=reduction)
     take_step(rig, window, 0)
     held_before = rig.held_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -83,6 +101,15 @@ def allocated_bytes(
         held += event.nbytes()
         peak = max(peak, held)
     return held_before + peak
+
+
+def share_out(stage: Stage, sharding: Sharding, precision: Precision) -> Reduction | None:
+    if sharding is Sharding.NONE:
+        return None
+    is_full = sharding is Sharding.FULL
+    device, dtype = torch.device("cpu"), AUTOCAST[precision]
+    shard(stage, device=device, num_ranks=1, compute_dtype=dtype, keeps_sharded=is_full)
+    return (LockStepReduction if is_full else ShardedReduction)(Alone(), stage)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -104,6 +131,36 @@ def test_the_allocator_agrees(
     costs = model_costs(read_shape(config, task=task), workload)
     predicted = stage_memory(costs, layers, window=window, num_buffered=0)
     found = allocated_bytes(config, task, layers, workload, window)
+    assert predicted.total_bytes == pytest.approx(found, rel=0.06)
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("sharding", [Sharding.OPTIMIZER, Sharding.FULL])
+@pytest.mark.parametrize(
+    ("config", "layers", "window"),
+    [(LLAMA, range(2, 4), 3), (GEMMA, range(2), 3), (BERT, range(2, 4), 3), (BERT, range(4, 6), 1)],
+)
+def test_the_allocator_agrees_where_ranks_share(
+    config: dict[str, Any],
+    layers: range,
+    window: int,
+    sharding: Sharding,
+    precision: Precision,
+    recompute: bool,
+) -> None:
+    task = Task.MASKED_LM if config is BERT else Task.CAUSAL_LM
+    workload = Workload(
+        num_sequences=4,
+        sequence_length=64,
+        arithmetic=Arithmetic(precision=precision, on_accelerator=False, is_gathered=True),
+        recompute=recompute,
+    )
+    costs = model_costs(read_shape(config, task=task), workload)
+    savers = Savers(sharding=sharding)
+    predicted = stage_memory(costs, layers, window=window, savers=savers, num_buffered=0)
+    found = allocated_bytes(config, task, layers, workload, window, sharding=sharding)
     assert predicted.total_bytes == pytest.approx(found, rel=0.06)
 
 

@@ -47,6 +47,18 @@ def test_ranks_share_a_stage_out_where_copies_do_not_fit() -> None:
     assert chosen.decisions.sharding == ("optimizer", "optimizer")
 
 
+@pytest.mark.parametrize(("precision", "most"), [("bfloat16", 0.8), ("float32", 1.0)])
+def test_a_shared_stage_keeps_its_stream_as_it_computes(precision: str, most: float) -> None:
+    def kept_bytes(sharding: str) -> float:
+        sharded = (f"cloud.east.sharding={sharding}", f"cloud.west.sharding={sharding}")
+        fixed = ("strategy.layers=[6, 6]", "strategy.microbatches=16", f"train.precision={precision}")
+        first = plan(two_clouds(PIPELINE, *RANKS, *sharded, *fixed), is_quick=True).stages[0]
+        return first.memory["activations"] / first.window
+
+    share = kept_bytes("optimizer") / kept_bytes("none")
+    assert share == 1.0 if most == 1.0 else 0.5 < share < most
+
+
 def test_what_the_job_says_of_a_cloud_is_kept() -> None:
     given_one = ("cloud.east.sharding=none", "cloud.west.sharding=optimizer")
     tight = plan(with_memory("7 GiB", PIPELINE, *RANKS, *given_one), is_quick=True)

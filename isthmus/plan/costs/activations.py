@@ -4,6 +4,9 @@ The residual stream and the norms are float32 in either precision. In bfloat16 e
 it reads, once per product, and keeps that instead; attention and feed-forward parts keep what they gave. What
 two operations share is counted once. A product whose weights do not learn needs nothing of its input; an
 adapter beside it does, and always has a copy of its own in bfloat16.
+
+Where weights are gathered in bfloat16 the residual stream is too, and products read it as it is. Norms that
+are formulas still compute in float32, on a copy.
 """
 
 import enum
@@ -35,6 +38,8 @@ class Arithmetic:
 
     precision: Precision = Precision.FLOAT32
     on_accelerator: bool = True
+    is_gathered: bool = False
+    """Whether weights are gathered from several ranks, in the precision of the computation."""
 
     @property
     def element_bytes(self) -> int:
@@ -42,9 +47,14 @@ class Arithmetic:
         return WIDE_BYTES if self.precision is Precision.FLOAT32 else 2
 
     @property
+    def stream_bytes(self) -> int:
+        """Of an element of the residual stream, and of the weights that are multiplied with."""
+        return self.element_bytes if self.is_gathered else WIDE_BYTES
+
+    @property
     def is_mixed(self) -> bool:
         """Whether weights and residual stream are wider than what is multiplied."""
-        return self.element_bytes < WIDE_BYTES
+        return self.element_bytes < self.stream_bytes
 
 
 def layer_bytes_per_token(
@@ -66,7 +76,7 @@ def layer_bytes_per_token(
     dropouts = 2 * _dropout_bytes(shape.residual_dropout, shape.width, arithmetic)
     kept = sum(_stream_bytes(shape, arithmetic, learning)) + attention + inner + dropouts
     if depth is Depth.LOWEST:
-        kept -= _gradient_norm_bytes(shape, learning)
+        kept -= _gradient_norm_bytes(shape, arithmetic, learning)
     return kept if learning.adapters is None else kept + _adapter_bytes(shape, arithmetic, learning.adapters)
 
 
@@ -78,13 +88,13 @@ def head_bytes_per_token(
     num_readers = 1 if learns else 0
     read = _read_bytes(shape.width, arithmetic, num_readers=num_readers)
     if not shape.family.is_encoder:
-        return _norm_bytes(shape, learns=learns) + read + scores
+        return _norm_bytes(shape, arithmetic, learns=learns) + read + scores
     if shape.task is not Task.MASKED_LM:
         return read + scores
     between = read + shape.embedding_width * arithmetic.element_bytes
     return (
         between
-        + WIDE_BYTES * (shape.embedding_width + 2)
+        + _layer_norm_bytes(shape.embedding_width, arithmetic)
         + _read_bytes(shape.embedding_width, arithmetic, num_readers=num_readers)
         + scores
     )
@@ -96,7 +106,8 @@ def embedding_bytes_per_token(shape: ModelShape, arithmetic: Arithmetic) -> floa
     ids = 8
     kept = ids + _dropout_bytes(shape.embedding_dropout, width, arithmetic)
     if shape.family.is_encoder:
-        kept += WIDE_BYTES * (width + 2) + _dropout_bytes(shape.residual_dropout, width, arithmetic)
+        kept += _layer_norm_bytes(width, arithmetic)
+        kept += _dropout_bytes(shape.residual_dropout, width, arithmetic)
         if width != shape.width:
             kept += _read_bytes(width, arithmetic)
     return kept
@@ -109,7 +120,8 @@ def is_attention_fused(shape: ModelShape, arithmetic: Arithmetic, *, has_mask: b
     """
     if not arithmetic.on_accelerator:
         return not shape.attention_dropout
-    return arithmetic.is_mixed or has_mask or shape.num_heads == shape.num_key_value_heads
+    is_narrow = arithmetic.precision is Precision.BFLOAT16
+    return is_narrow or has_mask or shape.num_heads == shape.num_key_value_heads
 
 
 def scores_bytes_per_token(
@@ -178,10 +190,10 @@ def _stream_bytes(shape: ModelShape, arithmetic: Arithmetic, learning: Learning)
     reads = _read_bytes(width, arithmetic, num_readers=_num_readers(shape, learning, _READ_STREAM))
     inner_readers = _num_readers(shape, learning, _READ_INNER) + (1 if shape.num_experts else 0)
     inner_reads = _read_bytes(width, arithmetic, num_readers=inner_readers)
-    first = _norm_bytes(shape, learns=learning.has_weights)
+    first = _norm_bytes(shape, arithmetic, learns=learning.has_weights)
     second = first
     if shape.has_parallel_residual:
-        second -= WIDE_BYTES * width  # both norms read the layer's input
+        second -= arithmetic.stream_bytes * width  # both norms read the layer's input
     return first, reads, second, inner_reads
 
 
@@ -189,20 +201,25 @@ def _num_readers(shape: ModelShape, learning: Learning, products: Collection[Pro
     return learning.num_readers(*(one for one in shape.family.products if one in products))
 
 
-def _norm_bytes(shape: ModelShape, *, learns: bool) -> float:
+def _norm_bytes(shape: ModelShape, arithmetic: Arithmetic, *, learns: bool) -> float:
     """Its input, its statistics, and for weights of a norm that is a formula the normalised input too."""
     if shape.family.norm is Norm.LAYER:
-        return WIDE_BYTES * (shape.width + 2)
-    return WIDE_BYTES * ((2 if learns else 1) * shape.width + 1)
+        return _layer_norm_bytes(shape.width, arithmetic)
+    scaled_bytes = WIDE_BYTES if shape.family.norm is Norm.WIDE_RMS else arithmetic.stream_bytes
+    return WIDE_BYTES * (shape.width + 1) + (scaled_bytes * shape.width if learns else 0)
 
 
-def _gradient_norm_bytes(shape: ModelShape, learning: Learning) -> float:
+def _layer_norm_bytes(width: int, arithmetic: Arithmetic) -> float:
+    return arithmetic.stream_bytes * width + 2 * WIDE_BYTES
+
+
+def _gradient_norm_bytes(shape: ModelShape, arithmetic: Arithmetic, learning: Learning) -> float:
     """What a layer's first norm keeps for the gradient of the layer's input alone."""
     if shape.family.is_encoder:
         return 0.0
     if learning.has_weights and shape.family.norm is Norm.LAYER:
         return 0.0
-    return _norm_bytes(shape, learns=False)
+    return _norm_bytes(shape, arithmetic, learns=False)
 
 
 def _adapter_bytes(shape: ModelShape, arithmetic: Arithmetic, adapters: Adapters) -> float:
@@ -214,17 +231,17 @@ def _adapter_bytes(shape: ModelShape, arithmetic: Arithmetic, adapters: Adapters
 
 
 def _read_bytes(width: int, arithmetic: Arithmetic, *, num_readers: int = 1) -> float:
-    """What products keep of a float32 tensor that they read: itself, or each a copy of its own."""
+    """What products keep of what they read: itself, or each a copy of its own."""
     if arithmetic.is_mixed:
         return width * num_readers * arithmetic.element_bytes
-    return width * WIDE_BYTES if num_readers else 0.0
+    return width * arithmetic.stream_bytes if num_readers else 0.0
 
 
 def _inner_bytes(shape: ModelShape, arithmetic: Arithmetic, learning: Learning) -> float:
     """The feed-forward part: before and behind the activation, and gate times up where gated."""
     width = shape.inner_width
     if shape.num_experts:
-        return _expert_bytes(shape, learning)
+        return _expert_bytes(shape, arithmetic, learning)
     num_unread = 1 - learning.num_readers(Product.DOWN)
     if shape.activation is Activation.SPELLED_OUT:
         # Its power is taken in float32 on accelerators, and all that follows stays so.
@@ -239,14 +256,14 @@ def _inner_bytes(shape: ModelShape, arithmetic: Arithmetic, learning: Learning) 
     return num_kept * width * arithmetic.element_bytes
 
 
-def _expert_bytes(shape: ModelShape, learning: Learning) -> float:
-    """Experts work on gathered copies of their tokens, in float32 whatever the precision of the rest."""
+def _expert_bytes(shape: ModelShape, arithmetic: Arithmetic, learning: Learning) -> float:
+    """Experts work on copies of their tokens, as wide as their weights whatever the precision of the rest."""
     routing = WIDE_BYTES * (shape.num_experts + 1) + 36 * shape.num_active_experts
     widths = 2 * shape.width + 4 * shape.inner_width
     if not learning.has_weights:
         widths -= shape.width + shape.inner_width
     elements = shape.num_active_experts * widths
-    return routing + WIDE_BYTES * elements
+    return routing + arithmetic.stream_bytes * elements
 
 
 def _dropout_bytes(share: float, width: int, arithmetic: Arithmetic) -> float:

@@ -15,6 +15,9 @@ class Norm(enum.Enum):
     """How a layer normalises its input."""
 
     RMS = "rms"
+    """By a formula in float32, scaled in the type of its input."""
+    WIDE_RMS = "wide rms"
+    """The same, scaled in float32 too."""
     LAYER = "layer"
 
 
@@ -206,6 +209,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 attention_bias=False,
                 max_position_embeddings=8192,
             ),
+            norm=Norm.WIDE_RMS,
             products=_SPLIT,
             fixed=_NO_POSITIONS | {"mlp_bias": False},
             has_question_head=False,

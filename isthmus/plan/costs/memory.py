@@ -72,7 +72,7 @@ class Memory:
     master: int
     """The float32 copy of weights that are kept narrower."""
     gathered: int
-    """Weights, and for a layer alone gradients, of all shards, for the time of a step or of a layer."""
+    """Weights of all shards, for the time of a step or of a layer, and gradients on their way to them."""
     activations: int
     """Of all micro-batches in flight, and their bfloat16 copies of the weights."""
     working: int
@@ -147,10 +147,13 @@ def _gathered_bytes(costs: ModelCosts, layers: range, savers: Savers, num_owned:
         case Sharding.OPTIMIZER:
             return element_bytes * num_owned
         case Sharding.FULL:
-            # A layer and the next, which is fetched ahead, and the gradients of the one.
+            # A layer and the next, which is fetched ahead; a rank alone fetches nothing.
             largest = max(part.num_parameters for part in costs.parts(layers))
-            largest_trained = max(part.num_trained for part in costs.parts(layers))
-            return 2 * element_bytes * largest + WIDE_BYTES * largest_trained
+            gathered = min(2, savers.num_shards) * element_bytes * largest
+            # Gradients of the layer above are on their way to their owners; the highest, at which a pass is
+            # fullest unless it recomputes, has none above.
+            reduced = max(costs.layers[layer].num_trained for layer in layers)
+            return gathered + (WIDE_BYTES * reduced if costs.workload.recompute else 0)
 
 
 def _state_bytes(savers: Savers) -> float:
@@ -188,16 +191,20 @@ def _working_bytes(costs: ModelCosts, layers: range, kept: int, *, is_cast: bool
     candidates = [top]
     if layers.start == 0 and costs.embedding.num_trained:
         # By then this micro-batch has given back all it kept.
-        table = WIDE_BYTES * costs.num_embedding_parameters
+        table = costs.workload.arithmetic.stream_bytes * costs.num_embedding_parameters
         candidates.append(table + costs.embedding.working_bytes - kept)
     return max(candidates)
 
 
 def _layer_working_bytes(costs: ModelCosts, layer: PartCosts, *, is_cast: bool) -> int:
+    arithmetic = costs.workload.arithmetic
+    # Gradients that are narrower than their sums are added to them when a layer has all of its own.
+    is_late = arithmetic.stream_bytes < WIDE_BYTES
+    working = layer.working_bytes + (arithmetic.stream_bytes * layer.num_trained if is_late else 0)
     if not costs.workload.recompute:
-        return layer.working_bytes
+        return working
     copies = layer.cast_bytes if is_cast else 0
-    return layer.working_bytes + layer.kept_bytes + copies - costs.boundary_bytes
+    return working + layer.kept_bytes + copies - costs.boundary_bytes
 
 
 def _update_bytes(costs: ModelCosts, layers: range, savers: Savers) -> int:

@@ -13,7 +13,7 @@ from isthmus.plan.costs.activations import (
     head_bytes_per_token,
     layer_bytes_per_token,
 )
-from isthmus.plan.costs.families import Product, Rotary
+from isthmus.plan.costs.families import Norm, Product, Rotary
 from isthmus.plan.costs.learning import ALL, Depth, Learning
 from isthmus.plan.costs.shapes import ModelShape
 from isthmus.plan.costs.weights import (
@@ -103,8 +103,8 @@ class ModelCosts:
 
     @property
     def boundary_bytes(self) -> int:
-        """What crosses a cut each way, uncoded: the residual stream, float32 in any precision."""
-        return WIDE_BYTES * self.width * self.workload.num_tokens
+        """The residual stream at a cut, of one micro-batch."""
+        return self.workload.arithmetic.stream_bytes * self.width * self.workload.num_tokens
 
     def parts(self, layers: range) -> tuple[PartCosts, ...]:
         """The parts of the stage that holds these layers, in their order."""
@@ -159,7 +159,7 @@ def _embedding(shape: ModelShape, workload: Workload, *, learns: bool) -> PartCo
         float32_flops=0.0,
         moved_bytes=2.0 * WIDE_BYTES * width * num_tokens,
         kept_bytes=round(num_tokens * kept),
-        working_bytes=WIDE_BYTES * num_tokens * shape.width,
+        working_bytes=workload.arithmetic.stream_bytes * num_tokens * shape.width,
         largest_parameter=shape.vocabulary_size * width if learns else 0,
         backward_share=2.0 if learns else 0.0,
     )
@@ -227,11 +227,12 @@ def _copied(matrices: Mapping[str, int], num_adapted: int, depth: Depth) -> dict
 
 
 def _keeps_input(shape: ModelShape, workload: Workload, learning: Learning) -> bool:
-    """Norms before a part keep what they read; encoders have none there, only products."""
+    """Norms before a part keep what they read, or a wider copy; encoders have none there, only products."""
+    arithmetic = workload.arithmetic
     if not shape.family.is_encoder:
-        return True
+        return shape.family.norm is Norm.LAYER or arithmetic.stream_bytes == WIDE_BYTES
     reads = learning.num_readers(Product.QUERY, Product.KEY, Product.VALUE)
-    return reads > 0 and not workload.arithmetic.is_mixed
+    return reads > 0 and not arithmetic.is_mixed
 
 
 def _layer_kept_bytes(
@@ -294,4 +295,4 @@ def _span(shape: ModelShape, workload: Workload, window: int | None) -> float:
 def _shared_bytes(shape: ModelShape, workload: Workload) -> int:
     if shape.family.rotary is Rotary.NONE:
         return 0
-    return 2 * WIDE_BYTES * workload.sequence_length * shape.rotary_width
+    return 2 * workload.arithmetic.stream_bytes * workload.sequence_length * shape.rotary_width

@@ -1,6 +1,8 @@
 """The most that a backward pass holds on top of what is kept, in bytes: gradients on their way."""
 
-from isthmus.plan.costs.activations import WIDE_BYTES, Arithmetic, scores_bytes_per_token
+from dataclasses import replace
+
+from isthmus.plan.costs.activations import Arithmetic, Precision, scores_bytes_per_token
 from isthmus.plan.costs.families import Product
 from isthmus.plan.costs.learning import Learning
 from isthmus.plan.costs.shapes import ModelShape
@@ -25,17 +27,23 @@ def layer_working_bytes(
 
 def weight_gradient_bytes(num_weights: int, arithmetic: Arithmetic) -> int:
     """A product's new gradient of its weights, before it is added; in bfloat16 beside its wider copy."""
-    return num_weights * (WIDE_BYTES + (arithmetic.element_bytes if arithmetic.is_mixed else 0))
+    return num_weights * _gradient_bytes(arithmetic)
+
+
+def _gradient_bytes(arithmetic: Arithmetic) -> int:
+    """Of an element of a gradient that a product has made: as wide as what it is of, beside what it made."""
+    return arithmetic.stream_bytes + (arithmetic.element_bytes if arithmetic.is_mixed else 0)
 
 
 def _inner_bytes(shape: ModelShape, arithmetic: Arithmetic, learning: Learning, num_tokens: int) -> int:
     element, num_rows = arithmetic.element_bytes, num_tokens
     if shape.num_experts:
-        element, num_rows = WIDE_BYTES, num_tokens * shape.num_active_experts
-        arithmetic = Arithmetic(on_accelerator=arithmetic.on_accelerator)
+        element, num_rows = arithmetic.stream_bytes, num_tokens * shape.num_active_experts
+        if arithmetic.is_mixed:
+            arithmetic = replace(arithmetic, precision=Precision.FLOAT32)
     rows = num_rows * shape.inner_width * element
     num_held = 2 if shape.family.is_gated else 1
-    stream = num_tokens * shape.width * (WIDE_BYTES + (element if element < WIDE_BYTES else 0))
+    stream = num_tokens * shape.width * _gradient_bytes(arithmetic)
     if not learning.has_weights:
         # An adapter's gradient of its input is cast to float32 and back before it joins the product's own.
         is_cast = arithmetic.is_mixed and learning.num_readers(Product.DOWN)

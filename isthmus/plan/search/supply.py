@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
 
@@ -81,7 +81,7 @@ class ModelSupply:
         workload = Workload(
             num_sequences=self.step.num_sequences // setting.num_microbatches,
             sequence_length=self.step.sequence_length,
-            arithmetic=self.step.arithmetic(cloud),
+            arithmetic=replace(self.step.arithmetic(cloud), is_gathered=self._is_sharded(cloud, setting)),
             recompute=self.levels[setting.level].sparing.recompute,
         )
         if workload not in self._costs:

@@ -167,7 +167,11 @@ def _fill_gaps(group: Any) -> None:
         parameter = one.unsharded_param
         is_empty = one.unsharded_accumulated_grad is None and parameter.grad is None
         if is_empty and parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
+            # As backwards leave theirs: in the type that is reduced, which all of a group must share.
+            if one.reduce_dtype is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                one.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=one.reduce_dtype)
 
 
 def _on_host(device: torch.device) -> OffloadPolicy:

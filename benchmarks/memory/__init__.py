@@ -1,0 +1,1 @@
+"""Predicted and measured memory of stages."""
