@@ -103,6 +103,11 @@ def allocated_bytes(
     return held_before + peak
 
 
+def small(precision: Precision, recompute: bool, *, is_gathered: bool = False) -> Workload:
+    arithmetic = Arithmetic(precision=precision, on_accelerator=False, is_gathered=is_gathered)
+    return Workload(num_sequences=4, sequence_length=64, arithmetic=arithmetic, recompute=recompute)
+
+
 def share_out(stage: Stage, sharding: Sharding, precision: Precision) -> Reduction | None:
     if sharding is Sharding.NONE:
         return None
@@ -122,12 +127,7 @@ def test_the_allocator_agrees(
     config: dict[str, Any], layers: range, window: int, precision: Precision, recompute: bool
 ) -> None:
     task = Task.MASKED_LM if config is BERT else Task.CAUSAL_LM
-    workload = Workload(
-        num_sequences=4,
-        sequence_length=64,
-        arithmetic=Arithmetic(precision=precision, on_accelerator=False),
-        recompute=recompute,
-    )
+    workload = small(precision, recompute)
     costs = model_costs(read_shape(config, task=task), workload)
     predicted = stage_memory(costs, layers, window=window, num_buffered=0)
     found = allocated_bytes(config, task, layers, workload, window)
@@ -151,12 +151,7 @@ def test_the_allocator_agrees_where_ranks_share(
     recompute: bool,
 ) -> None:
     task = Task.MASKED_LM if config is BERT else Task.CAUSAL_LM
-    workload = Workload(
-        num_sequences=4,
-        sequence_length=64,
-        arithmetic=Arithmetic(precision=precision, on_accelerator=False, is_gathered=True),
-        recompute=recompute,
-    )
+    workload = small(precision, recompute, is_gathered=True)
     costs = model_costs(read_shape(config, task=task), workload)
     savers = Savers(sharding=sharding)
     predicted = stage_memory(costs, layers, window=window, savers=savers, num_buffered=0)
@@ -192,12 +187,7 @@ def test_the_allocator_agrees_where_little_learns(
     precision: Precision,
 ) -> None:
     task = Task.MASKED_LM if config is BERT else Task.CAUSAL_LM
-    workload = Workload(
-        num_sequences=4,
-        sequence_length=64,
-        arithmetic=Arithmetic(precision=precision, on_accelerator=False),
-        recompute=recompute,
-    )
+    workload = small(precision, recompute)
     shape = read_shape(config, task=task)
     adapters = None if lora is None else read_adapters(lora, shape)
     costs = model_costs(shape, workload, Learning(num_frozen_layers=num_frozen, adapters=adapters))
@@ -214,7 +204,14 @@ def test_a_stage_that_does_not_learn_keeps_nothing() -> None:
 
 
 def memory(workload: Workload = ON_GPU, *, window: int = 4, savers: Savers | None = None) -> Memory:
+    is_gathered = savers is not None and savers.is_sharded
+    workload = replace(workload, arithmetic=replace(workload.arithmetic, is_gathered=is_gathered))
     return stage_memory(model_costs(BIG, workload), range(8, 16), window=window, savers=savers)
+
+
+def test_what_is_shared_out_must_be_gathered() -> None:
+    with pytest.raises(ValueError, match="exactly where its weights are gathered"):
+        stage_memory(model_costs(BIG, ON_GPU), range(8, 16), window=4, savers=Savers(sharding=Sharding.FULL))
 
 
 def test_float32_training_takes_sixteen_bytes_a_parameter() -> None:

@@ -111,12 +111,15 @@ def stage_memory(
     `num_buffered` messages of a boundary wait to be computed or sent.
     """
     savers = savers or Savers()
+    arithmetic = costs.workload.arithmetic
+    if savers.is_sharded != arithmetic.is_gathered:
+        raise ValueError("a stage is shared out exactly where its weights are gathered")
     num_owned, num_trained = costs.num_parameters(layers), costs.num_trained(layers)
     num_held, num_learning = (-(-one // savers.num_shards) for one in (num_owned, num_trained))
     is_narrow = savers.weights is WeightStorage.BFLOAT16
     weight_bytes = 2 if is_narrow else WIDE_BYTES
-    arithmetic = costs.workload.arithmetic
-    kept = _kept_bytes(costs, layers, has_copies=arithmetic.is_mixed and not _has_narrow_weights(savers))
+    is_cast = arithmetic.is_mixed and not is_narrow
+    kept = _kept_bytes(costs, layers, has_copies=is_cast)
     has_boundary = len(layers) < costs.num_layers
     return Memory(
         # Where ranks share, FSDP2 offloads the shares of the weights too.
@@ -126,17 +129,12 @@ def stage_memory(
         master=WIDE_BYTES * num_learning if is_narrow and not savers.offload_optimizer else 0,
         gathered=_gathered_bytes(costs, layers, savers, num_owned),
         activations=window * kept,
-        working=_working_bytes(costs, layers, kept, is_cast=arithmetic.is_mixed and not is_narrow),
+        working=_working_bytes(costs, layers, kept, is_cast=is_cast),
         update=_update_bytes(costs, layers, savers),
         codec=codec_bytes,
         buffers=num_buffered * costs.boundary_bytes if has_boundary else 0,
         workspace=_WORKSPACE_BYTES if arithmetic.on_accelerator else 0,
     )
-
-
-def _has_narrow_weights(savers: Savers) -> bool:
-    """Whether products read bfloat16 weights as they are: they are kept, or gathered, so."""
-    return savers.weights is WeightStorage.BFLOAT16 or savers.is_sharded
 
 
 def _gathered_bytes(costs: ModelCosts, layers: range, savers: Savers, num_owned: int) -> int:
