@@ -133,7 +133,7 @@ def machine() -> dict[str, object]:
 def report(options: argparse.Namespace) -> None:
     """Print the tables and a JSON line, and draw the plot."""
     records = read(options.report)
-    panels = [lines for task in TASKS if (lines := lines_of(records, task))]
+    panels = [lines for task in TASKS if (lines := lines_of(records, task, beside=options.beside))]
     console = Console(width=200)
     for lines in panels:
         show(console, lines)
@@ -164,6 +164,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prepare", type=Path, metavar="CORPORA")
     parser.add_argument("--score", type=Path, nargs="+", metavar="FILE", help="hypotheses.jsonl")
     parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="quality.jsonl, scores.jsonl")
+    parser.add_argument("--beside", choices=list(ROWS), default="raw", help="the row that others are held to")
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--over-link", action="store_true")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))

@@ -10,8 +10,20 @@ from quality.rows import Side
 
 _WIDTH, _HEIGHT = 380, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 40, 48
-_COLOURS: Final = {Side.SEED: "#b3541e", Side.OURS: "#1f6f8b", Side.RAW: "#555555"}
-_NAMES: Final = {Side.SEED: "the seed's", Side.OURS: "ours"}
+_COLOURS: Final = {
+    Side.SEED: "#b3541e",
+    Side.OURS: "#1f6f8b",
+    Side.BOTTLENECK: "#4b8f3a",
+    Side.CONTROL: "#a8a8a8",
+    Side.RAW: "#555555",
+}
+_NAMES: Final = {
+    Side.SEED: "seed's",
+    Side.OURS: "ours",
+    Side.BOTTLENECK: "ours, bottleneck",
+    Side.CONTROL: "its anchors alone",
+}
+_LEGEND_PLACES: Final = (0, 60, 104, 212)
 _RATIOS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -90,8 +102,8 @@ class _Panel:
 
     def _legend(self) -> list[str]:
         parts = []
-        for index, (side, name) in enumerate(_NAMES.items()):
-            x = _LEFT + 8 + 90 * index
+        for place, (side, name) in zip(_LEGEND_PLACES, _NAMES.items(), strict=True):
+            x = _LEFT + place
             parts.append(f'<circle cx="{x}" cy="{_TOP - 8}" r="3" fill="{_COLOURS[side]}"/>')
             parts.append(_text(x + 8, _TOP - 4, name))
         return parts

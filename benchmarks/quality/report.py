@@ -21,7 +21,7 @@ TASKS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One row of a table; `lost` is what the row loses to raw, in BLEU or in percent of the loss."""
+    """One row of a table; `lost` is what it loses to the row beside, in BLEU or in percent of the loss."""
 
     task: str
     row: str
@@ -37,7 +37,7 @@ class Line:
     lost_off: Difference | None
 
 
-def lines_of(records: Mapping[str, Record], task: str) -> list[Line]:
+def lines_of(records: Mapping[str, Record], task: str, *, beside: str = "raw") -> list[Line]:
     """The rows of a task, in the order of the comparison; only runs of as many steps as most have."""
     some = [one for one in records.values() if one.get("task") == task and _is_complete(one)]
     if task == "lm3":
@@ -50,8 +50,7 @@ def lines_of(records: Mapping[str, Record], task: str) -> list[Line]:
     for one in some:
         if one["num_steps"] == num_steps:
             by_row[one["row"]].append(one)
-    raw = by_row["raw"]
-    return [_line(task, name, some, raw) for name, some in by_row.items() if some]
+    return [_line(task, name, some, by_row[beside]) for name, some in by_row.items() if some]
 
 
 def byte_law_s(byte_share: float) -> float:
@@ -89,7 +88,7 @@ def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return [asdict(line) for line in lines]
 
 
-def _line(task: str, name: str, some: Sequence[Record], raw: Sequence[Record]) -> Line:
+def _line(task: str, name: str, some: Sequence[Record], beside: Sequence[Record]) -> Line:
     measure = _bleu_lost if task == "mt" else _loss_gained
     key = "bleu" if task == "mt" else "loss"
     bits = plain.mean(one["bits_per_element"] for one in some)
@@ -104,30 +103,30 @@ def _line(task: str, name: str, some: Sequence[Record], raw: Sequence[Record]) -
         on=plain.mean(one[f"{key}_on"] for one in some),
         off=plain.mean(one[f"{key}_off"] for one in some),
         loss_on=plain.mean(one["loss_on"] for one in some),
-        lost=measure(some, raw, "on"),
-        lost_off=measure(some, raw, "off"),
+        lost=measure(some, beside, "on"),
+        lost_off=measure(some, beside, "off"),
     )
 
 
-def _bleu_lost(some: Sequence[Record], raw: Sequence[Record], state: str) -> Difference | None:
-    return _paired(some, raw, lambda one: -float(one[f"bleu_{state}"]))
+def _bleu_lost(some: Sequence[Record], beside: Sequence[Record], state: str) -> Difference | None:
+    return _paired(some, beside, lambda one: -float(one[f"bleu_{state}"]))
 
 
-def _loss_gained(some: Sequence[Record], raw: Sequence[Record], state: str) -> Difference | None:
-    """In percent of raw's loss with the same seed."""
-    reference = {one["seed"]: float(one[f"loss_{state}"]) for one in raw}
+def _loss_gained(some: Sequence[Record], beside: Sequence[Record], state: str) -> Difference | None:
+    """In percent of the other's loss with the same seed."""
+    reference = {one["seed"]: float(one[f"loss_{state}"]) for one in beside}
     return _paired(
         [one for one in some if one["seed"] in reference],
-        raw,
+        beside,
         lambda one: 100 * float(one[f"loss_{state}"]) / reference[one["seed"]],
     )
 
 
 def _paired(
-    some: Sequence[Record], raw: Sequence[Record], measure: Callable[[Record], float]
+    some: Sequence[Record], beside: Sequence[Record], measure: Callable[[Record], float]
 ) -> Difference | None:
     return paired_difference(
-        {one["seed"]: measure(one) for one in some}, {one["seed"]: measure(one) for one in raw}
+        {one["seed"]: measure(one) for one in some}, {one["seed"]: measure(one) for one in beside}
     )
 
 

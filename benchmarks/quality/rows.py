@@ -13,6 +13,9 @@ class Side(StrEnum):
     RAW = "raw"
     SEED = "seed"
     OURS = "ours"
+    BOTTLENECK = "ours, trained"
+    CONTROL = "control"
+    """Not a method: it tells what a row's parameters are worth without its codec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ def _svd(ratio: float) -> Row:
 def _bottleneck(name: str, shrink: int, *, bits: int = 4, is_headline: bool) -> Row:
     return Row(
         name=name,
-        side=Side.OURS,
+        side=Side.BOTTLENECK,
         forward=f"rotate | int{bits}",
         backward=f"rotate | int{bits}(stochastic)",
         shrink=shrink,
@@ -77,7 +80,7 @@ _ALL: Final = (
     _bottleneck("30x", 4, is_headline=True),
     _bottleneck("60x", 8, is_headline=True),
     _bottleneck("120x", 16, is_headline=True),
-    Row(name="anchored", side=Side.OURS, forward="raw", backward="raw", shrink=1),
+    Row(name="anchored", side=Side.CONTROL, forward="raw", backward="raw", shrink=1),
     Row(name="uncentred", side=Side.OURS, forward=_INT4, backward=_INT4_BACK),
     Row(name="int4-there", side=Side.OURS, forward=f"center | {_INT4}", backward="raw"),
     Row(name="int4-back", side=Side.OURS, forward="raw", backward=_INT4_BACK),

@@ -24,6 +24,7 @@ from isthmus.model.seam import Seam, drop_absent
 from isthmus.model.source import LazyTensor
 from isthmus.model.stage import Stage
 from isthmus.model.transformers_log import quiet_transformers
+from isthmus.model.waits import expect_no_padding
 
 _CPU = torch.device("cpu")
 _HIDDEN = HiddenSpec()
@@ -148,6 +149,7 @@ def _load(
     model, report = loaded
     model.__class__ = blueprint.model_class
     end_seeding(model)
+    expect_no_padding(model)
     check_initialised(model, report["missing_keys"])
     if blueprint.checkpoint is None:
         # The loader's note that it met no other layout would keep exports from using the hub's.

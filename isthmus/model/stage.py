@@ -17,6 +17,7 @@ from isthmus.model.lora import Adapters
 from isthmus.model.randomness import Moment, generators_kept
 from isthmus.model.recompute import Fixed, InputSize, Recompute, Stay
 from isthmus.model.seam import Passage, Seam
+from isthmus.model.waits import one_sequence_a_row
 
 
 class Stage(nn.Module):
@@ -156,6 +157,7 @@ class Stage(nn.Module):
         with (
             torch.set_grad_enabled(self._learns),
             _seeded(moment, inputs.batch.ids.device),
+            one_sequence_a_row(inputs.batch.position_ids is None),
             self._measured(stay),
         ):
             passage = Passage(

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from isthmus.model.boundary import Batch, StageInput
 from isthmus.train.crossing.cut import Cut
 from isthmus.train.device import Device
-from tests.model.cases import blueprint
+from tests.model.cases import MOMENT, blueprint, build, make_batch
 from tests.train.chain import Given, chain, course
 from tests.train.reference import assert_same, parameters_of
 from tests.train.test_checkpoint import load_all, save_all
@@ -60,3 +61,21 @@ def test_a_resumed_run_equals_one_that_never_stopped(between: Cut, tmp_path: Pat
         states = load_all(resumed, tmp_path, 3)
         resumed.run(Given(steps), first_step=3, states=states)
     assert_same(parameters_of(resumed.stages), parameters_of(whole.stages))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_pass_never_waits_for_the_device(name: str) -> None:
+    """So that the host is ahead, and the device never waits for it."""
+    plan = blueprint(name)
+    [stage] = build(plan, [range(plan.num_layers)])
+    stage.to("cuda")
+    batch = make_batch(plan.head, lengths=(9, 9))
+    unpadded = Batch(ids=batch.ids, labels=batch.labels, num_targets=batch.num_targets)
+    inputs = StageInput(batch=unpadded.to(torch.device("cuda")), moment=MOMENT)
+    stage(inputs).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stage(inputs).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -73,7 +73,7 @@ def layer_bytes_per_token(
         shape, arithmetic, sequence_length=sequence_length, window=window, learning=learning
     )
     inner = _inner_bytes(shape, arithmetic, learning)
-    dropouts = 2 * _dropout_bytes(shape.residual_dropout, shape.width, arithmetic)
+    dropouts = 2 * dropout_bytes(shape.residual_dropout, shape.width, arithmetic)
     kept = sum(_stream_bytes(shape, arithmetic, learning)) + attention + inner + dropouts
     if depth is Depth.LOWEST:
         kept -= _gradient_norm_bytes(shape, arithmetic, learning)
@@ -104,10 +104,10 @@ def embedding_bytes_per_token(shape: ModelShape, arithmetic: Arithmetic) -> floa
     """What the embedding keeps beside the first layer's input."""
     width = shape.embedding_width
     ids = 8
-    kept = ids + _dropout_bytes(shape.embedding_dropout, width, arithmetic)
+    kept = ids + dropout_bytes(shape.embedding_dropout, width, arithmetic)
     if shape.family.is_encoder:
         kept += _layer_norm_bytes(width, arithmetic)
-        kept += _dropout_bytes(shape.residual_dropout, width, arithmetic)
+        kept += dropout_bytes(shape.residual_dropout, width, arithmetic)
         if width != shape.width:
             kept += _read_bytes(width, arithmetic)
     return kept
@@ -266,7 +266,7 @@ def _expert_bytes(shape: ModelShape, arithmetic: Arithmetic, learning: Learning)
     return routing + arithmetic.stream_bytes * elements
 
 
-def _dropout_bytes(share: float, width: int, arithmetic: Arithmetic) -> float:
+def dropout_bytes(share: float, width: int, arithmetic: Arithmetic) -> float:
     """A mask of one byte per element on an accelerator, the factors themselves on a CPU."""
     if not share:
         return 0.0

@@ -184,7 +184,7 @@ def _layer(
     return PartCosts(
         num_parameters=num_weights + num_adapted,
         num_trained=0 if depth is Depth.FROZEN else num_learning,
-        matrices=_copied(matrices, num_adapted, depth),
+        matrices=_copied(shape, matrices, num_adapted, depth),
         flops=product_flops + other_flops,
         float32_flops=expert_flops,
         moved_bytes=0.0,
@@ -218,11 +218,13 @@ def _backward_share(product_flops: float, other_flops: float, learning: Learning
     return (num_each * product_flops + 2.0 * other_flops) / (product_flops + other_flops)
 
 
-def _copied(matrices: Mapping[str, int], num_adapted: int, depth: Depth) -> dict[str, int]:
+def _copied(shape: ModelShape, matrices: Mapping[str, int], num_adapted: int, depth: Depth) -> dict[str, int]:
     """The weights of which a backward pass needs a copy: where an input has a gradient, or in adapters."""
     if depth is Depth.FROZEN:
         return {}
-    needed = {name: size for name, size in matrices.items() if depth is Depth.ABOVE or name != "qkv"}
+    # In the lowest layer the first products have one if a norm before them learns.
+    is_first_needed = depth is Depth.ABOVE or not (num_adapted or shape.family.is_encoder)
+    needed = {name: size for name, size in matrices.items() if is_first_needed or name != "qkv"}
     return needed | ({"adapters": num_adapted} if num_adapted else {})
 
 

@@ -2,10 +2,16 @@
 
 from dataclasses import replace
 
-from isthmus.plan.costs.activations import Arithmetic, Precision, scores_bytes_per_token
+from isthmus.plan.costs.activations import (
+    WIDE_BYTES,
+    Arithmetic,
+    Precision,
+    dropout_bytes,
+    scores_bytes_per_token,
+)
 from isthmus.plan.costs.families import Product
 from isthmus.plan.costs.learning import Learning
-from isthmus.plan.costs.shapes import ModelShape
+from isthmus.plan.costs.shapes import Activation, ModelShape
 from isthmus.plan.costs.weights import inner_matrices, largest_up
 
 
@@ -44,11 +50,27 @@ def _inner_bytes(shape: ModelShape, arithmetic: Arithmetic, learning: Learning, 
     rows = num_rows * shape.inner_width * element
     num_held = 2 if shape.family.is_gated else 1
     stream = num_tokens * shape.width * _gradient_bytes(arithmetic)
+    mask = num_tokens * dropout_bytes(shape.residual_dropout, shape.width, arithmetic)
+    at_activation = _activation_bytes(shape, arithmetic, rows) - mask
     if not learning.has_weights:
-        # An adapter's gradient of its input is cast to float32 and back before it joins the product's own.
-        is_cast = arithmetic.is_mixed and learning.num_readers(Product.DOWN)
-        return round(stream + rows * (4 if is_cast else num_held))
-    at_down = rows + weight_gradient_bytes(inner_matrices(shape)["down"], arithmetic)
+        # An adapter's gradient of its input, the product's own, and their sum, when that input is gone; in
+        # bfloat16 the first is cast to float32 and back.
+        num_sums = (4 if arithmetic.is_mixed else 2) if learning.num_readers(Product.DOWN) else 0
+        at_sum = num_sums * rows - (0 if arithmetic.is_mixed else mask)
+        return round(stream + max(num_held * rows, at_activation, at_sum))
+    dropped = num_tokens * shape.width * element if shape.residual_dropout else 0
+    at_down = rows + weight_gradient_bytes(inner_matrices(shape)["down"], arithmetic) + dropped - mask
     # By then all that was kept of the activation is gone, which is twice what its gradients take.
     at_up = weight_gradient_bytes(largest_up(shape), arithmetic) - num_held * rows
-    return round(stream + max(at_down, num_held * rows, at_up))
+    return round(stream + max(at_down, num_held * rows, at_activation, at_up))
+
+
+def _activation_bytes(shape: ModelShape, arithmetic: Arithmetic, rows: float) -> float:
+    """Of an activation that is several operations: the gradients of its last product's both sides."""
+    if shape.activation is not Activation.SPELLED_OUT:
+        return 0.0
+    if not (arithmetic.is_mixed and arithmetic.on_accelerator):
+        return 2 * rows
+    # All three are float32, and the narrow copies that the product behind it read are gone.
+    wide_rows = rows * WIDE_BYTES / arithmetic.element_bytes
+    return 3 * wide_rows - arithmetic.element_bytes * inner_matrices(shape)["down"]
