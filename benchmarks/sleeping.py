@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from isthmus.events import Span
 from isthmus.model.boundary import Batch, StageInput
 from isthmus.model.heads import HEADS
+from isthmus.train.crossing.bench import Measured
 from isthmus.train.crossing.words import Evaluated
 from isthmus.train.observer import StepEnded
 
@@ -107,6 +108,9 @@ class Timer:
         self.steps: list[StepEnded] = []
 
     def span(self, span: Span) -> None:
+        """Nothing."""
+
+    def measured(self, found: Measured) -> None:
         """Nothing."""
 
     def evaluated(self, found: Evaluated) -> None:

@@ -21,6 +21,8 @@ WAITING_KIND: Final = "data"
 CODING_KINDS: Final = frozenset({"encode", "decode"})
 """The kinds of spans in which what crosses is coded, beside the computation."""
 
+MEASURED_KIND: Final = "measured"
+"""The kind of facts that tell what coding has changed of a message."""
 STARTED_KIND: Final = "started"
 """The kind of facts with which a rank begins, and again where its run goes on after a stop."""
 

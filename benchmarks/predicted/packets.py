@@ -78,7 +78,14 @@ def _cut_ends(case: Case, width: int, device: Device) -> tuple[DownCut, UpCut]:
     cut, place = Cut(codecs=case.pair), device.torch_device
 
     def bench() -> Bench:
-        return Bench(lane=device.lane(), leaves="", arrives="", hidden_width=width, on_span=lambda _: None)
+        return Bench(
+            lane=device.lane(),
+            leaves="",
+            arrives="",
+            hidden_width=width,
+            on_span=lambda _: None,
+            on_measured=lambda _: None,
+        )
 
     def meter() -> Meter:
         return Meter(every=0, num_microbatches=1)

@@ -32,6 +32,7 @@ from isthmus.model.randomness import Moment, seed_from
 from isthmus.model.stage import Stage
 from isthmus.plan.ladder import Pair
 from isthmus.train.course import Course, Post
+from isthmus.train.crossing.bench import Measured
 from isthmus.train.crossing.cut import Cut as LinkCut
 from isthmus.train.crossing.words import Evaluated
 from isthmus.train.device import Device
@@ -182,6 +183,9 @@ class Losses:
         self.values: list[float] = []
 
     def span(self, span: Span) -> None:
+        """Nothing."""
+
+    def measured(self, found: Measured) -> None:
         """Nothing."""
 
     def evaluated(self, found: Evaluated) -> None:

@@ -15,6 +15,7 @@ from isthmus.model.heads import HEADS
 from isthmus.plan.ladder import Pair
 from isthmus.plan.types import Started
 from isthmus.train.course import Course, Post
+from isthmus.train.crossing.bench import Measured
 from isthmus.train.crossing.cut import Cut
 from isthmus.train.crossing.words import Evaluated
 from isthmus.train.device import Device
@@ -75,6 +76,9 @@ class Watcher:
     def span(self, span: Span) -> None:
         """Keep it."""
         self.spans.append(span)
+
+    def measured(self, found: Measured) -> None:
+        """Nothing to do."""
 
     def step_ended(self, ended: StepEnded) -> None:
         """Nothing to do."""

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.observe.summary import Summary
+from isthmus.observe.summary import CodingError, Summary
 from isthmus.units import format_bytes, format_duration, shorten
 
 _LINE_EVERY_S: Final = 2.0
@@ -120,6 +120,8 @@ def show_summary(console: Console, summary: Summary) -> None:
     table.add_row("crossed the WAN", format_bytes(_rounded_bytes(summary.num_bytes)))
     if summary.bits_per_element is not None:
         table.add_row("compression", _compression(summary))
+    if summary.coding_errors:
+        table.add_row("changed by coding, at the worst", ", ".join(map(_coding_error, summary.coding_errors)))
     if any(one.coding_share for one in summary.clouds):
         each = ", ".join(f"{one.cloud} {one.coding_share:.1%}" for one in summary.clouds)
         table.add_row("coding, beside the computation", each)
@@ -127,6 +129,12 @@ def show_summary(console: Console, summary: Summary) -> None:
         each = ", ".join(f"{one.cloud} {one.data_share:.1%}" for one in summary.clouds if one.data_share)
         table.add_row("waiting for data", each)
     console.print(table)
+
+
+def _coding_error(one: CodingError) -> str:
+    if one.relative_error is None:
+        return f"{one.track} everything"
+    return f"{one.track} {one.relative_error:.2%} (cosine {one.cosine:.4f})"
 
 
 def _compression(summary: Summary) -> str:

@@ -63,7 +63,6 @@ def _from_torchrun(environment: _Environment) -> Seat:
         num_ranks=_number(environment, "WORLD_SIZE"),
         local_rank=_number(environment, "LOCAL_RANK", default=0),
         master=_master(environment, default_port=_DEFAULT_PORT),
-        attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", default=0),
         is_served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -76,7 +75,6 @@ def _from_slurm(environment: _Environment) -> Seat:
         num_ranks=_number(environment, "SLURM_NTASKS"),
         local_rank=_number(environment, "SLURM_LOCALID"),
         master=_master({"MASTER_ADDR": first_host(nodes), **environment}, default_port=port),
-        attempt=_number(environment, "SLURM_RESTART_COUNT", default=0),
     )
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from isthmus.cli.options import JobArgument, JsonOption, SetOption
 from isthmus.cli.pictures import HtmlOption, Pictures, PngOption, SvgOption, tell_written
 from isthmus.cli.tables import as_rich
+from isthmus.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +22,20 @@ if TYPE_CHECKING:
     from isthmus.plan.levers import Lever
     from isthmus.plan.search.choice import Plan
 
+# Keys of [strategy] that hold a choice.
+_WRITTEN: Final = frozenset(
+    {
+        "kind",
+        "clouds",
+        "layers",
+        "microbatches",
+        "max_in_flight",
+        "inner_steps",
+        "fragments",
+        "bits",
+        "discriminator_cloud",
+    }
+)
 # Boxes with their numbers in a picture, for each rank.
 _NUM_DRAWN: Final = 12
 
@@ -42,13 +58,15 @@ def plan(
     """
     from rich.console import Console
 
-    from isthmus.cli.plan_tables import plan_advice
+    from isthmus.cli.plan_tables import plan_advice, why_not_planned_run
     from isthmus.job import load_job, update_job_sections
     from isthmus.plan.following import planned_changes
     from isthmus.plan.levers import levers
     from isthmus.plan.planner import plan as make_plan
 
     loaded = load_job(job, overrides=overrides or ())
+    if write:
+        _check_overrides(overrides or (), job)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with notes.status("planning") as status:
         chosen = make_plan(loaded, progress=status.update)
@@ -62,8 +80,21 @@ def plan(
         changes = planned_changes(loaded, chosen)
         update_job_sections(job, changes.sections, clouds=changes.clouds)
         notes.print(f"[green]✓[/] {job} now holds this choice")
+        if why_not := why_not_planned_run(chosen):
+            notes.print(f'[yellow]{why_not}: set strategy.kind to "pipeline" before a run[/]')
     elif not as_json:
         notes.print(f"[dim]next: isthmus plan {job} --write puts this choice into the job[/]")
+
+
+def _check_overrides(overrides: Sequence[str], job: Path) -> None:
+    """Refuse to write the plan of another job; what is written itself may be overridden."""
+    for text in overrides:
+        section, _, key = text.partition("=")[0].strip().partition(".")
+        if section != "strategy" or key not in _WRITTEN:
+            raise UserError(
+                f"--write would put the plan of a job changed by --set {text} into {job}",
+                hint="put the change into the file first, or leave --set or --write out",
+            )
 
 
 def _facts(plan: "Plan", levers: "Sequence[Lever]") -> dict[str, Any]:

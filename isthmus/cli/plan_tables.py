@@ -6,9 +6,10 @@ from typing import Final
 
 from isthmus.cli.tables import duration
 from isthmus.job import Job
+from isthmus.job.sections import why_not_run
 from isthmus.observe.page import Table
 from isthmus.plan.levers import Lever
-from isthmus.plan.search.choice import BubbleSplit, Estimate, Plan, PlannedStage
+from isthmus.plan.search.choice import BubbleSplit, Estimate, Form, Plan, PlannedStage
 from isthmus.units import format_bytes, shorten
 
 _BY_FORMULA: Final = "≈"
@@ -126,11 +127,18 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield f"memory is spared by {', '.join(plan.savers)}{_where(plan)}"
     yield from (f"{'-'.join(link.between)}: {link.reason}" for link in plan.links if link.reason)
     yield from plan.notes
-    if estimate.usd_per_step is None:
-        yield "the price of a cloud is not known: set its usd_per_hour"
+    if why_not := why_not_planned_run(plan):
+        yield f'{why_not}; where strategy.kind is "auto", a run takes the best pipeline instead'
+    for cloud in dict.fromkeys(stage.cloud for stage in plan.stages if stage.usd_per_hour is None):
+        yield f"the price of cloud {cloud} is not known: set cloud.{cloud}.usd_per_hour"
     every = (estimate, *(one.estimate for one in plan.runners_up))
     legend = "" if all(one.is_simulated for one in every) else f"; {_BY_FORMULA} is by formula, not simulated"
     yield f"{plan.num_tried} {'plan' if plan.num_tried == 1 else 'plans'} weighed{legend}"
+
+
+def why_not_planned_run(plan: Plan) -> str | None:
+    """Why `isthmus run` cannot follow a plan, None where it can."""
+    return None if plan.form is Form.ALONE else why_not_run(plan.form.value)
 
 
 def plan_advice(job: Job, plan: Plan, path: Path) -> Iterator[str]:

@@ -7,17 +7,20 @@ import typer
 
 from isthmus.cli.options import JobArgument, JsonOption, SetOption
 from isthmus.cli.pictures import check_folder
+from isthmus.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from isthmus.job import CloudSpec, Job
     from isthmus.plan.costs.profile import PassTimes, Profile, Sample
 
 
 def profile(
     job: JobArgument,
     cloud: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The cloud that this machine stands for.")
+        str | None,
+        typer.Option(metavar="NAME", help="The cloud that this machine stands for, where there are several."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write it; NAME.profile.json unless given.")
@@ -38,7 +41,7 @@ def profile(
     from isthmus.train.profiling import measure
 
     loaded = load_job(job, overrides=overrides or ())
-    chosen = loaded.cloud_named(cloud) if cloud is not None else loaded.cloud[0]
+    chosen = _cloud(loaded, cloud)
     path = out or Path(f"{chosen.name}.profile.json")
     check_folder(path)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -58,6 +61,19 @@ def profile(
     notes.print(f"[green]✓[/] {path} holds these figures")
     if chosen.profile != str(path):
         notes.print(f'[dim]next: add profile = "{path}" to cloud {chosen.name} of {job}[/]')
+
+
+def _cloud(job: "Job", name: str | None) -> "CloudSpec":
+    """The cloud of that name, or the only one."""
+    if name is not None:
+        return job.cloud_named(name)
+    if len(job.cloud) > 1:
+        names = [cloud.name for cloud in job.cloud]
+        raise UserError(
+            f"the job has {len(names)} clouds, and this machine stands for one of them",
+            hint=f"say which: --cloud {' or --cloud '.join(names)}",
+        )
+    return job.cloud[0]
 
 
 def _table(profile: "Profile") -> "Table":

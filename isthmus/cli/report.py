@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from isthmus.observe.waits import Waits
 
 REPORT_FILE: Final = "report.html"
-_WAITS: Final = ("for_data", "for_activations", "for_gradients", "for_other_stages")
+_WAITS: Final = ("for_data", "saving", "for_activations", "for_gradients", "for_other_stages", "other")
 
 
 def report(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run, runs/<name>/<id>, or runs/<name>.")
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, runs/NAME/ID, or runs/NAME.")
     ],
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write the page; report.html of the run.")
@@ -89,17 +89,18 @@ def _errors_table(found: "Comparison") -> "Table":
 def _waits_table(found: "Comparison") -> "Table":
     from isthmus.observe.page import Table
 
-    words = [name.replace("_", " ") for name in _WAITS]
+    waits = (*found.measured_waits, *found.predicted_waits)
+    names = [name for name in _WAITS if any(getattr(one, name) for one in waits)]
     rows = [
-        *(_waits_row(one, "measured") for one in found.measured_waits),
-        *(_waits_row(one, "predicted") for one in found.predicted_waits),
+        *(_waits_row(one, "measured", names) for one in found.measured_waits),
+        *(_waits_row(one, "predicted", names) for one in found.predicted_waits),
     ]
-    header = ("cloud", "", "computes", "bubble, waiting", *words)
+    header = ("cloud", "", "computes", "bubble, waiting", *(name.replace("_", " ") for name in names))
     return Table(header=header, rows=tuple(rows))
 
 
-def _waits_row(waits: "Waits", how: str) -> tuple[str, ...]:
-    shares = [waits.busy, waits.bubble, *(getattr(waits, name) for name in _WAITS)]
+def _waits_row(waits: "Waits", how: str, names: "Sequence[str]") -> tuple[str, ...]:
+    shares = [waits.busy, waits.bubble, *(getattr(waits, name) for name in names)]
     return (waits.cloud, how, *(f"{share:.1%}" for share in shares))
 
 

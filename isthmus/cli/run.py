@@ -14,6 +14,7 @@ from isthmus.cli.options import NO_EMULATED_WAN, CloudOption, JobArgument, JsonO
 
 if TYPE_CHECKING:
     from isthmus.cli.display import Display
+    from isthmus.cli.ending import Ending
     from isthmus.job import Job
     from isthmus.train.session import Place
     from isthmus.wan.endpoint import Endpoint
@@ -55,6 +56,7 @@ def run(
     from rich.console import Console
 
     from isthmus.cli.display import Display, show_summary
+    from isthmus.cli.ending import EXIT_TERMINATED, Ending, Terminated, stopped_by
     from isthmus.cli.launch import find_seat
     from isthmus.errors import Aborted, CloudFailed, PeerLost
     from isthmus.job import load_job
@@ -69,16 +71,21 @@ def run(
         # Rank 0 speaks for its cloud; of the others only errors are heard.
         console = Console(quiet=True)
     try:
-        with Display(console, num_steps=loaded.train.steps, site=cloud) as display:
+        with Ending(console) as ending, Display(console, num_steps=loaded.train.steps, site=cloud) as display:
             if cloud is None or seat is None:
                 folder = _run_here(
                     loaded, runs, resume == "auto", tuple(track or ()), faults, display, restarts=restarts
                 )
             else:
-                folder = _run_as(loaded, cloud, seat, runs, resume == "auto", tuple(track or ()), display)
+                folder = _run_as(
+                    loaded, cloud, seat, runs, resume == "auto", tuple(track or ()), display, ending
+                )
     except KeyboardInterrupt:
-        console.print("stopped; the same command goes on from what was saved last")
+        console.print(stopped_by(signal.SIGINT), soft_wrap=True)
         raise
+    except Terminated as terminated:
+        console.print(stopped_by(signal.SIGTERM), soft_wrap=True)
+        raise typer.Exit(EXIT_TERMINATED) from terminated
     except (Aborted, PeerLost, CloudFailed) as ended:
         ended.hint = ended.hint or _GO_ON
         raise
@@ -124,6 +131,8 @@ def _run_here(
     check_trackers(trackers)
     check_all_devices(job)
     script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
+    if resume:
+        _tell_other(job, root, display, cloud=job.cloud[0].name)
     with writing_to(root):
         folder = choose_run(job, root=root, resume=resume)
     num_threads = max(1, (os.cpu_count() or 1) // sum(cloud.ranks for cloud in job.cloud))
@@ -133,6 +142,15 @@ def _run_here(
         wan.play(script)
         _run_until_done(job, wan, place, display, restarts=restarts)
     return folder
+
+
+def _tell_other(job: "Job", root: Path, display: "Display", *, cloud: str) -> None:
+    """Say which unfinished run a changed job leaves behind."""
+    from isthmus.train.runs import describe_other
+
+    text = describe_other(root, job)
+    if text is not None:
+        display.hear(cloud, json.dumps({"kind": "note", "text": text}))
 
 
 def _run_until_done(
@@ -145,7 +163,7 @@ def _run_until_done(
     for attempt in range(restarts + 1):
         work = functools.partial(_be_rank_here, place=place)
         try:
-            run_ranks(job, work, wan, on_report=display.hear, attempt=attempt)
+            run_ranks(job, work, wan, on_report=display.hear)
         except CloudFailed as failed:
             if not failed.is_crash or attempt == restarts:
                 raise
@@ -175,6 +193,7 @@ def _run_as(
     resume: bool,
     trackers: tuple[str, ...],
     display: "Display",
+    ending: "Ending",
 ) -> Path:
     from isthmus.observe.trackers import check_trackers, open_trackers
     from isthmus.train.preflight import check_device, choose_run
@@ -188,22 +207,13 @@ def _run_as(
     check_device(job.cloud_named(cloud), seat)
     chooses = seat.is_leader and set_up(job).clouds[0] == cloud
     check_trackers(trackers if chooses else ())
+    if chooses and resume:
+        _tell_other(job, root, display, cloud=cloud)
     with writing_to(root):
         run_id = choose_run(job, root=root, resume=resume).name if chooses else None
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     place = Place(root=root, run_id=run_id, open_trackers=opens)
-    _end_in_order(cloud)
     report = functools.partial(display.hear, cloud)
     with Endpoint(job, cloud=cloud, rank=seat.rank, identity=identity) as endpoint, writing_to(root):
+        ending.tell_peers_of(endpoint)
         return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat)
-
-
-def _end_in_order(cloud: str) -> None:
-    """Let a launcher that ends this rank, because another was lost, end the run at every peer too."""
-    from isthmus.errors import Aborted
-
-    def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Aborted(cloud, "its launcher has ended its ranks")
-
-    signal.signal(signal.SIGTERM, end)

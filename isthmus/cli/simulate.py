@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from isthmus.plan.scenario import Scenario
     from isthmus.plan.simulation.copies import Checkpointing
     from isthmus.plan.simulation.lines import Disturbance
-    from isthmus.plan.simulation.timeline import SimulatedStep, Timeline
+    from isthmus.plan.simulation.timeline import SimulatedStep, Stopped, Timeline
 
 # A step is shown when its time differs by this share from the one before.
 _CHANGE = 0.02
@@ -238,12 +238,17 @@ def _facts(
         "step_s": found.step_s if has_steps else None,
         "bubble": found.bubble if has_steps else None,
         "steps": [
-            {**asdict(step), "duration_s": step.duration_s, "bubbles": step.bubbles} for step in found.steps
+            {**_counted(step), "duration_s": step.duration_s, "bubbles": step.bubbles} for step in found.steps
         ],
         "traffic": [asdict(one) for one in found.traffic],
         "faults": [
             {"what": _what(fault), "at_s": fault.at_s, "cost_s": cost_s, "ends_the_run": cost_s is None}
             for fault, cost_s in zip(script, costs, strict=True)
         ],
-        "stopped": None if found.stopped is None else asdict(found.stopped),
+        "stopped": None if found.stopped is None else _counted(found.stopped),
     }
+
+
+def _counted(one: "SimulatedStep | Stopped") -> dict[str, Any]:
+    """Its fields, with the step counted from 1 as in the tables."""
+    return {**asdict(one), "step": one.step + 1}

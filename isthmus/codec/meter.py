@@ -26,15 +26,17 @@ class Fidelity:
 
 
 def measure(sent_ND: Tensor, arrives_ND: Tensor) -> Fidelity:
-    """Compare two matrices over the rows that are finite in both; equal where there are none."""
+    """Compare two matrices over the rows that were finite when sent; equal where there are none."""
     sent, arrives = sent_ND.double(), arrives_ND.double()
-    is_finite = (sent.isfinite() & arrives.isfinite()).all(dim=1, keepdim=True)
+    is_finite = sent.isfinite().all(dim=1, keepdim=True)
     sent, arrives = torch.where(is_finite, sent, 0), torch.where(is_finite, arrives, 0)
     sums = torch.stack([one.sum() for one in (sent**2, arrives**2, sent * arrives, (sent - arrives) ** 2)])
     # One transfer, so that a device is waited for once.
     sent_sum, arrives_sum, product, lost = sums.tolist()
     if lost == 0:
         return Fidelity(relative_error=0.0, cosine=1.0)
+    if not math.isfinite(lost):
+        return Fidelity(relative_error=math.inf, cosine=0.0)
     norms = math.sqrt(sent_sum) * math.sqrt(arrives_sum)
     return Fidelity(
         relative_error=math.sqrt(lost / sent_sum) if sent_sum else math.inf,

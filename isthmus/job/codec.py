@@ -12,6 +12,7 @@ from isthmus.job.findings import FieldError, suggest
 
 CODEC_NAMES: Final = tuple(READERS)
 
+_MOST_DIGITS: Final = 9
 _TOKEN: Final = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)|(?P<word>[A-Za-z_]\w*)|(?P<mark>[|(),=]))", re.ASCII
 )
@@ -128,9 +129,9 @@ class _Parser:
         number = self._take("number")
         if number is None:
             self._fail("a number or a word")
-        if number.isdigit():
+        if len(number) <= _MOST_DIGITS and number.isdigit():
             return int(number)
-        if not math.isfinite(float(number)):
+        if number.isdigit() or not math.isfinite(float(number)):
             self._fail("a number that is not so large", at=start)
         return float(number)
 

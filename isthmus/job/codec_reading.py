@@ -47,7 +47,7 @@ class StepText:
         match self.arguments:
             case [int() | float() as number]:
                 return number
-        raise FieldError(f"{self.name} takes one number, {what}, not {self}", cure=f'for example "{example}"')
+        raise FieldError(f"{self.name} takes one number, {what}, not {self}", cure=f"for example {example}")
 
     def only_options(self, *known: str) -> None:
         """Refuse options that the step does not have."""
@@ -55,7 +55,7 @@ class StepText:
             if option not in known:
                 raise FieldError(
                     f"{self.name} has no option {option!r}",
-                    cure=suggest(option, known) if known else f'write "{self.name}" without it',
+                    cure=suggest(option, known) if known else "leave it out",
                 )
 
     def whole(self, option: str, default: int, *, least: int, most: int) -> int:
@@ -63,7 +63,8 @@ class StepText:
         value = self.options.get(option, default)
         if not isinstance(value, int) or not least <= value <= most:
             raise FieldError(
-                f"{option} of {self.name} must be a whole number from {least} to {most}, not {value}"
+                f"{option} of {self.name} must be a whole number from {least} to {most}, not {value}",
+                cure=f"for example {option}={default}",
             )
         return value
 
@@ -72,7 +73,7 @@ def _plain(step: CodecStep) -> Callable[[StepText], CodecStep]:
     def read(text: StepText) -> CodecStep:
         text.only_options()
         if text.arguments:
-            raise FieldError(f"{text.name} takes no arguments, not {text}", cure=f'write "{text.name}"')
+            raise FieldError(f"{text.name} takes no arguments, not {text}", cure="leave the brackets out")
         return step
 
     return read
@@ -81,26 +82,28 @@ def _plain(step: CodecStep) -> Callable[[StepText], CodecStep]:
 def _integers(bits: int) -> Callable[[StepText], CodecStep]:
     def read(text: StepText) -> CodecStep:
         text.only_options("group", "scale")
-        is_stochastic = _is_stochastic(text)
-        if is_stochastic and bits == 2:
-            raise FieldError(
-                "int2 cannot be stochastic: its levels clip what is large, which no rounding makes unbiased",
-                cure='write "int4(stochastic)", or "int2"',
-            )
+        is_stochastic = _is_stochastic(text, may_be=bits > 2)
         return Integers(bits=bits, group=_group(text), is_stochastic=is_stochastic)
 
     return read
 
 
-def _is_stochastic(text: StepText) -> bool:
+def _is_stochastic(text: StepText, *, may_be: bool) -> bool:
     match text.arguments:
         case []:
             return False
-        case ["stochastic"]:
+        case ["stochastic"] if may_be:
             return True
+        case ["stochastic"]:
+            raise FieldError(
+                f"{text.name} cannot be stochastic: its levels clip what is large, which no rounding makes "
+                "unbiased",
+                cure=f'write "int4(stochastic)", or "{text.name}"',
+            )
+    takes, example = ('"stochastic", ', "stochastic, group=32") if may_be else ("", "group=32")
     raise FieldError(
-        f'{text.name} takes "stochastic", group=… or scale=tensor, not {text}',
-        cure=f'for example "{text.name}(stochastic, group=32)"',
+        f"{text.name} takes {takes}group=… or scale=tensor, not {text}",
+        cure=f'for example "{text.name}({example})"',
     )
 
 
@@ -116,37 +119,40 @@ def _group(text: StepText) -> int | None:
 
 
 def _topk(text: StepText) -> CodecStep:
-    text.only_options()
-    ratio = text.one_number(what="the share of elements kept", example="topk(0.1)")
-    return TopK(ratio=_share(text, ratio))
+    return TopK(ratio=_share(text, what="the share of elements kept", example='"topk(0.1)"'))
 
 
 def _svd(text: StepText) -> CodecStep:
-    text.only_options()
-    ratio = text.one_number(what="the share of elements kept", example="svd(0.6)")
-    return Svd(ratio=_share(text, ratio))
+    return Svd(ratio=_share(text, what="the share of elements kept", example='"svd(0.6)"'))
 
 
 def _feedback(text: StepText) -> CodecStep:
+    what, example = "the share of the last error that is added", 'backward = "feedback(0.9) | topk(0.1)"'
+    return Feedback(decay=_share(text, what=what, example=example))
+
+
+def _share(text: StepText, *, what: str, example: str) -> float:
     text.only_options()
-    decay = text.one_number(what="the share of the last error that is added", example="feedback(0.9)")
-    return Feedback(decay=_share(text, decay))
-
-
-def _share(text: StepText, number: float) -> float:
+    number = text.one_number(what=what, example=example)
     if not 0 < number <= 1:
-        raise FieldError(f"{text} must have a number above 0 and at most 1")
+        raise FieldError(f"{text} must have a number above 0 and at most 1", cure=f"for example {example}")
     return float(number)
 
 
 def _subspace(text: StepText) -> CodecStep:
     text.only_options("anchor", "every")
-    rank = text.one_number(what="the number of directions kept", example="subspace(64)")
+    example = '"subspace(64)"'
+    rank = text.one_number(what="the number of directions kept", example=example)
     if not isinstance(rank, int) or not 1 <= rank <= _MOST_RANK:
-        raise FieldError(f"{text} must keep a whole number of directions, from 1 to {_MOST_RANK}")
+        raise FieldError(
+            f"{text} must keep a whole number of directions, from 1 to {_MOST_RANK}",
+            cure=f"for example {example}",
+        )
     anchor = text.options.get("anchor", Anchor.NONE)
     if anchor not in tuple(Anchor):
-        raise FieldError(f"anchor must be {' or '.join(Anchor)}, not {anchor}")
+        raise FieldError(
+            f"anchor must be {' or '.join(Anchor)}, not {anchor}", cure=suggest(str(anchor), map(str, Anchor))
+        )
     every = text.whole("every", DEFAULT_EVERY, least=1, most=_MOST_EVERY)
     return Subspace(rank=rank, anchor=Anchor(anchor), every=every)
 

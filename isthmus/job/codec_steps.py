@@ -155,10 +155,10 @@ CodecStep: TypeAlias = Format | Transform
 def check_order(steps: tuple[CodecStep, ...]) -> None:
     """Say why a step cannot stand where it does, if one cannot."""
     for index, step in enumerate(steps):
-        before, behind = steps[:index], steps[index + 1 :]
-        _check_place(step, before, behind)
-        if any(type(one) is type(step) for one in before):
+        if any(type(one) is type(step) for one in steps[:index]):
             raise FieldError(f"{_name(step)} is there twice", cure="give each step once")
+        _check_company(step, steps)
+        _check_place(steps, index)
 
 
 def gradient_steps(forward: tuple[CodecStep, ...], backward: tuple[CodecStep, ...]) -> tuple[CodecStep, ...]:
@@ -170,8 +170,8 @@ def gradient_steps(forward: tuple[CodecStep, ...], backward: tuple[CodecStep, ..
             _check_in_subspace(subspace, backward)
             own = tuple(step for step in backward if step != subspace)
             return (SameBasis(rank=subspace.rank), *own)
-        case _, (Feedback() as feedback, *rest):
-            return (feedback, *gradient_steps(forward, tuple(rest)))
+        case _, (Feedback() | Center() as first, *rest):
+            return (first, *gradient_steps(forward, tuple(rest)))
         case (TopK(ratio=one), *_), (TopK(ratio=other), *rest) if one == other:
             return (SameIndices(ratio=one), *rest)
         case _, (Subspace(), *_):
@@ -189,41 +189,59 @@ def _check_in_subspace(subspace: Subspace, backward: tuple[CodecStep, ...]) -> N
                 f"a gradient crosses in the basis of its activation, {subspace}, not in that of {step}",
                 cure=f'let the backward codec begin with "{subspace}", or leave that to the forward one',
             )
-        if isinstance(step, Feedback | TopK | Svd):
+        if isinstance(step, Feedback | Center | TopK | Svd):
             raise FieldError(
                 f"{_name(step)} has no place behind a subspace: the gradient already crosses in its basis",
                 cure='take a format for the backward codec, such as "int4(stochastic)"',
             )
 
 
-def _check_place(step: CodecStep, before: tuple[CodecStep, ...], behind: tuple[CodecStep, ...]) -> None:
+def _check_company(step: CodecStep, steps: tuple[CodecStep, ...]) -> None:
+    if not any(isinstance(one, Subspace) for one in steps):
+        return
+    match step:
+        case Center():
+            raise FieldError(
+                "center has no place with a subspace, which has a mean of its own",
+                cure=_advise("leave center out", _without(step, steps)),
+            )
+        case Feedback():
+            raise FieldError(
+                "feedback has no place with a subspace: it is for gradients, and those cross in the basis of "
+                "their activations",
+                cure=_advise("leave feedback out", _without(step, steps)),
+            )
+
+
+def _check_place(steps: tuple[CodecStep, ...], index: int) -> None:
+    step, before, behind = steps[index], steps[:index], steps[index + 1 :]
     match step:
         case Raw() | Fp16() | Bf16() | Integers() if behind:
             raise FieldError(
                 f"{_name(behind[0])} cannot follow {_name(step)}: after {_name(step)} there are only bytes",
-                cure=f'a format is the last step: "{behind[0]} | {step}"',
+                cure=_one_format_last(steps),
             )
         case Feedback() if before:
             raise FieldError(
                 "feedback must be the first step, since it gives back what all the others lost",
-                cure='for example "feedback(0.9) | topk(0.1) | int8"',
+                cure=_advise("let feedback come first", (step, *_without(step, steps))),
             )
         case Feedback() if not any(not isinstance(one, Raw) for one in behind):
             raise FieldError("feedback needs a step behind it that loses something", cure='such as "int4"')
         case Center() if any(not isinstance(one, Feedback) for one in before):
             raise FieldError(
                 f"center cannot follow {_name(before[-1])}: it takes off the mean of the tensors themselves",
-                cure="let center come first",
+                cure=_advise(f"let center come before {_name(before[-1])}", _center_first(steps)),
             )
-        case Subspace() if any(not isinstance(one, Feedback) for one in before):
+        case Subspace() if before:
             raise FieldError(
                 f"subspace cannot follow {_name(before[-1])}: it learns the basis of the tensors themselves",
-                cure="let subspace come first",
+                cure=_advise("leave out what comes before subspace", steps[index:]),
             )
         case Svd() | TopK() if any(isinstance(one, Subspace) for one in before):
             raise FieldError(
                 f"{_name(step)} cannot follow subspace, which has already kept the directions that matter",
-                cure="take a smaller subspace",
+                cure=_advise(f"leave {_name(step)} out, or take a smaller subspace", _without(step, steps)),
             )
         case Rotate() if not (behind and isinstance(behind[0], Integers)):
             raise FieldError(
@@ -231,6 +249,42 @@ def _check_place(step: CodecStep, before: tuple[CodecStep, ...], behind: tuple[C
                 "share a scale, and no other step has scales",
                 cure='for example "rotate | int4"',
             )
+
+
+def _one_format_last(steps: tuple[CodecStep, ...]) -> str:
+    formats = tuple(step for step in steps if isinstance(step, Format))
+    if len(formats) > 1:
+        choices = dict.fromkeys(f'"{one}"' for one in formats)
+        return f"give one format: {' or '.join(choices)}"
+    codec = _quoted((*(step for step in steps if step not in formats), *formats))
+    return (
+        f"a format is the last step: {codec}" if codec else 'a format is the last step, as in "rotate | int8"'
+    )
+
+
+def _center_first(steps: tuple[CodecStep, ...]) -> tuple[CodecStep, ...]:
+    """Behind feedback at most."""
+    places = {Feedback: 0, Center: 1}
+    return tuple(sorted(steps, key=lambda step: places.get(type(step), 2)))
+
+
+def _advise(advice: str, steps: tuple[CodecStep, ...]) -> str:
+    """The advice, and the codec that it leads to, unless that would be refused as well."""
+    codec = _quoted(steps)
+    return f"{advice}: {codec}" if codec else advice
+
+
+def _quoted(steps: tuple[CodecStep, ...]) -> str | None:
+    try:
+        check_order(steps)
+    except FieldError:
+        return None
+    codec = " | ".join(map(str, steps))
+    return f'backward = "{codec}"' if isinstance(steps[0], Feedback) else f'"{codec}"'
+
+
+def _without(step: CodecStep, steps: tuple[CodecStep, ...]) -> tuple[CodecStep, ...]:
+    return tuple(one for one in steps if one != step)
 
 
 def _name(step: CodecStep) -> str:

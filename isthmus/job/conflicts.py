@@ -1,4 +1,4 @@
-"""Checks that need the whole job: clouds and links that do not fit each other.
+"""Checks that need the whole job: clouds, links and accelerators that do not fit each other.
 
 They read the TOML-shaped tables rather than the models, so that they also speak when some other key is wrong.
 """
@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from isthmus.job.address import Address, parse_address
-from isthmus.job.findings import FieldError, Finding, Tables, entries, entry_name, link_pair, suggest
+from isthmus.job.findings import (
+    FieldError,
+    Finding,
+    Tables,
+    entries,
+    entry_name,
+    link_pair,
+    plain_name,
+    suggest,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +38,20 @@ class _NamedLink:
 
 
 def find_conflicts(tables: Tables) -> tuple[Finding, ...]:
-    """Return all that is wrong between the clouds and links of a job."""
+    """Return all that is wrong between the clouds, the links and the accelerators of a job."""
     clouds, links = list(_clouds(tables)), list(_links(tables))
     in_links = [finding for link in links for finding in _in_link(link, clouds, links)]
     # An unreadable or mistyped link would make some cloud look unlinked: name the cause only.
     all_readable = len(links) == len(entries(tables, "link"))
     unlinked = _unlinked(clouds, links) if all_readable and not in_links else ()
-    return (*_no_cloud(tables), *_same_name(clouds), *_same_address(clouds), *in_links, *unlinked)
+    return (
+        *_no_cloud(tables),
+        *_same_name(clouds),
+        *_same_address(clouds),
+        *in_links,
+        *unlinked,
+        *_same_accelerator(tables),
+    )
 
 
 def _clouds(tables: Tables) -> Iterator[_NamedCloud]:
@@ -119,3 +135,19 @@ def _unlinked(clouds: list[_NamedCloud], links: list[_NamedLink]) -> Iterator[Fi
                 what="no link reaches it",
                 cure=f'add a [[link]] with between = ["{others[0]}", "{cloud.name}"]',
             )
+
+
+def _same_accelerator(tables: Tables) -> Iterator[Finding]:
+    owners: dict[str, str] = {}
+    for index, entry in enumerate(entries(tables, "accelerator")):
+        name = entry_name("accelerator", entry)
+        if not name:
+            continue
+        plain = plain_name(name)
+        if plain in owners:
+            yield Finding(
+                place=("accelerator", index, "name"),
+                what=f"means the same device as {owners[plain]!r}, case and punctuation aside",
+                cure="keep one of the two, or give them names that differ in letters or digits",
+            )
+        owners.setdefault(plain, name)

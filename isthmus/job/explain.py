@@ -28,6 +28,7 @@ _WHAT: Final = {
     "model_type": "must be a table, not {value}",
     "string_too_short": "must not be empty",
     "string_type": "must be text, not {value}",
+    "too_long": "has {actual_length} entries, and {max_length} are the most",
     "tuple_type": "must be a list of tables, not {value}",
     "union_tag_invalid": "must be one of {expected_tags}, not '{tag}'",
     "union_tag_not_found": "is missing",
@@ -53,13 +54,24 @@ def _what(detail: ErrorDetails) -> str:
     if "error" in context:
         return str(context["error"])
     sentence = _WHAT.get(detail["type"])
-    return sentence.format(value=show_value(detail["input"]), **context) if sentence else detail["msg"]
+    if sentence is None:
+        return detail["msg"]
+    return sentence.format(
+        value=show_value(detail["input"]), **{key: _whole(one) for key, one in context.items()}
+    )
+
+
+def _whole(limit: object) -> object:
+    """1000000 rather than 1000000.0."""
+    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
 
 
 def _cure(detail: ErrorDetails, place: Place) -> str:
     error = detail.get("ctx", {}).get("error")
     if isinstance(error, FieldError) and error.cure:
         return error.cure
+    if detail["type"] == "too_long":
+        return "leave some out"
     meant = _meant(detail)
     if meant is not None:
         return f"did you mean {meant!r}?"

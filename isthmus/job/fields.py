@@ -17,8 +17,8 @@ from pydantic import (
 
 from isthmus.job.address import Address, format_proxy, parse_address, parse_proxy, parse_public_address
 from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec, parse_boundary
-from isthmus.job.codec import CodecSpec, parse_codec
-from isthmus.job.findings import FieldError, show_value
+from isthmus.job.codec import CODEC_NAMES, CodecSpec, parse_codec
+from isthmus.job.findings import FieldError, show_value, suggest
 from isthmus.units import (
     format_bandwidth,
     format_bytes,
@@ -34,6 +34,16 @@ FROM_FILE: Final = "from a job file"
 """Validation context of values read from a job file, where a number other than 0 needs its unit."""
 
 _MAX_STRIPES: Final = 64
+# Wide enough for all that is built or planned, and narrow enough to catch a unit that slipped.
+_SLOWEST_BPS: Final = 1e3
+_FASTEST_BPS: Final = 100e12
+_LONGEST_TRIP_S: Final = 60
+_SLOWEST_FLOPS: Final = 1e9
+_FASTEST_FLOPS: Final = 1e18
+_LARGEST_MEMORY_BYTES: Final = 2**50
+_SLOWEST_MEMORY_BYTES_PER_S: Final = 1e6
+_FASTEST_MEMORY_BYTES_PER_S: Final = 1e15
+_HIGHEST_PRICE_USD: Final = 1_000_000
 
 
 class Frozen(BaseModel):
@@ -83,10 +93,13 @@ class _Bounded:
         raise FieldError(f"must be text with a unit, not {show_value(value)}")
 
 
-_BANDWIDTH: Final = _Bounded(parse=parse_bandwidth_bps, format=format_bandwidth, least=1)
+_BANDWIDTH: Final = _Bounded(
+    parse=parse_bandwidth_bps, format=format_bandwidth, least=_SLOWEST_BPS, most=_FASTEST_BPS
+)
 _DURATION: Final = _Bounded(parse=parse_duration_s, format=format_duration, least=0)
-_MEMORY: Final = _Bounded(parse=parse_bytes, format=format_bytes, least=1)
-_FLOPS: Final = _Bounded(parse=parse_flops, format=format_flops, least=1)
+_TRIP: Final = replace(_DURATION, most=_LONGEST_TRIP_S)
+_MEMORY: Final = _Bounded(parse=parse_bytes, format=format_bytes, least=1, most=_LARGEST_MEMORY_BYTES)
+_FLOPS: Final = _Bounded(parse=parse_flops, format=format_flops, least=_SLOWEST_FLOPS, most=_FASTEST_FLOPS)
 _HEARTBEAT_TIMEOUT: Final = replace(_DURATION, least=1, most=3600)
 _CHECKPOINT_INTERVAL: Final = replace(_DURATION, least=1, most=7 * 86400)
 _CACHE: Final = replace(_MEMORY, least=0)
@@ -104,7 +117,12 @@ def _format_bytes_per_s(bytes_per_s: float, *, exact: bool = False) -> str:
     return f"{format_bytes(round(bytes_per_s), exact=exact)}/s"
 
 
-_MEMORY_BANDWIDTH: Final = _Bounded(parse=_parse_bytes_per_s, format=_format_bytes_per_s, least=1)
+_MEMORY_BANDWIDTH: Final = _Bounded(
+    parse=_parse_bytes_per_s,
+    format=_format_bytes_per_s,
+    least=_SLOWEST_MEMORY_BYTES_PER_S,
+    most=_FASTEST_MEMORY_BYTES_PER_S,
+)
 
 
 def _read_directions(value: object, info: ValidationInfo) -> tuple[float, ...]:
@@ -136,7 +154,12 @@ def read_codec(value: object) -> CodecSpec | Literal["auto"]:
         return value
     if not isinstance(value, str):
         raise FieldError(f"must be the text of a codec, not {show_value(value)}")
-    return "auto" if value == "auto" else parse_codec(value)
+    name = value.strip()
+    if name == "auto":
+        return "auto"
+    if name.isidentifier() and name not in CODEC_NAMES:
+        raise FieldError(f"unknown codec {name!r}", cure=suggest(name, ("auto", *CODEC_NAMES)))
+    return parse_codec(value)
 
 
 def _read_boundary(value: object) -> BoundarySpec:
@@ -182,10 +205,10 @@ Directions = Annotated[
     BeforeValidator(_read_directions, json_schema_input_type=str | tuple[str, str]),
     PlainSerializer(_write_directions),
 ]
-Duration = Annotated[
+TripTime = Annotated[
     float,
-    BeforeValidator(_DURATION.read, json_schema_input_type=str | Literal[0]),
-    PlainSerializer(_DURATION.write),
+    BeforeValidator(_TRIP.read, json_schema_input_type=str | Literal[0]),
+    PlainSerializer(_TRIP.write),
 ]
 HeartbeatTimeout = Annotated[
     float,
@@ -214,6 +237,7 @@ CacheMemory = Annotated[
 Flops = Annotated[
     float, BeforeValidator(_FLOPS.read, json_schema_input_type=str), PlainSerializer(_FLOPS.write)
 ]
+Price = Annotated[float, Field(ge=0, le=_HIGHEST_PRICE_USD)]
 Listen = Annotated[Address, _address(parse_public_address), PlainSerializer(str)]
 Gateway = Annotated[Address, _address(parse_address), PlainSerializer(str)]
 Proxy = Annotated[Address, _address(parse_proxy), PlainSerializer(format_proxy)]

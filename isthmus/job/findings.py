@@ -76,6 +76,11 @@ def _dotted(keys: Sequence[str | int]) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
 
 
+def plain_name(name: str) -> str:
+    """A device's name without what people spell differently: `H-100` is `h100`."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return the cure for a word that is not among the known ones."""
     choices = list(known)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from isthmus.job.fields import Deadline, Flops, Frozen, Memory, MemoryBandwidth
+from isthmus.job.fields import Deadline, Flops, Frozen, Memory, MemoryBandwidth, Price
 
 
 class LimitsSpec(Frozen):
@@ -50,4 +50,4 @@ class AcceleratorSpec(Frozen):
         description="speed of that memory; as an A100's unless given",
         examples=["3.35 TB/s"],
     )
-    usd_per_hour: float | None = Field(default=None, ge=0, description="price of one device", examples=[2.5])
+    usd_per_hour: Price | None = Field(default=None, description="price of one device", examples=[2.5])

@@ -16,12 +16,12 @@ from pydantic import (
 from isthmus.job.address import Address
 from isthmus.job.boundary import HiddenSpec
 from isthmus.job.codec import CodecSpec, gradient_codec, parse_codec
+from isthmus.job.codec_steps import Feedback
 from isthmus.job.fields import (
     Bandwidth,
     BoundaryChoice,
     CodecChoice,
     Directions,
-    Duration,
     Flops,
     Frozen,
     Gateway,
@@ -29,14 +29,17 @@ from isthmus.job.fields import (
     Listen,
     Memory,
     Pair,
+    Price,
     Proxy,
     Stripes,
+    TripTime,
     read_codec,
 )
 from isthmus.job.findings import FieldError, show_value
 
 _CLOUD_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _RAW: Final = parse_codec("raw")
+_MAX_RANKS: Final = 16384
 
 
 def _checked_cloud_name(name: str) -> str:
@@ -63,7 +66,13 @@ class CloudSpec(Frozen):
     device: Literal["cuda", "npu", "xpu", "cpu", "auto"] = Field(
         default="auto", description="kind of device", examples=["cuda"]
     )
-    ranks: int = Field(default=1, ge=1, description="number of devices, one process each", examples=[8])
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        le=_MAX_RANKS,
+        description="number of devices, one process each; at most 16384",
+        examples=[8],
+    )
     sharding: Literal["auto", "none", "optimizer", "full"] = Field(
         default="auto",
         description="what of a stage the cloud's ranks share out: nothing, all but the gathered weights of a "
@@ -108,9 +117,7 @@ class CloudSpec(Frozen):
         description="folder of this cloud's key and certificates",
         examples=["certs"],
     )
-    usd_per_hour: float | None = Field(
-        default=None, ge=0, description="price of the whole cloud", examples=[20.0]
-    )
+    usd_per_hour: Price | None = Field(default=None, description="price of the whole cloud", examples=[20.0])
 
 
 class CodecSpecs(Frozen):
@@ -125,9 +132,35 @@ class CodecSpecs(Frozen):
 
     @model_validator(mode="after")
     def _fit_each_other(self) -> Self:
-        if isinstance(self.forward, CodecSpec) and isinstance(self.backward, CodecSpec):
-            gradient_codec(self.forward, self.backward)
+        if isinstance(self.forward, CodecSpec):
+            if isinstance(self.backward, CodecSpec):
+                gradient_codec(self.forward, self.backward)
+            _check_forward(self.forward, self.backward)
         return self
+
+
+def _check_forward(forward: CodecSpec, backward: CodecSpec | Literal["auto"]) -> None:
+    first, *rest = forward.steps
+    if isinstance(first, Feedback):
+        raise FieldError(
+            "the forward codec can have no feedback: what one sample lost would be added to another",
+            cure=_feedback_cure(first, CodecSpec(steps=tuple(rest)), backward),
+        )
+
+
+def _feedback_cure(feedback: Feedback, forward: CodecSpec, backward: CodecSpec | Literal["auto"]) -> str:
+    try:
+        gradients = _with_feedback(feedback, forward if isinstance(backward, str) else backward)
+        gradient_codec(forward, gradients)
+    except FieldError:
+        return f'leave it out: forward = "{forward}"'
+    return f'use it for gradients: codec = {{ forward = "{forward}", backward = "{gradients}" }}'
+
+
+def _with_feedback(feedback: Feedback, codec: CodecSpec) -> CodecSpec:
+    if isinstance(codec.steps[0], Feedback):
+        return codec
+    return CodecSpec(steps=(feedback, *codec.steps))
 
 
 def _read_codecs(value: object) -> object:
@@ -136,7 +169,7 @@ def _read_codecs(value: object) -> object:
     if not isinstance(value, str):
         raise FieldError(f"must be the text of a codec or a table, not {show_value(value)}")
     both = read_codec(value)
-    return CodecSpecs(forward=both, backward=both)
+    return {"forward": both, "backward": both}
 
 
 def _write_codecs(codecs: CodecSpecs, serialize: SerializerFunctionWrapHandler) -> object:
@@ -153,13 +186,13 @@ class LinkSpec(Frozen):
         description="bandwidth, one text for both ways or a list: first to second cloud, second to first",
         examples=["1 Gbps"],
     )
-    rtt_s: Duration | None = Field(
+    rtt_s: TripTime | None = Field(
         default=None, alias="rtt", description="round-trip time, as ping shows it", examples=["60 ms"]
     )
-    jitter_s: Duration = Field(
+    jitter_s: TripTime = Field(
         default=0.0, alias="jitter", description="variation of the round-trip time", examples=["2 ms"]
     )
-    handling_s: Duration = Field(
+    handling_s: TripTime = Field(
         default=0.0,
         alias="handling",
         description="what both ends take to hand a message over, beside its way; for planning",
@@ -180,8 +213,8 @@ class LinkSpec(Frozen):
         description="a peer that is silent for this long is lost; 1 s to 1 h",
         examples=["30 s"],
     )
-    usd_per_gib: float | None = Field(
-        default=None, ge=0, description="price of the traffic, per GiB", examples=[0.08]
+    usd_per_gib: Price | None = Field(
+        default=None, description="price of the traffic, per GiB", examples=[0.08]
     )
     codec: Annotated[
         CodecSpecs,

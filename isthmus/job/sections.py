@@ -282,6 +282,11 @@ Strategy = Annotated[
 ]
 
 
+def why_not_run(kind: str) -> str | None:
+    """Why `isthmus run` cannot follow a strategy, None where it can; "auto" runs as a pipeline."""
+    return None if kind in ("auto", "pipeline") else f"strategy {kind!r} cannot be run yet"
+
+
 class TrainSpec(Frozen):
     """How long and how fast."""
 

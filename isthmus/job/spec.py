@@ -26,6 +26,7 @@ from isthmus.job.sections import (
 
 _JOB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_SEED: Final = 2**63 - 1
+_MAX_CLOUDS: Final = 64
 
 CONFLICT: Final = "conflict"
 """Type of the validation error that carries what `find_conflicts` found."""
@@ -62,7 +63,10 @@ class Job(Frozen):
         default=None, description="what is trained on", examples=[{"source": "corpus/*.jsonl"}]
     )
     cloud: tuple[CloudSpec, ...] = Field(
-        strict=False, description="the clusters", examples=[[{"name": "east"}]]
+        max_length=_MAX_CLOUDS,
+        strict=False,
+        description="the clusters, at most 64",
+        examples=[[{"name": "east"}]],
     )
     link: tuple[LinkSpec, ...] = Field(
         default=(),
@@ -134,5 +138,8 @@ class Job(Frozen):
     @property
     def digest(self) -> str:
         """SHA-256 in hex of all that every cloud must agree on."""
-        agreed = self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
-        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.agreed(), sort_keys=True).encode()).hexdigest()
+
+    def agreed(self) -> dict[str, Any]:
+        """All that every cloud must agree on, as tables."""
+        return self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)

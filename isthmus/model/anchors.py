@@ -32,6 +32,11 @@ class Anchors(nn.Module, ABC):
     def learn(self, observed: Observed) -> Tensor:
         """Take what was observed; gives the covariance of hidden states around these anchors."""
 
+    @property
+    def rows(self) -> nn.Parameter | None:
+        """What it has a row of for each token id."""
+        return None
+
     @torch.no_grad()
     def round_values(self) -> None:
         """Keep only what crosses a link at half the bytes, so that both ends begin with the same values."""
@@ -72,6 +77,11 @@ class TableAnchors(Anchors):
         """The mean of each token's id."""
         return self.mean + self.unit * F.embedding(ids_BT, self.table)
 
+    @property
+    def rows(self) -> nn.Parameter:
+        """The table."""
+        return self.table
+
     @torch.no_grad()
     def learn(self, observed: Observed) -> Tensor:
         """Take the means; an id that never came keeps the mean of all."""
@@ -97,6 +107,11 @@ class FactoredAnchors(Anchors):
     def forward(self, ids_BT: Tensor) -> Tensor:
         """The mean of each token's id."""
         return self.mean + self.unit * (F.embedding(ids_BT, self.codes) @ self.directions)
+
+    @property
+    def rows(self) -> nn.Parameter:
+        """The few numbers of each id."""
+        return self.codes
 
     @torch.no_grad()
     def learn(self, observed: Observed) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 _NUM_RUNS = 2
 
@@ -55,9 +56,12 @@ class Meter:
         return self._beside.num_bytes
 
     @contextmanager
-    def beside(self, standing: Iterable[Tensor]) -> Iterator[None]:
-        """Note what is kept outside the layers within this block; what stands there anyway is not counted."""
-        self._beside.leave_out(standing)
+    def beside(self, standing: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        """Note what is kept outside the layers within this block; what stands there anyway is not counted.
+
+        It is asked for again and again, as gathered weights come and go.
+        """
+        self._beside.standing = standing
         with self._beside.noting():
             yield
 
@@ -94,6 +98,7 @@ class _Saved:
     """Storages that autograd keeps; each counts once, however many tensors lie in it."""
 
     def __init__(self) -> None:
+        self.standing: Callable[[], Iterable[Tensor]] = tuple
         self._bytes: dict[int, int] = {}
         self._left_out: set[int] = set()
 
@@ -102,17 +107,24 @@ class _Saved:
         return sum(self._bytes.values())
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        self._left_out.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        self._left_out.update(map(_address, tensors))
 
     def note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._left_out:
-            self._bytes[storage.data_ptr()] = storage.nbytes()
+        address = _address(tensor)
+        if address not in self._left_out and address not in map(_address, self.standing()):
+            self._bytes[address] = tensor.untyped_storage().nbytes()
         # An operation's own output, kept with its history, would never be freed.
         return tensor.detach()
 
     def noting(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self.note, lambda tensor: tensor)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where it lies; of a tensor that ranks share, this one's part."""
+    with torch.no_grad():
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.untyped_storage().data_ptr()
 
 
 class _Stopwatch:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from isthmus.model.anchors import Anchors
 from isthmus.model.bottleneck import Down, Up
 from isthmus.model.boundary import Batch, StageInput, StageOutput
 from isthmus.model.families.family import Family, Router
@@ -85,6 +86,12 @@ class Stage(nn.Module):
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """All that it trains: the model's by Hugging Face's names, and those of `down` and `up`."""
         return {_short(name): one for name, one in self.named_parameters() if one.requires_grad}
+
+    def tables(self) -> set[nn.Parameter]:
+        """Weights with a row for each token, or place, of which a micro-batch has but some."""
+        found: list[object] = [one.rows for one in self.modules() if isinstance(one, Anchors)]
+        found += [one.weight for one in self.modules() if isinstance(one, nn.Embedding)]
+        return {one for one in found if isinstance(one, nn.Parameter)}
 
     def tensors_by_name(self) -> dict[str, Tensor]:
         """All that a checkpoint holds of it, under the same names; what is shared, once."""
@@ -179,7 +186,7 @@ class Stage(nn.Module):
         if stay.meter is None:
             yield
             return
-        with stay.meter.beside([*self.parameters(), *self.buffers()]):
+        with stay.meter.beside(lambda: [*self.parameters(), *self.buffers()]):
             yield
         stay.measured(stay.meter)
 

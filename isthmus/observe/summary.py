@@ -10,6 +10,7 @@ from typing import Final
 from isthmus.events import (
     CODING_KINDS,
     COMPUTE_KINDS,
+    MEASURED_KIND,
     STARTED_KIND,
     WAITING_KIND,
     Event,
@@ -38,6 +39,16 @@ class CloudSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodingError:
+    """The worst of the messages one way that their sender measured; an error of None lost everything."""
+
+    track: str
+    """Such as east→west."""
+    relative_error: float | None
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """A whole run; the first step, in which everything warms up, does not count for times."""
 
@@ -53,6 +64,7 @@ class Summary:
     """Of what crossed between stages, with all that goes around it on the line."""
     ratio_to_float32: float | None = None
     ratio_to_bfloat16: float | None = None
+    coding_errors: tuple[CodingError, ...] = ()
 
     @property
     def bubble(self) -> float | None:
@@ -93,7 +105,24 @@ def summarize(run: Path) -> Summary:
         bits_per_element=bits,
         ratio_to_float32=32 / bits if bits else None,
         ratio_to_bfloat16=16 / bits if bits else None,
+        coding_errors=coding_errors(facts),
     )
+
+
+def coding_errors(facts: Iterable[Fact]) -> tuple[CodingError, ...]:
+    """The worst measured message of each way over a cut."""
+    worst: dict[str, CodingError] = {}
+    for values in (fact.values for fact in facts if fact.kind == MEASURED_KIND):
+        error = values["relative_error"]
+        found = CodingError(
+            track=str(values["track"]),
+            relative_error=None if error is None else _number(error),
+            cosine=_number(values["cosine"]),
+        )
+        known = worst.get(found.track)
+        if known is None or found.cosine < known.cosine:
+            worst[found.track] = found
+    return tuple(worst.values())
 
 
 def bits_per_element(facts: Iterable[Fact]) -> float | None:

@@ -251,14 +251,17 @@ def _explain(
     backward_s |= {chosen.pair.backward: chosen.backward_s}
     has_faster = any(one.pace_s(figures) < pace_s for one in options)
     scene = _Scene(interval_s=figures.interval_s, pace_s=pace_s, has_faster=has_faster)
-    reason = (
-        f"activations {scene.sentence(chosen.pair.forward, forward_s, is_own=bounds.forward is not None)}"
+    told = scene.sentence(
+        chosen.pair.forward, forward_s, author=_author(bounds.forward, bounds.least_forward_bytes)
     )
+    reason = f"activations {told}"
     if chosen.edition_s:
         reason += f", its basis adds {format_duration(chosen.edition_s)}"
     if crossing.has_gradient:
-        is_own = bounds.backward is not None
-        reason += f"; gradients {scene.sentence(chosen.pair.backward, backward_s, is_own=is_own)}"
+        told = scene.sentence(
+            chosen.pair.backward, backward_s, author=_author(bounds.backward, bounds.least_backward_bytes)
+        )
+        reason += f"; gradients {told}"
     return Choice(
         pair=chosen.pair,
         loss=chosen.loss,
@@ -270,6 +273,13 @@ def _explain(
     )
 
 
+def _author(own: CodecSpec | None, least_bytes: int) -> str:
+    """Who gave a direction its codec, where it is not chosen here: the guard, if the job's was too strong."""
+    if own is None:
+        return ""
+    return "as the guard has it" if least_bytes else "as the job says"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scene:
     """What both directions are told against; `has_faster` where only a basis makes stronger codecs slower."""
@@ -278,12 +288,12 @@ class _Scene:
     pace_s: float
     has_faster: bool
 
-    def sentence(self, codec: CodecSpec, seconds: Mapping[CodecSpec, float], *, is_own: bool) -> str:
+    def sentence(self, codec: CodecSpec, seconds: Mapping[CodecSpec, float], *, author: str) -> str:
         """Such as "raw: 12 ms on the line is hidden behind 30 ms of compute"; there are milder codecs too."""
         own_s, compute = seconds[codec], f"{format_duration(self.interval_s)} of compute"
-        start = f"{codec}{', as the job says' if is_own else ''}: {format_duration(own_s)} on the line is"
+        start = f"{codec}{f', {author}' if author else ''}: {format_duration(own_s)} on the line is"
         if own_s >= self.pace_s > self.interval_s:
-            return f"{start} more than {compute}, and {self._excuse(is_own=is_own)}"
+            return f"{start} more than {compute}, and {self._excuse(is_own=bool(author))}"
         reason = f"hidden behind {compute}"
         if own_s > self.interval_s:
             reason = f"less than the {format_duration(self.pace_s)} of the other direction"

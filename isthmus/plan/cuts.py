@@ -26,9 +26,14 @@ def first_trained(stage_layers: Sequence[range], num_frozen: int) -> int:
 
 
 def check_cuts(
-    links: Sequence[LinkSpec], stage_layers: Sequence[range], *, num_frozen: int, hidden_width: int
+    links: Sequence[LinkSpec],
+    stage_layers: Sequence[range],
+    *,
+    num_frozen: int,
+    hidden_width: int,
+    num_steps: int,
 ) -> None:
-    """Refuse bottlenecks that are none, that cannot learn, or that do not begin together."""
+    """Refuse bottlenecks that are none, that cannot learn, that do not begin together, or never."""
     check_frozen(num_frozen, num_layers=stage_layers[-1].stop)
     for link in links:
         link.boundary.check_width(hidden_width)
@@ -40,6 +45,19 @@ def check_cuts(
         raise UserError(
             f"the bottlenecks of a run begin together, but have warm-ups of {sorted(warmups)} steps",
             hint="give all of them the same warmup",
+        )
+    for link in links:
+        if isinstance(link.boundary, BottleneckSpec):
+            _check_begins(link.name, link.boundary, num_steps=num_steps)
+
+
+def _check_begins(name: str, bottleneck: BottleneckSpec, *, num_steps: int) -> None:
+    num_warmup_steps = bottleneck.num_warmup_steps
+    if num_warmup_steps >= num_steps:
+        steps = "step" if num_warmup_steps == 1 else "steps"
+        raise UserError(
+            f"the bottleneck of {name} begins after {num_warmup_steps} {steps}, but the run has {num_steps}",
+            hint=f"lower its warmup, or set train.steps to more than {num_warmup_steps}",
         )
 
 

@@ -98,8 +98,8 @@ class Pair:
     @property
     def projects_gradients(self) -> bool:
         """Whether gradients cross only where their activation did: what stays behind is no error."""
-        first = gradient_codec(self.forward, self.backward).steps[0]
-        return isinstance(first, SameBasis | SameIndices)
+        steps = gradient_codec(self.forward, self.backward).steps
+        return any(isinstance(step, SameBasis | SameIndices) for step in steps)
 
     def forward_bytes(self, crossing: Crossing) -> int:
         """Bytes of an activation on the line, without the editions that some bring along."""

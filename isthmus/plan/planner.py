@@ -21,12 +21,12 @@ from isthmus.plan.cuts import check_cuts, frozen_notes, links_along
 from isthmus.plan.replicated.data import data_plans
 from isthmus.plan.replicated.generator import generator_plans
 from isthmus.plan.search.assess import assess_all, assess_simulated, simulated_once, simulated_work
-from isthmus.plan.search.choice import Form, Plan, RunnerUp
-from isthmus.plan.search.limits import keep_limits, nothing_fits
+from isthmus.plan.search.choice import Form, Plan, RunnerUp, Warmup
+from isthmus.plan.search.limits import excess, keep_limits, keep_mild, nothing_fits
 from isthmus.plan.search.settings import Found, search
 from isthmus.plan.search.study import LOSSES, Study, study
 from isthmus.plan.search.supply import microbatch_choices
-from isthmus.units import format_duration, shorten
+from isthmus.units import format_bytes, format_duration, shorten
 
 Progress = Callable[[str], None]
 
@@ -40,6 +40,7 @@ _NUM_SIMULATED: Final = 4
 _NEARLY: Final = 0.02
 _MAX_ASSESSED: Final = 400
 _MAX_RUNNERS_UP: Final = 6
+_VERBS: Final = ("takes", "costs")
 
 
 def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: None) -> Plan:
@@ -52,7 +53,7 @@ def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: Non
     plans = _candidates(ready, progress)
     if not plans:
         raise nothing_fits(ready)
-    allowed = keep_limits(plans, job)
+    allowed = keep_mild(plans, job)
     simulated = _simulate_best(allowed, job, progress, is_quick=is_quick)
     best = _pick(keep_limits(simulated, job), job)
     if not is_quick:
@@ -82,8 +83,27 @@ def _cut_notes(best: Plan, ready: Study) -> Iterator[str]:
             layers,
             num_frozen=ready.supply.num_frozen,
             hidden_width=ready.model.width,
+            num_steps=ready.step.num_steps,
         )
         yield from frozen_notes(ready.job, best.clouds, layers)
+    if best.estimate.warmup is not None:
+        yield _warmup_note(best.estimate.warmup)
+    if best.estimate.usd_per_step is not None:
+        yield from _price_notes(best)
+
+
+def _price_notes(best: Plan) -> Iterator[str]:
+    """What is left out of the price."""
+    for link in best.links:
+        if link.usd_per_gib is None:
+            ends = "-".join(link.between)
+            yield f"without the traffic of {ends}, whose price is not known: set link.{ends}.usd_per_gib"
+
+
+def _warmup_note(warmup: Warmup) -> str:
+    first = "step crosses" if warmup.num_steps == 1 else f"{warmup.num_steps} steps cross"
+    size = format_bytes(int(shorten(warmup.wan_bytes)))
+    return f"the first {first} raw: {_short(warmup.step_s)} and {size} a step"
 
 
 def _candidates(ready: Study, progress: Progress) -> list[Plan]:
@@ -157,10 +177,13 @@ def _refuse_copies(ready: Study) -> list[Plan]:
 
 
 def _simulate_best(plans: Sequence[Plan], job: Job, progress: Progress, *, is_quick: bool) -> list[Plan]:
-    """The best by formula with the simulator's times, as many as the work allows, and one at the least."""
+    """The best by formula with the simulator's times, as many as the work allows, and one at the least.
+
+    Limits are for these times, so what is a little beyond them by formula is simulated too.
+    """
     done: list[Plan] = []
     work = 0
-    for one in sorted(plans, key=lambda one: _cost(one, job)):
+    for one in sorted(plans, key=lambda one: (excess(one, job), _cost(one, job))):
         work += simulated_work(one)
         most = _SIMULATED_PASSES if len(done) >= _NUM_SIMULATED else _MANY_SIMULATED_PASSES
         if done and (is_quick or work > most):
@@ -178,7 +201,7 @@ def _pick(plans: Sequence[Plan], job: Job) -> Plan:
         near,
         key=lambda one: (
             one.loss,
-            one.estimate.usd_per_step or 0.0,
+            one.estimate.total_usd or 0.0,
             len(one.savers),
             len(one.stages),
             _cost(one, job),
@@ -187,9 +210,9 @@ def _pick(plans: Sequence[Plan], job: Job) -> Plan:
 
 
 def _cost(plan: Plan, job: Job) -> float:
-    """What is to be least: money where there is a deadline, else time."""
-    usd = plan.estimate.usd_per_step
-    return plan.estimate.step_s if job.limits.deadline_s is None or usd is None else usd
+    """What is to be least of a run: money where there is a deadline, else time."""
+    usd = plan.estimate.total_usd
+    return plan.estimate.total_s if job.limits.deadline_s is None or usd is None else usd
 
 
 def _simulate_some(plans: Sequence[Plan]) -> list[Plan]:
@@ -237,12 +260,13 @@ def _why(other: Plan, best: Plan, job: Job) -> str:
         return f"takes {_short(its.total_s)}, longer than limits.deadline"
     if limits.budget_usd is not None and (its.total_usd or 0.0) > limits.budget_usd:
         return f"costs ${its.total_usd:,.0f}, more than limits.budget_usd"
-    if limits.deadline_s is not None and its.usd_per_step is not None and mine.usd_per_step:
-        return f"costs {its.usd_per_step / mine.usd_per_step - 1:+.0%} as much more"
-    slower = its.step_s / mine.step_s - 1
+    if limits.deadline_s is not None and its.total_usd is not None and mine.total_usd:
+        return f"costs {its.total_usd / mine.total_usd - 1:.0%} more"
+    slower = its.total_s / mine.total_s - 1
     if slower < _NEARLY:
         return "no faster, and dearer or less simple"
-    return f"{slower:.0%} slower: {_cause(other)}"
+    over = " over the run" if mine.warmup is not None or its.warmup is not None else ""
+    return f"{slower:.0%} slower{over}: {_cause(other)}"
 
 
 def _cause(plan: Plan) -> str:
@@ -266,7 +290,9 @@ def _reason(best: Plan, runners_up: Sequence[RunnerUp]) -> str:
     if not runners_up:
         return start
     other = runners_up[0]
-    return f"{start}; the next best, {other.what.partition(';')[0]}, is {other.why.partition(':')[0]}"
+    why = other.why.partition(":")[0]
+    verb = "" if why.startswith(_VERBS) else "is "
+    return f"{start}; the next best, {other.what.partition(';')[0]}, {verb}{why}"
 
 
 def _short(seconds: float) -> str:

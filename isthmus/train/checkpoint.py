@@ -124,8 +124,7 @@ class Checkpoints:
 
     def _delete(self, step: int) -> None:
         folder = self._place(step)
-        (folder / COMPLETE).unlink()
-        shutil.rmtree(folder)
+        _remove(folder)
         # The last cloud to delete its own takes the folder of the step along.
         with contextlib.suppress(OSError):
             folder.parent.rmdir()
@@ -145,9 +144,15 @@ def _write(folder: Path, state: State, weights: Mapping[str, Tensor], moments: M
     (new / COMPLETE).touch()
     sync(new)
     if folder.exists():
-        shutil.rmtree(folder)
+        _remove(folder)
     new.rename(folder)
     sync(folder.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; where that is cut short, what is left does not pass for a whole one."""
+    (folder / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

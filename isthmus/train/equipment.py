@@ -77,7 +77,13 @@ class Equipment:
             num_frozen_layers=num_frozen_layers(self.job),
             lora=None if self.job.model is None else self.job.model.lora,
         ).to(self.device.torch_device)
-        stage = equip(stage, self.job, cloud=self.cloud.name, device=self.device)
+        stage = equip(
+            stage,
+            self.job,
+            cloud=self.cloud.name,
+            device=self.device,
+            in_lock_step=self.is_sharded and self.sharding is Sharding.FULL,
+        )
         stage.notes += tuple(_notes(course, index))
         if self.is_sharded:
             self._share_out(stage)
@@ -132,6 +138,7 @@ def make_optimizer(job: Job, stage: Stage, *, offload: bool = True) -> Optimizer
         max_norm=train.max_norm or None,
         state=optimizer_state(job),
         offload=train.offload_optimizer and offload,
+        tables=stage.tables(),
     )
 
 

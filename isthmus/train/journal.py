@@ -1,15 +1,17 @@
 """What one cloud notes while it trains: events on disk, words for the display, and checkpoints in time."""
 
 import json
+import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
-from isthmus.events import COMPUTE_KINDS, EventLog, Span
+from isthmus.events import COMPUTE_KINDS, MEASURED_KIND, EventLog, Span
 from isthmus.intervals import shared_s, total_s, union
 from isthmus.observe.trackers import Tracker
+from isthmus.train.crossing.bench import Measured
 from isthmus.train.crossing.words import Evaluated
 from isthmus.train.observer import StepEnded
 from isthmus.wan.link import Link
@@ -44,6 +46,12 @@ class Journal:
         self._log.span(span)
         with self._lock:
             self._spans.append(span)
+
+    def measured(self, found: Measured) -> None:
+        """Write what coding has changed of a message."""
+        # JSON has no word for what is not finite: all is lost then.
+        error = found.relative_error if math.isfinite(found.relative_error) else None
+        self._log.fact(MEASURED_KIND, {**asdict(found), "relative_error": error})
 
     def step_ended(self, ended: StepEnded) -> None:
         """Tell how the step went, and save if it is time."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from isthmus.events import Span
-from isthmus.train.crossing.bench import Volume
+from isthmus.train.crossing.bench import Measured, Volume
 from isthmus.train.crossing.cut import SavedCuts
 from isthmus.train.crossing.words import Evaluated
 
@@ -33,6 +33,9 @@ class Observer(Protocol):
 
     def span(self, span: Span) -> None:
         """Something took its time; times are of this cloud's clock."""
+
+    def measured(self, found: Measured) -> None:
+        """The sender of a message has found what coding changed of it."""
 
     def step_ended(self, ended: StepEnded) -> None:
         """The weights are updated."""

@@ -190,6 +190,7 @@ def _bench(post: Post, link: Link, lane: Lane, width: int, observer: Observer) -
         arrives=f"{peer}→{post.cloud}",
         hidden_width=width,
         on_span=observer.span,
+        on_measured=observer.measured,
     )
 
 

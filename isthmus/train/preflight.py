@@ -53,6 +53,7 @@ def check_job(job: Job, *, tokenizer_folder: Path, decisions: Decisions | None =
         stage_layers,
         num_frozen=num_frozen_layers(job),
         hidden_width=blueprint.config.hidden_size,
+        num_steps=job.train.steps,
     )
     data.steps(setup.layout).close()
     return setup

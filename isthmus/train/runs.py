@@ -1,6 +1,7 @@
 """Which run directory a command goes on with, or starts."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,20 +14,42 @@ from safetensors import SafetensorError
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Job, create_run_directory, dump_job, load_job
+from isthmus.job.findings import Tables, entries, entry_name
 from isthmus.job.rundir import JOB_FILE
 from isthmus.job.write import replace_file
+from isthmus.train.checkpoint import Checkpoints
 
 MODEL_FOLDER: Final = "model"
 TOKENIZER_FOLDER: Final = "tokenizer"
 PARTS_PREFIX: Final = ".parts-"
+_MAX_TOLD: Final = 3
 _DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 def find_unfinished(root: Path, job: Job) -> Path | None:
     """The newest run of this very job that has not come to its end."""
-    for run in sorted((root / job.name).glob("*/"), reverse=True):
-        if _is_same_job(run, job) and not (run / MODEL_FOLDER).exists():
+    for run in _unfinished(root, job):
+        there = _job_of(run)
+        if there is not None and there.digest == job.digest:
             return run
+    return None
+
+
+def describe_other(root: Path, job: Job) -> str | None:
+    """What to tell before a new run: which one of another job of this name could be gone on with, and how.
+
+    None where a run of this very job goes on, or none of another was left with anything saved.
+    """
+    if find_unfinished(root, job) is not None:
+        return None
+    for run in _unfinished(root, job):
+        there = _job_of(run)
+        step = None if there is None else _saved_step(run, there)
+        if there is not None and step is not None:
+            return (
+                f"{run} was left unfinished at step {step} with another job: "
+                f"{_told(there, job)}; set that back to go on there"
+            )
     return None
 
 
@@ -76,9 +99,56 @@ def _disk_reason(error: Exception) -> str | None:
     return next((text for text in map(os.strerror, _DISK_ERRORS) if text in str(error)), None)
 
 
-def _is_same_job(run: Path, job: Job) -> bool:
+def _unfinished(root: Path, job: Job) -> Iterator[Path]:
+    """Runs of a job of this name without a model, the newest first."""
+    for run in sorted((root / job.name).glob("*/"), reverse=True):
+        if not (run / MODEL_FOLDER).exists():
+            yield run
+
+
+def _job_of(run: Path) -> Job | None:
     try:
-        return load_job(run / JOB_FILE).digest == job.digest
+        return load_job(run / JOB_FILE)
     except UserError:
         # Another version's job, or no run at all.
-        return False
+        return None
+
+
+def _saved_step(run: Path, job: Job) -> int | None:
+    """The newest step that all clouds that save here have saved."""
+    steps = [set(Checkpoints(run, cloud=cloud.name).steps()) for cloud in job.cloud]
+    saved = [one for one in steps if one]
+    return max(set.intersection(*saved), default=None) if saved else None
+
+
+def _told(there: Job, here: Job) -> str:
+    found = list(_differences(_agreed(there), _agreed(here)))
+    more = [f"and {len(found) - _MAX_TOLD} more"] if len(found) > _MAX_TOLD else []
+    return "; ".join([*found[:_MAX_TOLD], *more]) or "its clouds or links come in another order"
+
+
+def _agreed(job: Job) -> dict[str, object]:
+    """What a run is known by, with clouds and links under their names."""
+    tables = job.agreed()
+    return tables | {section: _by_name(section, tables) for section in ("cloud", "link")}
+
+
+def _by_name(section: str, tables: Tables) -> dict[str, object]:
+    return {entry_name(section, entry) or "": entry for entry in entries(tables, section)}
+
+
+def _differences(there: object, here: object, key: str = "") -> Iterator[str]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        for name in there | here:
+            yield from _differences(there.get(name), here.get(name), f"{key}.{name}".removeprefix("."))
+    elif there != here:
+        yield f"{key} {_shown(there)}, now {_shown(here)}"
+
+
+def _shown(value: object) -> str:
+    match value:
+        case None:
+            return "unset"
+        case dict():
+            return "there"
+    return json.dumps(value, ensure_ascii=False)

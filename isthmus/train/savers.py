@@ -5,19 +5,32 @@ from typing import Final
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from isthmus.job import Job
 from isthmus.model.budget import Budgeted
+from isthmus.model.recompute import Fixed
 from isthmus.model.stage import Stage
 from isthmus.plan.costs.memory import OptimizerState
 from isthmus.train.device import Device
+from isthmus.train.ranks.sharding import coming_bytes
 
+_ALIKE: Final = (
+    'train.recompute = "auto" recomputes every layer here, as ranks that share out all of a stage must '
+    "compute alike"
+)
 _MOMENT_BYTES: Final = {OptimizerState.FLOAT32: 8, OptimizerState.EIGHT_BIT: 2}
 
 
-def equip(stage: Stage, job: Job, *, cloud: str, device: Device) -> Stage:
-    """Let a stage, on its device, recompute within its budget and run compiled, where the job says so."""
-    if job.train.recompute == "auto":
+def equip(stage: Stage, job: Job, *, cloud: str, device: Device, in_lock_step: bool = False) -> Stage:
+    """Let a stage, on its device, recompute within its budget and run compiled, where the job says so.
+
+    Ranks in lock-step must all recompute the same, whatever the sizes of their micro-batches: everything.
+    """
+    if job.train.recompute == "auto" and in_lock_step:
+        stage.recompute = Fixed(frozenset(stage.layers))
+        stage.notes += (_ALIKE,)
+    elif job.train.recompute == "auto":
         stage.recompute = Budgeted(
             budget_bytes=job.train.memory_budget_bytes or _share_bytes(job, cloud, device),
             standing_bytes=lambda: _standing_bytes(stage, job, device),
@@ -51,11 +64,17 @@ def _memory_bytes(device: Device) -> int:
 
 def _standing_bytes(stage: Stage, job: Job, device: Device) -> int:
     """What is there when nothing is in flight, and the gradients that will be."""
-    to_come = sum(one.nbytes for one in stage.parameters() if one.requires_grad and one.grad is None)
+    to_come = _coming_bytes(stage)
     if device.is_accelerator:
         module = torch.get_device_module(device.torch_device)
         return to_come + int(module.memory_allocated(device.torch_device))
     return to_come + sum(_held_bytes(one, job) for one in stage.parameters())
+
+
+def _coming_bytes(stage: Stage) -> int:
+    if isinstance(stage, FSDPModule):
+        return coming_bytes(stage)
+    return sum(one.nbytes for one in stage.parameters() if one.requires_grad and one.grad is None)
 
 
 def _held_bytes(parameter: nn.Parameter, job: Job) -> int:

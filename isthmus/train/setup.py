@@ -6,7 +6,8 @@ from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from isthmus.errors import UserError
-from isthmus.job import AutoStrategy, Job, PipelineStrategy, parse_codec
+from isthmus.job import Job, PipelineStrategy, parse_codec
+from isthmus.job.sections import why_not_run
 from isthmus.model.anatomy import split_layers
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.heads import HEADS
@@ -210,14 +211,10 @@ def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None)
 
 
 def _pipeline(job: Job) -> PipelineStrategy:
-    match job.strategy:
-        case PipelineStrategy():
-            return job.strategy
-        case AutoStrategy():
-            return PipelineStrategy(kind="pipeline")
-    raise UserError(
-        f"strategy {job.strategy.kind!r} cannot be run yet", hint='set strategy.kind to "pipeline"'
-    )
+    why_not = why_not_run(job.strategy.kind)
+    if why_not is not None:
+        raise UserError(why_not, hint='set strategy.kind to "pipeline"')
+    return job.strategy if isinstance(job.strategy, PipelineStrategy) else PipelineStrategy(kind="pipeline")
 
 
 def _choose_microbatches(job: Job, num_stages: int, notes: list[str]) -> int:

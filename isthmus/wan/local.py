@@ -47,7 +47,7 @@ class LocalWan:
         }
         return Site(bind=self._bind(cloud, rank), reach=reach)
 
-    def seat(self, cloud: str, rank: int, *, attempt: int = 0) -> Seat:
+    def seat(self, cloud: str, rank: int) -> Seat:
         """The place of a rank among those of its cloud; all processes here share the machine's devices."""
         before = itertools.takewhile(lambda one: one.name != cloud, self._job.cloud)
         meeting = self._meetings.get(cloud)
@@ -56,7 +56,6 @@ class LocalWan:
             num_ranks=self._job.cloud_named(cloud).ranks,
             local_rank=sum(one.ranks for one in before) + rank,
             master=None if meeting is None else _address(meeting),
-            attempt=attempt,
         )
 
     def relay(self, first: str, second: str) -> RelayThread:

@@ -1,7 +1,9 @@
 """One process per rank of each cloud on this machine, joined through the emulated WAN."""
 
 import multiprocessing
+import os
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,29 +79,29 @@ def run_clouds(
 
 
 def run_ranks(
-    job: Job, work: RankWork, wan: LocalWan, *, on_report: Callable[[str, str], None], attempt: int = 0
+    job: Job, work: RankWork, wan: LocalWan, *, on_report: Callable[[str, str], None]
 ) -> dict[tuple[str, int], Any]:
     """Have every rank of every cloud do its work here and give the results; a failure of one ends all."""
     context = multiprocessing.get_context("spawn")
     messages: Queue[_Message] = context.Queue()
     processes: dict[_Place, BaseProcess] = {}
-    for cloud in job.cloud:
-        for rank in range(cloud.ranks):
-            seat = wan.seat(cloud.name, rank, attempt=attempt)
-            arguments = (
-                work,
-                job,
-                seat,
-                wan.identity(cloud.name),
-                wan.site(cloud.name, rank),
-                cloud.name,
-                messages,
-            )
-            process = context.Process(target=_be_rank, args=arguments, daemon=True)
-            processes[_Place(cloud.name, rank)] = process
-            process.start()
     several = {cloud.name for cloud in job.cloud if cloud.ranks > 1}
     try:
+        for cloud in job.cloud:
+            for rank in range(cloud.ranks):
+                seat = wan.seat(cloud.name, rank)
+                arguments = (
+                    work,
+                    job,
+                    seat,
+                    wan.identity(cloud.name),
+                    wan.site(cloud.name, rank),
+                    cloud.name,
+                    messages,
+                )
+                process = context.Process(target=_be_rank, args=arguments, daemon=True)
+                process.start()
+                processes[_Place(cloud.name, rank)] = process
         return _collect(processes, messages, on_report, several)
     finally:
         _end(list(processes.values()))
@@ -125,6 +127,7 @@ def _be_rank(
     cloud: str,
     messages: "Queue[_Message]",
 ) -> None:
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     place = _Place(cloud, seat.rank)
 
     def report(text: str) -> None:
@@ -138,6 +141,14 @@ def _be_rank(
         # A link or a world that ended is mostly the echo of what ended another process.
         is_echo = isinstance(error, LinkError | RankLost)
         messages.put(_Failed(place, error.message, error.hint, is_echo))
+
+
+def _end_with_parent() -> None:
+    """Leave no rank behind that trains on beside those of the next start, whatever ended the parent."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(EXIT_LOST)
 
 
 def _collect(

@@ -13,15 +13,13 @@ EXIT_LOST: Final = 75
 class Seat:
     """One rank of a cloud; `master` is where the ranks of the cloud find each other.
 
-    `attempt` tells one start of the ranks from the next. Where `is_served`, the launcher has something
-    listening at the master's address already; else rank 0 does.
+    Where `is_served`, the launcher has something listening at the master's address already; else rank 0 does.
     """
 
     rank: int = 0
     num_ranks: int = 1
     local_rank: int = 0
     master: Address | None = None
-    attempt: int = 0
     is_served: bool = False
 
     @property

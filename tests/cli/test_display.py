@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from isthmus.cli.display import Display, show_summary
-from isthmus.observe.summary import CloudSummary, Summary
+from isthmus.observe.summary import CloudSummary, CodingError, Summary
 
 TRAFFIC: dict[str, Any] = {
     "kind": "step",
@@ -92,9 +92,14 @@ def test_the_summary_has_every_figure() -> None:
         bits_per_element=4.0,
         ratio_to_float32=8.0,
         ratio_to_bfloat16=4.0,
+        coding_errors=(
+            CodingError(track="east→west", relative_error=0.0123, cosine=0.9987),
+            CodingError(track="west→east", relative_error=None, cosine=0.0),
+        ),
     )
     show_summary(shown, found)
     text = text_of(shown)
     figures = ("4.000 → 2.000", "2.500 (2.250 without codecs)", "500 ms", "25%", "50%", "KiB", "3.0%")
+    figures += ("east→west 1.23% (cosine 0.9987)", "west→east everything")
     for figure in (*figures, "4.00 bits per element, 8.0× to float32, 4.0× to bfloat16"):
         assert figure in text, figure

@@ -1,10 +1,13 @@
 """Which rank a process is, from what its launcher says; and the examples for each launcher."""
 
+import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml  # type: ignore[import-untyped]
 
@@ -20,7 +23,6 @@ TORCHRUN = {
     "LOCAL_RANK": "1",
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
-    "TORCHELASTIC_RESTART_COUNT": "2",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 SLURM = {
@@ -43,7 +45,6 @@ def test_torchrun() -> None:
         num_ranks=4,
         local_rank=1,
         master=Address(host="10.0.0.1", port=29500),
-        attempt=2,
         is_served=True,
     )
 
@@ -150,6 +151,46 @@ def test_the_example_of_slurm_gives_every_task_a_seat() -> None:
     assert [seat.rank for seat in seats] == list(range(east.ranks))
     assert {seat.master for seat in seats} == {Address(host="gpu1", port=20077)}
     assert option(words(script), "--cloud") == "east"
+
+
+@pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (1, True), (2, False), (137, True)])
+def test_the_example_of_slurm_starts_again_what_a_new_start_can_mend(
+    tmp_path: Path, code: int, is_requeued: bool
+) -> None:
+    stand_ins = {"isthmus": "exit 0", "srun": f"exit {code}", "scontrol": 'echo "$*" > requeued'}
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "77",
+    }
+    done = subprocess.run(["bash", EXAMPLES / "slurm" / "east.sbatch"], env=environment, check=False)
+    assert done.returncode == code
+    requeued = tmp_path / "requeued"
+    assert (requeued.read_text() if requeued.exists() else None) == ("requeue 77\n" if is_requeued else None)
+
+
+def check_schemas(text: str) -> None:
+    """Hold all documents to the newest schemas there are, in which unknown fields are errors."""
+    for document in yaml.safe_load_all(text):
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_example_of_kubernetes_keeps_to_its_schemas() -> None:
+    check_schemas((EXAMPLES / "kubernetes" / "west.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("field", "misspelled"),
+    [("publishNotReadyAddresses", "publishNotReadyAdresses"), ("volumeMounts", "volumeMount")],
+)
+def test_a_misspelled_field_of_kubernetes_is_refused(field: str, misspelled: str) -> None:
+    text = (EXAMPLES / "kubernetes" / "west.yaml").read_text()
+    assert f"{field}:" in text
+    with pytest.raises(kubernetes_validate.ValidationError, match=misspelled):
+        check_schemas(text.replace(f"{field}:", f"{misspelled}:"))
 
 
 def test_the_example_of_kubernetes_is_a_service_and_an_indexed_job() -> None:

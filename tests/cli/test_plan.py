@@ -51,6 +51,15 @@ def test_tables_levers_and_a_picture_are_shown(job_file: Path) -> None:
         assert word in result.output, word
 
 
+def test_the_warm_up_of_a_bottleneck_is_told_of(job_file: Path) -> None:
+    given = ("--no-levers", "--set", "strategy.kind=pipeline", "--set")
+    result = invoke(job_file, *given, "link.0.boundary=bottleneck(64, warmup=20)")
+    assert "the first 20 steps cross raw: " in result.output
+    refused = invoke(job_file, *given, "link.0.boundary=bottleneck(64)").exception
+    assert isinstance(refused, UserError)
+    assert "begins after 100 steps, but the run has 100" in str(refused)
+
+
 def test_every_runner_up_has_a_why(job_file: Path) -> None:
     result = invoke(job_file, "--no-levers", "--json")
     facts = json.loads(result.stdout)
@@ -95,6 +104,41 @@ def test_what_was_written_is_planned_again(job_file: Path, kind: str) -> None:
     second = json.loads(invoke(job_file, "--json", "--no-levers").stdout)
     assert first["settings"] == second["settings"]
     assert first["what"] == second["what"]
+
+
+@pytest.mark.parametrize("change", ["train.steps=7", "link.0.rtt=1 ms", "strategy.windows=[1, 1]"])
+def test_the_plan_of_a_changed_job_is_not_written(job_file: Path, change: str) -> None:
+    before = job_file.read_text()
+    result = invoke(job_file, "--write", "--no-levers", "--set", "strategy.kind=pipeline", "--set", change)
+    assert isinstance(result.exception, UserError)
+    assert result.exception.message == (
+        f"--write would put the plan of a job changed by --set {change} into {job_file}"
+    )
+    assert job_file.read_text() == before
+
+
+CANNOT = "strategy 'data' cannot be run yet"
+
+
+def test_a_plan_that_cannot_be_run_says_so(job_file: Path) -> None:
+    from isthmus.train.setup import set_up
+
+    shown = invoke(job_file, "--no-levers", "--set", "strategy.kind=data").output
+    assert f'{CANNOT}; where strategy.kind is "auto", a run takes the best pipeline instead' in shown
+    written = invoke(job_file, "--no-levers", "--write", "--set", "strategy.kind=data").output
+    assert f'{CANNOT}: set strategy.kind to "pipeline" before a run' in written
+    with pytest.raises(UserError, match=CANNOT):
+        set_up(load_job(job_file))
+    assert "cannot be run" not in invoke(job_file, "--no-levers", "--set", "strategy.kind=pipeline").output
+
+
+def test_a_cloud_without_a_price_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "priceless.toml"
+    own = '[[accelerator]]\nname = "mine"\nflops = "312 TFLOPS"\nmemory = "80 GiB"\n'
+    path.write_text(f'{TWO_CLOUDS}\n{own}[strategy]\nkind = "pipeline"\n')
+    shown = invoke(path, "--no-levers", "--set", "cloud.west.accelerator=mine").output
+    assert "the price of cloud west is not known: set cloud.west.usd_per_hour" in shown
+    assert "the price of cloud east" not in shown
 
 
 def tight_job(path: Path, *, memory: str) -> Path:

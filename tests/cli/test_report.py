@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.testing import CliRunner
 
+from isthmus.cli.main import app as isthmus
 from isthmus.cli.report import report
 from isthmus.errors import UserError
 from isthmus.plan.simulate import simulate
@@ -25,6 +26,7 @@ def test_measured_beside_predicted_and_a_page(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for words in ("-20.0%", "forward cloud0", "for gradients", "cloud1→cloud0", "latency"):
         assert words in result.output
+    assert "saving" not in result.output
     page = (run / "report.html").read_text()
     assert page.index(">predicted<") < page.index(">measured<")
     assert page.count("<svg") == 3
@@ -54,3 +56,8 @@ def test_a_folder_without_events_is_one_sentence(tmp_path: Path) -> None:
     error = invoke(tmp_path).exception
     assert isinstance(error, UserError)
     assert error.hint
+
+
+def test_the_help_names_the_folder() -> None:
+    shown = CliRunner().invoke(isthmus, ["report", "--help"], env={"COLUMNS": "150"}).output
+    assert "The folder of a run, runs/NAME/ID, or runs/NAME." in shown

@@ -192,6 +192,8 @@ def test_the_thin_link_is_coded_and_a_resumed_run_ends_the_same(tmp_path: Path) 
     assert 4.25 < found["bits_per_element"] < 4.6
     assert found["plain_validation_loss"] not in (None, found["validation_loss"])
     assert all(one["coding_share"] > 0 for one in found["clouds"])
+    assert {one["track"] for one in found["coding_errors"]} == {"east→west", "west→east"}
+    assert all(0 < one["relative_error"] < 0.5 for one in found["coding_errors"])
     spans = [event for event in read_events(folder / "events" / "west.jsonl") if isinstance(event, Span)]
     assert {"encode", "decode"} <= {span.kind for span in spans}
     expected = weights(folder)

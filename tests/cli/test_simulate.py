@@ -53,7 +53,8 @@ def test_json_has_every_step_and_what_each_fault_costs(tmp_path: Path) -> None:
     faults.write_text(FAULTS)
     result = invoke(write_plan(tmp_path), "--steps", 9, "--faults", faults, "--json")
     found = json.loads(result.stdout)
-    assert len(found["steps"]) == found["stopped"]["step"] == 4
+    assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4]
+    assert found["stopped"]["step"] == 5
     cut, gone = found["faults"]
     assert cut["cost_s"] > 5.0
     assert gone["ends_the_run"]

@@ -34,3 +34,14 @@ def test_a_column_that_is_not_finite_spoils_no_other() -> None:
     _, arrived = make_cut("center | int8", width=KEY_WIDTH).send(x_ND)
     assert arrived[3, 5] == torch.inf
     assert arrived[4:].isfinite().all()
+
+
+def test_the_same_topk_behind_it_sends_the_indices_once() -> None:
+    cut = make_cut("center | topk(0.25)", "center | topk(0.25)", width=KEY_WIDTH)
+    _, arrived = cut.send(_with_offset())
+    g_ND = _with_offset().flip(0)  # noqa: N806
+    payload, back = cut.send_back(g_ND)
+    mean_D = g_ND.mean(0).to(torch.bfloat16).float()  # noqa: N806
+    is_kept = arrived != _with_offset().mean(0).to(torch.bfloat16).float()
+    assert [part.numel() for part in payload] == [2 * KEY_WIDTH, 64 * KEY_WIDTH]
+    assert torch.allclose(back, torch.where(is_kept, g_ND, mean_D), atol=1e-4)

@@ -100,7 +100,7 @@ def test_what_is_not_finite_crosses_once() -> None:
     assert pass_on(sending, receiving, rows(1), 1).isfinite().all()
 
 
-@pytest.mark.parametrize("forward", ["feedback(0.9) | topk(0.25) | int8", "feedback(1) | subspace(4) | int4"])
+@pytest.mark.parametrize("forward", ["feedback(0.9) | topk(0.25) | int8", "feedback(1) | svd(0.5) | int4"])
 def test_saved_and_restored_it_goes_on_to_the_bit(forward: str) -> None:
     sending, receiving = ends(forward)
     for step in range(3):

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from isthmus.codec.packing import pack_codes, unpack_codes
 from isthmus.job import parse_codec
+from isthmus.model.boundary import Batch
+from isthmus.plan.types import Pass, Send
+from isthmus.train.crossing.coded import Coded
+from isthmus.train.crossing.messages import Microbatch, pack_gradient, pack_microbatch
+from isthmus.wan.packet import pack
 from tests.codec.cuts import KEY, activations, make_cut, noise
 
 LAST_CODE = {8: 127, 4: 7}
@@ -146,6 +151,23 @@ def test_bits_on_the_wire(text: str, most: float) -> None:
     num_bits = 8 * sum(part.numel() for part in payload) / (256 * 768)
     assert num_bits == parse_codec(text).bits_per_element(256, 768)
     assert num_bits <= most
+
+
+@pytest.mark.parametrize(("text", "most"), [("rotate | int8", 8.4), ("rotate | int4", 4.35)])
+def test_bits_on_the_wire_with_all_that_is_around_them(text: str, most: float) -> None:
+    payload, _ = make_cut(text, width=768).send(noise(256, 768))
+    coded = Coded(codec=text, dtype=torch.float32, num_rows=256, parts=payload)
+    ids = torch.arange(256).view(1, 256) + 150_000
+    microbatch = Microbatch(batch=Batch(ids=ids, labels=ids, num_targets=255), num_step_targets=524_288)
+    down = Send(kind=Pass.FORWARD, step=123_456, microbatch=127)
+    up = Send(kind=Pass.BACKWARD, step=123_456, microbatch=127)
+    for packet in (
+        pack_microbatch(microbatch, coded, about=down, sent_s=1_763_251_234.567891),
+        pack_gradient(coded, about=up, sent_s=1_763_251_234.567891),
+    ):
+        num_bytes = pack(packet).num_bytes
+        assert num_bytes > coded.num_bytes
+        assert 8 * num_bytes / (256 * 768) <= most
 
 
 def test_the_bytes_of_a_row_depend_on_that_row_alone() -> None:

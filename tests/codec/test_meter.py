@@ -42,6 +42,11 @@ def test_equal_matrices_of_any_kind_are_equal(x: torch.Tensor) -> None:
     assert (found.relative_error, found.cosine) == (0.0, 1.0)
 
 
+def test_a_row_that_was_finite_and_is_no_more_is_the_worst() -> None:
+    found = measure(torch.ones(2, 3), torch.tensor([[1.0, 1.0, 1.0], [math.nan, 1.0, 1.0]]))
+    assert (found.relative_error, found.cosine) == (math.inf, 0.0)
+
+
 def test_something_out_of_nothing_is_the_worst() -> None:
     found = measure(torch.zeros(2, 2), torch.ones(2, 2))
     assert (found.relative_error, found.cosine) == (math.inf, 0.0)

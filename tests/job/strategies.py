@@ -26,6 +26,7 @@ from isthmus.job import (
 from isthmus.job.codec_steps import (
     Anchor,
     Bf16,
+    Center,
     CodecStep,
     Feedback,
     Format,
@@ -48,9 +49,10 @@ CLOUD_NAMES = ("east", "west", "north", "a-1")
 words = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 texts = st.text(min_size=1, max_size=8)
 finite = st.floats(allow_nan=False, allow_infinity=False)
-positive = st.floats(min_value=1, max_value=1e18)
+bandwidths = st.floats(min_value=1e3, max_value=1e14)
+speeds = st.floats(min_value=1e9, max_value=1e18)
 prices = st.floats(min_value=0, max_value=1e6)
-durations = st.floats(min_value=0, max_value=1e6)
+durations = st.floats(min_value=0, max_value=60)
 
 shares = st.floats(min_value=0, max_value=1, exclude_min=True)
 casts: tuple[Format, ...] = (Raw(), Fp16(), Bf16())
@@ -88,6 +90,10 @@ def codecs(
     steps.append(last)
     if isinstance(last, Integers) and draw(st.booleans()):
         steps.insert(-1, Rotate())
+    if any(isinstance(step, Subspace) for step in steps):
+        return CodecSpec(steps=tuple(steps))
+    if draw(st.booleans()):
+        steps.insert(0, Center())
     if last != Raw() and draw(st.booleans()):
         steps.insert(0, draw(st.builds(Feedback, decay=shares)))
     return CodecSpec(steps=tuple(steps))
@@ -101,6 +107,8 @@ codec_choices = st.just(auto) | codec_specs
 def go_together(pair: tuple[CodecSpec | Literal["auto"], CodecSpec | Literal["auto"]]) -> bool:
     """Whether a link can have both."""
     forward, backward = pair
+    if isinstance(forward, CodecSpec) and isinstance(forward.steps[0], Feedback):
+        return False
     if isinstance(forward, str) or isinstance(backward, str):
         return True
     try:
@@ -156,9 +164,9 @@ def clouds(name: str, port: int) -> st.SearchStrategy[CloudSpec]:
         CloudSpec,
         name=st.just(name),
         device=st.sampled_from(["cuda", "npu", "xpu", "cpu", "auto"]),
-        ranks=st.integers(1, 10**6),
-        memory_bytes=st.none() | st.integers(1, 2**60),
-        flops=st.none() | positive,
+        ranks=st.integers(1, 16384),
+        memory_bytes=st.none() | st.integers(1, 2**50),
+        flops=st.none() | speeds,
         listen=st.just(Address(host="127.0.0.1", port=port)),
         gateway=st.none() | proxies,
         proxy=st.none() | proxies,
@@ -172,11 +180,11 @@ def links(first: str, second: str) -> st.SearchStrategy[LinkSpec]:
     return st.builds(
         LinkSpec,
         between=st.just((first, second)),
-        bandwidth_bps=st.none() | st.tuples(positive, positive),
+        bandwidth_bps=st.none() | st.tuples(bandwidths, bandwidths),
         rtt_s=st.none() | durations,
         jitter_s=durations,
         handling_s=durations,
-        connection_bps=st.none() | positive,
+        connection_bps=st.none() | bandwidths,
         stripes=st.just("auto") | st.integers(1, 64),
         heartbeat_timeout_s=st.floats(1, 3600),
         usd_per_gib=st.none() | prices,

@@ -128,6 +128,12 @@ WRONG = [
         "for example ranks = 8",
     ),
     (
+        "more ranks than any cloud has",
+        GOOD.replace(WEST, f"{WEST}ranks = 1_000_000\n"),
+        'cloud "west": ranks: must be at most 16384, not 1000000',
+        "for example ranks = 8",
+    ),
+    (
         "memory without a unit",
         GOOD.replace(WEST, f"{WEST}memory = 80\n"),
         f"cloud \"west\": memory: '80' is not a size in bytes such as '80 GiB': it has no unit {SIZES}",
@@ -256,7 +262,7 @@ WRONG = [
     (
         "no bandwidth",
         f'{GOOD}bandwidth = "0 bps"\n',
-        "link \"east-west\": bandwidth: must be at least 1 bps, not '0 bps'",
+        "link \"east-west\": bandwidth: must be at least 1 kbps, not '0 bps'",
         'for example bandwidth = "1 Gbps"',
     ),
     (
@@ -292,8 +298,44 @@ WRONG = [
     (
         "unknown codec",
         f'{GOOD}codec = "fp61"\n',
-        "link \"east-west\": codec: unknown codec 'fp61' at column 1 of 'fp61'",
+        "link \"east-west\": codec: unknown codec 'fp61'",
         "did you mean 'fp16'?",
+    ),
+    (
+        "auto in capitals",
+        f'{GOOD}codec = {{ backward = "Auto" }}\n',
+        "link \"east-west\": codec.backward: unknown codec 'Auto'",
+        "did you mean 'auto'?",
+    ),
+    (
+        "no codec at all",
+        f'{GOOD}codec = "none"\n',
+        "link \"east-west\": codec: unknown codec 'none'",
+        (
+            "choose from auto, raw, fp16, bf16, int8, int4, int2, topk, svd, center, rotate, subspace, "
+            "feedback"
+        ),
+    ),
+    (
+        "feedback for both directions",
+        f'{GOOD}codec = "feedback(0.9) | topk(0.1) | int8"\n',
+        (
+            'link "east-west": codec: the forward codec can have no feedback: what one sample lost would be '
+            "added to another"
+        ),
+        (
+            'use it for gradients: codec = { forward = "topk(0.1) | int8", '
+            'backward = "feedback(0.9) | topk(0.1) | int8" }'
+        ),
+    ),
+    (
+        "feedback for activations alone",
+        f'{GOOD}codec = {{ forward = "feedback(0.9) | int4" }}\n',
+        (
+            'link "east-west": codec: the forward codec can have no feedback: what one sample lost would be '
+            "added to another"
+        ),
+        'leave it out: forward = "int4"',
     ),
     (
         "unclosed codec",
@@ -325,7 +367,7 @@ WRONG = [
     (
         "a guard that asks for more than all",
         f"{GOOD}guard_cosine = 1.5\n",
-        'link "east-west": guard_cosine: must be at most 1.0, not 1.5',
+        'link "east-west": guard_cosine: must be at most 1, not 1.5',
         "for example guard_cosine = 0.98",
     ),
     (

@@ -1,10 +1,14 @@
 """The grammar of codecs."""
 
+import re
+import tomllib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from isthmus.job import CodecSpec, gradient_codec, gradient_wire_bytes, parse_codec
+from isthmus.job import CodecSpec, LinkSpec, gradient_codec, gradient_wire_bytes, parse_codec
 from isthmus.job.codec_steps import Anchor, Integers, Rotate, Subspace, Svd
 from isthmus.job.findings import FieldError
 from tests.job.strategies import codec_specs
@@ -59,6 +63,10 @@ def test_defaults_are_not_written() -> None:
         ("svd(0.6", "expected ',' or ')' at column 8 of 'svd(0.6'"),
         ("svd(-1)", "expected a number or a word at column 5 of 'svd(-1)'"),
         ("svd(1e999)", "expected a number that is not so large at column 5 of 'svd(1e999)'"),
+        (
+            "int8(group=1234567890)",
+            "expected a number that is not so large at column 12 of 'int8(group=1234567890)'",
+        ),
         ("int4(group=)", "expected a number or a word at column 12 of 'int4(group=)'"),
         (
             "int4(group=8, group=9)",
@@ -97,6 +105,20 @@ def test_errors_say_where(text: str, what: str) -> None:
             "subspace(8) | svd(0.5)",
             "svd cannot follow subspace, which has already kept the directions that matter",
         ),
+        ("subspace(8) | subspace(4)", "subspace is there twice"),
+        ("subspace(4) | center | int4", "center has no place with a subspace, which has a mean of its own"),
+        ("center | subspace(4)", "center has no place with a subspace, which has a mean of its own"),
+        (
+            "topk(0.1) | center | int8",
+            "center cannot follow topk: it takes off the mean of the tensors themselves",
+        ),
+        (
+            "feedback(0.9) | subspace(8) | int4",
+            (
+                "feedback has no place with a subspace: it is for gradients, and those cross in the basis of "
+                "their activations"
+            ),
+        ),
         (
             "rotate | fp16",
             (
@@ -124,6 +146,7 @@ def test_order(text: str, what: str) -> None:
         ("rotate(4) | int4", "rotate takes no arguments, not rotate(4)"),
         ("fp16(fast=1)", "fp16 has no option 'fast'"),
         ("int8(64)", 'int8 takes "stochastic", group=… or scale=tensor, not int8(64)'),
+        ("int2(64)", "int2 takes group=… or scale=tensor, not int2(64)"),
         ("int8(group=4)", "group of int8 must be a whole number from 8 to 65536, not 4"),
         ("int8(group=64.5)", "group of int8 must be a whole number from 8 to 65536, not 64.5"),
         ("int4(group=64, scale=tensor)", "scale=tensor leaves no groups"),
@@ -142,6 +165,117 @@ def test_bounds(text: str, what: str) -> None:
     with pytest.raises(FieldError) as caught:
         parse_codec(text)
     assert caught.value.what == what
+    assert caught.value.cure
+
+
+@pytest.mark.parametrize("text", ["int8(group={})", "topk({})", "subspace({}) | int4", "int8({})"])
+def test_a_number_of_any_length_is_read_or_refused(text: str) -> None:
+    for digits in ("9" * 5000, "0" * 5000, f"{'9' * 5000}.5", f"1e{'9' * 5000}"):
+        with pytest.raises(FieldError):
+            parse_codec(text.format(digits))
+    with pytest.raises(FieldError, match="a number that is not so large"):
+        parse_codec(text.format("9" * 5000))
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        ("fp16 | int8", 'give one format: "fp16" or "int8"'),
+        ("raw | raw", 'give one format: "raw"'),
+        ("int4 | svd(0.5)", 'a format is the last step: "svd(0.5) | int4"'),
+        ("fp16 | rotate", 'a format is the last step, as in "rotate | int8"'),
+        ("subspace(4) | center | int4", 'leave center out: "subspace(4) | int4"'),
+        ("center | subspace(4)", 'leave center out: "subspace(4)"'),
+        ("topk(0.1) | center | int8", 'let center come before topk: "center | topk(0.1) | int8"'),
+        (
+            "feedback(0.9) | topk(0.1) | center",
+            'let center come before topk: backward = "feedback(0.9) | center | topk(0.1)"',
+        ),
+        ("topk(0.1) | subspace(8)", 'leave out what comes before subspace: "subspace(8)"'),
+        ("int8(group=7)", "for example group=64"),
+        ("subspace(0)", 'for example "subspace(64)"'),
+        ("subspace(8, anchor=foo)", "choose from none, tokens"),
+        ("subspace(8, anchor=token)", "did you mean 'tokens'?"),
+        ("topk(2)", 'for example "topk(0.1)"'),
+    ],
+)
+def test_cures(text: str, cure: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        parse_codec(text)
+    assert caught.value.cure == cure
+
+
+STEPS = (
+    *("raw", "fp16", "int8", "int4(stochastic)", "int2", "center", "rotate"),
+    *("topk(0.1)", "svd(0.5)", "subspace(8)", "feedback(0.9)"),
+)
+MISWRITTEN = (
+    *("", "fp16 |", "svd", "topk(2)", "svd(0)", "feedback", "feedback(2)", "feedback(0.9) | raw"),
+    *("subspace", "subspace(0)", "subspace(8, anchor=foo)", "subspace(8, every=0)", "svd(0.5, rank=3)"),
+    *("rotate(4) | int4", "center(1)", "rotate(by=4) | int4", "fp16(fast=1)", "int2(stochastic)", "int2(4)"),
+    *("int8(64)", "int8(group=7)", "int4(scale=row)", "int4(group=64, scale=tensor)", "Auto", "none"),
+    *("rotate | int8 | center | int4", "subspace(8) | topk(0.1) | svd(0.5) | int4", "svd(0.5) | topk(2)"),
+)
+Choice = str | dict[str, str]
+
+
+def refusal(codec: Choice) -> FieldError | None:
+    """What a link says to a codec that it cannot have."""
+    try:
+        LinkSpec.model_validate({"between": ["east", "west"], "codec": codec})
+    except ValidationError as error:
+        found = error.errors()[0]["ctx"]["error"]
+        assert isinstance(found, FieldError)
+        return found
+    return None
+
+
+def offered(cure: str, codec: Choice) -> list[Choice]:
+    """The codecs that a cure spells out, in the place of what was refused."""
+    if "codec = {" in cure:
+        table: dict[str, str] = tomllib.loads(cure[cure.index("codec = {") :])["codec"]
+        return [table]
+    texts = re.findall(r'"([^"]*)"', cure)
+    if 'backward = "' in cure:
+        return [{"backward": text} for text in texts]
+    if isinstance(codec, str):
+        return list(texts)
+    side = "forward" if 'forward = "' in cure else "backward"
+    return [{**codec, side: text} for text in texts]
+
+
+def check_cure(codec: Choice) -> None:
+    found = refusal(codec)
+    if found is None:
+        return
+    assert found.cure, codec
+    for choice in offered(found.cure, codec):
+        assert refusal(choice) is None, (codec, found.cure)
+
+
+@pytest.mark.parametrize("first", STEPS)
+def test_no_cure_is_refused_in_turn(first: str) -> None:
+    for second in STEPS:
+        check_cure(f"{first} | {second}")
+        for third in STEPS:
+            check_cure(f"{first} | {second} | {third}")
+
+
+@pytest.mark.parametrize("text", MISWRITTEN)
+def test_no_cure_of_a_miswritten_codec_is_refused_in_turn(text: str) -> None:
+    assert refusal(text) is not None
+    check_cure(text)
+
+
+def test_no_cure_of_two_codecs_is_refused_in_turn() -> None:
+    alone = [f"{one}{more}" for one in STEPS for more in ("", " | int4")]
+    both = [
+        text for text in alone if refusal({"forward": text}) is None or refusal({"backward": text}) is None
+    ]
+    both += ["subspace(4) | int4", "feedback(0.5) | center | topk(0.1) | int8", "auto"]
+    for forward in both:
+        for backward in both:
+            check_cure({"forward": forward, "backward": backward})
 
 
 def test_a_misspelt_option_is_suggested() -> None:
@@ -207,6 +341,8 @@ def test_a_gradient_takes_what_its_activation_has_settled() -> None:
     assert gradient("topk(0.1) | int4", "topk(0.2) | int8") == "topk(0.2) | int8"
     assert gradient("svd(0.5) | topk(0.1)", "topk(0.1)") == "topk(0.1)"
     assert gradient("topk(0.1)", "feedback(0.9) | topk(0.1)") == "feedback(0.9) | same-indices(0.1)"
+    assert gradient("center | topk(0.1)", "center | topk(0.1) | int8") == "center | same-indices(0.1) | int8"
+    assert gradient("int8", "center | topk(0.1) | int8") == "center | topk(0.1) | int8"
     assert gradient("subspace(8) | int4", "int4(stochastic)") == "same-basis(8) | int4(stochastic)"
     assert gradient("subspace(8) | int4", "subspace(8) | rotate | int4") == "same-basis(8) | rotate | int4"
 
@@ -225,6 +361,11 @@ def test_sizes_of_gradients() -> None:
             "subspace(8)",
             "topk(0.1)",
             "topk has no place behind a subspace: the gradient already crosses in its basis",
+        ),
+        (
+            "subspace(8) | int4",
+            "center | int4",
+            "center has no place behind a subspace: the gradient already crosses in its basis",
         ),
         (
             "subspace(8)",

@@ -70,3 +70,61 @@ def test_only_the_named_clouds_are_used() -> None:
     assert [cloud.name for cloud in job.used().cloud] == ["east"]
     assert job.used().link == ()
     assert read(BASE, west).used().link != ()
+
+
+LINKED = '[[cloud]]\nname = "west"\nlisten = "h:1"\n[[link]]\nbetween = ["east", "west"]\n'
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("link.0.bandwidth=1 bps", "must be at least 1 kbps, not '1 bps'"),
+        ("link.0.bandwidth=1e30 Gbps", "must be at most 100000 Gbps, not '1e30 Gbps'"),
+        ("link.0.bandwidth=['1 Gbps', '1 bps']", "must be at least 1 kbps, not '1 bps'"),
+        ("link.0.connection_bandwidth=1 bps", "must be at least 1 kbps"),
+        ("link.0.rtt=1000 d", "must be at most 60 s, not '1000 d'"),
+        ("link.0.jitter=2 min", "must be at most 60 s"),
+        ("link.0.handling=2 min", "must be at most 60 s"),
+        ("link.0.usd_per_gib=1e308", "must be at most 1000000, not 1e+308"),
+        ("cloud.east.usd_per_hour=1e300", "must be at most 1000000, not 1e+300"),
+        ("cloud.east.flops=1 FLOPS", "must be at least 1 GFLOPS, not '1 FLOPS'"),
+        ("cloud.east.flops=1e40 FLOPS", "must be at most 1 EFLOPS, not '1e40 FLOPS'"),
+        ("cloud.east.memory=2000 TiB", "must be at most 1024 TiB, not '2000 TiB'"),
+        ("accelerator.mine.usd_per_hour=1e7", "must be at most 1000000"),
+        ("accelerator.mine.memory_bandwidth=1 B/s", "must be at least 1 MB/s"),
+        ("accelerator.mine.memory_bandwidth=2000 TB/s", "must be at most 1000 TB/s"),
+    ],
+)
+def test_no_figure_is_beyond_all_that_is_built(change: str, what: str) -> None:
+    with pytest.raises(JobError) as caught:
+        parse_job(f"{BASE}{LINKED}{ACCELERATOR}", file=Path("x.toml"), overrides=[change])
+    (problem,) = caught.value.problems
+    assert what in problem.what
+    assert problem.cure
+
+
+def row_of_clouds(number: int) -> str:
+    """A job of so many clouds, each linked to the next."""
+    clouds = (f'[[cloud]]\nname = "c{one}"\nlisten = "h{one}:1"\n' for one in range(number))
+    links = (f'[[link]]\nbetween = ["c{one}", "c{one + 1}"]\n' for one in range(number - 1))
+    return f'name = "x"\n{"".join(clouds)}{"".join(links)}'
+
+
+def test_a_job_has_at_most_64_clouds() -> None:
+    assert len(read(row_of_clouds(64)).cloud) == 64
+    with pytest.raises(JobError) as caught:
+        read(row_of_clouds(65))
+    (problem,) = caught.value.problems
+    assert str(problem.key) == "cloud"
+    assert problem.what == "has 65 entries, and 64 are the most"
+    assert problem.cure == "leave some out"
+
+
+def test_two_accelerators_that_mean_the_same_are_refused() -> None:
+    own = ACCELERATOR.replace('"mine"', '"h100"') + ACCELERATOR.replace('"mine"', '"H-100"')
+    with pytest.raises(JobError) as caught:
+        read(BASE, own)
+    (problem,) = caught.value.problems
+    assert problem.key == 'accelerator "H-100": name'
+    assert problem.what == "means the same device as 'h100', case and punctuation aside"
+    assert problem.cure

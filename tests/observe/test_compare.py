@@ -124,9 +124,44 @@ def test_waiting_is_told_by_what_follows() -> None:
     first, later = (waits_of(spans, cloud="east", is_first=one) for one in (True, False))
     assert first is not None
     assert later is not None
-    assert (first.busy, first.for_data, first.for_activations, first.for_gradients) == (0.5, 0.1, 0.1, 0.3)
-    assert (later.for_data, later.for_activations, later.for_other_stages) == (0.0, 0.2, 0.0)
+    assert (first.busy, first.other, first.for_activations, first.for_gradients) == (0.5, 0.2, 0.0, 0.3)
+    assert (later.other, later.for_activations, later.for_other_stages) == (0.0, 0.2, 0.0)
     assert waits_of(spans, cloud="west", is_first=False) is None
+
+
+def test_only_what_was_noted_as_waiting_for_data_is() -> None:
+    spans = spans_of(("optimize", 0, 1), ("data", 2, 4), ("forward", 7, 9), ("optimize", 10, 11))
+    found = waits_of(spans, cloud="east", is_first=True)
+    assert found is not None
+    assert (found.for_data, found.saving, found.other, found.for_other_stages) == (0.2, 0.0, 0.4, 0.1)
+    assert found.busy == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_checkpoint_is_neither_data_nor_activations(is_first: bool) -> None:
+    save = Span(track="disk", name="save 1", kind="save", start_s=1, end_s=9)
+    spans = [*spans_of(("optimize", 0, 1), ("forward", 9, 10), ("optimize", 10, 11)), save]
+    found = waits_of(spans, cloud="east", is_first=is_first)
+    assert found is not None
+    assert (found.busy, found.saving) == (0.2, 0.8)
+    assert (found.for_data, found.for_activations, found.other) == (0.0, 0.0, 0.0)
+
+
+def test_shares_come_to_one_where_a_rank_reads_while_another_saves() -> None:
+    saves = [Span(track="disk", name="save 1", kind="save", start_s=1, end_s=end_s) for end_s in (5, 6)]
+    computed = spans_of(("optimize", 0, 1), ("data", 4, 8), ("forward", 9, 10), ("optimize", 10, 11))
+    found = waits_of([*computed, *saves], cloud="east", is_first=True)
+    assert found is not None
+    assert (found.for_data, found.saving, found.other) == pytest.approx((0.4, 0.3, 0.1))
+    assert found.for_data + found.saving + found.other == pytest.approx(found.bubble)
+
+
+def test_a_copy_on_its_way_over_a_line_keeps_nobody_waiting() -> None:
+    copy = Span(track="east→west", name="save 1", kind="save", start_s=1, end_s=9)
+    spans = [*spans_of(("optimize", 0, 1), ("forward", 9, 10), ("optimize", 10, 11)), copy]
+    found = waits_of(spans, cloud="east", is_first=False)
+    assert found is not None
+    assert (found.saving, found.for_activations) == (0.0, 0.8)
 
 
 def test_nobody_waits_while_a_run_is_stopped() -> None:

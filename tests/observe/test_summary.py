@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.events import STARTED_KIND, Event, EventLog, Fact, Span
+from isthmus.events import MEASURED_KIND, STARTED_KIND, Event, EventLog, Fact, Span
 from isthmus.intervals import shared_s, total_s, union
 from isthmus.observe.recorded import read_run
-from isthmus.observe.summary import summarize, summarize_cloud
+from isthmus.observe.summary import CodingError, summarize, summarize_cloud
 from isthmus.observe.trackers import check_trackers, open_tracker
 
 times = st.integers(0, 40)
@@ -67,6 +67,17 @@ def test_coding_is_a_share_of_the_time_and_the_compression_counts_all(tmp_path: 
     assert found.clouds[0].coding_share == pytest.approx(1.0 / 4)
     assert (found.bits_per_element, found.ratio_to_float32, found.ratio_to_bfloat16) == (4.0, 8.0, 4.0)
     assert (found.validation_loss, found.plain_validation_loss) == (2.5, 3.5)
+
+
+def test_the_worst_measured_message_counts_each_way(tmp_path: Path) -> None:
+    found = [("east→west", 0.1, 0.99), ("east→west", 0.2, 0.98), ("west→east", None, 0.0)]
+    with EventLog(tmp_path / "events" / "east.jsonl") as log:
+        for track, error, cosine in found:
+            log.fact(MEASURED_KIND, {"track": track, "relative_error": error, "cosine": cosine})
+    assert summarize(tmp_path).coding_errors == (
+        CodingError(track="east→west", relative_error=0.2, cosine=0.98),
+        CodingError(track="west→east", relative_error=None, cosine=0.0),
+    )
 
 
 def test_a_cloud_of_one_step_has_no_times() -> None:

@@ -132,12 +132,24 @@ def test_seventy_billion_parameters_and_six_operations_for_each() -> None:
 
 
 def test_a_mixture_holds_all_experts_and_computes_the_active_ones() -> None:
-    costs = model_costs(read_shape(EIGHT_BY_SEVEN_B), Workload(num_sequences=1, sequence_length=128))
-    assert costs.num_parameters(range(32)) == 46_702_792_704
-    expert = 3 * 4096 * 14336
-    layer = costs.layers[0]
-    assert layer.float32_flops == 2 * 128 * 2 * expert
-    assert layer.num_parameters > 8 * expert
+    shape, expert = read_shape(EIGHT_BY_SEVEN_B), 3 * 4096 * 14336
+    own, gathered = (
+        model_costs(
+            shape,
+            Workload(
+                num_sequences=1,
+                sequence_length=128,
+                arithmetic=Arithmetic(precision=Precision.BFLOAT16, is_gathered=is_gathered),
+            ),
+        )
+        for is_gathered in (False, True)
+    )
+    assert own.num_parameters(range(32)) == 46_702_792_704
+    assert own.layers[0].num_parameters > 8 * expert
+    # In the type of their weights, which only what is gathered has in bfloat16.
+    assert own.layers[0].float32_flops == 2 * 128 * 2 * expert
+    assert gathered.layers[0].float32_flops == 0
+    assert gathered.layers[0].flops == own.layers[0].flops + own.layers[0].float32_flops
 
 
 def test_a_window_shortens_attention_and_nothing_else() -> None:
@@ -199,6 +211,22 @@ def test_a_broken_configuration_is_one_sentence(text: str, tmp_path: Path) -> No
 def test_an_absurd_configuration_is_one_sentence(values: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_shape(values)
+
+
+def test_more_layers_than_can_be_planned_are_refused() -> None:
+    assert read_shape({"model_type": "llama", "num_hidden_layers": 256}).num_layers == 256
+    with pytest.raises(UserError, match="a model of 100000 layers cannot be planned, 256 are the most"):
+        read_shape({"model_type": "llama", "num_hidden_layers": 100_000})
+    with pytest.raises(UserError, match="a model of 1025 layers"):
+        read_shape({"model_type": "gpt2", "n_layer": 1025})
+
+
+def test_a_name_that_goes_on_behind_a_known_one_is_no_slip() -> None:
+    with pytest.raises(UserError, match="the costs of model_type 'qwen3_moe' are not known") as caught:
+        read_shape({"model_type": "qwen3_moe"})
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("models of these types can be planned: ")
+    assert "mixtral" in caught.value.hint
 
 
 def test_a_mistyped_family_is_guessed() -> None:

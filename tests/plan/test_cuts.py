@@ -6,14 +6,16 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plan.cuts import check_cuts, frozen_notes, links_along
 from isthmus.plan.planner import plan
+from isthmus.plan.search.choice import Form
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
 
 PIPELINE = "strategy.kind=pipeline"
 HALVES = (range(6), range(6, 12))
 
 
-def check(job: Job, *, num_frozen: int = 0) -> None:
-    check_cuts(links_along(job, ("east", "west")), HALVES, num_frozen=num_frozen, hidden_width=2048)
+def check(job: Job, *, num_frozen: int = 0, num_steps: int = 101) -> None:
+    links = links_along(job, ("east", "west"))
+    check_cuts(links, HALVES, num_frozen=num_frozen, hidden_width=2048, num_steps=num_steps)
 
 
 def test_bottlenecks_are_narrower_than_the_model() -> None:
@@ -34,6 +36,21 @@ def test_bottlenecks_begin_together() -> None:
     job = two_clouds("link.0.boundary=bottleneck(8, warmup=20)", PIPELINE, more=more)
     with pytest.raises(UserError, match=r"warm-ups of \[20, 50\] steps"):
         plan(job, is_quick=True)
+
+
+def test_bottlenecks_begin_before_the_run_ends() -> None:
+    job = two_clouds("link.0.boundary=bottleneck(8)")
+    check(job)
+    with pytest.raises(UserError, match=r"of east-west begins after 100 steps, but the run has 6$") as caught:
+        check(job, num_steps=6)
+    assert caught.value.hint == "lower its warmup, or set train.steps to more than 100"
+    with pytest.raises(UserError, match=r"begins after 1 step, but the run has 1$"):
+        check(two_clouds("link.0.boundary=bottleneck(8, warmup=1)"), num_steps=1)
+
+
+def test_a_bottleneck_that_no_plan_crosses_need_not_begin() -> None:
+    job = two_clouds("link.0.boundary=bottleneck(8)", "link.0.bandwidth=1 Mbps", "link.0.rtt=900 ms")
+    assert plan(job, is_quick=True).form is Form.ALONE
 
 
 def notes(*overrides: str, layers: tuple[range, ...] = HALVES) -> str:
@@ -62,7 +79,7 @@ def test_the_cut_lies_behind_frozen_layers_where_the_way_back_would_take_long() 
 
 
 def test_a_bottleneck_keeps_the_cut_out_of_frozen_layers() -> None:
-    job = two_clouds(PIPELINE, "model.frozen_layers=5", "link.0.boundary=bottleneck(64)")
+    job = two_clouds(PIPELINE, "model.frozen_layers=5", "link.0.boundary=bottleneck(64, warmup=20)")
     stage = plan(job, is_quick=True).stages[0]
     assert stage.layers is not None
     assert stage.layers[1] > 5

@@ -44,6 +44,17 @@ def test_the_users_own_come_first() -> None:
     assert mine.achievable == DEFAULT_ACHIEVABLE
 
 
+def test_the_exact_name_wins_over_another_spelling() -> None:
+    plain, dashed = (
+        new_accelerator(name, flops=flops, memory_bytes=2**36)
+        for name, flops in (("x100", 1e14), ("X-100", 2e14))
+    )
+    own = {"x100": plain, "X-100": dashed}
+    assert find_accelerator("x100", own=own) is plain
+    assert find_accelerator("X-100", own=own) is dashed
+    assert find_accelerator("h100", own={"H-100": dashed}) is dashed, "the job's own replaces the catalogue's"
+
+
 def test_an_unknown_device_says_how_to_add_it() -> None:
     with pytest.raises(UserError, match="'h10' is not in the catalogue") as caught:
         find_accelerator("h10")

@@ -89,7 +89,10 @@ def allocated_bytes(
         lora=lora,
     )
     reduction = share_out(stage, sharding, size.precision)
-    rig = Rig(stage, device=Device("cpu"), size=size, reduction=reduction)
+    return most_bytes(Rig(stage, device=Device("cpu"), size=size, reduction=reduction), window)
+
+
+def most_bytes(rig: Rig, window: int) -> int:
     take_step(rig, window, 0)
     held_before = rig.held_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -292,3 +295,14 @@ def test_codecs_and_messages_are_counted() -> None:
     assert found.buffers == 3 * costs.boundary_bytes
     whole = stage_memory(costs, range(32), window=1)
     assert whole.buffers == 0
+
+
+def test_moments_of_embeddings_are_float32_in_any_case() -> None:
+    costs = model_costs(BIG, ON_GPU)
+    coarse = Savers(optimizer=OptimizerState.EIGHT_BIT)
+    stages = (range(1), range(1, 2))
+    first, second = (stage_memory(costs, layers, window=1, savers=coarse) for layers in stages)
+    table = costs.embedding.num_trained
+    per_number = 2 * (1 + 4 / 256)
+    assert first.optimizer == 8 * table + round(per_number * costs.layers[0].num_trained)
+    assert second.optimizer == round(per_number * costs.layers[1].num_trained)

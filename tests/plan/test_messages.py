@@ -131,7 +131,7 @@ def test_ranks_that_share_a_stage_out_send_half(codec: str) -> None:
 
 def test_what_a_bottleneck_sends_is_float32() -> None:
     shared = [f"cloud.{name}.{key}" for name in ("east", "west") for key in ("ranks=2", "sharding=optimizer")]
-    planned = planned_tiny("train.precision=bfloat16", "link.0.boundary=bottleneck(8)", *shared)
+    planned = planned_tiny("train.precision=bfloat16", "link.0.boundary=bottleneck(8, warmup=20)", *shared)
     num_tokens = NUM_MICROBATCHES * NUM_SEQUENCES * LENGTH
     assert planned.links[0].up_bytes == pytest.approx(4 * 8 * num_tokens, rel=0.05)
 

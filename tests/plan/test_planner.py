@@ -9,6 +9,7 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job import load_job
+from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.ladder import Loss
 from isthmus.plan.planner import plan
 from isthmus.plan.search.choice import (
@@ -183,7 +184,16 @@ def test_a_budget_asks_for_the_fastest_plan_within_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "what", "cure"),
     [
-        ([PIPELINE, "cloud.east.memory=1 GiB", "cloud.west.memory=1 GiB"], "nothing fits: .* needs", "times"),
+        (
+            [PIPELINE, "cloud.east.memory=1 GiB", "cloud.west.memory=1 GiB"],
+            "nothing fits: .* needs",
+            r"devices of [\d.]+ GiB in 'east'",
+        ),
+        (
+            [PIPELINE, "cloud.east.memory=1 MiB"],
+            "nothing fits: .* a rank of 'east'",
+            "devices of .* in 'east'",
+        ),
         (
             [PIPELINE, "cloud.east.memory=4 GiB", "cloud.west.memory=4 GiB", "limits.memory_share=0.5"],
             "nothing fits: even with recompute",
@@ -301,3 +311,36 @@ def test_handling_delays_every_message() -> None:
     assert slow.scenario is not None
     assert slow.scenario.hops[0].line.handling_s == 0.05
     assert slow.estimate.step_s >= plain.estimate.step_s + 2 * 0.05
+
+
+def test_limits_are_held_against_simulated_figures() -> None:
+    free = plan(two_clouds(PIPELINE))
+    limit_s = free.estimate.total_s * 1.001
+    within = plan(two_clouds(PIPELINE, f"limits.deadline={limit_s} s"))
+    assert within.estimate.total_s <= limit_s
+    with pytest.raises(UserError, match="fastest plan takes") as caught:
+        plan(two_clouds(PIPELINE, f"limits.deadline={free.estimate.total_s / 2} s"))
+    wanted = re.search(r'limits.deadline to "([^"]+)"', caught.value.hint or "")
+    assert wanted is not None
+    assert plan(two_clouds(PIPELINE, f"limits.deadline={wanted.group(1)}")).estimate.is_simulated
+
+
+def test_ranks_in_lock_step_are_named_where_only_they_fit() -> None:
+    tight = (
+        "cloud.east.memory=1.5 GiB",
+        "cloud.west.memory=1.5 GiB",
+        "cloud.east.ranks=8",
+        "cloud.west.ranks=8",
+    )
+    with pytest.raises(UserError, match="nothing fits") as caught:
+        plan(two_clouds(*tight))
+    found = re.search(r'policy to "1f1b" and strategy.microbatches to (\d+)', caught.value.hint or "")
+    assert found is not None
+    cured = (PIPELINE, "strategy.policy=1f1b", f"strategy.microbatches={found.group(1)}")
+    assert plan(two_clouds(*tight, *cured)).stages[0].sharding is Sharding.FULL
+
+
+def test_traffic_without_a_price_is_told() -> None:
+    found = plan(two_clouds(PIPELINE))
+    told = [one for one in found.notes if "whose price is not known" in one]
+    assert bool(told) is any(one.usd_per_gib is None for one in found.links)

@@ -145,5 +145,7 @@ def test_a_broken_profile_is_one_sentence(change: dict[str, object], message: st
 def test_a_missing_profile_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read") as caught:
         read_profile(tmp_path / "none.json")
+    path = tmp_path / "none.json"
+    assert caught.value.message == f"the profile {path} cannot be read: No such file or directory"
     assert caught.value.hint is not None
     assert "isthmus profile" in caught.value.hint

@@ -17,6 +17,7 @@ from tests.plan.jobs import two_clouds
 PIPELINE = "strategy.kind=pipeline"
 REFUSED = {
     "bottleneck": ("link.0.boundary=bottleneck(4096)", "is no bottleneck where hidden states are 2048 wide"),
+    "warm-up": ("link.0.boundary=bottleneck(8)", "begins after 100 steps, but the run has 100"),
     "heads": ("model.config.num_attention_heads=7", "no multiple of 7 attention heads"),
     "key-value heads": ("model.config.num_key_value_heads=3", "no multiple of 3 key-value heads"),
     "odd heads": ("model.config.head_dim=7", "cannot turn in pairs"),

@@ -21,6 +21,7 @@ from isthmus.model.stage import Stage
 from isthmus.plan.ladder import Pair
 from isthmus.train.checkpoint import State
 from isthmus.train.course import Course, Post
+from isthmus.train.crossing.bench import Measured
 from isthmus.train.crossing.traffic import Traffic
 from isthmus.train.crossing.words import Evaluated, Tally
 from isthmus.train.device import Device
@@ -43,10 +44,14 @@ class Record:
     spans: list[Span] = field(default_factory=list)
     steps: list[StepEnded] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)
+    measurements: list[Measured] = field(default_factory=list)
     on_step: Callable[[StepEnded], None] = lambda _: None
 
     def span(self, span: Span) -> None:
         self.spans.append(span)
+
+    def measured(self, found: Measured) -> None:
+        self.measurements.append(found)
 
     def step_ended(self, ended: StepEnded) -> None:
         self.steps.append(ended)

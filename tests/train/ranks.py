@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from isthmus.job import Job
 from isthmus.job.boundary import parse_boundary
@@ -21,6 +22,7 @@ from isthmus.job.load import parse_job
 from isthmus.job.lora import LoraSpec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.boundary import Batch
+from isthmus.model.budget import Budgeted
 from isthmus.plan.costs.memory import OptimizerState, Sharding
 from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline import Policy
@@ -32,7 +34,7 @@ from isthmus.train.keeping import Keeper
 from isthmus.train.observer import StepEnded
 from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.ranks.reduction import NoReduction, PlainReduction, Reduction
-from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, shard
+from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, coming_bytes, shard
 from isthmus.train.ranks.world import World, join_world
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.local import LocalWan
@@ -64,6 +66,8 @@ class Case:
     lora: LoraSpec | None = None
     optimizer_state: OptimizerState = OptimizerState.FLOAT32
     offload: bool = False
+    budget_bytes: int | None = None
+    """Within which layers recompute, as is measured."""
     folder: Path | None = None
     """Where every step is saved, and the first step is taken from."""
 
@@ -227,6 +231,13 @@ class _Rank:
         self.course = self.case.course
         self.stage = make_stages(self.case.blueprint, self.course, lora=self.case.lora)[self.index]
         self.reduction = self._reduction()
+        if self.case.budget_bytes is not None:
+            is_sharded = isinstance(self.stage, FSDPModule)
+            self.stage.recompute = Budgeted(
+                budget_bytes=self.case.budget_bytes,
+                standing_bytes=lambda: coming_bytes(self.stage) if is_sharded else 0,
+                device=self.device.torch_device,
+            )
         self.optimizer = make_optimizer(self.stage, 0.5, state=self.case.optimizer_state)
 
     def _reduction(self) -> Reduction:

@@ -117,3 +117,27 @@ def test_a_save_that_crashed_half_way_leaves_the_old_one(
     with chain(plan, course(1, 1)) as again:
         load_all(again, tmp_path, 5)
     assert_same(parameters_of(again.stages), parameters_of(found.stages))
+
+
+def test_a_kill_while_a_step_is_written_again_leaves_nothing_that_passes_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stage,) = build(blueprint("gpt2"), [range(4)])
+    optimizer = make_optimizer(stage, None)
+    checkpoints = Checkpoints(tmp_path, cloud="north")
+    for step in (20, 30):
+        checkpoints.save(State(step=step, layers=(0, 4)), stage=stage, optimizer=optimizer)
+
+    def killed(folder: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            (folder / "weights.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("isthmus.train.checkpoint.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(State(step=30, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    assert checkpoints.steps() == (20,)
+    checkpoints.save(State(step=30, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    assert checkpoints.steps() == (20, 30)
+    checkpoints.load(30, stage=stage, optimizer=optimizer)

@@ -87,6 +87,44 @@ def test_moments_in_8_bits_train_about_as_well_in_a_quarter_of_the_memory() -> N
     assert num_bytes[coarse] < 0.35 * num_bytes[exact]
 
 
+def test_rows_of_rare_tokens_do_not_leap() -> None:
+    """A second moment that 8 bits round to nothing would divide what is left of the first by nothing."""
+    moved = {}
+    for is_table in (True, False):
+        generator = torch.Generator().manual_seed(2)
+        weight = nn.Parameter(torch.zeros(512, 64))
+        optimizer = Optimizer(
+            {"weight": weight},
+            schedule=Schedule(peak=1e-3, num_steps=4),
+            state=OptimizerState.EIGHT_BIT,
+            tables=[weight] if is_table else [],
+        )
+        for step in range(3):
+            is_there = torch.rand(512, 1, generator=generator) < 0.5
+            scale = torch.logspace(-2, -7, 512)[:, None]
+            weight.grad = torch.randn(512, 64, generator=generator) * scale * is_there
+            optimizer.update(step, norm=0.0)
+        moved[is_table] = float(weight.detach().abs().max())
+    assert moved[True] < 2 * 3 * 1e-3 < moved[False]
+
+
+def test_moments_of_either_form_are_taken_up() -> None:
+    exact, coarse = Regression(), Regression(state=OptimizerState.EIGHT_BIT)
+    exact.train(range(5))
+    coarse.optimizer.load_tensors(exact.optimizer.tensors())
+    saved = coarse.optimizer.tensors()
+    assert saved["exp_avg.codes/first"].any()
+    wide = Regression(state=OptimizerState.EIGHT_BIT)
+    tables = list(wide.parameters.values())
+    wide.optimizer = Optimizer(
+        wide.parameters, schedule=SCHEDULE, state=OptimizerState.EIGHT_BIT, tables=tables
+    )
+    wide.optimizer.load_tensors(saved)
+    expected = exact.optimizer.tensors()["exp_avg/first"]
+    found = wide.optimizer.tensors()["exp_avg/first"]
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_resumed_run_goes_on_to_the_bit(options: dict[str, object]) -> None:
     straight, first, second = (Regression(**options) for _ in range(3))

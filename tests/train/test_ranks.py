@@ -257,3 +257,14 @@ def test_what_crosses_has_the_bytes_that_plans_count(
         planned_bytes += counted.backward_bytes(payload_bytes)
     # Headers of messages this short vary by some digits and lengths.
     assert sent_bytes == pytest.approx(planned_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_budget_is_kept_where_ranks_share_and_changes_nothing(
+    crew: Crew, autocast: torch.dtype | None
+) -> None:
+    case = Case(ranks=(2, 1), sharding=Sharding.OPTIMIZER, autocast=autocast)
+    expected = whole_model(crew.run(case), case.ranks)
+    for budget_bytes in (1, 10**12):
+        found = whole_model(crew.run(replace(case, budget_bytes=budget_bytes)), case.ranks)
+        assert all((found[name] == value).all() for name, value in expected.items())

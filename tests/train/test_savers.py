@@ -36,6 +36,9 @@ def test_a_stage_recomputes_as_the_job_says() -> None:
     auto = equip(stage, job(recompute="auto"), cloud="east", device=CPU).recompute
     assert isinstance(auto, Budgeted)
     assert auto._budget_bytes == int(0.9 * 8 * 2**30)
+    alike = equip(stage, job(recompute="auto"), cloud="east", device=CPU, in_lock_step=True)
+    assert alike.recompute == Fixed(frozenset(stage.layers))
+    assert "compute alike" in alike.notes[-1]
     given = equip(stage, job(recompute="auto", memory_budget="1 GiB"), cloud="east", device=CPU).recompute
     assert isinstance(given, Budgeted)
     assert given._budget_bytes == 2**30

@@ -138,6 +138,7 @@ def test_given_layers_and_clouds_are_kept() -> None:
         ("model.config.vocab_size=200", "too small"),
         ("model.frozen_layers=3", "3 layers cannot be frozen in a model of 2"),
         ("link.0.boundary=bottleneck(32)", "is no bottleneck where hidden states are 32 wide"),
+        ("link.0.boundary=bottleneck(8)", "begins after 100 steps, but the run has 4"),
     ],
 )
 def test_every_mistake_has_a_cure(override: str, what: str, tmp_path: Path) -> None:

@@ -124,6 +124,29 @@ def test_what_the_guard_found_too_strong_is_not_chosen_again_even_after_a_resume
     assert isinstance(steers.standings[0], Standing)
 
 
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [("subspace(16) | int4", "int4(stochastic)"), ("topk(0.1) | int8", "topk(0.1) | int8")],
+)
+def test_gradients_are_not_judged_by_what_another_code_did(forward: str, backward: str) -> None:
+    steers, notes = steering(terms(pair(forward, backward), is_free=False))
+    steers(tally(40, cosines=Cosines(forward=0.9, backward=0.3)))
+    assert len(notes) == 1
+    assert "activations" in notes[0]
+    assert steers.standings[0].least_backward_bytes == 0
+
+
+def test_a_codec_of_the_guard_is_not_said_to_be_the_jobs() -> None:
+    own = pair("rotate | int2", "raw")
+    free = replace(terms(own, is_free=True), bounds=Bounds(forward=own.forward))
+    steers, notes = steering(free)
+    steers(tally(0, on_line_s=1.0, cosines=Cosines(forward=0.9)))
+    for step in range(1, 9):
+        steers(tally(step, on_line_s=1.0))
+    assert "as the guard has it" in notes[-1]
+    assert "as the job says" not in notes[-1]
+
+
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_both_ends_change_at_the_same_step(num_stages: int) -> None:
     plan = blueprint("llama")
@@ -160,3 +183,11 @@ def test_the_guard_sees_what_a_coarse_codec_does() -> None:
         found.run(Given(batches(plan, 4)), steer=steer)
     assert len(seen) == 5
     assert all(0 < one.forward < 0.98 and 0 < one.backward < 0.98 for one in seen)
+    for record, track, lowest in (
+        (found.records[0], "north→east", [one.forward for one in seen]),
+        (found.records[1], "east→north", [one.backward for one in seen]),
+    ):
+        assert {one.track for one in record.measurements} == {track}
+        by_step = {step: [one.cosine for one in record.measurements if one.step == step] for step in range(5)}
+        assert [min(cosines) for cosines in by_step.values()] == lowest
+        assert all(one.relative_error > 0 for one in record.measurements)

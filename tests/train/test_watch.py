@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from isthmus.job import Address
 from isthmus.train.ranks.watch import Watch
 from isthmus.wan.seat import EXIT_LOST, Seat
+
+PATIENCE_S = 30.0
 
 
 @dataclass
@@ -26,6 +29,9 @@ class Words:
     def get(self, key: str, /) -> bytes:
         return self.left[key].encode()
 
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self.left for key in keys)
+
 
 @dataclass
 class Post:
@@ -36,21 +42,25 @@ class Post:
     exits: "queue.SimpleQueue[int]"
 
 
-def post(rank: int, words: Words, **changes: Any) -> Post:
+def post(rank: int, **changes: Any) -> Post:
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     exits: queue.SimpleQueue[int] = queue.SimpleQueue()
     seat = Seat(rank=rank, num_ranks=3, master=Address(host="127.0.0.1", port=1))
     values: dict[str, Any] = {"end": reasons.put, "exit_process": exits.put, **changes}
-    return Post(Watch(seat, cloud="east", store=words, **values), reasons, exits)
+    return Post(Watch(seat, cloud="east", **values), reasons, exits)
 
 
 @contextmanager
 def ranks(**changes: Any) -> Iterator[list[Post]]:
-    words = Words()
-    posts = [post(rank, words, **changes) for rank in range(3)]
-    for one in posts:
-        one.watch.__enter__()
+    posts = [post(rank, **changes) for rank in range(3)]
+    meet(posts, Words())
     yield posts
+
+
+def meet(posts: list[Post], words: Words, *, patience_s: float = PATIENCE_S) -> list[str]:
+    """Let ranks meet at once; gives the token that each was given."""
+    with ThreadPoolExecutor(len(posts)) as pool:
+        return list(pool.map(lambda one: one.watch.meet(words, patience_s=patience_s), posts))
 
 
 def leave(posts: list[Post], error: BaseException | None = None) -> None:
@@ -71,8 +81,6 @@ def drop(one: Post) -> None:
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_lost_rank_is_known_to_all_with_its_name(lost: int) -> None:
     with ranks() as posts:
-        # Before it has said who it is, nobody can miss it.
-        posts[0].watch._ended.wait(0.5)
         drop(posts[lost])
         others = [one for number, one in enumerate(posts) if number != lost]
         for one in others:
@@ -84,7 +92,6 @@ def test_a_lost_rank_is_known_to_all_with_its_name(lost: int) -> None:
 
 def test_an_error_of_one_rank_is_the_reason_at_all_others() -> None:
     with ranks() as posts:
-        posts[0].watch._ended.wait(0.5)
         leave(posts[2:], RuntimeError("the disk is full"))
         assert [one.reasons.get(timeout=10) for one in posts[:2]] == ["the disk is full"] * 2
         assert posts[0].watch.reason(timeout_s=0) == "the disk is full"
@@ -114,7 +121,6 @@ def test_a_frozen_rank_is_found_out_by_its_silence(monkeypatch: pytest.MonkeyPat
 def test_a_process_that_cannot_end_by_itself_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isthmus.train.ranks.watch._GRACE_S", 0.1)
     with ranks() as posts:
-        posts[0].watch._ended.wait(0.5)
         drop(posts[1])
         assert posts[2].exits.get(timeout=10) == EXIT_LOST
         leave(posts, RuntimeError("over"))

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from isthmus.errors import UserError
+from isthmus.job.findings import plain_name
 from isthmus.plan.costs.activations import Precision
 from isthmus.units import closest
 
@@ -74,11 +75,16 @@ def new_accelerator(
 
 
 def find_accelerator(name: str, *, own: Mapping[str, Accelerator] | None = None) -> Accelerator:
-    """The accelerator of that name: the job's own, else the catalogue's; case and punctuation aside."""
+    """The accelerator of that name: the job's own, else the catalogue's; case and punctuation aside.
+
+    Of several that are spelled alike, the one of exactly that name.
+    """
+    for some in (own or {}, CATALOGUE):
+        by_plain = {plain_name(key): one for key, one in some.items()}
+        found = some.get(name) or by_plain.get(plain_name(name))
+        if found is not None:
+            return found
     known = {**CATALOGUE, **(own or {})}
-    by_plain = {_plain(key): one for key, one in known.items()}
-    if _plain(name) in by_plain:
-        return by_plain[_plain(name)]
     meant = closest(name, known)
     guess = f"did you mean {meant!r}? If not, " if meant else ""
     raise UserError(
@@ -86,10 +92,6 @@ def find_accelerator(name: str, *, own: Mapping[str, Accelerator] | None = None)
         hint=f"{guess}add it to the job: [[accelerator]] with name = {name!r}, flops and memory"
         + ("" if meant else f"; known are {', '.join(known)}"),
     )
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def _catalogue() -> tuple[Accelerator, ...]:

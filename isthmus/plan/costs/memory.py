@@ -5,10 +5,12 @@ gradients begin to flow, or the update of the weights, when none is.
 """
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from isthmus.plan.costs.activations import WIDE_BYTES
+from isthmus.plan.costs.bottlenecks import HalfCosts
 from isthmus.plan.costs.parts import ModelCosts, PartCosts
 
 # cuBLAS takes 32 MiB for each thread that multiplies on a Hopper GPU; forward and backward have their own.
@@ -103,12 +105,14 @@ def stage_memory(
     *,
     window: int,
     savers: Savers | None = None,
+    halves: Sequence[HalfCosts] = (),
     codec_bytes: int = 0,
     num_buffered: int = 2,
 ) -> Memory:
     """The memory of a rank whose stage holds these layers and keeps `window` micro-batches in flight.
 
-    `num_buffered` messages of a boundary wait to be computed or sent.
+    `halves` are those of the bottlenecks at its cuts. `num_buffered` messages of a boundary wait to be
+    computed or sent.
     """
     savers = savers or Savers()
     arithmetic = costs.workload.arithmetic
@@ -121,19 +125,33 @@ def stage_memory(
     is_cast = arithmetic.is_mixed and not is_narrow
     kept = _kept_bytes(costs, layers, has_copies=is_cast)
     has_boundary = len(layers) < costs.num_layers
-    return Memory(
+    own = Memory(
         # Where ranks share, FSDP2 offloads the shares of the weights too.
         weights=0 if savers.is_sharded and savers.offload_optimizer else weight_bytes * num_held,
         gradients=weight_bytes * (num_trained if savers.sharding is Sharding.OPTIMIZER else num_learning),
-        optimizer=0 if savers.offload_optimizer else round(_state_bytes(savers) * num_learning),
+        optimizer=0 if savers.offload_optimizer else _moment_bytes(costs, layers, savers, num_learning),
         master=WIDE_BYTES * num_learning if is_narrow and not savers.offload_optimizer else 0,
         gathered=_gathered_bytes(costs, layers, savers, num_owned),
         activations=window * kept,
         working=_working_bytes(costs, layers, kept, is_cast=is_cast),
-        update=_update_bytes(costs, layers, savers),
+        update=_update_bytes(costs, layers, savers, halves),
         codec=codec_bytes,
         buffers=num_buffered * costs.boundary_bytes if has_boundary else 0,
         workspace=_WORKSPACE_BYTES if arithmetic.on_accelerator else 0,
+    )
+    return _with_halves(own, halves, savers)
+
+
+def _with_halves(own: Memory, halves: Sequence[HalfCosts], savers: Savers) -> Memory:
+    """With what every rank has whole; where FSDP2 offloads a rank's share of the rest, it stays."""
+    num_trained = sum(half.num_trained for half in halves)
+    has_moments = savers.is_sharded or not savers.offload_optimizer
+    return replace(
+        own,
+        weights=own.weights + sum(WIDE_BYTES * half.num_parameters + half.buffer_bytes for half in halves),
+        gradients=own.gradients + WIDE_BYTES * num_trained,
+        # Most of them are anchors by token id, of which moments are float32 in any case.
+        optimizer=own.optimizer + (2 * WIDE_BYTES * num_trained if has_moments else 0),
     )
 
 
@@ -154,8 +172,13 @@ def _gathered_bytes(costs: ModelCosts, layers: range, savers: Savers, num_owned:
             return gathered + (WIDE_BYTES * reduced if costs.workload.recompute else 0)
 
 
-def _state_bytes(savers: Savers) -> float:
-    return 2 * WIDE_BYTES if savers.optimizer is OptimizerState.FLOAT32 else _SMALL_STATE_BYTES
+def _moment_bytes(costs: ModelCosts, layers: range, savers: Savers, num_learning: int) -> int:
+    """Two moments of each number; those of embeddings are float32 in any case."""
+    if savers.optimizer is OptimizerState.FLOAT32:
+        return 2 * WIDE_BYTES * num_learning
+    num_table = costs.embedding.num_trained if layers.start == 0 else 0
+    num_wide = min(num_learning, -(-num_table // savers.num_shards))
+    return 2 * WIDE_BYTES * num_wide + round(_SMALL_STATE_BYTES * (num_learning - num_wide))
 
 
 def _kept_bytes(costs: ModelCosts, layers: range, *, has_copies: bool) -> int:
@@ -205,9 +228,11 @@ def _layer_working_bytes(costs: ModelCosts, layer: PartCosts, *, is_cast: bool) 
     return working + layer.kept_bytes + copies - costs.boundary_bytes
 
 
-def _update_bytes(costs: ModelCosts, layers: range, savers: Savers) -> int:
+def _update_bytes(costs: ModelCosts, layers: range, savers: Savers, halves: Sequence[HalfCosts]) -> int:
     """Roots of the second moments, parameter by parameter; on an accelerator one kernel does it all."""
     is_fused = costs.workload.arithmetic.on_accelerator
     if is_fused or savers.offload_optimizer or savers.optimizer is OptimizerState.EIGHT_BIT:
         return 0
-    return 2 * WIDE_BYTES * max(part.largest_parameter for part in costs.parts(layers))
+    largest = [part.largest_parameter for part in costs.parts(layers)]
+    largest += [half.largest_parameter for half in halves]
+    return 2 * WIDE_BYTES * max(largest)

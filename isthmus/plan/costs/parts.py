@@ -174,7 +174,8 @@ def _layer(
     num_weights = sum(attention.values()) + sum(inner.values()) + router + num_vector_parameters(shape)
     num_adapted = 0 if adapters is None else adapters.num_parameters(shape)
     num_learning = num_adapted if adapters else num_weights
-    # Experts are multiplied in float32, so they have no copies.
+    # Experts are multiplied in the type of their weights: in float32, unless these are gathered in bfloat16.
+    are_wide = workload.arithmetic.is_mixed
     matrices = attention | ({"router": router} if shape.num_experts else inner)
     product_flops = 2.0 * num_tokens * sum(matrices.values())
     expert_flops = _expert_flops(shape, workload, inner)
@@ -185,8 +186,8 @@ def _layer(
         num_parameters=num_weights + num_adapted,
         num_trained=0 if depth is Depth.FROZEN else num_learning,
         matrices=_copied(shape, matrices, num_adapted, depth),
-        flops=product_flops + other_flops,
-        float32_flops=expert_flops,
+        flops=product_flops + other_flops + (0.0 if are_wide else expert_flops),
+        float32_flops=expert_flops if are_wide else 0.0,
         moved_bytes=0.0,
         kept_bytes=_layer_kept_bytes(shape, workload, learning, window, depth),
         working_bytes=layer_working_bytes(

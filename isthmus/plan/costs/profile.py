@@ -89,7 +89,7 @@ class Profile:
         return UserError(
             f"the profile of {self.device} has no sequences of {sequence_length} tokens in "
             f"{precision.value}, only of {' and '.join(sorted(found))}",
-            hint="measure again: isthmus profile JOB",
+            hint="measure again: isthmus profile JOB --cloud NAME",
         )
 
 
@@ -105,7 +105,9 @@ def read_profile(path: Path) -> Profile:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise UserError(f"{path} is too large for a profile")
         values = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"the profile {path} cannot be read: {error.strerror}", hint=_HOW) from None
+    except ValueError as error:
         raise UserError(f"{path} cannot be read as a profile: {error}", hint=_HOW) from None
     if not isinstance(values, dict) or values.get("version") != VERSION:
         raise UserError(f"{path} is no profile of version {VERSION}", hint=_HOW)
@@ -115,7 +117,7 @@ def read_profile(path: Path) -> Profile:
         raise UserError(f"{path} is no valid profile: {error}", hint=_HOW) from None
 
 
-_HOW: Final = "measure it: isthmus profile JOB --out FILE"
+_HOW: Final = "measure it: isthmus profile JOB --cloud NAME --out FILE"
 
 
 def _profile(values: Mapping[str, Any]) -> Profile:

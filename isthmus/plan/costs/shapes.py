@@ -13,6 +13,7 @@ from isthmus.units import closest
 
 CONFIG_FILE: Final = "config.json"
 _MAX_CONFIG_BYTES: Final = 16 * 2**20
+_MAX_LAYERS: Final = 256
 
 
 class Task(enum.Enum):
@@ -100,7 +101,7 @@ def read_shape(
         family=reader.family,
         task=task,
         num_labels=2 if num_labels is None or task is Task.QUESTION_ANSWERING else num_labels,
-        num_layers=reader.count("num_hidden_layers"),
+        num_layers=reader.num_layers(),
         width=width,
         inner_width=reader.count("intermediate_size", otherwise=4 * width),
         vocabulary_size=reader.count("vocab_size"),
@@ -206,6 +207,16 @@ class _Reader:
         value = self._values.get(key)
         return self._whole(key, otherwise if value is None else value, least=1)
 
+    def num_layers(self) -> int:
+        """As many as the costs of cuts can be tabulated for."""
+        number = self.count("num_hidden_layers")
+        if number > _MAX_LAYERS:
+            raise UserError(
+                f"a model of {number} layers cannot be planned, {_MAX_LAYERS} are the most",
+                hint="lower num_hidden_layers of the model's configuration",
+            )
+        return number
+
     def share(self, key: str) -> float:
         """A number from 0 to 1."""
         value = self._values.get(key) or 0.0
@@ -234,7 +245,7 @@ class _Reader:
 
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's window, by the list of kinds where there is one, else by the layer from which on."""
-        num_layers = self.count("num_hidden_layers")
+        num_layers = self.num_layers()
         window = self.number("sliding_window") if self.flag("use_sliding_window") else 0
         kinds = self._values.get("layer_types")
         if isinstance(kinds, list) and len(kinds) == num_layers:
@@ -276,12 +287,13 @@ def _misfits(reader: _Reader, shape: ModelShape) -> Iterator[str]:
 def _family(model_type: object) -> Family:
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
+    known = f"models of these types can be planned: {', '.join(FAMILIES)}"
     if model_type is None:
-        raise UserError(
-            "the model's configuration has no model_type", hint=f"known are {', '.join(FAMILIES)}"
-        )
+        raise UserError("the model's configuration has no model_type", hint=known)
     meant = closest(str(model_type), FAMILIES)
+    # What only begins like a known name, such as qwen3_moe, is another model and no slip.
+    is_slip = meant is not None and not str(model_type).startswith(meant)
     raise UserError(
         f"the costs of model_type {model_type!r} are not known",
-        hint=f"did you mean {meant!r}?" if meant else f"known are {', '.join(FAMILIES)}",
+        hint=f"did you mean {meant!r}?" if is_slip else known,
     )

@@ -83,6 +83,7 @@ def _model(shape: ModelShape) -> Model:
         costs_of=lambda workload: model_costs(shape, workload),
         num_layers=shape.num_layers,
         width=shape.width,
+        vocabulary_size=shape.vocabulary_size,
         messages=messages_of(shape),
     )
 

@@ -1,14 +1,22 @@
 """From a pipeline that was found to a plan: what it takes by formula, then as the simulator has it."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from isthmus.plan.ladder import Loss
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.search.choice import BubbleSplit, Form, PipelineSettings, Plan, PlannedLink, PlannedStage
-from isthmus.plan.search.estimates import estimated, memory_parts, split_bubble
+from isthmus.plan.search.choice import (
+    BubbleSplit,
+    Form,
+    PipelineSettings,
+    Plan,
+    PlannedLink,
+    PlannedStage,
+    Warmup,
+)
+from isthmus.plan.search.estimates import estimated, estimated_warmup, memory_parts, split_bubble
 from isthmus.plan.search.limiting import by_formula, limiting, reliefs, without_bytes, without_latency
 from isthmus.plan.search.loads import Loads, Terms, line_times, load_up
 from isthmus.plan.search.settings import Found
@@ -60,6 +68,7 @@ def _plan(loads: Loads, supply: ModelSupply, terms: Terms, *, why: str | None = 
             bubble=bubble,
             reliefs=relieved,
             limiting=limiting(relieved),
+            warmup=_warmup(loads, stages, links),
         ),
         reason="",
         settings=PipelineSettings(
@@ -69,6 +78,7 @@ def _plan(loads: Loads, supply: ModelSupply, terms: Terms, *, why: str | None = 
             max_in_flight=loads.scenario.max_in_flight,
         ),
         scenario=loads.scenario,
+        warmup_scenario=loads.warmup,
         loss=max((choice.loss for choice in loads.choices), default=Loss.NONE),
     )
 
@@ -109,7 +119,9 @@ def simulated_work(plan: Plan) -> int:
     """How many passes are simulated to time a plan."""
     if plan.scenario is None:
         return 0
-    return _NUM_SIMULATED_STEPS * 2 * plan.scenario.num_microbatches * plan.scenario.num_stages
+    num_simulated = 1 if plan.warmup_scenario is None else 2
+    passes = 2 * plan.scenario.num_microbatches * plan.scenario.num_stages
+    return num_simulated * _NUM_SIMULATED_STEPS * passes
 
 
 def _stage(loads: Loads, supply: ModelSupply, index: int) -> PlannedStage:
@@ -117,7 +129,9 @@ def _stage(loads: Loads, supply: ModelSupply, index: int) -> PlannedStage:
     num_rounds = -(-loads.setting.num_microbatches // load.num_ranks)
     is_trained = index >= loads.scenario.first_trained
     pass_s = load.forward_s + (load.backward_s if is_trained else 0.0)
-    memory = supply.memory(cloud, loads.setting, layers, window=loads.windows[index])
+    memory = supply.memory(
+        cloud, loads.setting, layers, window=loads.most_in_flight[index], halves=loads.halves[index]
+    )
     return PlannedStage(
         cloud=cloud.name,
         holds=_named(layers),
@@ -153,6 +167,21 @@ def _link(loads: Loads, terms: Terms, index: int, *, why: str | None) -> Planned
     )
 
 
+def _warmup(loads: Loads, stages: Sequence[PlannedStage], links: Sequence[PlannedLink]) -> Warmup | None:
+    if loads.warmup is None:
+        return None
+    step_s, num_steps = by_formula(loads.warmup), loads.num_warmup_steps
+    return estimated_warmup(loads.warmup, stages, links, step_s=step_s, num_steps=num_steps)
+
+
+def _simulated_warmup(plan: Plan) -> Warmup | None:
+    before, scenario = plan.estimate.warmup, plan.warmup_scenario
+    if before is None or scenario is None or plan.estimate.is_simulated:
+        return before
+    step_s = _simulated_s(scenario)
+    return estimated_warmup(scenario, plan.stages, plan.links, step_s=step_s, num_steps=before.num_steps)
+
+
 def _on_lines_s(scenario: Scenario) -> float:
     """Time on the lines that nothing hides: once each way, and where a line is slower than compute."""
     once_s = sum(sum(line_times(hop)) for hop in scenario.hops)
@@ -171,6 +200,7 @@ def _retimed(plan: Plan, *, step_s: float, bubble: BubbleSplit, relieved: Mappin
         bubble=bubble,
         reliefs=relieved,
         limiting=limiting(relieved),
+        warmup=_simulated_warmup(plan),
     )
     return replace(plan, estimate=replace(estimate, is_simulated=True))
 

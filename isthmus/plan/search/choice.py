@@ -82,8 +82,22 @@ class BubbleSplit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Warmup:
+    """The first steps, in which hidden states cross raw where bottlenecks are to begin."""
+
+    num_steps: int
+    step_s: float
+    wan_bytes: float
+    """Over all links, both ways, in a step."""
+    usd_per_step: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a plan comes to; dollars are None where a price is unknown."""
+    """What a plan comes to; dollars are None where a price is unknown.
+
+    Figures of a step are those behind the warm-up of bottlenecks; totals have both.
+    """
 
     step_s: float
     tokens_per_s: float
@@ -98,16 +112,35 @@ class Estimate:
     reliefs: Mapping[str, float] = field(default_factory=dict)
     """By what share no end of each would shorten it, the most first; none where the form has no schedule."""
     is_simulated: bool = False
+    warmup: Warmup | None = None
+    """None without bottlenecks."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps before bottlenecks begin."""
+        return 0 if self.warmup is None else self.warmup.num_steps
 
     @property
     def total_s(self) -> float:
         """The whole run."""
-        return self.num_steps * self.step_s
+        return self._over_run(self.step_s, 0.0 if self.warmup is None else self.warmup.step_s)
 
     @property
     def total_usd(self) -> float | None:
         """The whole run, None where a price is unknown."""
-        return None if self.usd_per_step is None else self.num_steps * self.usd_per_step
+        if self.usd_per_step is None:
+            return None
+        first_usd = None if self.warmup is None else self.warmup.usd_per_step
+        return self._over_run(self.usd_per_step, first_usd or 0.0)
+
+    @property
+    def total_wan_bytes(self) -> float:
+        """The whole run, over all links."""
+        return self._over_run(self.wan_bytes, 0.0 if self.warmup is None else self.warmup.wan_bytes)
+
+    def _over_run(self, each: float, first: float) -> float:
+        """The sum of what every step takes, and every first one."""
+        return self.num_warmup_steps * first + (self.num_steps - self.num_warmup_steps) * each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +213,8 @@ class Plan:
     sparing: Sparing = Sparing()  # noqa: RUF009 it is frozen
     settings: PipelineSettings | DataSettings | None = None
     scenario: Scenario | None = None
+    warmup_scenario: Scenario | None = None
+    """The same before bottlenecks begin, None without any."""
     loss: Loss = Loss.NONE
     """Of codecs and rare synchronisation."""
     notes: tuple[str, ...] = ()
@@ -242,12 +277,16 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "what": plan.what,
         "decisions": None if plan.decisions is None else asdict(plan.decisions),
         "scenario": None if plan.scenario is None else scenario_to_dict(plan.scenario),
+        "warmup_scenario": None if plan.warmup_scenario is None else scenario_to_dict(plan.warmup_scenario),
         "runners_up": [{**asdict(one), "form": one.form.value} for one in plan.runners_up],
     }
     if isinstance(plan.settings, PipelineSettings):
         values["settings"]["policy"] = plan.settings.policy.value
-    for key, amount in (("total_s", plan.estimate.total_s), ("total_usd", plan.estimate.total_usd)):
-        values["estimate"][key] = amount
+    values["estimate"] |= {
+        "total_s": plan.estimate.total_s,
+        "total_usd": plan.estimate.total_usd,
+        "total_wan_bytes": plan.estimate.total_wan_bytes,
+    }
     values["estimate"]["bubble"]["total"] = plan.estimate.bubble.total
     return values
 

@@ -2,11 +2,13 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from isthmus.plan.costs.memory import Memory
-from isthmus.plan.search.choice import BubbleSplit, Estimate, PlannedLink, PlannedStage
+from isthmus.plan.scenario import Scenario
+from isthmus.plan.search.choice import BubbleSplit, Estimate, PlannedLink, PlannedStage, Warmup
 
 _GIB: Final = 2**30
 
@@ -21,22 +23,40 @@ def estimated(
     bubble: BubbleSplit,
     limiting: str,
     reliefs: Mapping[str, float] = MappingProxyType({}),
+    warmup: Warmup | None = None,
 ) -> Estimate:
     """Speed and price of a step; the price is unknown if that of any cloud is."""
-    prices = [stage.usd_per_hour for stage in stages]
-    hours_usd = None if None in prices else sum(one or 0.0 for one in prices) * step_s / 3600
-    traffic_usd = sum((one.down_bytes + one.up_bytes) / _GIB * (one.usd_per_gib or 0.0) for one in links)
-    usd = None if hours_usd is None else hours_usd + traffic_usd
+    usd = _usd(stages, links, step_s)
     return Estimate(
         step_s=step_s,
         tokens_per_s=num_tokens / step_s,
         bubble=bubble,
-        wan_bytes=sum(one.down_bytes + one.up_bytes for one in links),
+        wan_bytes=_wan_bytes(links),
         usd_per_step=usd,
         usd_per_million_tokens=None if usd is None else usd / num_tokens * 1e6,
         num_steps=num_steps,
         limiting=limiting,
         reliefs=dict(reliefs),
+        warmup=warmup,
+    )
+
+
+def estimated_warmup(
+    scenario: Scenario,
+    stages: Sequence[PlannedStage],
+    links: Sequence[PlannedLink],
+    *,
+    step_s: float,
+    num_steps: int,
+) -> Warmup:
+    """What a step takes before bottlenecks begin, when more crosses the same links."""
+    number = scenario.num_microbatches
+    raw = [
+        replace(link, down_bytes=number * hop.forward_bytes, up_bytes=number * hop.backward_bytes)
+        for link, hop in zip(links, scenario.hops, strict=True)
+    ]
+    return Warmup(
+        num_steps=num_steps, step_s=step_s, wan_bytes=_wan_bytes(raw), usd_per_step=_usd(stages, raw, step_s)
     )
 
 
@@ -63,3 +83,16 @@ def memory_parts(memory: Memory) -> dict[str, int]:
     names = ["weights", "gradients", "optimizer", "master", "gathered", "codec", "buffers", "workspace"]
     names += ["update"] if is_update else ["activations", "working"]
     return {name: number for name in names if (number := getattr(memory, name)) > 0}
+
+
+def _wan_bytes(links: Sequence[PlannedLink]) -> float:
+    return sum(one.down_bytes + one.up_bytes for one in links)
+
+
+def _usd(stages: Sequence[PlannedStage], links: Sequence[PlannedLink], step_s: float) -> float | None:
+    """The price of a step."""
+    prices = [stage.usd_per_hour for stage in stages]
+    if None in prices:
+        return None
+    traffic_usd = sum((one.down_bytes + one.up_bytes) / _GIB * (one.usd_per_gib or 0.0) for one in links)
+    return sum(one or 0.0 for one in prices) * step_s / 3600 + traffic_usd

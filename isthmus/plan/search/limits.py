@@ -6,29 +6,43 @@ from dataclasses import replace
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.job import Job
+from isthmus.job import AutoStrategy, Job, PipelineStrategy
 from isthmus.job.boundary import BottleneckSpec
 from isthmus.plan.costs.activations import Precision
 from isthmus.plan.cuts import frozen_bottleneck
 from isthmus.plan.ladder import Loss
 from isthmus.plan.search.assess import assess
-from isthmus.plan.search.choice import Form, Plan
+from isthmus.plan.search.choice import Estimate, Form, Plan
 from isthmus.plan.search.settings import search
 from isthmus.plan.search.study import LOSSES, Study
+from isthmus.plan.search.study import study as read_study
 from isthmus.plan.search.supply import ModelSupply
 from isthmus.units import format_bytes, format_duration, shorten
 
 # Memory is searched in steps of this factor, up to so many times what there is.
 _MEMORY_STEP: Final = 1.05
-_MOST_MEMORY: Final = 1024.0
+_MOST_MEMORY: Final = 2.0**30
+
+
+def keep_mild(plans: Sequence[Plan], job: Job) -> list[Plan]:
+    """The plans that cost no more quality than the job allows, or a sentence where none does."""
+    mild = [one for one in plans if one.loss <= LOSSES[job.limits.codec_loss]]
+    if not mild:
+        raise _too_lossy(plans)
+    return mild
+
+
+def excess(plan: Plan, job: Job) -> float:
+    """By what share a plan goes beyond the job's deadline or budget; 0 where it keeps both."""
+    deadline_s, budget_usd = job.limits.deadline_s or math.inf, job.limits.budget_usd or math.inf
+    estimate = plan.estimate
+    return max(0.0, estimate.total_s / deadline_s - 1, (estimate.total_usd or 0.0) / budget_usd - 1)
 
 
 def keep_limits(plans: Sequence[Plan], job: Job) -> list[Plan]:
     """The plans within all limits, or the limit that leaves none."""
     limits = job.limits
-    mild = [one for one in plans if one.loss <= LOSSES[limits.codec_loss]]
-    if not mild:
-        raise _too_lossy(plans)
+    mild = keep_mild(plans, job)
     if limits.budget_usd is not None or limits.deadline_s is not None:
         _check_prices(mild, job)
     in_time = [one for one in mild if one.estimate.total_s <= (limits.deadline_s or math.inf)]
@@ -66,19 +80,48 @@ def nothing_fits(study: Study) -> UserError:
     return UserError(
         f"nothing fits: {spared}, a rank of {worst.cloud!r} needs {_gib(worst.memory_bytes)} for its "
         f"{worst.holds}, and limits.memory_share leaves it {_gib(usable)}",
-        hint=_way_out(study, factor),
+        hint=_way_out(study, plan, factor),
     )
 
 
-def _way_out(study: Study, factor: float) -> str:
+def _way_out(study: Study, plan: Plan, factor: float) -> str:
     ways = []
+    if (number := _lock_step_microbatches(study)) is not None:
+        ways.append(
+            'set strategy.kind to "pipeline", strategy.policy to "1f1b" and strategy.microbatches to '
+            f"{number}: ranks in lock-step can share out all of a stage"
+        )
     if study.step.precision is Precision.FLOAT32 and _fits(study, _in_bfloat16(study)):
         ways.append('set train.precision to "bfloat16"')
     full = 1 / study.job.limits.memory_share
     if factor <= full:
         ways.append(f"set limits.memory_share to {math.ceil(100 * factor / full) / 100:g}")
-    ways.append(f"devices with {factor:.2g} times the memory, or more clouds or ranks, would do")
+    ways.append(f"{_and(_devices_wanted(study, plan))} would do")
     return "; or ".join(ways)
+
+
+def _devices_wanted(study: Study, plan: Plan) -> list[str]:
+    """The memory of those clouds whose stage does not fit."""
+    share = study.job.limits.memory_share
+    return [
+        f"devices of {_gib(math.ceil(one.memory_bytes / share))} in {one.cloud!r}"
+        for one in plan.stages
+        if one.memory_bytes > share * (one.capacity_bytes or math.inf)
+    ]
+
+
+def _lock_step_microbatches(study: Study) -> int | None:
+    """With how many micro-batches ranks in lock-step would fit, where the job does not have them yet."""
+    strategy, ranks = study.job.strategy, {cloud.num_ranks for cloud in study.clouds}
+    if not isinstance(strategy, AutoStrategy | PipelineStrategy) or len(ranks) > 1:
+        return None
+    number = study.step.num_sequences // max(ranks) * max(ranks)
+    if not number or study.step.num_sequences % number:
+        return None
+    given = strategy if isinstance(strategy, PipelineStrategy) else PipelineStrategy(kind="pipeline")
+    alike = given.model_copy(update={"policy": "1f1b", "microbatches": number})
+    changed = read_study(study.job.model_copy(update={"strategy": alike}))
+    return number if alike != strategy and _fits(changed, changed.supply) else None
 
 
 def _least_memory(study: Study) -> tuple[float, Plan | None]:
@@ -172,7 +215,7 @@ def _too_slow(plans: Sequence[Plan], deadline_s: float) -> UserError:
         f"the fastest plan takes {format_duration(total_s)}, longer than limits.deadline of "
         f"{format_duration(deadline_s)}; it is limited by the {fastest.limiting}",
         hint=f'set limits.deadline to "{format_duration(total_s)}" or more'
-        + _or_fewer_steps(deadline_s / fastest.step_s),
+        + _or_fewer_steps(fastest, (fastest.total_s - deadline_s) / fastest.step_s),
     )
 
 
@@ -183,12 +226,16 @@ def _too_dear(plans: Sequence[Plan], budget_usd: float, *, has_deadline: bool) -
     return UserError(
         f"the cheapest plan{within} costs ${usd:g}, more than limits.budget_usd of ${budget_usd:g}",
         hint=f"set limits.budget_usd to {usd:g} or more"
-        + _or_fewer_steps(budget_usd / (cheapest.usd_per_step or math.inf)),
+        + _or_fewer_steps(
+            cheapest, ((cheapest.total_usd or 0.0) - budget_usd) / (cheapest.usd_per_step or math.inf)
+        ),
     )
 
 
-def _or_fewer_steps(number: float) -> str:
-    return f", or train.steps to {math.floor(number)} or less" if number >= 1 else ""
+def _or_fewer_steps(estimate: Estimate, num_too_many: float) -> str:
+    """Steps are left out at the end, behind the warm-up of bottlenecks, of which something must follow."""
+    number = math.floor(estimate.num_steps - num_too_many)
+    return f", or train.steps to {number} or less" if number > estimate.num_warmup_steps else ""
 
 
 def _up(value: float) -> float:

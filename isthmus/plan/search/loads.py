@@ -1,17 +1,22 @@
 """From a partition to a scenario: times of its stages, codecs of its hops from the mildest on, windows."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Final
 
+from isthmus.job import parse_codec
 from isthmus.plan.codec_choice import Bounds, Choice, Figures, choose
-from isthmus.plan.ladder import Rung
+from isthmus.plan.costs.bottlenecks import HalfCosts
+from isthmus.plan.ladder import Crossing, Pair, Rung
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.rank_windows import at_worst, expected, next_windows
 from isthmus.plan.scenario import Caps, HopLoad, Scenario, StageLoad
 from isthmus.plan.search.facts import CloudFacts
 from isthmus.plan.search.settings import Constraints, Found, Setting, measure_with
 from isthmus.plan.search.supply import ModelSupply
+
+_RAW: Final = Pair(forward=parse_codec("raw"), backward=parse_codec("raw"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,15 @@ class Loads:
     """Windows that would hide every round trip."""
     windows: tuple[int, ...]
     """Those that memory, and the job, allow."""
+    most_in_flight: tuple[int, ...]
+    """The same, or those of the warm-up where they are larger."""
     choices: tuple[Choice, ...]
+    halves: tuple[tuple[HalfCosts, ...], ...]
+    """Of bottlenecks, at each stage."""
     step_s: float
+    num_warmup_steps: int = 0
+    warmup: Scenario | None = None
+    """The same before bottlenecks begin."""
 
     @property
     def hides_all(self) -> bool:
@@ -75,18 +87,28 @@ def load_up(found: Found, supply: ModelSupply, terms: Terms, *, hides: bool = Tr
         policy=terms.policy,
         first_trained=next(trained, len(stages) - 1),
     )
+    num_warmup_steps = supply.num_warmup_steps(partition.clouds)
+    before = replace(scenario, hops=_raw_hops(found, supply, choices)) if num_warmup_steps else scenario
     held, measured = _held(found, supply, terms), expected(scenario)
     wanted = terms.windows or next_windows(scenario, measured)
-    caps = _caps(scenario, wanted, held)
+    caps = _caps({scenario, before}, wanted, held)
     fixed = None if terms.windows is None else _given_windows(terms.windows, held)
+    windows = fixed or next_windows(scenario, measured, max_in_flight=caps)
+    first_windows = windows
+    if num_warmup_steps and fixed is None:
+        first_windows = next_windows(before, expected(before), max_in_flight=caps)
     return Loads(
         setting=setting,
         clouds=tuple(supply.clouds[cloud] for cloud in partition.clouds),
         layers=partition.ranges,
         scenario=replace(scenario, windows=fixed, max_in_flight=caps),
         wanted=wanted,
-        windows=fixed or next_windows(scenario, measured, max_in_flight=caps),
+        windows=windows,
+        most_in_flight=tuple(max(sizes) for sizes in zip(windows, first_windows, strict=True)),
         choices=choices,
+        halves=supply.halves(partition.clouds),
+        num_warmup_steps=num_warmup_steps,
+        warmup=replace(before, windows=fixed, max_in_flight=caps) if num_warmup_steps else None,
         step_s=measure_with(found.problem, partition, hops, [one.num_ranks for one in stages]).step_s,
     )
 
@@ -110,14 +132,9 @@ def _stage_load(supply: ModelSupply, setting: Setting, cloud: int, layers: range
 def _hops(
     found: Found, supply: ModelSupply, terms: Terms, *, interval_s: float
 ) -> tuple[tuple[Choice, ...], tuple[HopLoad, ...]]:
-    """The mildest codecs that computing hides, and what then crosses; nothing goes back to frozen layers."""
+    """The mildest codecs that computing hides, and what then crosses."""
     choices, hops = [], []
-    clouds, stops, setting = found.partition.clouds, found.partition.stops, found.setting
-    element_bytes = supply.element_bytes(clouds, setting)
-    for pair, stop, num_bytes in zip(pairwise(clouds), stops, element_bytes, strict=False):
-        crossing = supply.crossing(
-            pair, setting, has_gradient=stop > supply.num_frozen, element_bytes=num_bytes
-        )
+    for pair, crossing in _crossings(found, supply):
         line = supply.links[pair].line
         link = terms.links[frozenset(supply.clouds[one].name for one in pair)]
         choice = choose(
@@ -131,6 +148,24 @@ def _hops(
     return tuple(choices), tuple(hops)
 
 
+def _raw_hops(found: Found, supply: ModelSupply, choices: Sequence[Choice]) -> tuple[HopLoad, ...]:
+    """What crosses before bottlenecks begin: raw hidden states there, and elsewhere as chosen."""
+    before = supply.before_bottlenecks
+    return tuple(
+        before.coded_hop(pair, crossing, choice.pair if supply.links[pair].bottleneck is None else _RAW)
+        for (pair, crossing), choice in zip(_crossings(found, before), choices, strict=True)
+    )
+
+
+def _crossings(found: Found, supply: ModelSupply) -> Iterator[tuple[tuple[int, int], Crossing]]:
+    """What a micro-batch puts across each cut; nothing goes back to frozen layers."""
+    clouds, stops, setting = found.partition.clouds, found.partition.stops, found.setting
+    element_bytes = supply.element_bytes(clouds, setting)
+    for pair, stop, num_bytes in zip(pairwise(clouds), stops, element_bytes, strict=False):
+        has_gradient = stop > supply.num_frozen
+        yield pair, supply.crossing(pair, setting, has_gradient=has_gradient, element_bytes=num_bytes)
+
+
 def _held(found: Found, supply: ModelSupply, terms: Terms) -> list[float]:
     """The most that a rank of each stage may keep in flight."""
     spots = zip(found.partition.clouds, found.partition.ranges, strict=True)
@@ -142,16 +177,18 @@ def _held(found: Found, supply: ModelSupply, terms: Terms) -> list[float]:
     return [min(one, cap or one) for one, cap in zip(held, caps, strict=True)]
 
 
-def _caps(scenario: Scenario, wanted: Sequence[int], held: Sequence[float]) -> Caps | None:
+def _caps(scenarios: Collection[Scenario], wanted: Sequence[int], held: Sequence[float]) -> Caps | None:
     """What each stage can hold, one number where all hold the same, and None where that binds nobody.
 
-    Workers whose messages meet on the line may ask for more than is expected, and are bound then too.
+    Workers whose messages meet on the line may ask for more than is expected, and are bound then too; so are
+    those of a warm-up.
     """
-    most = next_windows(scenario, at_worst(scenario))
-    asked = [max(sizes) for sizes in zip(wanted, most, strict=True)]
+    most = [next_windows(one, at_worst(one)) for one in scenarios]
+    asked = [max(sizes) for sizes in zip(wanted, *most, strict=True)]
     if all(one >= size for one, size in zip(held, asked, strict=True)):
         return None
-    caps = tuple(int(max(1, min(one, scenario.num_microbatches))) for one in held)
+    number = max(one.num_microbatches for one in scenarios)
+    caps = tuple(int(max(1, min(one, number))) for one in held)
     return caps if len(set(caps)) > 1 else caps[0]
 
 

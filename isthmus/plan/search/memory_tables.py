@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isthmus.plan.costs.bottlenecks import HalfCosts
 from isthmus.plan.costs.memory import Memory, Savers, stage_memory
 from isthmus.plan.costs.parts import ModelCosts
 from isthmus.plan.search.walks import Table
@@ -18,8 +19,10 @@ class MemoryTables:
     update: Table
 
     @classmethod
-    def of(cls, costs: ModelCosts, savers: Savers) -> "MemoryTables":
-        """Count the stages of a model, each kind of them once."""
+    def of(
+        cls, costs: ModelCosts, savers: Savers, *, up: HalfCosts | None = None, down: HalfCosts | None = None
+    ) -> "MemoryTables":
+        """Count the stages of a model, each kind of them once; `up` and `down` lie at their cuts."""
         size = costs.num_layers + 1
         tables = np.full((3, size, size), np.inf)
         known: dict[object, tuple[float, float, float]] = {}
@@ -31,7 +34,10 @@ class MemoryTables:
                 counts[sequence[stop - 1]] = counts.get(sequence[stop - 1], 0) + 1
                 key = (start == 0, stop == size - 1, sequence[stop - 1], *sorted(counts.items()))
                 if key not in known:
-                    known[key] = _affine(stage_memory(costs, range(start, stop), window=1, savers=savers))
+                    ends = (up if start > 0 else None, down if stop < size - 1 else None)
+                    halves = [one for one in ends if one is not None]
+                    layers = range(start, stop)
+                    known[key] = _affine(stage_memory(costs, layers, window=1, savers=savers, halves=halves))
                 tables[:, start, stop] = known[key]
         return cls(empty=tables[0], each=tables[1], update=tables[2])
 

@@ -15,6 +15,7 @@ from isthmus.job import (
 )
 from isthmus.job.boundary import BottleneckSpec
 from isthmus.plan.codec_choice import Bounds, Figures, choose
+from isthmus.plan.costs.bottlenecks import Bottleneck, bottleneck_costs
 from isthmus.plan.costs.encoder_decoder import MODEL_TYPE as ENCODER_DECODER
 from isthmus.plan.costs.encoder_decoder import read_encoder_decoder
 from isthmus.plan.costs.learning import ALL, Learning, read_adapters
@@ -42,6 +43,7 @@ class Model:
     costs_of: CostModel
     num_layers: int
     width: int
+    vocabulary_size: int
     messages: Messages
     cuts: frozenset[int] | None = None
     max_length: int | None = None
@@ -96,6 +98,7 @@ def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
             costs_of=both.costs,
             num_layers=both.num_layers,
             width=both.width,
+            vocabulary_size=both.encoder.vocabulary_size,
             messages=messages_of(both.encoder),
             cuts=frozenset({both.num_encoder_layers}),
         )
@@ -105,6 +108,7 @@ def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
         costs_of=lambda workload: model_costs(shape, workload, learning),
         num_layers=shape.num_layers,
         width=shape.width,
+        vocabulary_size=shape.vocabulary_size,
         messages=messages_of(shape),
         max_length=max_length(config),
     )
@@ -126,7 +130,7 @@ def make_supply(job: Job, model: Model, step: StepFacts, clouds: tuple[CloudFact
     for link in job.link:
         if all(name in numbers for name in link.between):
             for first, second in (link.between, link.between[::-1]):
-                links[numbers[first], numbers[second]] = _link_facts(job, link, first, model.width)
+                links[numbers[first], numbers[second]] = _link_facts(job, link, first, model)
     return ModelSupply(
         clouds=clouds,
         links=links,
@@ -213,16 +217,22 @@ def _link_terms(job: Job, link: LinkSpec, width: int) -> LinkTerms:
     )
 
 
-def _link_facts(job: Job, link: LinkSpec, first: str, width: int) -> LinkFacts:
+def _link_facts(job: Job, link: LinkSpec, first: str, model: Model) -> LinkFacts:
     seen = line(link, first)
-    crossing_width = link.boundary.crossing_width(width)
-    terms = _link_terms(job, link, width)
+    crossing_width = link.boundary.crossing_width(model.width)
+    terms = _link_terms(job, link, model.width)
     return LinkFacts(
         line=seen,
         width=crossing_width,
         strongest=_strongest(terms, crossing_width),
-        has_bottleneck=isinstance(link.boundary, BottleneckSpec),
+        bottleneck=_bottleneck(link, model),
     )
+
+
+def _bottleneck(link: LinkSpec, model: Model) -> Bottleneck | None:
+    if not isinstance(link.boundary, BottleneckSpec):
+        return None
+    return bottleneck_costs(link.boundary, width=model.width, vocabulary_size=model.vocabulary_size)
 
 
 def _strongest(terms: LinkTerms, width: int) -> Pair:

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from isthmus.plan.costs.activations import WIDE_BYTES
+from isthmus.plan.costs.bottlenecks import Bottleneck, HalfCosts
 from isthmus.plan.costs.memory import Memory, Savers, Sharding, stage_memory
 from isthmus.plan.costs.messages import Messages, stream_bytes
 from isthmus.plan.costs.parts import ModelCosts, PartCosts, Workload
@@ -46,7 +47,14 @@ class LinkFacts:
     line: Line
     width: int
     strongest: Pair
-    has_bottleneck: bool = False
+    bottleneck: Bottleneck | None = None
+
+    @property
+    def before_bottleneck(self) -> "LinkFacts":
+        """The same while hidden states still cross."""
+        if self.bottleneck is None:
+            return self
+        return replace(self, width=self.bottleneck.hidden_width, bottleneck=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +72,9 @@ class ModelSupply:
     """Layers from the first on that are not trained: nothing goes back through them."""
     _costs: dict[Workload, ModelCosts] = field(default_factory=dict)
     _tables: dict[tuple[int, Setting], StageTable] = field(default_factory=dict)
-    _memory: dict[tuple[Workload, Savers], MemoryTables] = field(default_factory=dict)
+    _memory: dict[tuple[Workload, Savers, HalfCosts | None, HalfCosts | None], MemoryTables] = field(
+        default_factory=dict
+    )
 
     @property
     def num_ranks(self) -> Sequence[int]:
@@ -100,10 +110,11 @@ class ModelSupply:
         """What a cloud takes for any of its possible stages."""
         key = (cloud, setting)
         if key not in self._tables:
-            self._tables[key] = self._table(self.clouds[cloud], setting)
+            self._tables[key] = self._table(cloud, setting)
         return self._tables[key]
 
-    def _table(self, facts: CloudFacts, setting: Setting) -> StageTable:
+    def _table(self, cloud: int, setting: Setting) -> StageTable:
+        facts = self.clouds[cloud]
         costs, times = self.costs(facts, setting), self.times(facts, setting)
         savers = self.levels[setting.level].savers(facts)
         least_s = _LEAST_CPU_LAYER_S if facts.accelerator.is_cpu else _LEAST_LAYER_S
@@ -127,13 +138,39 @@ class ModelSupply:
             forward_s=forward_s + _PASS_OVERHEAD_S,
             backward_s=backward_s + _PASS_OVERHEAD_S,
             update_s=_update_s(costs, times, savers, facts.num_ranks),
-            held=self._memory_tables(costs, savers).held(facts.room_bytes(self.memory_share)),
+            held=self._memory_tables(cloud, costs, savers).held(facts.room_bytes(self.memory_share)),
         )
 
-    def memory(self, cloud: CloudFacts, setting: Setting, layers: range, *, window: int) -> Memory:
-        """What a rank of one stage needs."""
+    def memory(
+        self,
+        cloud: CloudFacts,
+        setting: Setting,
+        layers: range,
+        *,
+        window: int,
+        halves: Sequence[HalfCosts] = (),
+    ) -> Memory:
+        """What a rank of one stage needs, with its halves of bottlenecks."""
         savers = self.levels[setting.level].savers(cloud)
-        return stage_memory(self.costs(cloud, setting), layers, window=window, savers=savers)
+        return stage_memory(self.costs(cloud, setting), layers, window=window, savers=savers, halves=halves)
+
+    def halves(self, clouds: Sequence[int]) -> tuple[tuple[HalfCosts, ...], ...]:
+        """The halves of bottlenecks that each of these stages has."""
+        cuts = [self.links[pair].bottleneck for pair in pairwise(clouds)]
+        ups = [() if one is None else (one.up,) for one in cuts]
+        downs = [() if one is None else (one.down,) for one in cuts]
+        return tuple((*up, *down) for up, down in zip([(), *ups], [*downs, ()], strict=True))
+
+    def num_warmup_steps(self, clouds: Sequence[int]) -> int:
+        """Steps before the bottlenecks between these stages begin; 0 where there is none."""
+        cuts = (self.links[pair].bottleneck for pair in pairwise(clouds))
+        longest = max((one.num_warmup_steps for one in cuts if one is not None), default=0)
+        return min(longest, self.step.num_steps)
+
+    @property
+    def before_bottlenecks(self) -> "ModelSupply":
+        """The same while hidden states still cross where a bottleneck is to begin."""
+        return replace(self, links={pair: one.before_bottleneck for pair, one in self.links.items()})
 
     def hop(self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool = True) -> HopLoad | None:
         """What a micro-batch sends, as strongly coded as is allowed, as if the pair's first were the first.
@@ -141,7 +178,7 @@ class ModelSupply:
         None where a bottleneck would have to learn and cannot, since nothing goes back.
         """
         link = self.links[pair]
-        if link.has_bottleneck and not has_gradient:
+        if link.bottleneck is not None and not has_gradient:
             return None
         (element_bytes,) = self.element_bytes(pair, setting)
         crossing = self.crossing(pair, setting, has_gradient=has_gradient, element_bytes=element_bytes)
@@ -158,7 +195,7 @@ class ModelSupply:
                 is_sharded=self._is_sharded(sender, setting),
                 arrived_narrow=is_narrow,
             )
-            if self.links[pair].has_bottleneck:
+            if self.links[pair].bottleneck is not None:
                 # It is computed in float32; behind it hidden states have the type of the weights.
                 found.append(WIDE_BYTES)
                 is_narrow = self.step.arithmetic(receiver).is_mixed and self._is_sharded(receiver, setting)
@@ -205,11 +242,19 @@ class ModelSupply:
     def _is_sharded(self, cloud: CloudFacts, setting: Setting) -> bool:
         return self.levels[setting.level].sharding(cloud) is not Sharding.NONE
 
-    def _memory_tables(self, costs: ModelCosts, savers: Savers) -> MemoryTables:
-        key = (costs.workload, savers)
+    def _memory_tables(self, cloud: int, costs: ModelCosts, savers: Savers) -> MemoryTables:
+        """With the largest halves of bottlenecks that the cloud may have, whoever its neighbours will be."""
+        cuts = [(pair, one.bottleneck) for pair, one in self.links.items() if one.bottleneck is not None]
+        up = _largest([one.up for pair, one in cuts if pair[1] == cloud])
+        down = _largest([one.down for pair, one in cuts if pair[0] == cloud])
+        key = (costs.workload, savers, up, down)
         if key not in self._memory:
-            self._memory[key] = MemoryTables.of(costs, savers)
+            self._memory[key] = MemoryTables.of(costs, savers, up=up, down=down)
         return self._memory[key]
+
+
+def _largest(halves: Sequence[HalfCosts]) -> HalfCosts | None:
+    return max(halves, key=lambda one: one.held_bytes, default=None)
 
 
 def _between(first: float, layers: Sequence[float], last: float) -> Table:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from isthmus.codec.base import Payload, flat_bytes
+from isthmus.codec.base import Key, Payload, flat_bytes
+from isthmus.codec.meter import Fidelity
 from isthmus.errors import FrameError
 from isthmus.events import Span
 from isthmus.job.codec import CodecSpec
@@ -38,6 +39,18 @@ class Volume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What coding has changed of one message, as its sender found."""
+
+    track: str
+    """Where it went, such as east→west."""
+    step: int
+    microbatch: int
+    relative_error: float
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """What has been done so far, and how often."""
 
@@ -55,7 +68,7 @@ class Effort:
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """The lane of one end of a cut, what has left by it, and who hears of the time that coding takes."""
+    """The lane of one end of a cut, what has left by it, and who hears what coding takes and changes."""
 
     lane: Lane
     leaves: str
@@ -63,6 +76,7 @@ class Bench:
     arrives: str
     hidden_width: int
     on_span: Callable[[Span], None]
+    on_measured: Callable[[Measured], None]
     volume: Volume = field(default_factory=Volume)
     # Each is added to by one thread of the courier.
     encoding: Effort = field(default_factory=Effort)
@@ -116,6 +130,18 @@ class Bench:
         """Tell how long decoding took, unless the rows crossed as they are."""
         self.decoding = self.decoding.more(time.time() - started_s)
         self._note("decode", self.arrives, coded, about, started_s)
+
+    def note_measured(self, key: Key, found: Fidelity) -> None:
+        """Tell how far what arrives is from what was sent."""
+        self.on_measured(
+            Measured(
+                track=self.leaves,
+                step=key.step,
+                microbatch=key.microbatch,
+                relative_error=found.relative_error,
+                cosine=found.cosine,
+            )
+        )
 
     def _note(self, kind: str, track: str, coded: Coded, about: Send | Arrived, started_s: float) -> None:
         if coded.codec != str(RAW):

@@ -114,4 +114,5 @@ class Cache:
         held, saved = (
             format_bytes(int(shorten(one))) for one in (self.admission.held_bytes, self.saved_bytes)
         )
-        return f"cached {len(self.admission)} sequences of frozen layers in {held}; {saved} did not cross"
+        what = f"cached {len(self.admission)} sequences of frozen layers in {held}"
+        return f"{what}; {saved}, counted raw, did not cross"

@@ -13,7 +13,6 @@ from isthmus.codec.ends import Codecs
 from isthmus.errors import FrameError, UserError
 from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
 from isthmus.job.codec import gradient_codec, parse_codec
-from isthmus.job.findings import FieldError
 from isthmus.plan.ladder import Pair
 
 RAW: Final = parse_codec("raw")
@@ -32,8 +31,8 @@ def read_pair(texts: object) -> Pair:
         case [str(forward), str(backward)]:
             try:
                 pair = Pair(forward=parse_codec(forward), backward=parse_codec(backward))
-            except FieldError as error:
-                raise FrameError(f"a codec that cannot be: {error}") from error
+            except ValueError as error:
+                raise FrameError(f"a codec that cannot be: {str(error)[:200]}") from error
             if pair.is_possible:
                 return pair
     raise FrameError(f"no two codecs of a link are named by {str(texts)[:100]}")

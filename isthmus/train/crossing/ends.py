@@ -121,7 +121,7 @@ class DownCut:
             payload = code.end.encode(rows_ND, key=key, ids_N=ids, keeps=keeps, learns=learns)
             if about.kind is Pass.FORWARD and self.meter.is_due(key):
                 arrives = code.end.preview(payload, key=key, num_rows=len(rows_ND), ids_N=ids)
-                self.meter.note(rows_ND, arrives)
+                self.bench.note_measured(key, self.meter.note(rows_ND, arrives))
             return payload
 
         started_s = time.time()
@@ -171,7 +171,8 @@ class UpCut:
             is_due = self.meter.is_due(key)
             payload = code.end.encode_gradient(rows_ND, key=key, keeps=is_due)
             if is_due:
-                self.meter.note(rows_ND, code.end.preview_gradient(payload, key=key, num_rows=len(rows_ND)))
+                arrives = code.end.preview_gradient(payload, key=key, num_rows=len(rows_ND))
+                self.bench.note_measured(key, self.meter.note(rows_ND, arrives))
             return payload
 
         started_s = time.time()

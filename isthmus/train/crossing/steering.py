@@ -98,8 +98,12 @@ class Steering:
             one.standing = standing
 
     def _guard(self, one: _Steered, cosines: Cosines, step: int) -> None:
+        measured = one.standing.pair
         for of_gradient, cosine in ((False, cosines.forward), (True, cosines.backward)):
             terms, standing = one.terms, one.standing
+            if of_gradient and (measured.projects_gradients or measured.backward != standing.pair.backward):
+                # What was measured says nothing about the code of gradients, or about the one they have now.
+                continue
             widening = Guard(least_cosine=terms.cut.guard_cosine).judge(
                 cosine,
                 standing.pair,

@@ -3,7 +3,7 @@
 import importlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -70,12 +70,16 @@ class OnDevice:
 class EightBit:
     """Beside the weights, in 8 bits with a scale for every 256 numbers; small parameters stay in float32.
 
+    So do `tables`, in which a row has a gradient only where its token was there: a second moment that is
+    rounded to nothing would make a leap of what is left of the first.
+
     Where ranks share a parameter out, each updates its own part: blocks lie as in the whole, so the result is
     what one rank would have. A parameter whose parts end within a block stays in float32.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], *, tables: Collection[nn.Parameter] = ()) -> None:
         library = _torchao()
+        self._tables = set(tables)
         self._moment_class: Any = library.subclass_8bit.OptimState8bit
         self._parts = {one: _part(one) for group in groups for one in group.parameters}
         own = [replace(one, parameters=[self._parts[each] for each in one.parameters]) for one in groups]
@@ -104,7 +108,7 @@ class EightBit:
         for key, moment in self._adamw.state.get(self._parts[parameter], {}).items():
             if key == _STEP:
                 found[key] = moment
-            elif _is_coarse(parameter):
+            elif self._is_coarse(parameter):
                 codes, scales, levels = self._pieces(moment)
                 found[f"{key}.codes"] = _like(parameter, codes)
                 found[f"{key}.scale"] = _all_scales(parameter, scales)
@@ -118,10 +122,9 @@ class EightBit:
         part = self._parts[parameter]
         found = {_STEP: state[_STEP]}
         for key in _MOMENTS:
-            if key in state:
-                found[key] = _local(state[key]).to(part.device)
-            else:
-                found[key] = self._join(parameter, state, key=key)
+            saved = _local(state[key]) if key in state else self._join(parameter, state, key=key)
+            # A copy: it may have been saved in the other form.
+            found[key] = self._first_moment(parameter, key).copy_(saved.to(part.device))
         self._adamw.state[part] = found
 
     def _first_state(self, parameter: nn.Parameter) -> State:
@@ -129,12 +132,17 @@ class EightBit:
 
     def _first_moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         part = self._parts[parameter]
-        if not _is_coarse(parameter) or not part.numel():
+        if not self._is_coarse(parameter) or not part.numel():
             return torch.zeros_like(part, requires_grad=False)
         moment: Tensor = self._moment_class.zeros(
             part.shape, key == _SIGNED, _BLOCK, part.device, dtype=part.dtype
         )
         return moment
+
+    def _is_coarse(self, parameter: nn.Parameter) -> bool:
+        """Whether moments are kept in 8 bits, which all ranks must answer alike."""
+        is_large = parameter.numel() >= _LEAST_COARSE and parameter not in self._tables
+        return is_large and not (parameter.numel() % _BLOCK or _part_size(parameter) % _BLOCK)
 
     def _pieces(self, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes, scales and levels; none of them where this rank's part is empty."""
@@ -145,7 +153,7 @@ class EightBit:
     def _join(self, parameter: nn.Parameter, state: Mapping[str, Tensor], *, key: str) -> Tensor:
         part = self._parts[parameter]
         if not part.numel():
-            return self._first_moment(parameter, key)
+            return torch.zeros_like(part, requires_grad=False)
         moment: Tensor = self._moment_class(
             _local(state[f"{key}.codes"]).to(part.device),
             _own_scales(parameter, state[f"{key}.scale"]).to(part.device),
@@ -178,13 +186,6 @@ def _torch_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
         for is_shared in (True, False)
         if (members := [one for one in group.parameters if isinstance(one, DTensor) is is_shared])
     ]
-
-
-def _is_coarse(parameter: nn.Parameter) -> bool:
-    """Whether moments are kept in 8 bits, which all ranks must answer alike."""
-    return parameter.numel() >= _LEAST_COARSE and not (
-        parameter.numel() % _BLOCK or _part_size(parameter) % _BLOCK
-    )
 
 
 def _part_size(parameter: nn.Parameter) -> int:

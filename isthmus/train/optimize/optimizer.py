@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,8 @@ class Schedule:
 class Optimizer:
     """Updates the parameters of one stage; `max_norm` bounds the norm of the gradients of all stages.
 
-    The moments lie beside the weights, as `state` says, or all of them in float32 on the host.
+    The moments lie beside the weights, as `state` says, or all of them in float32 on the host. Those of
+    `tables` are float32 in any case.
     """
 
     def __init__(
@@ -67,13 +68,14 @@ class Optimizer:
         max_norm: float | None = None,
         state: OptimizerState = OptimizerState.FLOAT32,
         offload: bool = False,
+        tables: Collection[nn.Parameter] = (),
     ) -> None:
         self.schedule = schedule
         self._max_norm = max_norm
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         groups = _groups(self._parameters.values(), weight_decay)
         # A stage of frozen layers has nothing to update.
-        self._moments = _make_moments(groups, state, offload=offload) if groups else None
+        self._moments = _make_moments(groups, state, offload=offload, tables=tables) if groups else None
 
     def squared_norms(self) -> tuple[float, ...]:
         """The squared norm of each parameter's gradient, or of this rank's shard of it."""
@@ -136,11 +138,13 @@ def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[Gro
     return [group for group in groups if group.parameters]
 
 
-def _make_moments(groups: Sequence[Group], state: OptimizerState, *, offload: bool) -> Moments:
+def _make_moments(
+    groups: Sequence[Group], state: OptimizerState, *, offload: bool, tables: Collection[nn.Parameter]
+) -> Moments:
     match state:
         case OptimizerState.EIGHT_BIT:
             if offload:
                 raise ValueError("moments in 8 bits stay on the device")
-            return EightBit(groups)
+            return EightBit(groups, tables=tables)
         case OptimizerState.FLOAT32:
             return OnHost(groups) if offload else OnDevice(groups)

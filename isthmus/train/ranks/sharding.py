@@ -144,6 +144,17 @@ def reduce_now(stage: Stage) -> None:
     root.set_requires_gradient_sync(False)
 
 
+def coming_bytes(stage: Stage) -> int:
+    """The gradients that the passes of a step will add where they are reduced once: whole, in float32."""
+    parts = [one for group in _groups(stage) for one in group.fsdp_params]
+    num_awaited = sum(int(one.sharded_param.numel()) for one in parts if _awaits_gradient(one))
+    return torch.float32.itemsize * num_awaited
+
+
+def _awaits_gradient(part: Any) -> bool:
+    return bool(part.sharded_param.requires_grad) and part.unsharded_accumulated_grad is None
+
+
 def _sums(world: World, stage: Stage, own: tuple[float, ...]) -> tuple[float, ...]:
     """Squared norms over all ranks; of a gradient that every rank has whole, the leader's."""
     present = [one for one in stage.parameters_by_name().values() if one.grad is not None]

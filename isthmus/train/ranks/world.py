@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from isthmus.errors import RankLost, UserError
 from isthmus.train.device import Device
-from isthmus.train.ranks.watch import Watch
+from isthmus.train.ranks.watch import Watch, first_line
 from isthmus.wan.seat import Seat
 
 # A rank may wait for a sibling that waits for another cloud; who is gone or frozen, the watch tells sooner.
@@ -173,16 +173,13 @@ def join_world(
     if seat.num_ranks == 1:
         yield Alone()
         return
-    with _collective():
-        store = _open_store(seat)
-        watch = Watch(seat, cloud=cloud, store=store, end=end, timeout_s=silence_s)
-    with watch:
-        try:
-            with _process_group(seat, device, store) as world:
-                yield world
-        except RankLost as error:
-            # The watch knows better than a collective who was lost.
-            raise RankLost(watch.reason(timeout_s=_LAST_WORD_S) or error.message) from error
+    with Watch(seat, cloud=cloud, end=end, timeout_s=silence_s) as watch:
+        with _collective():
+            store = _open_store(seat)
+            token = watch.meet(store, patience_s=_TIMEOUT.total_seconds())
+        # A launcher's store outlives a world, and torch would take up what an earlier one has left there.
+        with _process_group(seat, device, PrefixStore(token, store), watch) as world:
+            yield world
 
 
 def _open_store(seat: Seat) -> Store:
@@ -195,22 +192,39 @@ def _open_store(seat: Seat) -> Store:
         timeout=_TIMEOUT,
         wait_for_workers=False,
     )
-    return PrefixStore(f"isthmus/{seat.attempt}", store)
+    return PrefixStore("isthmus", store)
 
 
 @contextmanager
-def _process_group(seat: Seat, device: Device, store: Store) -> Iterator[World]:
-    with _collective():
-        dist.init_process_group(
-            _backend(device), store=store, rank=seat.rank, world_size=seat.num_ranks, timeout=_TIMEOUT
-        )
-        control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-    world = Ranks(seat, control=control)
+def _process_group(seat: Seat, device: Device, store: Store, watch: Watch) -> Iterator[World]:
     try:
-        _check_devices(world, device)
-        yield world
+        # Before the group ends: that fails the others, who then ask why.
+        with _explained(watch):
+            with _collective():
+                dist.init_process_group(
+                    _backend(device), store=store, rank=seat.rank, world_size=seat.num_ranks, timeout=_TIMEOUT
+                )
+                control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            world = Ranks(seat, control=control)
+            _check_devices(world, device)
+            yield world
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _explained(watch: Watch) -> Iterator[None]:
+    """Why a rank was lost, where the watch knows; it is also lost in collectives that are not ours."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RankLost, RuntimeError, OSError) as error:
+        reason = watch.reason(timeout_s=_LAST_WORD_S)
+        if reason is None:
+            raise
+        raise RankLost(reason) from error
 
 
 def _backend(device: Device) -> str:
@@ -241,9 +255,8 @@ def _collective() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RankLost(
-            f"the ranks of this cloud have lost each other: {reason}",
+            f"the ranks of this cloud have lost each other: {first_line(error)}",
             hint="the rank that ended first tells why",
         ) from error
 
