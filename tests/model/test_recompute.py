@@ -331,7 +331,7 @@ def test_a_layer_keeps_what_its_graph_holds(model_type: str) -> None:
     standing = [*stage.parameters(), *stage.buffers()]
     kept = Meter(CPU)
     stage.recompute = Fixed()
-    with kept.beside(standing):
+    with kept.beside(lambda: standing):
         stage(StageInput(batch=batch, moment=MOMENT))
     inputs = sum(reading.input_bytes for reading in readings.values())
     total = measured[0].beside_bytes + sum(reading.kept_bytes for reading in readings.values())
@@ -353,7 +353,7 @@ def test_what_a_meter_ran_is_freed_at_once() -> None:
     gc.disable()
     try:
         meter.run_layer(0, run, hidden=torch.ones(3), others=[weight], seed=lambda: None)
-        with meter.beside([weight]):
+        with meter.beside(lambda: [weight]):
             run()
     finally:
         gc.enable()
