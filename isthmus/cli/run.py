@@ -13,6 +13,8 @@ import typer
 from isthmus.cli.options import NO_EMULATED_WAN, CloudOption, JobArgument, JsonOption, SetOption
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from isthmus.cli.display import Display
     from isthmus.cli.ending import Ending
     from isthmus.job import Job
@@ -55,12 +57,11 @@ def run(
     """
     from rich.console import Console
 
-    from isthmus.cli.display import Display, show_summary
+    from isthmus.cli.display import Display
     from isthmus.cli.ending import EXIT_TERMINATED, Ending, Terminated, stopped_by
     from isthmus.cli.launch import find_seat
     from isthmus.errors import Aborted, CloudFailed, PeerLost
     from isthmus.job import load_job
-    from isthmus.observe.summary import summarize
 
     if cloud is not None:
         _check_real(faults, restarts)
@@ -89,8 +90,15 @@ def run(
     except (Aborted, PeerLost, CloudFailed) as ended:
         ended.hint = ended.hint or _GO_ON
         raise
-    if seat is not None and not seat.is_leader:
-        return
+    if seat is None or seat.is_leader:
+        _conclude(console, folder, as_json=as_json)
+
+
+def _conclude(console: "Console", folder: Path, *, as_json: bool) -> None:
+    """Tell what a run came to."""
+    from isthmus.cli.display import show_summary
+    from isthmus.observe.summary import summarize
+
     summary = summarize(folder)
     if as_json:
         typer.echo(json.dumps({"run": str(folder), **asdict(summary)}, indent=2))

@@ -105,22 +105,19 @@ def test_closing_ends_the_thread() -> None:
 def test_a_slow_source_is_read_further_ahead_and_a_fast_one_less_far_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gate = threading.Semaphore(2)
+    # A busy machine may let any thread wait; by this clock, which is read around each wait, the source does.
+    readings: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: readings.pop(0))
+    monkeypatch.setattr("isthmus.train.data.prefetch.time", clock)
 
-    def make() -> Iterator[int]:
-        for number in itertools.count():
-            gate.acquire()
-            yield number
+    def take(items: Prefetch[int], *, waited_s: float) -> int:
+        readings.extend((0.0, waited_s))
+        return next(items)
 
-    with Prefetch(make(), depth=2, max_depth=8) as items:
-        assert (next(items), next(items)) == (0, 1)
+    with Prefetch(itertools.count(), depth=2, max_depth=8) as items:
+        assert [take(items, waited_s=0.0) for _ in range(2)] == [0, 1]
         for number, depth in ((2, 4), (3, 8), (4, 8)):
-            threading.Timer(0.02, gate.release).start()
-            assert next(items) == number
+            assert take(items, waited_s=1.0) == number
             assert items.depth == depth
-        gate.release(400)
-        # A busy machine may let any thread wait; by this clock nobody does.
-        monkeypatch.setattr("isthmus.train.data.prefetch.time", SimpleNamespace(monotonic=lambda: 0.0))
-        assert [next(items) for _ in range(300)] == list(range(5, 305))
+        assert [take(items, waited_s=0.0) for _ in range(300)] == list(range(5, 305))
         assert items.depth < 8
-        gate.release(100)
