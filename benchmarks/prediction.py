@@ -1,6 +1,7 @@
 """Step times that the simulator predicts, beside those of real runs over an emulated WAN.
 
-python benchmarks/prediction.py [--quick] [--cases N] [--seed N] [--gpu] [--deadline-s S] [--out DIR] [--json]
+python benchmarks/prediction.py [--quick] [--cases N] [--seed N] [--policy NAME] [--gpu] [--deadline-s S]
+                                [--out DIR] [--json]
 
 In this order: every link is probed by the product's own probe, and every stage of every case profiled, at all
 its clouds at the same time; the predictions of all cases are written to a file, whose time and hash are
@@ -9,8 +10,8 @@ Stages that several cases have are profiled once. A case that has run is a JSON 
 is left are named as missing.
 
 Stages sleep, so that many clouds fit on few cores; packets, codecs, links and schedule are real. With --gpu
-the stages are of a real model, two clouds on one device, each with half of its multiprocessors where NVIDIA's
-daemon for that is there, and each profiled while the other computes too.
+the stages are of a real model, all clouds on one device, each with a quarter of its multiprocessors where
+NVIDIA's daemon for that is there, and each profiled while the others compute too.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,11 @@ from rich.console import Console
 from rich.table import Table
 from sleeping import let_sleeps_end_in_time
 
+from isthmus.plan.pipeline import Policy
+
 PREDICTIONS = "predictions.json"
 MEAN_GOAL, WORST_GOAL, TAU_GOAL = 0.05, 0.15, 0.9
-CLOUD_PERCENT = 50
+CLOUD_PERCENT = 25
 
 
 def measure_and_run(cases: Sequence[Case], out: Path, notes: Console, deadline: Deadline) -> list[Outcome]:
@@ -132,7 +135,7 @@ def machine() -> dict[str, Any]:
 def how(options: argparse.Namespace, num_cases: int) -> str:
     """What was profiled, and how."""
     stages = (
-        "real stages in bfloat16 on one device, each profiled while the other computed too"
+        "real stages in bfloat16 on one device, each profiled while the others computed too"
         if options.gpu
         else "stages that sleep, profiled at all clouds of a case at the same time"
     )
@@ -144,6 +147,10 @@ def how(options: argparse.Namespace, num_cases: int) -> str:
 
 def choose_cases(options: argparse.Namespace) -> list[Case]:
     """The cases that were asked for."""
+    return [replace(one, policy=options.policy) for one in _drawn_cases(options)]
+
+
+def _drawn_cases(options: argparse.Namespace) -> list[Case]:
     if options.gpu:
         num_cases = options.cases or (NUM_QUICK_MODEL_CASES if options.quick else None)
         return model_cases(device=options.device, is_quick=options.quick)[:num_cases]
@@ -158,7 +165,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few cases")
     parser.add_argument("--cases", type=int, metavar="N", help=f"so many cases; {NUM_CASES} unless given")
     parser.add_argument("--seed", type=int, default=0, help="draws the cases")
-    parser.add_argument("--gpu", action="store_true", help="real compute, two clouds on one device")
+    parser.add_argument("--policy", default="wan-1f1b", choices=[one.value for one in Policy])
+    parser.add_argument("--gpu", action="store_true", help="real compute, all clouds on one device")
     parser.add_argument("--device", default="auto", help="for --gpu: as in a job; cpu only to try it")
     parser.add_argument("--deadline-s", type=float, help="run no case that would end later than that")
     parser.add_argument("--out", type=Path, default=Path("runs/prediction"), help="folder of files")
@@ -188,7 +196,7 @@ def main() -> None:
         "benchmark": "prediction",
         **machine(),
         "seed": options.seed,
-        "is_gpu_halved": is_shared,
+        "is_gpu_shared_out": is_shared,
         "took_s": time.monotonic() - started_s,
         "predictions": seal_of(out / PREDICTIONS),
         "score": asdict(total),

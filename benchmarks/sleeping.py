@@ -67,6 +67,7 @@ class SleepingStage(nn.Module):
         self.is_last = is_last
         self.sends_gradient = not is_first
         self.down = self.up = None
+        self.stream_dtype = None
         self.hidden = torch.randn(1, num_tokens, width, generator=torch.Generator().manual_seed(0))
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:

@@ -11,6 +11,7 @@ IsthmusError
 │   ├── Aborted          some cloud ended the run for all
 │   └── LinkClosed       the link was used after its end
 ├── RankLost             a rank of this cloud is gone, and its world with it
+├── Terminated           SIGTERM has come: a launcher ends this process
 └── CloudFailed          the process of one cloud on this machine has failed
 """
 
@@ -89,6 +90,13 @@ class LinkClosed(LinkError):
 
 class RankLost(IsthmusError):
     """A rank of this cloud is gone, and its world with it."""
+
+
+class Terminated(IsthmusError):
+    """SIGTERM has come: a launcher ends this process."""
+
+    def __init__(self) -> None:
+        super().__init__("its launcher has ended its ranks")
 
 
 class CloudFailed(IsthmusError):

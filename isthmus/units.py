@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Final
@@ -84,6 +84,12 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     by_lower = {choice.lower(): choice for choice in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
     return by_lower[near[0]] if near else None
+
+
+def join_words(words: Sequence[str]) -> str:
+    """As in "east, west and north"."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def parse_bandwidth_bps(text: str) -> float:

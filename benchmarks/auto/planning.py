@@ -14,7 +14,7 @@ from isthmus.job import Job
 from isthmus.job.load import parse_job
 from isthmus.job.write import replace_file
 from isthmus.plan.costs.profile import read_profile, write_profile
-from isthmus.plan.search.choice import decisions_from_dict
+from isthmus.plan.search.plan_file import decisions_from_dict
 from isthmus.train.setup import Setup, set_up
 from isthmus.units import format_bandwidth, format_duration
 

@@ -13,6 +13,7 @@ from isthmus.job import Job
 from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
 from isthmus.plan.ladder import Pair
+from isthmus.plan.pipeline import Policy
 from predicted.stages import WIDTH, ModelStages, SleepingStages, Stages
 
 CLOUDS: Final = ("east", "west", "north", "south")
@@ -86,6 +87,7 @@ class Case:
     stages: Stages
     num_microbatches: int
     codec: tuple[str, str]
+    policy: str = Policy.WAN_ONE_F_ONE_B.value
 
     @property
     def pair(self) -> Pair:
@@ -158,13 +160,19 @@ def sleeping_cases(wans: Sequence[Wan], num_cases: int, *, seed: int) -> list[Ca
 
 
 def model_cases(*, device: str, is_quick: bool) -> list[Case]:
-    """Real compute: two clouds on one device; raw cases have few micro-batches, for each is 16 MiB."""
+    """Real compute: clouds on one device; raw cases have few micro-batches, for each is 16 MiB."""
     near, thin, far = wan_of((10, 1000)), wan_of((50, 400)), wan_of((100, 1000))
-    if is_quick:
-        equal, unequal = (ModelStages(num_layers=one, width=256, num_tokens=64) for one in ((2, 2), (1, 3)))
-    else:
-        equal, unequal = (ModelStages(num_layers=one) for one in ((6, 6), (4, 8)))
+    three, four = wan_of((20, 1000), (80, 400)), wan_of((10, 1000), (40, 400), (100, 1000))
+    equal, unequal, equal_3, unequal_3, equal_4, unequal_4 = (
+        ModelStages(num_layers=one, width=256, num_tokens=64) if is_quick else ModelStages(num_layers=one)
+        for one in ((6, 6), (4, 8), (4, 4, 4), (3, 6, 3), (3, 3, 3, 3), (2, 4, 4, 2))
+    )
     kinds = [
+        (four, equal_4, 32, INT4),
+        (four, unequal_4, 16, INT4),
+        (three, equal_3, 32, INT4),
+        (three, unequal_3, 16, INT4),
+        (three, equal_3, 4, RAW),
         (near, equal, 32, INT4),
         (near, unequal, 16, INT4),
         (near, equal, 4, RAW),

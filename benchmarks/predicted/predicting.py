@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from isthmus.job.write import replace_file
 from isthmus.plan.costs.profile import read_profile
+from isthmus.plan.pipeline import Policy
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad, scenario_to_dict
 from isthmus.plan.simulate import simulate
 from predicted.cases import Case
@@ -53,6 +54,7 @@ def scenario_of(case: Case, folder: Folder) -> Scenario:
             _hop(one, first, second) for one, (first, second) in zip(probes, pairwise(packets), strict=True)
         ),
         num_microbatches=case.num_microbatches,
+        policy=Policy(case.policy),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 from deadline import Deadline
 from sleeping import Timer
 
+from isthmus.plan.pipeline import Policy
 from isthmus.train.course import Course
 from isthmus.train.crossing.cut import Cut
 from isthmus.train.device import Device
@@ -82,6 +83,7 @@ def _run_case(case: Case, visit: Visit, stage: Any) -> Measured:
         num_microbatches=case.num_microbatches,
         seed=0,
         max_in_flight=case.num_microbatches,
+        policy=Policy(case.policy),
         cuts=(Cut(codecs=case.pair),) * (case.stages.num_stages - 1),
     )
     timer = Timer()

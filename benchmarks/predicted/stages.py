@@ -87,9 +87,9 @@ class SleepingStages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStages:
-    """Two stages of a Llama-like model in bfloat16, large enough to keep a GPU busy while the host waits."""
+    """Stages of a Llama-like model in bfloat16, large enough to keep a GPU busy while the host waits."""
 
-    num_layers: tuple[int, int]
+    num_layers: tuple[int, ...]
     num_tokens: int = 2048
     width: int = 2048
     vocabulary_size: int = 8192
@@ -97,12 +97,12 @@ class ModelStages:
 
     @property
     def num_stages(self) -> int:
-        """Two."""
+        """How many there are."""
         return len(self.num_layers)
 
     @property
     def is_equal(self) -> bool:
-        """Whether both have as many layers."""
+        """Whether all have as many layers."""
         return len(set(self.num_layers)) == 1
 
     @property
@@ -112,13 +112,13 @@ class ModelStages:
 
     def build(self, index: int) -> Any:
         """The stage of that number."""
-        first, second = self.num_layers
-        layers = range(first) if index == 0 else range(first, first + second)
+        start = sum(self.num_layers[:index])
+        layers = range(start, start + self.num_layers[index])
         config = {
             "model_type": "llama",
             "hidden_size": self.width,
             "intermediate_size": 11 * self.width // 4,
-            "num_hidden_layers": first + second,
+            "num_hidden_layers": sum(self.num_layers),
             "num_attention_heads": max(1, self.width // 64),
             "num_key_value_heads": max(1, self.width // 128),
             "vocab_size": self.vocabulary_size,

@@ -7,7 +7,7 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
-from isthmus.errors import IsthmusError
+from isthmus.errors import Terminated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ _GRACE_S: Final = 5.0
 _LAST_WORD_S: Final = 5.0
 _REASONS: Final = {
     signal.SIGINT: "it was stopped by its user",
-    signal.SIGTERM: "its launcher has ended its ranks",
+    signal.SIGTERM: Terminated().message,
 }
 
 
@@ -27,13 +27,6 @@ def stopped_by(number: signal.Signals) -> str:
     """What the user reads at the end."""
     what = "Ctrl-C" if number == signal.SIGINT else number.name
     return f"stopped by {what}; the same command goes on from what was saved last"
-
-
-class Terminated(IsthmusError):
-    """SIGTERM has come."""
-
-    def __init__(self) -> None:
-        super().__init__(_REASONS[signal.SIGTERM])
 
 
 class Ending:

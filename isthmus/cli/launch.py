@@ -16,6 +16,9 @@ from isthmus.wan.seat import Seat
 _DEFAULT_PORT: Final = 29400
 # Two jobs on one node must not meet at one port; these are below those that systems hand out by themselves.
 _SLURM_PORTS: Final = range(20000, 30000)
+_PORTS: Final = range(1, 2**16)
+_COUNTS: Final = range(1, 2**31)
+_NUMBERS: Final = range(2**31)
 
 _Environment = Mapping[str, str]
 
@@ -49,9 +52,8 @@ def _from_environment(environment: _Environment, cloud: CloudSpec) -> Seat | Non
         return _from_torchrun(environment)
     if "SLURM_PROCID" in environment:
         # Outside of srun the batch script itself is task 0 of one.
-        return (
-            _from_slurm(environment) if cloud.ranks > 1 or _number(environment, "SLURM_NTASKS") > 1 else None
-        )
+        is_alone = cloud.ranks == 1 and _count(environment, "SLURM_NTASKS", default=1) == 1
+        return None if is_alone else _from_slurm(environment)
     if "JOB_COMPLETION_INDEX" in environment:
         return _from_kubernetes(environment, cloud)
     return None
@@ -60,7 +62,7 @@ def _from_environment(environment: _Environment, cloud: CloudSpec) -> Seat | Non
 def _from_torchrun(environment: _Environment) -> Seat:
     return Seat(
         rank=_number(environment, "RANK"),
-        num_ranks=_number(environment, "WORLD_SIZE"),
+        num_ranks=_count(environment, "WORLD_SIZE"),
         local_rank=_number(environment, "LOCAL_RANK", default=0),
         master=_master(environment, default_port=_DEFAULT_PORT),
         is_served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -72,7 +74,7 @@ def _from_slurm(environment: _Environment) -> Seat:
     port = _SLURM_PORTS[_number(environment, "SLURM_JOB_ID") % len(_SLURM_PORTS)]
     return Seat(
         rank=_number(environment, "SLURM_PROCID"),
-        num_ranks=_number(environment, "SLURM_NTASKS"),
+        num_ranks=_count(environment, "SLURM_NTASKS"),
         local_rank=_number(environment, "SLURM_LOCALID"),
         master=_master({"MASTER_ADDR": first_host(nodes), **environment}, default_port=port),
     )
@@ -81,7 +83,7 @@ def _from_slurm(environment: _Environment) -> Seat:
 def _from_kubernetes(environment: _Environment, cloud: CloudSpec) -> Seat:
     return Seat(
         rank=_number(environment, "JOB_COMPLETION_INDEX"),
-        num_ranks=_number(environment, "WORLD_SIZE", default=cloud.ranks),
+        num_ranks=_count(environment, "WORLD_SIZE", default=cloud.ranks),
         local_rank=_number(environment, "LOCAL_RANK", default=0),
         master=_master(environment, default_port=_DEFAULT_PORT) if cloud.ranks > 1 else None,
     )
@@ -96,7 +98,7 @@ def first_host(nodes: str) -> str:
 
 
 def _master(environment: _Environment, *, default_port: int) -> Address:
-    port = _number(environment, "MASTER_PORT", default=default_port)
+    port = _number(environment, "MASTER_PORT", default=default_port, allowed=_PORTS)
     return Address(host=_text(environment, "MASTER_ADDR"), port=port)
 
 
@@ -109,10 +111,19 @@ def _text(environment: _Environment, key: str) -> str:
     return environment[key]
 
 
-def _number(environment: _Environment, key: str, *, default: int | None = None) -> int:
-    if default is not None and key not in environment:
+def _count(environment: _Environment, key: str, *, default: int | None = None) -> int:
+    return _number(environment, key, default=default, allowed=_COUNTS)
+
+
+def _number(
+    environment: _Environment, key: str, *, default: int | None = None, allowed: range = _NUMBERS
+) -> int:
+    if default is not None and not environment.get(key):
         return default
     text = _text(environment, key)
-    if not text.isdecimal():
-        raise UserError(f"{key} is {text!r}, which is no number", hint=f"let the launcher set {key}")
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) not in allowed:
+        raise UserError(
+            f"{key} is {text!r}, which is no number from {allowed[0]} to {allowed[-1]}",
+            hint=f"let the launcher set {key}",
+        )
     return int(text)

@@ -98,7 +98,7 @@ def _check_overrides(overrides: Sequence[str], job: Path) -> None:
 
 
 def _facts(plan: "Plan", levers: "Sequence[Lever]") -> dict[str, Any]:
-    from isthmus.plan.search.choice import plan_to_dict
+    from isthmus.plan.search.plan_file import plan_to_dict
 
     return {**plan_to_dict(plan), "levers": [asdict(lever) for lever in levers]}
 

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -58,9 +59,9 @@ def run(
     from rich.console import Console
 
     from isthmus.cli.display import Display
-    from isthmus.cli.ending import EXIT_TERMINATED, Ending, Terminated, stopped_by
+    from isthmus.cli.ending import EXIT_TERMINATED, Ending, stopped_by
     from isthmus.cli.launch import find_seat
-    from isthmus.errors import Aborted, CloudFailed, PeerLost
+    from isthmus.errors import Aborted, CloudFailed, PeerLost, Terminated
     from isthmus.job import load_job
 
     if cloud is not None:
@@ -139,10 +140,11 @@ def _run_here(
     check_trackers(trackers)
     check_all_devices(job)
     script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
+    note = functools.partial(_tell, display, job.cloud[0].name)
     if resume:
-        _tell_other(job, root, display, cloud=job.cloud[0].name)
+        _tell_other(job, root, note)
     with writing_to(root):
-        folder = choose_run(job, root=root, resume=resume)
+        folder = choose_run(job, root=root, resume=resume, note=note)
     num_threads = max(1, (os.cpu_count() or 1) // sum(cloud.ranks for cloud in job.cloud))
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     place = Place(root=root, run_id=folder.name, open_trackers=opens, num_threads=num_threads)
@@ -152,13 +154,17 @@ def _run_here(
     return folder
 
 
-def _tell_other(job: "Job", root: Path, display: "Display", *, cloud: str) -> None:
+def _tell(display: "Display", cloud: str, text: str) -> None:
+    display.hear(cloud, json.dumps({"kind": "note", "text": text}))
+
+
+def _tell_other(job: "Job", root: Path, note: Callable[[str], None]) -> None:
     """Say which unfinished run a changed job leaves behind."""
     from isthmus.train.runs import describe_other
 
     text = describe_other(root, job)
     if text is not None:
-        display.hear(cloud, json.dumps({"kind": "note", "text": text}))
+        note(text)
 
 
 def _run_until_done(
@@ -175,8 +181,7 @@ def _run_until_done(
         except CloudFailed as failed:
             if not failed.is_crash or attempt == restarts:
                 raise
-            text = f"{failed.message}; starting again, {attempt + 1} of {restarts}"
-            display.hear(failed.cloud, json.dumps({"kind": "note", "text": text}))
+            _tell(display, failed.cloud, f"{failed.message}; starting again, {attempt + 1} of {restarts}")
         else:
             return
 
@@ -215,10 +220,11 @@ def _run_as(
     check_device(job.cloud_named(cloud), seat)
     chooses = seat.is_leader and set_up(job).clouds[0] == cloud
     check_trackers(trackers if chooses else ())
+    note = functools.partial(_tell, display, cloud)
     if chooses and resume:
-        _tell_other(job, root, display, cloud=cloud)
+        _tell_other(job, root, note)
     with writing_to(root):
-        run_id = choose_run(job, root=root, resume=resume).name if chooses else None
+        run_id = choose_run(job, root=root, resume=resume, note=note).name if chooses else None
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     place = Place(root=root, run_id=run_id, open_trackers=opens)
     report = functools.partial(display.hear, cloud)

@@ -87,7 +87,7 @@ def _scenario(path: Path, overrides: Sequence[str]) -> "tuple[Scenario, Checkpoi
 
 def _scenario_of_plan(path: Path, overrides: Sequence[str]) -> "Scenario":
     from isthmus.job.load import read_job_text
-    from isthmus.plan.search.choice import scenario_of
+    from isthmus.plan.search.plan_file import scenario_of
 
     if overrides:
         raise UserError("--set changes a job, not a plan that is made", hint="give the job file instead")

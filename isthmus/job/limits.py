@@ -29,6 +29,11 @@ class LimitsSpec(Frozen):
         examples=[0.9],
     )
 
+    @property
+    def counts_money(self) -> bool:
+        """Whether a plan is to save money: within a budget, or wherever a deadline leaves time for it."""
+        return self.budget_usd is not None or self.deadline_s is not None
+
 
 class AcceleratorSpec(Frozen):
     """One kind of device: a new entry of the catalogue, or one that replaces the catalogue's own."""

@@ -118,6 +118,12 @@ class CloudSpec(Frozen):
         examples=["certs"],
     )
     usd_per_hour: Price | None = Field(default=None, description="price of the whole cloud", examples=[20.0])
+    inside_bps: Bandwidth = Field(
+        default=200e9,
+        alias="inside_bandwidth",
+        description="between its devices, of each, for planning",
+        examples=["200 Gbps"],
+    )
 
 
 class CodecSpecs(Frozen):

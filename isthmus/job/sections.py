@@ -202,9 +202,10 @@ class PipelineStrategy(Frozen):
         "list in the order of the stages; all of a step unless given",
         examples=[8],
     )
-    policy: Literal["wan-1f1b", "1f1b", "gpipe"] = Field(
-        default="wan-1f1b",
-        description="which pass goes first; only wan-1f1b hides the round trip",
+    policy: Literal["auto", "wan-1f1b", "lock-step", "1f1b", "gpipe"] = Field(
+        default="auto",
+        description="which pass goes first; 1f1b and gpipe do not hide the round trip; auto: wan-1f1b, or "
+        "lock-step where ranks must share out all of a stage",
         examples=["wan-1f1b"],
     )
     clouds: Annotated[Names | None, AfterValidator(_checked_names)] = Field(

@@ -9,7 +9,7 @@ from typing import Any
 from isthmus.errors import UserError
 from isthmus.events import EVENTS_FOLDER, STARTED_KIND, Fact, Span, read_events
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.search.choice import PLAN_FILE, scenario_of
+from isthmus.plan.search.plan_file import PLAN_FILE, scenario_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,9 @@ class Bounds:
     least_forward_bytes: int = 0
     """Where the guard has found codecs with fewer bytes too strong."""
     least_backward_bytes: int = 0
+    most_forward_bytes: float = math.inf
+    """Where money counts, and codecs with more bytes would cost more than was planned."""
+    most_backward_bytes: float = math.inf
 
 
 DEFAULT_BOUNDS: Final = Bounds()
@@ -81,6 +84,8 @@ class _Option:
     backward_s: float
     edition_s: float
     num_microbatches: int | None
+    num_at_once: int = 1
+    """Ranks that send at the same time, and so share the line, at the ends of a step."""
 
     @property
     def mildness(self) -> tuple[int, int, int, int]:
@@ -97,7 +102,7 @@ class _Option:
 
     def step_s(self, figures: Figures, headroom: float) -> float:
         """The same with what nothing hides: a step's first activation, its edition, and its last gradient."""
-        ends_s = (self.forward_s + self.backward_s) / (self.num_microbatches or math.inf)
+        ends_s = self.num_at_once * (self.forward_s + self.backward_s) / (self.num_microbatches or math.inf)
         return self.pace_s(figures, headroom) + ends_s + self.edition_s
 
 
@@ -165,7 +170,10 @@ def _sides(rungs: Sequence[Rung], codecs: Sequence[CodecSpec], own: CodecSpec | 
 
 
 def _options(crossing: Crossing, figures: Figures, rungs: Sequence[Rung], bounds: Bounds) -> list[_Option]:
-    """What is allowed; or all there is, where the job's own codec of one direction leaves nothing."""
+    """What is allowed and not too dear, or else the cheapest of it.
+
+    All there is, where the job's own codec of one direction leaves nothing.
+    """
     possible = [
         _option(down, up, crossing, figures)
         for down in _sides(rungs, [rung.forward for rung in rungs], bounds.forward)
@@ -173,7 +181,10 @@ def _options(crossing: Crossing, figures: Figures, rungs: Sequence[Rung], bounds
         if _go_together(down, up, bounds) and _suit(down, up, crossing, figures, bounds)
     ]
     allowed = [option for option in possible if _is_allowed(option, crossing, bounds)]
-    return allowed or possible
+    if not allowed:
+        return possible
+    cheap = [option for option in allowed if _is_cheap(option, crossing, bounds)]
+    return cheap or [min(allowed, key=lambda option: option.pair.bytes_both_ways(crossing))]
 
 
 def _go_together(down: _Side, up: _Side, bounds: Bounds) -> bool:
@@ -200,6 +211,7 @@ def _option(down: _Side, up: _Side, crossing: Crossing, figures: Figures) -> _Op
         backward_s=8 * pair.backward_bytes(crossing) / figures.up_bps,
         edition_s=8 * pair.edition_bytes(crossing) / figures.down_bps,
         num_microbatches=None if crossing.stretch is None else crossing.stretch.num_microbatches,
+        num_at_once=1 if crossing.stretch is None else crossing.stretch.num_at_once,
     )
 
 
@@ -212,6 +224,13 @@ def _is_allowed(option: _Option, crossing: Crossing, bounds: Bounds) -> bool:
         option.loss <= bounds.loss
         and option.pair.forward_bytes(crossing) >= bounds.least_forward_bytes
         and option.pair.backward_bytes(crossing) >= bounds.least_backward_bytes
+    )
+
+
+def _is_cheap(option: _Option, crossing: Crossing, bounds: Bounds) -> bool:
+    return (
+        option.pair.forward_bytes(crossing) <= bounds.most_forward_bytes
+        and option.pair.backward_bytes(crossing) <= bounds.most_backward_bytes
     )
 
 

@@ -64,6 +64,7 @@ def _strategy(plan: Plan) -> dict[str, object]:
                 "clouds": list(plan.clouds),
                 "layers": counts,
                 "microbatches": settings.num_microbatches,
+                **({"policy": settings.policy.value} if settings.policy.keeps_order else {}),
                 **_bound(settings.max_in_flight),
             }
         case DataSettings() as settings:

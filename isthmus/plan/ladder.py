@@ -55,6 +55,11 @@ class Stretch:
         """Each way, of all steps."""
         return self.num_steps * self.num_microbatches
 
+    @property
+    def num_at_once(self) -> int:
+        """Ranks that send at the same time when a step begins, and when it ends."""
+        return min(self.num_learners, self.num_microbatches)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
@@ -126,6 +131,10 @@ class Pair:
             crossing.width,
             element_bytes=crossing.element_bytes,
         )
+
+    def bytes_both_ways(self, crossing: Crossing) -> int:
+        """Bytes of an activation and its gradient."""
+        return self.forward_bytes(crossing) + self.backward_bytes(crossing)
 
 
 def num_learners(num_senders: int, num_receivers: int) -> int:

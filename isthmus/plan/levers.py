@@ -1,13 +1,23 @@
-"""What a plan would gain from one thing changed: the same clouds in the same order, planned again with it."""
+"""What a plan would gain from one thing changed: the same clouds in the same roles, planned again with it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from isthmus.errors import UserError
-from isthmus.job import CodecSpecs, Job, LinkSpec, PipelineStrategy, parse_codec
+from isthmus.job import (
+    CloudSpec,
+    CodecSpecs,
+    DataStrategy,
+    GeneratorDiscriminatorStrategy,
+    Job,
+    LinkSpec,
+    PipelineStrategy,
+    parse_codec,
+)
 from isthmus.plan.planner import plan as make_plan
-from isthmus.plan.search.choice import Form, PipelineSettings, Plan
+from isthmus.plan.replicated.replicas import INNER_STEPS
+from isthmus.plan.search.choice import DataSettings, Form, PipelineSettings, Plan
 
 _INT4: Final = CodecSpecs(
     forward=parse_codec("rotate | int4"), backward=parse_codec("rotate | int4(stochastic)")
@@ -26,8 +36,6 @@ class Lever:
 
 def levers(job: Job, plan: Plan, *, progress: Callable[[str], None] = lambda _: None) -> tuple[Lever, ...]:
     """Every change that is possible, the greatest gain first."""
-    if plan.form not in (Form.PIPELINE, Form.ALONE):
-        return ()
     fixed = _as_planned(job, plan)
     base = make_plan(fixed, is_quick=True)
     found = []
@@ -53,12 +61,13 @@ def _lever(what: str, base: Plan, other: Plan) -> Lever:
 
 def _as_planned(job: Job, plan: Plan) -> Job:
     """The job with the planned clouds in their order and no other limits than memory and quality."""
-    is_pipeline = isinstance(job.strategy, PipelineStrategy)
-    strategy = job.strategy if is_pipeline else PipelineStrategy(kind="pipeline")
     names = plan.clouds
+    if job.limits.counts_money:
+        # Time alone might ask for milder ones.
+        job = _with_links(job, lambda link: {"codec": _planned_codecs(link, plan)})
     return job.model_copy(
         update={
-            "strategy": strategy.model_copy(update={"clouds": names}),
+            "strategy": _planned_strategy(job, plan),
             "cloud": tuple(cloud for cloud in job.cloud if cloud.name in names),
             "link": tuple(link for link in job.link if set(link.between) <= set(names)),
             "limits": job.limits.model_copy(update={"deadline_s": None, "budget_usd": None}),
@@ -66,10 +75,33 @@ def _as_planned(job: Job, plan: Plan) -> Job:
     )
 
 
+def _planned_strategy(
+    job: Job, plan: Plan
+) -> PipelineStrategy | DataStrategy | GeneratorDiscriminatorStrategy:
+    match plan.settings, job.strategy:
+        case DataSettings(inner_steps=steps, num_fragments=fragments, bits=bits), _:
+            return DataStrategy.model_validate(
+                {"kind": "data", "inner_steps": steps, "fragments": fragments, "bits": bits}
+            )
+        case _, GeneratorDiscriminatorStrategy() as strategy:
+            return strategy.model_copy(update={"discriminator_cloud": plan.clouds[-1]})
+    own = job.strategy if isinstance(job.strategy, PipelineStrategy) else PipelineStrategy(kind="pipeline")
+    return own.model_copy(update={"clouds": plan.clouds, "policy": _policy(plan)})
+
+
+def _policy(plan: Plan) -> str:
+    return plan.settings.policy.value if isinstance(plan.settings, PipelineSettings) else "auto"
+
+
 def _changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
-    if len(plan.stages) > 1:
-        yield from _link_changes(job, plan)
-        yield from _flight_changes(job, plan)
+    match job.strategy:
+        case DataStrategy() as strategy:
+            yield from _sync_changes(job, strategy)
+        case GeneratorDiscriminatorStrategy():
+            yield from _generator_changes(job, plan)
+        case _ if len(plan.stages) > 1:
+            yield from _link_changes(job, plan)
+            yield from _flight_changes(job, plan)
     yield from _train_changes(job, plan)
     yield from _cloud_changes(job, plan)
 
@@ -78,7 +110,7 @@ def _link_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
     # Or a wider line would be spent on milder codecs.
     coded = _with_links(job, lambda link: {"codec": _planned_codecs(link, plan)})
     yield "twice the bandwidth", _with_links(coded, _scaled_bandwidth)
-    yield "half the round trip", _with_links(coded, lambda link: {"rtt_s": (link.rtt_s or 0.0) / 2})
+    yield "half the round trip", _with_links(coded, _halved_round_trip)
     if any(link.codec != _INT4 for link in job.link):
         yield "int4 on every link", _with_links(job, lambda _: {"codec": _INT4})
     loss = _NEXT_LOSS.get(job.limits.codec_loss)
@@ -103,6 +135,30 @@ def _flight_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
         yield f"{doubled} micro-batches", job.model_copy(update={"strategy": finer})
 
 
+def _sync_changes(job: Job, strategy: DataStrategy) -> Iterator[tuple[str, Job]]:
+    """How often and how exactly copies are made one, within the range that is published."""
+    yield "twice the bandwidth", _with_links(job, _scaled_bandwidth)
+    least, most = INNER_STEPS[0], min(INNER_STEPS[-1], job.train.steps)
+    inner_steps, bits = strategy.inner_steps or 1, strategy.bits or 32
+    if inner_steps == 1:
+        # Only then does anyone wait for a round trip.
+        yield "half the round trip", _with_links(job, _halved_round_trip)
+        rare = {"inner_steps": least, "fragments": None, "bits": None}
+        yield f"strategy.inner_steps = {least}", _with_strategy(job, rare)
+    for number in (inner_steps // 2, 2 * inner_steps):
+        if least <= number <= most:
+            yield f"strategy.inner_steps = {number}", _with_strategy(job, {"inner_steps": number})
+    if bits > (16 if inner_steps == 1 else 4):
+        yield f"strategy.bits = {bits // 2}", _with_strategy(job, {"bits": bits // 2})
+
+
+def _generator_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
+    """Nobody waits for a round trip, so there is none."""
+    yield "twice the bandwidth", _with_links(job, _scaled_bandwidth)
+    for name in plan.clouds[:-1]:
+        yield f"strategy.discriminator_cloud = {name}", _with_strategy(job, {"discriminator_cloud": name})
+
+
 def _train_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
     if job.train.recompute:
         yield "recompute off", _with_train(job, {"recompute": False})
@@ -115,13 +171,28 @@ def _train_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
 
 
 def _cloud_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
-    """Twice the ranks where a cloud is the busiest."""
-    busiest = max(plan.stages, key=lambda stage: stage.busy_s)
-    clouds = tuple(
-        cloud.model_copy(update={"ranks": 2 * cloud.ranks}) if cloud.name == busiest.cloud else cloud
-        for cloud in job.cloud
+    """Twice the ranks where they count."""
+    for names in _cloud_groups(plan):
+        clouds = tuple(_doubled(cloud) if cloud.name in names else cloud for cloud in job.cloud)
+        yield f"twice the ranks at {' and '.join(names)}", job.model_copy(update={"cloud": clouds})
+
+
+def _cloud_groups(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """The clouds that would grow together: all copies, either role, or the busiest stage."""
+    match plan.form:
+        case Form.DATA:
+            yield plan.clouds
+        case Form.GENERATOR_DISCRIMINATOR:
+            yield from (plan.clouds[:-1], plan.clouds[-1:])
+        case _:
+            yield (max(plan.stages, key=lambda stage: stage.busy_s).cloud,)
+
+
+def _doubled(cloud: CloudSpec) -> CloudSpec:
+    price = cloud.usd_per_hour
+    return cloud.model_copy(
+        update={"ranks": 2 * cloud.ranks, "usd_per_hour": None if price is None else 2 * price}
     )
-    yield f"twice the ranks at {busiest.cloud}", job.model_copy(update={"cloud": clouds})
 
 
 def _with_links(job: Job, change: Callable[[LinkSpec], dict[str, Any]]) -> Job:
@@ -130,6 +201,10 @@ def _with_links(job: Job, change: Callable[[LinkSpec], dict[str, Any]]) -> Job:
 
 def _with_train(job: Job, change: dict[str, Any]) -> Job:
     return job.model_copy(update={"train": job.train.model_copy(update=change)})
+
+
+def _with_strategy(job: Job, change: dict[str, Any]) -> Job:
+    return job.model_copy(update={"strategy": job.strategy.model_copy(update=change)})
 
 
 def _planned_codecs(link: LinkSpec, plan: Plan) -> CodecSpecs:
@@ -144,3 +219,7 @@ def _planned_codecs(link: LinkSpec, plan: Plan) -> CodecSpecs:
 def _scaled_bandwidth(link: LinkSpec) -> dict[str, Any]:
     bandwidth_bps: Sequence[float] = link.bandwidth_bps or ()
     return {"bandwidth_bps": tuple(2 * one for one in bandwidth_bps)}
+
+
+def _halved_round_trip(link: LinkSpec) -> dict[str, Any]:
+    return {"rtt_s": (link.rtt_s or 0.0) / 2}

@@ -1,13 +1,14 @@
-"""The schedule of one pipeline stage: GPipe, 1F1B or WAN-1F1B, in training and in evaluation.
+"""The schedule of one pipeline stage: GPipe, 1F1B, lock-step or WAN-1F1B, in training and in evaluation.
 
 A micro-batch is in flight at a stage from the start of its forward to the end of its backward. Its
 activations are kept that long, so the window, the number that may be in flight, also bounds the memory. The
-three policies are two rules and that number:
+four policies are two rules and that number:
 
     GPipe      window m       forward while the window is open, else backward, and wait for the one chosen
                               F0 F1 F2 F3 B0 B1 B2 B3
     1F1B       window p - i   the same rule; with window 2: warm-up, one forward one backward, drain
                               F0 F1 B0 F2 B1 F3 B2 B3
+    lock-step  round trip     the same rule: the order of passes is fixed, and so all ranks of a cloud keep it
     WAN-1F1B   round trip     a gradient if one has come, else a forward if the window is open, else wait
 
 Every stage runs its forwards and its backwards in the order of the micro-batches, whatever the order in which
@@ -48,7 +49,18 @@ class Policy(enum.Enum):
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
+    LOCK_STEP = "lock-step"
     WAN_ONE_F_ONE_B = "wan-1f1b"
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether passes have one order, whatever arrives when."""
+        return self is not Policy.WAN_ONE_F_ONE_B
+
+    @property
+    def hides_round_trips(self) -> bool:
+        """Whether windows are as large as measured round trips ask for."""
+        return self in (Policy.LOCK_STEP, Policy.WAN_ONE_F_ONE_B)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,9 +149,9 @@ class PipelineScheduler:
         return Report(step=started.step) if started.evaluation else Optimize(step=started.step)
 
     def _choose(self, step: _Step) -> Run | None:
-        if self._policy is Policy.WAN_ONE_F_ONE_B:
-            return self._backward(step) or self._forward(step)
-        return self._forward(step) if self._may_forward(step) else self._backward(step)
+        if self._policy.keeps_order:
+            return self._forward(step) if self._may_forward(step) else self._backward(step)
+        return self._backward(step) or self._forward(step)
 
     def _may_forward(self, step: _Step) -> bool:
         return step.has_forwards_left and self._num_in_flight(step) < self._window
@@ -209,8 +221,8 @@ class PipelineScheduler:
         return place < step.num_forwards and microbatches[place] == arrived.microbatch
 
     def _resize(self, window: int) -> None:
-        if self._policy is not Policy.WAN_ONE_F_ONE_B:
-            raise ScheduleError("only WAN-1F1B takes another window, the order of other policies is fixed")
+        if not self._policy.hides_round_trips:
+            raise ScheduleError(f"the window of {self._policy.value} is fixed")
         if window < 1:
             raise ScheduleError(f"a window of {window} micro-batches")
         self._window = window

@@ -3,13 +3,10 @@
 study the job → search pipelines, copies, generators → keep the limits → simulate the best → choose
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
-from isthmus.errors import UserError
 from isthmus.job import (
     AutoStrategy,
     DataStrategy,
@@ -20,25 +17,21 @@ from isthmus.job import (
 from isthmus.plan.cuts import check_cuts, frozen_notes, links_along
 from isthmus.plan.replicated.data import data_plans
 from isthmus.plan.replicated.generator import generator_plans
-from isthmus.plan.search.assess import assess_all, assess_simulated, simulated_once, simulated_work
+from isthmus.plan.search.assess import assess_simulated, simulated_once, simulated_work
 from isthmus.plan.search.choice import Form, Plan, RunnerUp, Warmup
 from isthmus.plan.search.limits import excess, keep_limits, keep_mild, nothing_fits
-from isthmus.plan.search.settings import Found, search
+from isthmus.plan.search.pipelines import Progress, mild_sparings, pipelines
 from isthmus.plan.search.study import LOSSES, Study, study
-from isthmus.plan.search.supply import microbatch_choices
 from isthmus.units import format_bytes, format_duration, shorten
 
-Progress = Callable[[str], None]
-
-_MAX_MICROBATCHES: Final = 4096
 # Passes to simulate, in all: about half a second, and more where one plan has many. Work is bounded and not
 # time, so that plans are the same everywhere.
 _SIMULATED_PASSES: Final = 10_000
+_FEW_SIMULATED_PASSES: Final = 2_000
 _MANY_SIMULATED_PASSES: Final = 24_000
 _NUM_SIMULATED: Final = 4
 # Plans nearly as good as the best make way for a simpler one.
 _NEARLY: Final = 0.02
-_MAX_ASSESSED: Final = 400
 _MAX_RUNNERS_UP: Final = 6
 _VERBS: Final = ("takes", "costs")
 
@@ -46,7 +39,7 @@ _VERBS: Final = ("takes", "costs")
 def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: None) -> Plan:
     """The best plan within the job's limits, or one sentence on what is in the way of any.
 
-    With `is_quick` only the best is simulated.
+    With `is_quick` only the best few are simulated.
     """
     progress("reading the job")
     ready = study(job)
@@ -55,6 +48,8 @@ def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: Non
         raise nothing_fits(ready)
     allowed = keep_mild(plans, job)
     simulated = _simulate_best(allowed, job, progress, is_quick=is_quick)
+    if all(excess(one, job) for one in simulated):
+        simulated += _simulate_some(_last_hopes(allowed))
     best = _pick(keep_limits(simulated, job), job)
     if not is_quick:
         progress("simulating the runners-up")
@@ -110,70 +105,23 @@ def _candidates(ready: Study, progress: Progress) -> list[Plan]:
     match ready.job.strategy:
         case GeneratorDiscriminatorStrategy() as strategy:
             progress("weighing generators against the discriminator")
-            return list(generator_plans(ready, strategy))
+            return generator_plans(ready, strategy)
         case DataStrategy():
             progress("weighing copies of the model")
-            return list(data_plans(ready)) or _refuse_copies(ready)
+            return data_plans(ready)
         case PipelineStrategy():
-            return list(_pipelines(ready, progress))
+            return pipelines(ready, progress)
         case AutoStrategy():
-            pipelines = list(_pipelines(ready, progress))
+            found = pipelines(ready, progress)
             progress("weighing copies of the model")
-            return _milder([*pipelines, *data_plans(ready)], ready)
-
-
-def _pipelines(ready: Study, progress: Progress) -> Iterator[Plan]:
-    strategy = ready.job.strategy
-    given = strategy.microbatches if isinstance(strategy, PipelineStrategy) else None
-    numbers = microbatch_choices(
-        ready.step.num_sequences,
-        given=given,
-        most=_MAX_MICROBATCHES,
-        num_ranks=min(cloud.num_ranks for cloud in ready.clouds),
-    )
-    progress(f"cutting the model for {len(numbers)} numbers of micro-batches")
-    found = _search(ready, numbers)
-    for one in found[:_MAX_ASSESSED]:
-        yield from assess_all(one, ready.supply, ready.terms)
-
-
-def _search(ready: Study, microbatches: Sequence[int]) -> list[Found]:
-    """What fits; by a last resort only what nothing else makes fit, or what has fewer stages for it."""
-    limits, levels = ready.job.limits, ready.supply.levels
-    look = partial(
-        search,
-        ready.supply,
-        microbatches=microbatches,
-        constraints=ready.terms.constraints,
-        keeps_every_set=limits.budget_usd is not None or limits.deadline_s is not None,
-    )
-    num_mild = sum(not one.is_last_resort for one in levels)
-    found = look(num_levels=num_mild)
-    fewest = min((len(one.partition.clouds) for one in found), default=math.inf)
-    least = len(ready.clouds) if ready.terms.constraints.uses_all else 1
-    if num_mild == len(levels) or fewest <= least:
-        return found
-    resorts = look(first_level=num_mild, num_levels=len(levels))
-    fewer = (one for one in resorts if len(one.partition.clouds) < fewest)
-    return sorted([*found, *fewer], key=lambda one: one.partition.step_s)
+            return _milder([*found, *data_plans(ready)], ready)
 
 
 def _milder(plans: Sequence[Plan], ready: Study) -> list[Plan]:
     """Without copies of the model that fit only by a last resort, where something else fits without one."""
-    mild = {one.sparing for one in ready.supply.levels if not one.is_last_resort}
+    mild = mild_sparings(ready)
     has_mild = any(one.sparing in mild for one in plans)
     return [one for one in plans if one.form is not Form.DATA or one.sparing in mild or not has_mild]
-
-
-def _refuse_copies(ready: Study) -> list[Plan]:
-    if len(ready.clouds) < 2:
-        raise UserError(
-            "data parallel between clouds needs two clouds", hint="add a [[cloud]] and a [[link]]"
-        )
-    raise UserError(
-        "the whole model fits on fewer than two linked clouds, and data parallel needs it on every one",
-        hint='set strategy.kind to "pipeline", which gives each cloud some of the layers',
-    )
 
 
 def _simulate_best(plans: Sequence[Plan], job: Job, progress: Progress, *, is_quick: bool) -> list[Plan]:
@@ -186,7 +134,7 @@ def _simulate_best(plans: Sequence[Plan], job: Job, progress: Progress, *, is_qu
     for one in sorted(plans, key=lambda one: (excess(one, job), _cost(one, job))):
         work += simulated_work(one)
         most = _SIMULATED_PASSES if len(done) >= _NUM_SIMULATED else _MANY_SIMULATED_PASSES
-        if done and (is_quick or work > most):
+        if done and work > (_FEW_SIMULATED_PASSES if is_quick else most):
             break
         progress(f"simulating plan {len(done) + 1}")
         done.append(simulated_once(one))
@@ -201,6 +149,7 @@ def _pick(plans: Sequence[Plan], job: Job) -> Plan:
         near,
         key=lambda one: (
             one.loss,
+            one.strength,
             one.estimate.total_usd or 0.0,
             len(one.savers),
             len(one.stages),
@@ -213,6 +162,12 @@ def _cost(plan: Plan, job: Job) -> float:
     """What is to be least of a run: money where there is a deadline, else time."""
     usd = plan.estimate.total_usd
     return plan.estimate.total_s if job.limits.deadline_s is None or usd is None else usd
+
+
+def _last_hopes(plans: Sequence[Plan]) -> list[Plan]:
+    """The cheapest and the fastest, for formulas may have taken others to be within the limits."""
+    cheapest = min(plans, key=lambda one: one.estimate.total_usd or 0.0)
+    return [cheapest, min(plans, key=lambda one: one.estimate.total_s)]
 
 
 def _simulate_some(plans: Sequence[Plan]) -> list[Plan]:

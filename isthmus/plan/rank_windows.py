@@ -16,7 +16,7 @@ from typing import Final
 
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.scenario import Caps, HopLoad, Line, Scenario, StageLoad
-from isthmus.plan.window import EPSILON, Hop, window, windows
+from isthmus.plan.window import EPSILON, Hop, in_proportion, window, windows
 
 _MIN_INTERVAL_S: Final = 1e-6
 # Round trips are the shortest that were measured: half an interval more makes up for jitter.
@@ -48,18 +48,20 @@ def bare_scenario(num_ranks: Sequence[int], *, num_microbatches: int, policy: Po
 def expected(scenario: Scenario) -> Measured:
     """What workers will measure: the shortest way is alone on its line, coding before and behind it.
 
-    Handling is a part of it: all but the latency counts as time on the line.
+    But of ranks that keep one order, all send at the same time. Handling is a part of it: all but the latency
+    counts as time on the line.
     """
+    numbers = _num_sharing(scenario) if scenario.policy.keeps_order else [1] * len(scenario.hops)
     return Measured(
         pass_s=tuple(stage.forward_s + stage.backward_s for stage in scenario.stages),
         hops=tuple(
             Hop(
-                forward_s=8 * hop.forward_bytes / hop.line.down_bps + hop.line.handling_s,
-                backward_s=8 * hop.backward_bytes / hop.line.up_bps + hop.line.handling_s,
+                forward_s=number * 8 * hop.forward_bytes / hop.line.down_bps + hop.line.handling_s,
+                backward_s=number * 8 * hop.backward_bytes / hop.line.up_bps + hop.line.handling_s,
                 latency_s=hop.line.latency_s,
                 coding_s=hop.forward_coding_s + hop.backward_coding_s,
             )
-            for hop in scenario.hops
+            for hop, number in zip(scenario.hops, numbers, strict=True)
         ),
     )
 
@@ -90,10 +92,10 @@ def next_windows(
     """Windows of each stage's ranks for the next step."""
     interval_s = max(_MIN_INTERVAL_S, *_stage_intervals_s(scenario, measured), *_line_s(scenario, measured))
     spare_s = _SPARE_SHARE * interval_s
-    hops = tuple(
-        _shared(replace(hop, latency_s=hop.latency_s + spare_s / 2), number, interval_s)
-        for hop, number in zip(measured.hops, _num_sharing(scenario), strict=True)
-    )
+    hops = tuple(replace(hop, latency_s=hop.latency_s + spare_s / 2) for hop in measured.hops)
+    if not scenario.policy.keeps_order:
+        numbers = _num_sharing(scenario)
+        hops = tuple(_shared(hop, number, interval_s) for hop, number in zip(hops, numbers, strict=True))
     return _windows(
         scenario, replace(measured, hops=hops), interval_s=interval_s, max_in_flight=max_in_flight
     )
@@ -141,9 +143,13 @@ def _windows(
             interval_s=interval_s,
             max_in_flight=caps,
         )
+    wanted = _wanted(scenario, measured.hops, interval_s)
     sizes: list[int] = []
-    for wanted, cap in zip(_wanted(scenario, measured.hops, interval_s), caps, strict=True):
-        sizes.append(max(1, min(wanted, cap, *_bounds(scenario, sizes))))
+    for index, cap in enumerate(caps):
+        bounds = _bounds(scenario, sizes)
+        if scenario.policy is Policy.LOCK_STEP and sizes:
+            bounds.append(in_proportion(wanted[index], of=wanted[index - 1], to=sizes[-1]))
+        sizes.append(max(1, min(wanted[index], cap, *bounds)))
     return tuple(sizes)
 
 
@@ -176,6 +182,6 @@ def _bounds(scenario: Scenario, before: Sequence[int]) -> list[int]:
     num_before = min(held, default=scenario.num_microbatches)
     if before and (scenario.policy is not Policy.GPIPE or num_before < scenario.num_microbatches):
         # Who waits for the forward that it has chosen may not choose one that cannot come.
-        is_strict = scenario.policy is not Policy.WAN_ONE_F_ONE_B
-        bounds.append(num_before // num_ranks if is_strict else math.ceil(num_before / num_ranks))
+        keeps_order = scenario.policy.keeps_order
+        bounds.append(num_before // num_ranks if keeps_order else math.ceil(num_before / num_ranks))
     return bounds

@@ -9,7 +9,6 @@ micro-batches short.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from isthmus.plan.pipeline import Policy
 
@@ -56,17 +55,30 @@ def windows(
     interval_s: float,
     max_in_flight: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The windows of all stages under a policy: m for GPipe, p - i for 1F1B, `window` for WAN-1F1B.
+    """The windows of all stages under a policy: m for GPipe, p - i for 1F1B, `window` where they hide trips.
 
-    A stage never has more in flight than the one before it, so a smaller window there binds it too; and GPipe
-    and 1F1B would otherwise wait for a forward that cannot come.
+    A stage never has more in flight than the one before it, so a smaller window there binds it too; and those
+    that keep an order would otherwise wait for a forward that cannot come.
     """
     num_stages = len(hops) + 1
     caps = [num_microbatches] * num_stages if max_in_flight is None else max_in_flight
-    wanted = (_wanted(policy, stage, num_microbatches, hops, interval_s) for stage in range(num_stages))
-    return tuple(
-        accumulate((min(one, num_microbatches, cap) for one, cap in zip(wanted, caps, strict=True)), min)
-    )
+    wanted = [_wanted(policy, stage, num_microbatches, hops, interval_s) for stage in range(num_stages)]
+    sizes: list[int] = []
+    for before, one, cap in zip([None, *wanted], wanted, caps, strict=False):
+        size = min(one, num_microbatches, cap, *sizes[-1:])
+        if policy is Policy.LOCK_STEP and before is not None:
+            size = min(size, in_proportion(one, of=before, to=sizes[-1]))
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def in_proportion(size: int, *, of: int, to: int) -> int:
+    """The window behind one that memory has made smaller: what is on its way between them shrinks as well.
+
+    Who keeps an order fills its window before its first backward. With as much as the stage before, nothing
+    would be on the way, and both would wait.
+    """
+    return size if to >= of else 1 + math.ceil((size - 1) * (to - 1) / (of - 1))
 
 
 def _wanted(policy: Policy, stage: int, num_microbatches: int, hops: Sequence[Hop], interval_s: float) -> int:
@@ -75,7 +87,7 @@ def _wanted(policy: Policy, stage: int, num_microbatches: int, hops: Sequence[Ho
             return num_microbatches
         case Policy.ONE_F_ONE_B:
             return len(hops) + 1 - stage
-        case Policy.WAN_ONE_F_ONE_B:
+        case Policy.LOCK_STEP | Policy.WAN_ONE_F_ONE_B:
             return window(stage=stage, hops=hops, interval_s=interval_s)
 
 

@@ -1,6 +1,7 @@
 """What is found out before any cloud starts: which run to go on with, and all that is wrong with a job."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,9 +11,11 @@ from isthmus.job import CloudSpec, Job
 from isthmus.job.write import replace_file
 from isthmus.model.source import Checkpoint, Source
 from isthmus.plan.cuts import check_cuts, links_along, num_frozen_layers
-from isthmus.plan.search.choice import PLAN_FILE, Decisions, decisions_of, plan_to_json
+from isthmus.plan.search.choice import Decisions
+from isthmus.plan.search.plan_file import PLAN_FILE, decisions_of, plan_to_json
 from isthmus.train.data.columns import read_texts
 from isthmus.train.data.corpus import open_rows
+from isthmus.train.data.token_files import TokenFiles, tokens_of
 from isthmus.train.data.training_data import open_data
 from isthmus.train.fitting import check_fits
 from isthmus.train.runs import TOKENIZER_FOLDER, find_unfinished, start_run
@@ -21,14 +24,19 @@ from isthmus.wan.devices import Devices, require_kind, require_one_each
 from isthmus.wan.seat import Seat
 
 
-def choose_run(job: Job, *, root: Path, resume: bool) -> Path:
-    """Find all that is wrong with job, model and data; then give the run to go on with, or a new one."""
+def choose_run(job: Job, *, root: Path, resume: bool, note: Callable[[str], None]) -> Path:
+    """Find all that is wrong with job, model and data; then give the run to go on with, or a new one.
+
+    The tokens that are made for this are those that the run reads.
+    """
+    tokens = tokens_of(job, root=root, note=note)
     run = find_unfinished(root, job) if resume else None
     if run is not None and (run / TOKENIZER_FOLDER).exists():
-        check_job(job, tokenizer_folder=run / TOKENIZER_FOLDER, decisions=read_decisions(run))
+        folder = run / TOKENIZER_FOLDER
+        check_job(job, tokenizer_folder=folder, tokens=tokens, decisions=read_decisions(run))
         return run
     with tempfile.TemporaryDirectory() as scratch:
-        setup = check_job(job, tokenizer_folder=Path(scratch) / TOKENIZER_FOLDER)
+        setup = check_job(job, tokenizer_folder=Path(scratch) / TOKENIZER_FOLDER, tokens=tokens)
         run = start_run(root, job, tokenizer=Path(scratch) / TOKENIZER_FOLDER)
     if setup.plan is not None:
         replace_file(run / PLAN_FILE, plan_to_json(setup.plan))
@@ -41,10 +49,16 @@ def read_decisions(run: Path) -> Decisions | None:
     return decisions_of(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def check_job(job: Job, *, tokenizer_folder: Path, decisions: Decisions | None = None) -> Setup:
+def check_job(
+    job: Job,
+    *,
+    tokenizer_folder: Path,
+    tokens: TokenFiles | None = None,
+    decisions: Decisions | None = None,
+) -> Setup:
     """Refuse a job that cannot run, in one sentence, before any cloud starts."""
     setup = set_up(job, decisions=decisions)
-    data = open_data(job, tokenizer_folder=tokenizer_folder)
+    data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
     check_fits(job, setup, blueprint)
     stage_layers = setup.stage_layers(blueprint.num_layers)

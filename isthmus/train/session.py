@@ -20,12 +20,13 @@ from isthmus.events import EVENTS_FOLDER, STARTED_KIND, EventLog
 from isthmus.job import Job
 from isthmus.model.export import merge, write_part
 from isthmus.observe.trackers import Tracker
-from isthmus.plan.search.choice import decisions_from_dict
+from isthmus.plan.search.plan_file import decisions_from_dict
 from isthmus.train.agreement import Offer, Start
 from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.course import Course, Post, course_of
 from isthmus.train.data.feed import Feed, Share
 from isthmus.train.data.order import Cursor
+from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import TrainingData, open_data
 from isthmus.train.device import Device
 from isthmus.train.equipment import AUTOCAST, Equipment, Equipped, make_steering
@@ -136,7 +137,8 @@ class _Session:
         if run_id is None:
             raise ValueError("the first cloud chooses the run")
         run = join_run(self._place.root, self._job, run_id)
-        return open_data(self._job, tokenizer_folder=run / TOKENIZER_FOLDER)
+        tokens = tokens_of(self._job, root=self._place.root, note=self._note)
+        return open_data(self._job, tokenizer_folder=run / TOKENIZER_FOLDER, tokens=tokens)
 
     def _offer(self, data: TrainingData | None) -> Offer | None:
         if data is None or self._place.run_id is None:

@@ -15,7 +15,7 @@ from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.following import follow
 from isthmus.plan.ladder import Pair
-from isthmus.plan.lock_step import check_lock_step
+from isthmus.plan.lock_step import check_lock_step, common_ranks, policy_of
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Caps
@@ -134,7 +134,7 @@ def _decided(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], deci
     return Setup(
         clouds=clouds,
         layout=_layout(job, number),
-        policy=Policy(strategy.policy),
+        policy=policy_of(job, strategy) if decisions.policy is None else Policy(decisions.policy),
         max_in_flight=decisions.max_in_flight or strategy.max_in_flight or number,
         recompute=decisions.recompute or job.train.recompute is True,
         notes=decisions.reasons,
@@ -155,7 +155,7 @@ def _unplanned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], wh
     return Setup(
         clouds=clouds,
         layout=_layout(job, number),
-        policy=Policy(strategy.policy),
+        policy=policy_of(job, strategy),
         max_in_flight=strategy.max_in_flight or number,
         recompute=job.train.recompute is True,
         notes=tuple(notes),
@@ -221,7 +221,15 @@ def _choose_microbatches(job: Job, num_stages: int, notes: list[str]) -> int:
     sequence_length = 1 if job.data is None else job.data.sequence_length
     num_sequences = max(1, job.train.batch_tokens // sequence_length)
     most = _MICROBATCHES_PER_STAGE * num_stages
-    chosen = max(one for one in range(1, min(most, num_sequences) + 1) if num_sequences % one == 0)
+    every = [one for one in range(1, num_sequences + 1) if num_sequences % one == 0]
+    num_ranks = common_ranks(job)
+    possible = [one for one in every if one % num_ranks == 0]
+    if not possible:
+        raise UserError(
+            f"the {num_sequences} sequences of a step cannot be dealt out evenly to {num_ranks} ranks",
+            hint=f"set train.batch_tokens to a multiple of {num_ranks * sequence_length}",
+        )
+    chosen = max((one for one in possible if one <= most), default=possible[0])
     notes.append(
         f"micro-batches: {chosen}, the most up to {most} ({_MICROBATCHES_PER_STAGE} a stage) "
         f"that divide the {num_sequences} sequences of a step"

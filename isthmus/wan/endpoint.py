@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from isthmus.errors import Aborted, IsthmusError, Refused, UserError
+from isthmus.errors import Aborted, IsthmusError, Refused, Terminated, UserError
 from isthmus.job import Address, CloudSpec, Job, LinkSpec
 from isthmus.job.address import format_proxy
 from isthmus.wan.handshake import Hello, Member, mismatch
@@ -101,13 +101,16 @@ class Endpoint:
                     self._links[cloud, rank].start_abort(self._aborted)
             return self._links[cloud, rank]
 
-    def abort(self, reason: str) -> None:
-        """End the run for every peer at once."""
+    def abort(self, reason: str, *, is_hasty: bool = False) -> None:
+        """End the run for every peer at once; in haste, one that never came is not waited for."""
         self._pass_on(Aborted(self.here.cloud, reason))
         for spec in self._job.links_of(self._cloud.name):
             # A cloud may wait for a link that nobody here has asked for yet.
             self.link(next(cloud for cloud in spec.between if cloud != self._cloud.name))
-        for link in self._all_links():
+        links = self._all_links()
+        for link in links if is_hasty else ():
+            link.hasten()
+        for link in links:
             link.join()
 
     def close(self) -> None:
@@ -126,7 +129,8 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.abort(_words(error))
+            # Who was told to end must end; what has failed had better be known to all.
+            self.abort(_words(error), is_hasty=isinstance(error, KeyboardInterrupt | Terminated))
         self.close()
 
     def _all_links(self) -> list[Link]:

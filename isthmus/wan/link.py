@@ -109,6 +109,7 @@ class Link:
         self._peer_session: str | None = None
         self._heard_s: float | None = None
         self._is_known = False
+        self._is_hasty = False
         self._lanes: dict[int, _Lane] = {}
         self._complaint = ""
         self._met = asyncio.Event()
@@ -166,7 +167,8 @@ class Link:
     def abort(self, reason: str) -> None:
         """End the run for this peer: its calls raise Aborted as soon as word has come, ours at once.
 
-        Waits for word to get through: as long as the heartbeat time-out where the peer has not come yet.
+        Waits for word to get through: as long as the heartbeat time-out where the peer has not come yet, less
+        if hastened.
         """
         self.start_abort(Aborted(self.here.cloud, reason))
         self.join()
@@ -174,6 +176,10 @@ class Link:
     def start_abort(self, error: Aborted) -> None:
         """Abort without waiting for word to get through; `join` waits."""
         self._finish(error, Abort(error.cloud, error.reason))
+
+    def hasten(self) -> None:
+        """Give the last word only a moment to get through, even if the peer has not come yet."""
+        self._is_hasty = True
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Wait until the peer has everything, say farewell and end; a link that has failed just ends."""
@@ -357,7 +363,7 @@ class Link:
             return
         await _wait_for(self._parted, FAREWELL_S)
         patience_s = self.settings.heartbeat_timeout_s - FAREWELL_S
-        if not self._is_known and not self._parted.is_set() and patience_s > 0:
+        if not (self._is_known or self._is_hasty or self._parted.is_set()) and patience_s > 0:
             # A peer that has met us would miss us; one that has not would wait for ever.
             log.warning("%s may wait for us: trying for %g s to tell it", self.peer, patience_s)
             await _wait_for(self._parted, patience_s)

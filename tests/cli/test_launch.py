@@ -84,7 +84,11 @@ def test_the_first_of_slurms_nodes(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
-@pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}])
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_PROCID": "0"}],
+    ids=["none", "one task", "no number of tasks"],
+)
 def test_a_cloud_of_one_rank_needs_no_launcher(environment: dict[str, str]) -> None:
     assert find_seat(environment, cloud(1)) == Seat()
 
@@ -95,7 +99,21 @@ def test_a_cloud_of_one_rank_needs_no_launcher(environment: dict[str, str]) -> N
         ({}, 2, "nothing says which of them"),
         (TORCHRUN, 8, "8 ranks in the job, but 4 were started"),
         ({**TORCHRUN, "RANK": "4"}, 4, "cannot be rank 4"),
-        ({**TORCHRUN, "RANK": "x"}, 4, "RANK is 'x'"),
+        ({**TORCHRUN, "RANK": "x"}, 4, "RANK is 'x', which is no number from 0"),
+        ({**TORCHRUN, "RANK": "-1"}, 4, "RANK is '-1', which is no number from 0"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, 4, "WORLD_SIZE is '0', which is no number from 1"),
+        ({**TORCHRUN, "WORLD_SIZE": "9" * 5000}, 4, "WORLD_SIZE is '999"),
+        ({**TORCHRUN, "LOCAL_RANK": "one"}, 4, "LOCAL_RANK is 'one'"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, 4, "MASTER_PORT is 'http', which is no number from 1 to 65535"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, 4, "MASTER_PORT is '0', which is no number from 1 to 65535"),
+        ({**TORCHRUN, "MASTER_PORT": "65536"}, 4, "MASTER_PORT is '65536', which is no number from 1 to"),
+        ({**SLURM, "MASTER_PORT": "70000"}, 16, "MASTER_PORT is '70000'"),
+        ({**SLURM, "SLURM_NTASKS": "many"}, 16, "SLURM_NTASKS is 'many'"),
+        ({**SLURM, "SLURM_PROCID": "1.5"}, 16, "SLURM_PROCID is '1.5'"),
+        ({**SLURM, "SLURM_LOCALID": ""}, 16, "SLURM_LOCALID is not set"),
+        ({**SLURM, "SLURM_JOB_ID": "x"}, 16, "SLURM_JOB_ID is 'x'"),
+        ({"SLURM_PROCID": "0"}, 2, "SLURM_JOB_NODELIST is not set"),
+        ({"JOB_COMPLETION_INDEX": "x"}, 2, "JOB_COMPLETION_INDEX is 'x'"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, 2, "MASTER_ADDR is not set"),
         ({"JOB_COMPLETION_INDEX": "0"}, 2, "MASTER_ADDR is not set"),
         ({**SLURM, "SLURM_STEP_NODELIST": "[x"}, 16, "no list of Slurm's nodes"),

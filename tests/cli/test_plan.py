@@ -12,7 +12,7 @@ from isthmus.errors import JobError, UserError
 from isthmus.job import PipelineStrategy, load_job
 from isthmus.plan.costs.activations import Precision
 from isthmus.plan.costs.profile import PassTimes, Profile, Sample, write_profile
-from isthmus.plan.search.choice import scenario_of
+from isthmus.plan.search.plan_file import scenario_of
 from tests.plan.jobs import TWO_CLOUDS
 
 WIDE = {"COLUMNS": "240"}
@@ -153,7 +153,7 @@ def tight_job(path: Path, *, memory: str) -> Path:
     [
         ("40 GiB", "none", (False, False, 32)),
         ("7 GiB", "optimizer", (False, False, 32)),
-        ("3.5 GiB", "optimizer", (True, True, 32)),
+        ("3.5 GiB", "full", (True, False, 32)),
     ],
 )
 def test_what_spares_memory_is_written_and_runs(

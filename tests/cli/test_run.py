@@ -113,7 +113,7 @@ def test_a_run_that_was_cut_short_goes_on_where_all_clouds_had_saved(
 ) -> None:
     root = tmp_path / "runs"
     shutil.copytree(job_file.parent / "runs", root)
-    (folder,) = (root / "tiny").iterdir()
+    (folder,) = (one.parent for one in root.glob("tiny/*/job.toml"))
     shutil.rmtree(folder / "model")
     # One cloud had saved the last step, the other had not.
     shutil.rmtree(folder / "checkpoints" / f"step-{NUM_STEPS:08d}" / "west")
@@ -121,6 +121,7 @@ def test_a_run_that_was_cut_short_goes_on_where_all_clouds_had_saved(
     assert result.exit_code == 0, result.output
     assert Path(json.loads(result.stdout)["run"]) == folder
     assert "resumed after step" in result.output
+    assert "the tokens" not in result.output
     assert_equal_weights(weights(folder), weights(Path(finished["run"])))
 
 
@@ -143,7 +144,7 @@ def test_a_mistake_ends_the_command_before_anything_starts(job_file: Path, tmp_p
     result = invoke(job_file, "--runs", str(tmp_path / "runs"), "--set", "train.batch_tokens=8192000")
     assert result.exit_code == 1
     assert "one step reads" in str(result.exception)
-    assert not (tmp_path / "runs").exists()
+    assert [path.name for path in tmp_path.glob("runs/tiny/*")] == ["tokens"]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a device is here")
@@ -250,6 +251,7 @@ def test_ranks_of_a_cloud_train_one_model_and_a_killed_one_does_not_end_the_run(
 ) -> None:
     calm = invoke(job_file, "--runs", str(tmp_path / "calm"), changes=RANKED)
     assert calm.exit_code == 0, calm.output
+    assert calm.output.count("the tokens") == 1
     folder = Path(json.loads(calm.stdout)["run"])
     assert {path.name for path in (folder / "events").iterdir()} == {
         "east.jsonl",

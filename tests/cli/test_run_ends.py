@@ -22,7 +22,9 @@ from isthmus.wan.trust.certificates import make_authority, make_request, read_id
 from tests.train.test_setup import TINY
 
 PATIENCE_S = 120.0
+HEARTBEAT_TIMEOUT_S = 30.0
 LONG = ["train.steps=100000", "train.evaluate_every=0", "checkpoint.every=1 s"]
+ONE_RANK = '[[cloud]]\nname = "east"\ndevice = "cpu"\n'
 TWO_RANKS = '[[cloud]]\nname = "east"\ndevice = "cpu"\nranks = 2\n'
 WEST = """
 [[cloud]]
@@ -107,15 +109,36 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def make_certificates(folder: Path) -> None:
+    make_authority(folder)
+    for cloud in ("east", "west"):
+        sign_request(make_request(folder, cloud), cloud=cloud, folder=folder)
+
+
+@pytest.mark.parametrize("cloud", ["east", "west"])
+def test_a_cloud_that_never_met_its_peer_ends_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cloud: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job, log = tmp_path / "job.toml", tmp_path / "log"
+    job.write_text(TINY + ONE_RANK + WEST.format(port=free_port()))
+    make_certificates(Path("certs"))
+    with command(job, "--cloud", cloud, log=log) as process:
+        wait_until(lambda: "waiting for cloud" in log.read_text(), process, log)
+        asked_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 143
+        assert time.monotonic() - asked_s < HEARTBEAT_TIMEOUT_S / 2
+    assert "stopped by SIGTERM; the same command goes on" in log.read_text()
+
+
 def test_a_rank_whose_sibling_never_comes_ends_and_tells_its_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     job, log, certs = tmp_path / "job.toml", tmp_path / "log", Path("certs")
     job.write_text(TINY + TWO_RANKS + WEST.format(port=free_port()))
-    make_authority(certs)
-    for cloud in ("east", "west"):
-        sign_request(make_request(certs, cloud), cloud=cloud, folder=certs)
+    make_certificates(certs)
     # As torchrun does, so that what the rank leaves there can be seen.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9))
     seat = {

@@ -172,6 +172,7 @@ def clouds(name: str, port: int) -> st.SearchStrategy[CloudSpec]:
         proxy=st.none() | proxies,
         certificates=texts,
         usd_per_hour=st.none() | prices,
+        inside_bps=bandwidths,
     )
 
 

@@ -18,7 +18,8 @@ from isthmus.plan.costs.memory import Memory, OptimizerState, Savers, Sharding, 
 from isthmus.plan.costs.parts import Workload, model_costs
 from isthmus.plan.costs.shapes import Task, read_shape
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import Plan, Warmup, plan_to_dict
+from isthmus.plan.search.choice import Plan, Warmup
+from isthmus.plan.search.plan_file import plan_to_dict
 from isthmus.train.device import Device
 from isthmus.train.profiling import Rig, Size
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds

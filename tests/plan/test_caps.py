@@ -12,14 +12,8 @@ from isthmus.plan.following import planned_changes
 from isthmus.plan.planner import plan
 from isthmus.plan.rank_windows import expected, first_windows, next_windows
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.search.choice import (
-    Decisions,
-    PipelineSettings,
-    decisions_from_dict,
-    decisions_of,
-    plan_to_json,
-    scenario_of,
-)
+from isthmus.plan.search.choice import Decisions, PipelineSettings
+from isthmus.plan.search.plan_file import decisions_from_dict, decisions_of, plan_to_json, scenario_of
 from isthmus.plan.simulate import simulate
 from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 from tests.plan.scenarios import hop, stage

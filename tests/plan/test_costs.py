@@ -214,11 +214,11 @@ def test_an_absurd_configuration_is_one_sentence(values: dict[str, object], mess
 
 
 def test_more_layers_than_can_be_planned_are_refused() -> None:
-    assert read_shape({"model_type": "llama", "num_hidden_layers": 256}).num_layers == 256
-    with pytest.raises(UserError, match="a model of 100000 layers cannot be planned, 256 are the most"):
+    assert read_shape({"model_type": "llama", "num_hidden_layers": 512}).num_layers == 512
+    with pytest.raises(UserError, match="a model of 100000 layers cannot be planned, 512 are the most"):
         read_shape({"model_type": "llama", "num_hidden_layers": 100_000})
-    with pytest.raises(UserError, match="a model of 1025 layers"):
-        read_shape({"model_type": "gpt2", "n_layer": 1025})
+    with pytest.raises(UserError, match="a model of 513 layers"):
+        read_shape({"model_type": "gpt2", "n_layer": 513})
 
 
 def test_a_name_that_goes_on_behind_a_known_one_is_no_slip() -> None:

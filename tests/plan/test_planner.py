@@ -9,18 +9,10 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job import load_job
-from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.ladder import Loss
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import (
-    DataSettings,
-    Form,
-    PipelineSettings,
-    Plan,
-    decisions_of,
-    plan_to_json,
-    scenario_of,
-)
+from isthmus.plan.search.choice import DataSettings, Form, PipelineSettings, Plan
+from isthmus.plan.search.plan_file import decisions_of, plan_to_json, scenario_of
 from isthmus.plan.simulate import simulate
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
 
@@ -310,7 +302,7 @@ def test_handling_delays_every_message() -> None:
     )
     assert slow.scenario is not None
     assert slow.scenario.hops[0].line.handling_s == 0.05
-    assert slow.estimate.step_s >= plain.estimate.step_s + 2 * 0.05
+    assert slow.estimate.step_s >= plain.estimate.step_s + 2 * 0.05 - 1e-9
 
 
 def test_limits_are_held_against_simulated_figures() -> None:
@@ -323,21 +315,6 @@ def test_limits_are_held_against_simulated_figures() -> None:
     wanted = re.search(r'limits.deadline to "([^"]+)"', caught.value.hint or "")
     assert wanted is not None
     assert plan(two_clouds(PIPELINE, f"limits.deadline={wanted.group(1)}")).estimate.is_simulated
-
-
-def test_ranks_in_lock_step_are_named_where_only_they_fit() -> None:
-    tight = (
-        "cloud.east.memory=1.5 GiB",
-        "cloud.west.memory=1.5 GiB",
-        "cloud.east.ranks=8",
-        "cloud.west.ranks=8",
-    )
-    with pytest.raises(UserError, match="nothing fits") as caught:
-        plan(two_clouds(*tight))
-    found = re.search(r'policy to "1f1b" and strategy.microbatches to (\d+)', caught.value.hint or "")
-    assert found is not None
-    cured = (PIPELINE, "strategy.policy=1f1b", f"strategy.microbatches={found.group(1)}")
-    assert plan(two_clouds(*tight, *cured)).stages[0].sharding is Sharding.FULL
 
 
 def test_traffic_without_a_price_is_told() -> None:

@@ -14,6 +14,8 @@ from isthmus.plan.costs.activations import Arithmetic, Precision
 from isthmus.plan.costs.parts import Workload
 from isthmus.plan.costs.profile import PassTimes, Profile, Sample, read_profile, write_profile
 from isthmus.plan.costs.times import measured_times
+from isthmus.plan.search.facts import cloud_facts
+from tests.plan.jobs import two_clouds
 
 NUM_LAYERS = 3
 
@@ -149,3 +151,18 @@ def test_a_missing_profile_says_how_to_make_one(tmp_path: Path) -> None:
     assert caught.value.message == f"the profile {path} cannot be read: No such file or directory"
     assert caught.value.hint is not None
     assert "isthmus profile" in caught.value.hint
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", '{"version": 1}'])
+def test_a_job_that_names_what_is_no_profile_is_told_which_cloud_and_key(
+    content: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "one.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        cloud_facts(two_clouds(f"cloud.west.profile={path}"))
+    assert caught.value.message.startswith("cloud.west.profile cannot be used: ")
+    assert str(path) in caught.value.message
+    assert "\n" not in caught.value.message
+    assert caught.value.hint == f"measure it again: isthmus profile JOB --cloud west --out {path}"

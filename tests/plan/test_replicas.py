@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isthmus.errors import UserError
 from isthmus.plan.ladder import Loss
+from isthmus.plan.planner import plan
+from isthmus.plan.replicated.data import data_plans
 from isthmus.plan.replicated.replicas import (
     Replica,
     Sync,
@@ -15,8 +18,13 @@ from isthmus.plan.replicated.replicas import (
     sync_costs,
     sync_traffic,
 )
+from isthmus.plan.search.choice import Form
+from isthmus.plan.search.study import study
+from tests.plan.cures import overrides, tables, ways
+from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
 
 BILLION = 10**9
+DATA = "strategy.kind=data"
 
 
 def wire(first: int, second: int, bps: float = 1e9) -> Wire:
@@ -108,3 +116,61 @@ def test_what_is_given_is_tried_alone() -> None:
     assert {one.inner_steps for one in every} == {1, 30, 40, 50, 75, 100}
     given = list(sync_choices(num_layers=30, inner_steps=20, num_fragments=4, bits=8))
     assert given == [Sync(inner_steps=20, num_fragments=4, bits=8)]
+
+
+def refused(*changes: str, more: str = "") -> tuple[str, list[str]]:
+    """The sentence where the model has no copies, and the ways out, each of which leads to a plan."""
+    with pytest.raises(UserError) as caught:
+        plan(two_clouds(DATA, *changes, more=more), is_quick=True)
+    found = ways(caught.value.hint)
+    for way in found:
+        plan(two_clouds(DATA, *changes, *overrides(way), more=more + tables(way)), is_quick=True)
+    return caught.value.message, found
+
+
+def test_who_lacks_memory_for_a_copy_is_named() -> None:
+    sentence, found = refused("cloud.west.memory=6.5 GiB")
+    assert sentence == (
+        "the whole model fits on no two linked clouds: even with recompute and optimizer on the host, a rank "
+        "of 'west' needs 6.226 GiB for the whole model, and limits.memory_share leaves it 5.85 GiB"
+    )
+    assert found == [
+        'set strategy.kind to "pipeline", which gives each cloud some of the layers',
+        "set limits.memory_share to 0.96",
+        "devices of 7 GiB in 'west' would do",
+    ]
+
+
+def test_a_pipeline_is_no_cure_where_it_does_not_fit_either() -> None:
+    _, found = refused("cloud.east.memory=1 GiB", "cloud.west.memory=1 GiB")
+    assert found == ["devices of 7 GiB in 'east' and devices of 7 GiB in 'west' would do"]
+
+
+def test_clouds_with_room_for_copies_are_to_be_linked() -> None:
+    more = THIRD_CLOUD + link("west", "north")
+    sentence, found = refused("cloud.west.memory=1 GiB", more=more)
+    assert sentence == (
+        "the whole model fits on no two linked clouds: 'east' and 'north' have room, but no link joins them"
+    )
+    assert 'add a [[link]] with between = ["east", "north"], bandwidth and rtt' in found
+
+
+def test_one_cloud_has_no_other_to_be_made_one_with() -> None:
+    job = two_clouds(DATA)
+    alone = job.model_copy(update={"cloud": job.cloud[:1], "link": ()})
+    with pytest.raises(UserError, match="data parallel between clouds needs two clouds"):
+        plan(alone)
+
+
+def test_where_the_form_is_free_copies_that_do_not_fit_are_no_error() -> None:
+    tight = ("cloud.east.memory=5 GiB", "cloud.west.memory=5 GiB")
+    assert data_plans(study(two_clouds(*tight))) == []
+    assert plan(two_clouds(*tight), is_quick=True).form is Form.PIPELINE
+
+
+def test_of_many_clouds_those_that_links_join_take_part() -> None:
+    names = [f"c{number}" for number in range(6)]
+    clouds = [THIRD_CLOUD.replace("north", one).replace("02", f"1{one[1]}") for one in names]
+    more = "".join(clouds) + link("c0", "c1") + link("c1", "c2") + link("c3", "c4") + link("c4", "c5")
+    found = data_plans(study(two_clouds(DATA, more=more)))
+    assert {one.clouds for one in found} == {("east", "west"), ("c0", "c1", "c2"), ("c3", "c4", "c5")}

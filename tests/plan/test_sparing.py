@@ -13,15 +13,17 @@ from isthmus.job import Job
 from isthmus.job.load import parse_job
 from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.following import follow, planned_changes
+from isthmus.plan.pipeline import Policy
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import Form, Plan, decisions_from_dict
+from isthmus.plan.search.choice import Form, PipelineSettings, Plan
 from isthmus.plan.search.facts import cloud_facts
+from isthmus.plan.search.plan_file import decisions_from_dict
 from isthmus.plan.search.sparing import Sparing, levels
 from tests.plan.jobs import TWO_CLOUDS, two_clouds
 
 PIPELINE = "strategy.kind=pipeline"
 RANKS = ("cloud.east.ranks=4", "cloud.west.ranks=4")
-LOCK_STEP = (PIPELINE, "strategy.policy=1f1b", "strategy.microbatches=64")
+LOCK_STEP = (PIPELINE, "strategy.policy=lock-step")
 
 
 def with_memory(size: str, *changes: str) -> Job:
@@ -30,6 +32,11 @@ def with_memory(size: str, *changes: str) -> Job:
 
 def shardings(chosen: Plan) -> list[Sharding]:
     return [stage.sharding for stage in chosen.stages]
+
+
+def microbatches(chosen: Plan) -> int:
+    assert isinstance(chosen.settings, PipelineSettings)
+    return chosen.settings.num_microbatches
 
 
 def test_ranks_hold_copies_where_these_fit() -> None:
@@ -83,7 +90,7 @@ def test_no_level_is_one_that_a_run_refuses(
     overrides += [f"cloud.{name}.sharding={one}" for name, one in zip(names, sharding, strict=True)]
     job = two_clouds(*overrides, f"train.recompute={recompute}", *saver)
     clouds = cloud_facts(job)
-    found = levels(job, clouds)
+    found = levels(job, clouds, Policy.WAN_ONE_F_ONE_B)
     assert len(found) == len(set(found))
     for level in found:
         for cloud, one in zip(clouds, sharding, strict=True):
@@ -116,7 +123,9 @@ def test_a_last_resort_may_spare_a_stage() -> None:
 def test_the_memory_of_a_cpu_is_not_spared_by_its_host() -> None:
     job = two_clouds("cloud.east.device=cpu", "cloud.east.accelerator=cpu")
     east, west = cloud_facts(job)
-    on_host = next(one for one in levels(job, (east, west)) if one.sparing.offload_optimizer)
+    on_host = next(
+        one for one in levels(job, (east, west), Policy.WAN_ONE_F_ONE_B) if one.sparing.offload_optimizer
+    )
     assert not on_host.savers(east).offload_optimizer
     assert on_host.savers(west).offload_optimizer
 
@@ -126,14 +135,52 @@ def test_ranks_in_lock_step_share_out_everything_where_they_must() -> None:
     assert shardings(roomy) == [Sharding.NONE] * 2
     tight = plan(with_memory("2500 MiB", *LOCK_STEP, *RANKS), is_quick=True)
     assert shardings(tight) == [Sharding.FULL] * 2
-    with pytest.raises(UserError, match="nothing fits"):
-        plan(with_memory("2500 MiB", PIPELINE, *RANKS))
+    assert all(one % 4 == 0 for one in (microbatches(roomy), microbatches(tight)))
 
 
-def test_a_plan_refuses_ranks_out_of_step_as_a_run_does() -> None:
+@pytest.mark.parametrize("given", [(), (PIPELINE,)], ids=["auto", "pipeline"])
+def test_ranks_get_into_step_by_themselves_where_only_that_fits(given: tuple[str, ...]) -> None:
+    job = with_memory("2500 MiB", *given, *RANKS)
+    chosen = plan(job, is_quick=True)
+    assert isinstance(chosen.settings, PipelineSettings)
+    assert chosen.settings.policy is Policy.LOCK_STEP
+    assert shardings(chosen) == [Sharding.FULL] * 2
+    assert "in lock-step" in chosen.what
+    written = planned_changes(job, chosen)
+    assert written.strategy["policy"] == "lock-step"
+    assert written.clouds == {"east": {"sharding": "full"}, "west": {"sharding": "full"}}
+    assert chosen.decisions is not None
+    assert chosen.decisions.policy == "lock-step"
+
+
+def test_ranks_are_not_in_step_where_others_are_as_fast() -> None:
+    chosen = plan(two_clouds(PIPELINE, *RANKS), is_quick=True)
+    assert isinstance(chosen.settings, PipelineSettings)
+    assert chosen.settings.policy is Policy.WAN_ONE_F_ONE_B
+
+
+def test_a_policy_of_the_job_is_kept_and_named_where_it_is_in_the_way() -> None:
+    own = ("strategy.policy=wan-1f1b",)
+    with pytest.raises(UserError, match="nothing fits") as caught:
+        plan(with_memory("2500 MiB", PIPELINE, *RANKS, *own))
+    assert 'set strategy.policy to "lock-step"' in (caught.value.hint or "")
+    assert plan(with_memory("2500 MiB", PIPELINE, *RANKS, "strategy.policy=lock-step"), is_quick=True)
     with pytest.raises(UserError, match="needs ranks in lock-step") as caught:
-        plan(two_clouds(PIPELINE, *RANKS, "cloud.east.sharding=full"))
-    assert "1f1b" in (caught.value.hint or "")
+        plan(two_clouds(PIPELINE, *RANKS, *own, "cloud.east.sharding=full"))
+    assert "lock-step" in (caught.value.hint or "")
+
+
+def test_a_cloud_that_shares_out_all_of_its_stage_needs_no_policy() -> None:
+    chosen = plan(two_clouds(PIPELINE, *RANKS, "cloud.east.sharding=full"), is_quick=True)
+    assert isinstance(chosen.settings, PipelineSettings)
+    assert chosen.settings.policy is Policy.LOCK_STEP
+    assert {one.cloud: one.sharding for one in chosen.stages}["east"] is Sharding.FULL
+    assert microbatches(chosen) % 4 == 0
+
+
+def test_ranks_of_unequal_clouds_cannot_keep_in_step() -> None:
+    with pytest.raises(UserError, match="nothing fits"):
+        plan(with_memory("2500 MiB", PIPELINE, "cloud.east.ranks=4", "cloud.west.ranks=2"))
 
 
 @pytest.mark.parametrize("size", ["7 GiB", "4500 MiB", "4 GiB", "3 GiB"])

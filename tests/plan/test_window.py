@@ -16,7 +16,13 @@ COMPUTE_S = FORWARD_S + BACKWARD_S
 BYTES_PER_S = 10**9
 
 
-def step_s(num_microbatches: int, hops: Sequence[Hop], stage_windows: Sequence[int]) -> float:
+def step_s(
+    num_microbatches: int,
+    hops: Sequence[Hop],
+    stage_windows: Sequence[int],
+    *,
+    policy: Policy = Policy.WAN_ONE_F_ONE_B,
+) -> float:
     """The simulated time of one step of equal stages."""
     scenario = Scenario(
         stages=tuple(
@@ -26,6 +32,7 @@ def step_s(num_microbatches: int, hops: Sequence[Hop], stage_windows: Sequence[i
         hops=tuple(_load(hop) for hop in hops),
         num_microbatches=num_microbatches,
         windows=tuple(stage_windows),
+        policy=policy,
     )
     return simulate(scenario).step_s
 
@@ -99,3 +106,21 @@ def test_a_small_window_binds_the_stages_behind_it(policy: Policy, expected: tup
 def test_a_window_of_nothing_is_refused(stage: int, interval_s: float) -> None:
     with pytest.raises(ValueError, match="stage"):
         window(stage=stage, hops=equal_hops(3, 1.0, 1.0), interval_s=interval_s)
+
+
+@pytest.mark.parametrize(("m", "cap"), [(8, 8), (8, 5), (16, 6), (16, 4), (16, 3)])
+@pytest.mark.parametrize("on_line_s", [0.5, 2.0, 2.9])
+def test_windows_that_keep_an_order_are_near_the_best_there_are(m: int, cap: int, on_line_s: float) -> None:
+    """Behind one that memory binds others must shrink, or stages wait for what cannot come yet."""
+    hops = equal_hops(3, on_line_s, 0.3)
+    chosen = windows(
+        policy=Policy.LOCK_STEP,
+        num_microbatches=m,
+        hops=hops,
+        interval_s=COMPUTE_S,
+        max_in_flight=[cap, m, m],
+    )
+    assert chosen[0] <= cap
+    every = ((a, b, c) for a in range(1, cap + 1) for b in range(1, a + 1) for c in range(1, b + 1))
+    least_s = min(step_s(m, hops, one, policy=Policy.LOCK_STEP) for one in every)
+    assert step_s(m, hops, chosen, policy=Policy.LOCK_STEP) <= 1.04 * least_s

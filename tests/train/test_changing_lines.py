@@ -60,6 +60,7 @@ class Run:
             hops=(Hop(forward_s=on_line_s, backward_s=on_line_s, latency_s=0.02),),
             travel_s=0.0,
             cosines=(self.cosines.get(step, Cosines()),),
+            element_bytes=(CROSSING.element_bytes,),
         )
 
 

@@ -17,7 +17,7 @@ from isthmus.train.data.samples import MaskedSamples, PackedSamples, Sample
 from isthmus.train.data.tasks import (
     answered_samples,
     classified_samples,
-    packed_samples,
+    packed_tokens,
     tagged_samples,
     window_samples,
 )
@@ -43,12 +43,11 @@ def test_tasks_of_the_job_are_the_heads_of_models() -> None:
 
 def test_documents_are_joined_by_the_end_token(tokenizer: Any) -> None:
     rows = [{"text": "Ada lives in Dunmoor."}, {"text": ""}, {"text": "Ivo"}]
-    samples = packed_samples(rows, tokenizer, spec("causal-lm", 4), keeps_rest=False)
+    tokens = np.concatenate(list(packed_tokens(rows, tokenizer, spec("causal-lm", 4))))
     plain = [tokenizer(row["text"], add_special_tokens=False)["input_ids"] for row in rows]
     expected = [token for ids in plain for token in (*ids, 2)]
-    assert samples.tokens.tolist() == expected
-    assert samples.tokens.dtype == np.uint16
-    assert len(samples) == len(expected) // 4
+    assert tokens.tolist() == expected
+    assert tokens.dtype == np.uint16
 
 
 @settings(deadline=None)
@@ -108,7 +107,7 @@ def test_a_text_of_special_tokens_alone_has_nothing_to_mask() -> None:
 
 def test_long_texts_for_masking_are_cut_into_windows(tokenizer: Any) -> None:
     text = "Ada lives in Dunmoor. " * 20
-    samples = window_samples([{"text": text}], tokenizer, spec("masked-lm", 16)).samples
+    samples = list(window_samples([{"text": text}], tokenizer, spec("masked-lm", 16)))
     assert len(samples) > 5
     assert all(len(sample.ids) <= 16 and sample.ids[0] == 1 and sample.ids[-1] == 2 for sample in samples)
     inner = [token for sample in samples for token in sample.ids[1:-1].tolist()]
@@ -117,7 +116,7 @@ def test_long_texts_for_masking_are_cut_into_windows(tokenizer: Any) -> None:
 
 def test_classified_texts(tokenizer: Any) -> None:
     rows = [{"text": "Ada " * 100, "label": "yes"}, {"text": "Ivo", "label": "no"}]
-    samples = classified_samples(rows, tokenizer, spec("sequence-classification"), labels=LABELS).samples
+    samples = list(classified_samples(rows, tokenizer, spec("sequence-classification"), labels=LABELS))
     assert [int(sample.labels) for sample in samples] == [1, 0]
     assert len(samples[0].ids) == 32
     assert tokenizer.decode(samples[1].ids) == "<bos>Ivo<eos>"
@@ -126,14 +125,14 @@ def test_classified_texts(tokenizer: Any) -> None:
 def test_classified_pairs(tokenizer: Any) -> None:
     job = spec("sequence-classification", text_column="a", pair_column="b", label_column="c")
     rows = [{"a": "Ivo", "b": "Ada", "c": "no"}]
-    (sample,) = classified_samples(rows, tokenizer, job, labels=LABELS).samples
+    (sample,) = classified_samples(rows, tokenizer, job, labels=LABELS)
     assert tokenizer.decode(sample.ids) == "<bos>Ivo<eos>Ada<eos>"
 
 
 def test_the_first_token_of_a_word_has_its_tag(tokenizer: Any) -> None:
     words = ["Xylophonist", "Ada", "of", "Graystone", "!?"]
     rows = [{"tokens": words, "tags": [0, 1, 0, 1, 0]}]
-    (sample,) = tagged_samples(rows, tokenizer, spec("token-classification", 64), labels=LABELS).samples
+    (sample,) = tagged_samples(rows, tokenizer, spec("token-classification", 64), labels=LABELS)
     tagged = [index for index, label in enumerate(sample.labels) if label != IGNORED]
     assert [int(sample.labels[index]) for index in tagged] == [0, 1, 0, 1, 0]
     assert len(sample.labels) == len(sample.ids) > len(words) + 2
@@ -146,7 +145,7 @@ def test_the_first_token_of_a_word_has_its_tag(tokenizer: Any) -> None:
 
 def test_answers_are_where_their_tokens_say(tokenizer: Any) -> None:
     rows = list(open_rows("builtin:questions"))[:200]
-    samples = answered_samples(rows, tokenizer, spec("question-answering", 256)).samples
+    samples = list(answered_samples(rows, tokenizer, spec("question-answering", 256)))
     assert len(samples) == len(rows)
     for row, sample in zip(rows, samples, strict=True):
         first, last = sample.labels
@@ -158,7 +157,7 @@ def test_a_long_context_becomes_windows_of_which_some_have_the_answer(tokenizer:
     context = "Ivo lives in Dunmoor. " * 30 + "Ada lives in Pinefell."
     answers = {"text": ["Pinefell"], "answer_start": [context.index("Pinefell")]}
     rows = [{"question": "Where does Ada live? " * 40, "context": context, "answers": answers}]
-    samples = answered_samples(rows, tokenizer, spec("question-answering", 64)).samples
+    samples = list(answered_samples(rows, tokenizer, spec("question-answering", 64)))
     found = [sample for sample in samples if sample.labels.any()]
     assert 1 <= len(found) < len(samples)
     for sample in found:
@@ -168,7 +167,7 @@ def test_a_long_context_becomes_windows_of_which_some_have_the_answer(tokenizer:
 
 def test_a_question_without_an_answer(tokenizer: Any) -> None:
     rows = [{"question": "Who?", "context": "Nobody.", "answers": {"text": [], "answer_start": []}}]
-    (sample,) = answered_samples(rows, tokenizer, spec("question-answering")).samples
+    (sample,) = answered_samples(rows, tokenizer, spec("question-answering"))
     assert sample.labels.tolist() == [0, 0]
 
 
@@ -176,15 +175,15 @@ def make_sample(task: str, row: dict[str, object], tokenizer: Any) -> None:
     job = spec(task)
     match task:
         case "causal-lm":
-            packed_samples([row], tokenizer, job, keeps_rest=False)
+            list(packed_tokens([row], tokenizer, job))
         case "masked-lm":
-            window_samples([row], tokenizer, job)
+            list(window_samples([row], tokenizer, job))
         case "sequence-classification":
-            classified_samples([row], tokenizer, job, labels=LABELS)
+            list(classified_samples([row], tokenizer, job, labels=LABELS))
         case "token-classification":
-            tagged_samples([row], tokenizer, job, labels=LABELS)
+            list(tagged_samples([row], tokenizer, job, labels=LABELS))
         case _:
-            answered_samples([row], tokenizer, job)
+            list(answered_samples([row], tokenizer, job))
 
 
 @pytest.mark.parametrize(
@@ -219,12 +218,12 @@ def test_an_empty_text_for_a_tokenizer_that_adds_nothing() -> None:
     tokenizer = train_tokenizer(["a"], vocab_size=300, encloses=False)
     rows = [{"text": "", "label": 0}]
     with pytest.raises(UserError, match="has no tokens"):
-        classified_samples(rows, tokenizer, spec("sequence-classification"), labels=LABELS)
+        list(classified_samples(rows, tokenizer, spec("sequence-classification"), labels=LABELS))
 
 
 def test_sequences_too_short_for_questions(tokenizer: Any) -> None:
     with pytest.raises(UserError, match="too short for questions"):
-        answered_samples([], tokenizer, spec("question-answering", 8))
+        list(answered_samples([], tokenizer, spec("question-answering", 8)))
 
 
 def test_labels() -> None:

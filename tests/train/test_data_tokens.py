@@ -81,6 +81,20 @@ def test_a_resumed_run_takes_the_tokenizer_it_kept(tmp_path: Path) -> None:
     assert len(choose("auto", fresh(vocab_size=400), tmp_path)) == 300
 
 
+def test_another_rank_of_the_machine_may_keep_the_tokenizer_first(tmp_path: Path) -> None:
+    data, model = DataSpec(source="builtin:messages"), fresh(vocab_size=300)
+
+    def while_another_is_first() -> Iterator[str]:
+        choose("auto", model, tmp_path)
+        yield from texts()
+
+    tokenizer = choose_tokenizer(
+        data, model, texts=while_another_is_first(), limits=read_limits(model), folder=tmp_path / "kept"
+    )
+    assert load_tokenizer(str(tmp_path / "kept")).get_vocab() == tokenizer.get_vocab()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
 def test_a_model_brings_its_own(model_folder: Path, tmp_path: Path) -> None:
     tokenizer = choose("auto", ModelSpec(source=str(model_folder)), tmp_path)
     assert tokenizer.get_vocab() == trained().get_vocab()

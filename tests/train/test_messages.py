@@ -1,6 +1,7 @@
 """What stages tell each other arrives as it was sent, and what does not fit is refused."""
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -158,12 +159,14 @@ def test_a_tally_arrives_even_if_it_is_not_finite(
         travel_s=0.25,
         coding_s=0.125,
         cosines=cosines,
+        element_bytes=(2,) * len(hops),
         gradient_cosine=0.75,
     )
     found = unpack_tally(over_the_wire(pack_tally(sent)))
     assert (found.step, found.busy_s, found.hops) == (4, busy_s, hops)
     assert (found.travel_s, found.coding_s) == (0.25, 0.125)
     assert (found.cosines, found.gradient_cosine) == (cosines, 0.75)
+    assert found.element_bytes == (2,) * len(hops)
     assert same(found.loss_sum, loss)
     assert all(same(*pair) for pair in zip(found.squared_norms, norms, strict=True))
 
@@ -207,6 +210,7 @@ def test_what_crossed_must_fit_its_place() -> None:
     "packet",
     [
         Packet({"step": 1}),
+        Packet({"step": 1}, (*map(bytearray, (32, 0, 8, 0, 0)), struct.pack("<d", 3.0))),
         Packet({"step": 1, "windows": [0]}, (bytearray(8),)),
         Packet({"windows": [1], "codecs": [["raw", "int5"]]}, (bytearray(8),)),
         Packet({"windows": [1], "codecs": [["raw", "subspace(4)"]]}, (bytearray(8),)),

@@ -59,7 +59,7 @@ def test_ranks_without_a_micro_batch_take_part(crew: Crew, sharding: Sharding) -
     assert_like_one_process(case, found)
 
 
-@pytest.mark.parametrize("policy", [Policy.GPIPE, Policy.ONE_F_ONE_B])
+@pytest.mark.parametrize("policy", [Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.LOCK_STEP])
 def test_ranks_in_lock_step_may_share_out_every_layer(crew: Crew, policy: Policy) -> None:
     case = Case(
         ranks=(2, 2), sharding=Sharding.FULL, policy=policy, num_microbatches=4, num_held_out=3, num_steps=2
@@ -67,7 +67,7 @@ def test_ranks_in_lock_step_may_share_out_every_layer(crew: Crew, policy: Policy
     assert_like_one_process(case, crew.run(case))
 
 
-@pytest.mark.parametrize("policy", [Policy.GPIPE, Policy.ONE_F_ONE_B])
+@pytest.mark.parametrize("policy", [Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.LOCK_STEP])
 def test_every_policy_has_an_order_for_clouds_of_unequal_size(crew: Crew, policy: Policy) -> None:
     case = Case(ranks=(1, 2, 1), policy=policy, num_microbatches=5, num_steps=2)
     assert_like_one_process(case, crew.run(case))

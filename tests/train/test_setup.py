@@ -188,6 +188,10 @@ def test_cuts_take_what_the_job_says_and_else_what_was_planned() -> None:
     assert down.is_free
     assert down.bounds.backward == parse_codec("fp16")
     assert down.crossing.stretch == Stretch(num_steps=10, num_microbatches=4)
+    assert down.mildest is None
+    budget = ("limits.budget_usd=5", "link.0.usd_per_gib=0.1", "link.0.codec=auto")
+    (paid,) = steering_terms(tiny_job(*budget), ("east", "west"), [planned_cut], **options)
+    assert paid.mildest == planned_cut.codecs
 
 
 SHARED_OUT = ("cloud.west.ranks=2", "cloud.west.sharding=full")
@@ -196,10 +200,10 @@ SHARED_OUT = ("cloud.west.ranks=2", "cloud.west.sharding=full")
 @pytest.mark.parametrize(
     ("overrides", "what"),
     [
-        (SHARED_OUT, "policy wan-1f1b does not keep"),
-        ((*SHARED_OUT, "strategy.policy=1f1b"), "as many ranks in every cloud"),
+        ((*SHARED_OUT, "strategy.policy=wan-1f1b"), "policy wan-1f1b does not keep"),
+        (SHARED_OUT, "as many ranks in every cloud"),
         (
-            (*SHARED_OUT, "strategy.policy=1f1b", "cloud.east.ranks=2", "strategy.microbatches=1"),
+            (*SHARED_OUT, "cloud.east.ranks=2", "strategy.microbatches=1"),
             "as many micro-batches at each",
         ),
     ],

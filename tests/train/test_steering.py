@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from isthmus.job.codec import parse_codec
 from isthmus.plan.codec_choice import Bounds
@@ -35,7 +36,13 @@ def terms(codecs: Pair, *, is_free: bool, **changes: Any) -> Terms:
     return Terms(cut=cut, crossing=CROSSING, bounds=bounds, is_free=is_free, **changes)
 
 
-def tally(step: int, *, on_line_s: float = 0.0, cosines: Cosines = Cosines()) -> Tally:  # noqa: B008
+def tally(
+    step: int,
+    *,
+    on_line_s: float = 0.0,
+    cosines: Cosines = Cosines(),  # noqa: B008
+    element_bytes: int = 4,
+) -> Tally:
     """Of a step in which a micro-batch took 20 ms."""
     hop = Hop(forward_s=on_line_s, backward_s=on_line_s, latency_s=0.01)
     return Tally(
@@ -46,6 +53,7 @@ def tally(step: int, *, on_line_s: float = 0.0, cosines: Cosines = Cosines()) ->
         hops=(hop,),
         travel_s=0.0,
         cosines=(cosines,),
+        element_bytes=(element_bytes,),
     )
 
 
@@ -62,6 +70,14 @@ def test_a_thin_line_gets_a_stronger_codec_once_it_is_measured() -> None:
     assert chosen[4] == chosen[3]
     assert len(notes) == 1
     assert notes[0].startswith("link east-west, from step 5 on: activations rotate | int8")
+
+
+def test_a_cast_is_nothing_to_gain_where_bfloat16_crosses_raw() -> None:
+    for element_bytes, codec in ((4, "bf16"), (0, "bf16"), (2, "rotate | int8")):
+        steers, notes = steering(terms(RAW_PAIR, is_free=True))
+        chosen = [steers(tally(step, on_line_s=0.03, element_bytes=element_bytes)) for step in range(5)]
+        assert str(chosen[-1][0].forward) == codec
+        assert "would take 30 ms" in notes[0]
 
 
 def test_a_line_that_is_hidden_stays_raw_and_one_that_gets_fast_goes_back() -> None:
@@ -83,6 +99,29 @@ def test_a_line_that_is_faster_than_the_job_says_gets_a_milder_codec() -> None:
     assert chosen[2] == (strong,)
     assert [str(found[0].forward) for found in chosen[3:9:3]] == ["rotate | int8", "raw"]
     assert len(notes) == 2
+
+
+def test_where_money_counts_codecs_get_stronger_but_no_milder_than_planned() -> None:
+    planned = pair("rotate | int8", "rotate | int8(stochastic)")
+    paid = terms(planned, is_free=True, bandwidths_bps=(1e9, 1e9), mildest=planned)
+    steers, notes = steering(paid)
+    assert [steers(tally(step)) for step in range(6)][-1] == (planned,)
+    assert notes == []
+    steers, notes = steering(paid)
+    strong = [steers(tally(step, on_line_s=0.1)) for step in range(5)][-1][0]
+    assert str(strong.forward) == "center | rotate | int4"
+    fast_again = [steers(tally(step)) for step in range(5, 15)][-1][0]
+    assert fast_again == planned
+
+
+def test_the_guard_comes_before_the_price() -> None:
+    planned = pair("center | rotate | int4", "rotate | int4(stochastic)")
+    steers, _ = steering(terms(planned, is_free=True, bandwidths_bps=(1e9, 1e9), mildest=planned))
+    poor = Cosines(forward=0.5, backward=1.0)
+    chosen = [steers(tally(step, cosines=poor if step == 4 else Cosines()))[0] for step in range(12)]
+    assert str(chosen[3].forward) == "center | rotate | int4"
+    assert str(chosen[-1].forward) == "rotate | int8", "milder than planned, and no milder than it must be"
+    assert str(chosen[-1].backward) == "rotate | int8(stochastic)", "gradients never cross more strongly"
 
 
 def test_what_is_too_short_to_be_measured_is_as_the_job_says() -> None:
@@ -168,6 +207,23 @@ def test_both_ends_change_at_the_same_step(num_stages: int) -> None:
         span.name.split()[1].split(".")[0] for span in found.records[1].spans if span.kind == "decode"
     }
     assert coded_at == {"2", "3", "4"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_first_stage_learns_the_size_of_what_crosses_each_cut(dtype: torch.dtype) -> None:
+    plan = blueprint("llama")
+    seen: list[tuple[int, ...]] = []
+
+    def steer(found: Tally) -> tuple[Pair, ...]:
+        seen.append(found.element_bytes)
+        return ()
+
+    cuts = (Cut(), Cut(codecs=pair("rotate | int8", "raw")))
+    with chain(plan, course(3, 2, cuts=cuts)) as found:
+        for stage in found.stages:
+            stage.to(dtype)
+        found.run(Given(batches(plan, 2)), steer=steer)
+    assert set(seen) == {(dtype.itemsize, dtype.itemsize)}
 
 
 def test_the_guard_sees_what_a_coarse_codec_does() -> None:

@@ -4,12 +4,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from isthmus.errors import Aborted, LinkClosed, LinkError, PeerLost
+from isthmus.errors import Aborted, LinkClosed, LinkError, PeerLost, Terminated
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
 from isthmus.wan.endpoint import Endpoint, Site
@@ -131,6 +131,15 @@ def test_what_the_listening_end_still_holds_does_not_keep_a_link_open_whose_dial
 def test_an_abort_that_nobody_can_hear_ends_with_the_time_out(loop: LoopThread) -> None:
     link = Link(here=Member(cloud="east"), peer=Member(cloud="west"), settings=QUICK, loop=loop)
     aborting = start(lambda: link.abort("out of memory"))
+    aborting.join(20)
+    assert not aborting.is_alive()
+
+
+def test_an_abort_in_haste_does_not_wait_for_a_peer_that_never_came(loop: LoopThread) -> None:
+    patient = LinkSettings(num_stripes=2, heartbeat_timeout_s=3600.0)
+    link = Link(here=Member(cloud="east"), peer=Member(cloud="west"), settings=patient, loop=loop)
+    link.hasten()
+    aborting = start(lambda: link.abort("its launcher has ended its ranks"))
     aborting.join(20)
     assert not aborting.is_alive()
 
@@ -278,6 +287,21 @@ def test_a_link_that_is_asked_for_after_an_abort_raises_it(
         east.abort("out of memory")
         with pytest.raises(Aborted, match="out of memory"):
             east.link("west").receive("never", timeout_s=20)
+
+
+@pytest.mark.parametrize("error", [Terminated(), KeyboardInterrupt()], ids=["term", "ctrl-c"])
+def test_who_is_told_to_end_does_not_wait_for_peers_that_never_came(
+    identities: dict[str, Identity], address: Address, error: BaseException
+) -> None:
+    job = two_clouds("heartbeat_timeout='1 h'")
+
+    def stop() -> None:
+        with suppress(Terminated, KeyboardInterrupt), endpoint("east", identities, address, job):
+            raise error
+
+    ending = start(stop)
+    ending.join(20)
+    assert not ending.is_alive()
 
 
 def test_a_dialler_that_dies_after_the_handshake_is_lost(

@@ -6,17 +6,25 @@ gradients begin to flow, or the update of the weights, when none is.
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, fields, replace
+from typing import Final, Generic, TypeAlias, TypeVar
+
+import numpy as np
 
 from isthmus.plan.costs.activations import WIDE_BYTES
 from isthmus.plan.costs.bottlenecks import HalfCosts
 from isthmus.plan.costs.parts import ModelCosts, PartCosts
+from isthmus.plan.costs.stages import Figures, Mask, Stages, given
 
 # cuBLAS takes 32 MiB for each thread that multiplies on a Hopper GPU; forward and backward have their own.
 _WORKSPACE_BYTES: Final = 2 * 32 * 2**20
 # One byte for each of two moments, and a float32 scale for every 256 of them.
 _SMALL_STATE_BYTES: Final = 2 * (1 + WIDE_BYTES / 256)
+_NUM_BUFFERED: Final = 2
+
+Bytes = TypeVar("Bytes", int, Figures)
+PlacedHalf: TypeAlias = tuple[HalfCosts, Mask]
+"""Half of a bottleneck, and the stages that have it."""
 
 
 class OptimizerState(enum.Enum):
@@ -65,38 +73,42 @@ class Savers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """The memory of one rank by what it is for, in bytes."""
+class MemoryUse(Generic[Bytes]):
+    """The memory of one rank by what it is for: of one stage, or of each of several."""
 
-    weights: int
-    gradients: int
-    optimizer: int
-    master: int
+    weights: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    master: Bytes
     """The float32 copy of weights that are kept narrower."""
-    gathered: int
+    gathered: Bytes
     """Weights of all shards, for the time of a step or of a layer, and gradients on their way to them."""
-    activations: int
+    activations: Bytes
     """Of all micro-batches in flight, and their bfloat16 copies of the weights."""
-    working: int
+    working: Bytes
     """What a pass takes on top."""
-    update: int
+    update: Bytes
     """What the optimizer takes on top, when there are no activations."""
     codec: int
-    buffers: int
+    buffers: Bytes
     """Messages that have come or have not yet gone."""
     workspace: int
     """What the libraries for matrix products reserve."""
 
     @property
-    def total_bytes(self) -> int:
+    def total_bytes(self: "MemoryUse[int]") -> int:
         """At the fullest moment."""
         return self.standing_bytes + max(self.activations + self.working, self.update)
 
     @property
-    def standing_bytes(self) -> int:
+    def standing_bytes(self) -> Bytes:
         """What is there all the time."""
         state = self.weights + self.gradients + self.optimizer + self.master + self.gathered
         return state + self.codec + self.buffers + self.workspace
+
+
+Memory: TypeAlias = MemoryUse[int]
+"""Of one stage."""
 
 
 def stage_memory(
@@ -107,114 +119,141 @@ def stage_memory(
     savers: Savers | None = None,
     halves: Sequence[HalfCosts] = (),
     codec_bytes: int = 0,
-    num_buffered: int = 2,
+    num_buffered: int = _NUM_BUFFERED,
 ) -> Memory:
     """The memory of a rank whose stage holds these layers and keeps `window` micro-batches in flight.
 
     `halves` are those of the bottlenecks at its cuts. `num_buffered` messages of a boundary wait to be
     computed or sent.
     """
-    savers = savers or Savers()
+    found = stages_memory(
+        costs,
+        Stages.one(layers, num_layers=costs.num_layers),
+        window=window,
+        savers=savers or Savers(),
+        halves=[(half, np.array(True)) for half in halves],
+        codec_bytes=codec_bytes,
+        num_buffered=num_buffered,
+    )
+    return MemoryUse(**{one.name: int(getattr(found, one.name)) for one in fields(found)})
+
+
+def stages_memory(
+    costs: ModelCosts,
+    stages: Stages,
+    *,
+    window: int,
+    savers: Savers,
+    halves: Sequence[PlacedHalf] = (),
+    codec_bytes: int = 0,
+    num_buffered: int = _NUM_BUFFERED,
+) -> MemoryUse[Figures]:
+    """The same for each of several stages."""
     arithmetic = costs.workload.arithmetic
     if savers.is_sharded != arithmetic.is_gathered:
         raise ValueError("a stage is shared out exactly where its weights are gathered")
-    num_owned, num_trained = costs.num_parameters(layers), costs.num_trained(layers)
-    num_held, num_learning = (-(-one // savers.num_shards) for one in (num_owned, num_trained))
+    num_owned, num_trained = costs.num_owned(stages), costs.num_learned(stages)
+    num_held, num_learning = (np.ceil(one / savers.num_shards) for one in (num_owned, num_trained))
     is_narrow = savers.weights is WeightStorage.BFLOAT16
     weight_bytes = 2 if is_narrow else WIDE_BYTES
     is_cast = arithmetic.is_mixed and not is_narrow
-    kept = _kept_bytes(costs, layers, has_copies=is_cast)
-    has_boundary = len(layers) < costs.num_layers
-    own = Memory(
+    kept = _kept_bytes(costs, stages, has_copies=is_cast)
+    own = MemoryUse(
         # Where ranks share, FSDP2 offloads the shares of the weights too.
-        weights=0 if savers.is_sharded and savers.offload_optimizer else weight_bytes * num_held,
+        weights=(0 if savers.is_sharded and savers.offload_optimizer else weight_bytes) * num_held,
         gradients=weight_bytes * (num_trained if savers.sharding is Sharding.OPTIMIZER else num_learning),
-        optimizer=0 if savers.offload_optimizer else _moment_bytes(costs, layers, savers, num_learning),
-        master=WIDE_BYTES * num_learning if is_narrow and not savers.offload_optimizer else 0,
-        gathered=_gathered_bytes(costs, layers, savers, num_owned),
+        optimizer=_moment_bytes(costs, stages, savers, num_learning),
+        master=(WIDE_BYTES if is_narrow and not savers.offload_optimizer else 0) * num_learning,
+        gathered=_gathered_bytes(costs, stages, savers, num_owned),
         activations=window * kept,
-        working=_working_bytes(costs, layers, kept, is_cast=is_cast),
-        update=_update_bytes(costs, layers, savers, halves),
+        working=_working_bytes(costs, stages, kept, is_cast=is_cast),
+        update=_update_bytes(costs, stages, savers, halves),
         codec=codec_bytes,
-        buffers=num_buffered * costs.boundary_bytes if has_boundary else 0,
+        buffers=given(~stages.are_whole, num_buffered * costs.boundary_bytes),
         workspace=_WORKSPACE_BYTES if arithmetic.on_accelerator else 0,
     )
     return _with_halves(own, halves, savers)
 
 
-def _with_halves(own: Memory, halves: Sequence[HalfCosts], savers: Savers) -> Memory:
+def _with_halves(own: MemoryUse[Figures], halves: Sequence[PlacedHalf], savers: Savers) -> MemoryUse[Figures]:
     """With what every rank has whole; where FSDP2 offloads a rank's share of the rest, it stays."""
-    num_trained = sum(half.num_trained for half in halves)
     has_moments = savers.is_sharded or not savers.offload_optimizer
-    return replace(
-        own,
-        weights=own.weights + sum(WIDE_BYTES * half.num_parameters + half.buffer_bytes for half in halves),
-        gradients=own.gradients + WIDE_BYTES * num_trained,
-        # Most of them are anchors by token id, of which moments are float32 in any case.
-        optimizer=own.optimizer + (2 * WIDE_BYTES * num_trained if has_moments else 0),
-    )
+    for half, where in halves:
+        num_trained = given(where, half.num_trained)
+        own = replace(
+            own,
+            weights=own.weights + given(where, WIDE_BYTES * half.num_parameters + half.buffer_bytes),
+            gradients=own.gradients + WIDE_BYTES * num_trained,
+            # Most of them are anchors by token id, of which moments are float32 in any case.
+            optimizer=own.optimizer + (2 * WIDE_BYTES if has_moments else 0) * num_trained,
+        )
+    return own
 
 
-def _gathered_bytes(costs: ModelCosts, layers: range, savers: Savers, num_owned: int) -> int:
+def _gathered_bytes(costs: ModelCosts, stages: Stages, savers: Savers, num_owned: Figures) -> Figures:
     element_bytes = costs.workload.arithmetic.element_bytes
     match savers.sharding:
         case Sharding.NONE:
-            return 0
+            return np.zeros(())
         case Sharding.OPTIMIZER:
             return element_bytes * num_owned
         case Sharding.FULL:
             # A layer and the next, which is fetched ahead; a rank alone fetches nothing.
-            largest = max(part.num_parameters for part in costs.parts(layers))
+            largest = stages.largest(costs.each(lambda part: part.num_parameters))
             gathered = min(2, savers.num_shards) * element_bytes * largest
+            if not costs.workload.recompute:
+                return gathered
             # Gradients of the layer above are on their way to their owners; the highest, at which a pass is
             # fullest unless it recomputes, has none above.
-            reduced = max(costs.layers[layer].num_trained for layer in layers)
-            return gathered + (WIDE_BYTES * reduced if costs.workload.recompute else 0)
+            return gathered + WIDE_BYTES * stages.largest(
+                [0, *(layer.num_trained for layer in costs.layers), 0]
+            )
 
 
-def _moment_bytes(costs: ModelCosts, layers: range, savers: Savers, num_learning: int) -> int:
+def _moment_bytes(costs: ModelCosts, stages: Stages, savers: Savers, num_learning: Figures) -> Figures:
     """Two moments of each number; those of embeddings are float32 in any case."""
+    if savers.offload_optimizer:
+        return np.zeros(())
     if savers.optimizer is OptimizerState.FLOAT32:
         return 2 * WIDE_BYTES * num_learning
-    num_table = costs.embedding.num_trained if layers.start == 0 else 0
-    num_wide = min(num_learning, -(-num_table // savers.num_shards))
-    return 2 * WIDE_BYTES * num_wide + round(_SMALL_STATE_BYTES * (num_learning - num_wide))
+    num_table = np.ceil(costs.embedding.num_trained / savers.num_shards)
+    num_wide = np.minimum(num_learning, given(stages.are_first, num_table))
+    return 2 * WIDE_BYTES * num_wide + np.rint(_SMALL_STATE_BYTES * (num_learning - num_wide))
 
 
-def _kept_bytes(costs: ModelCosts, layers: range, *, has_copies: bool) -> int:
+def _kept_bytes(costs: ModelCosts, stages: Stages, *, has_copies: bool) -> Figures:
     """What one micro-batch in flight keeps at a stage."""
-    if not any(part.has_backward for part in costs.parts(layers)):
-        return 0
-    stream_bytes = costs.boundary_bytes
-    is_recomputed = costs.workload.recompute
-    kept = costs.shared_bytes
-    for part in costs.parts(layers):
-        is_layer = part is not costs.embedding and part is not costs.head
-        if is_layer and is_recomputed:
-            kept += stream_bytes if part.has_backward else 0
-        else:
-            kept += part.kept_bytes + (part.cast_bytes if has_copies else 0)
+    stream_bytes, is_recomputed = costs.boundary_bytes, costs.workload.recompute
+
+    def of_part(part: PartCosts) -> int:
+        return part.kept_bytes + (part.cast_bytes if has_copies else 0)
+
+    def of_layer(layer: PartCosts) -> int:
+        return (stream_bytes if layer.has_backward else 0) if is_recomputed else of_part(layer)
+
+    own = stages.total([of_part(costs.embedding), *map(of_layer, costs.layers), of_part(costs.head)])
     # What crosses is kept too: what came is often the first layer's input, and kept as such.
-    first = costs.layers[layers.start]
-    if layers.start > 0 and not (first.has_backward if is_recomputed else first.keeps_input):
-        kept += stream_bytes
-    return kept + (stream_bytes if layers.stop < costs.num_layers else 0)
+    is_kept = costs.each(lambda part: part.has_backward if is_recomputed else part.keeps_input)
+    came = given(~stages.are_first & (stages.first(is_kept) == 0), stream_bytes)
+    went = given(~stages.are_last, stream_bytes)
+    has_backward = stages.total(costs.each(lambda part: part.has_backward)) > 0
+    return np.where(has_backward, costs.shared_bytes + own + came + went, 0.0)
 
 
-def _working_bytes(costs: ModelCosts, layers: range, kept: int, *, is_cast: bool) -> int:
+def _working_bytes(costs: ModelCosts, stages: Stages, kept: Figures, *, is_cast: bool) -> Figures:
     """The most above what is kept: where a backward pass begins, or at its end in the embedding.
 
     A stage that does not learn has forward passes alone, which hold about as much.
     """
-    top = _layer_working_bytes(costs, costs.layers[layers.stop - 1], is_cast=is_cast)
-    if layers.stop == costs.num_layers:
-        top = max(costs.head.working_bytes, top - costs.head.kept_bytes)
-    candidates = [top]
-    if layers.start == 0 and costs.embedding.num_trained:
-        # By then this micro-batch has given back all it kept.
-        table = costs.workload.arithmetic.stream_bytes * costs.num_embedding_parameters
-        candidates.append(table + costs.embedding.working_bytes - kept)
-    return max(candidates)
+    top = stages.last(costs.each(lambda layer: _layer_working_bytes(costs, layer, is_cast=is_cast)))
+    in_head = np.maximum(costs.head.working_bytes, top - costs.head.kept_bytes)
+    working = np.where(stages.are_last, in_head, top)
+    if not costs.embedding.num_trained:
+        return working
+    # By then this micro-batch has given back all it kept.
+    table = costs.workload.arithmetic.stream_bytes * costs.num_embedding_parameters
+    in_embedding = table + costs.embedding.working_bytes - kept
+    return np.where(stages.are_first, np.maximum(working, in_embedding), working)
 
 
 def _layer_working_bytes(costs: ModelCosts, layer: PartCosts, *, is_cast: bool) -> int:
@@ -228,11 +267,12 @@ def _layer_working_bytes(costs: ModelCosts, layer: PartCosts, *, is_cast: bool) 
     return working + layer.kept_bytes + copies - costs.boundary_bytes
 
 
-def _update_bytes(costs: ModelCosts, layers: range, savers: Savers, halves: Sequence[HalfCosts]) -> int:
+def _update_bytes(costs: ModelCosts, stages: Stages, savers: Savers, halves: Sequence[PlacedHalf]) -> Figures:
     """Roots of the second moments, parameter by parameter; on an accelerator one kernel does it all."""
     is_fused = costs.workload.arithmetic.on_accelerator
     if is_fused or savers.offload_optimizer or savers.optimizer is OptimizerState.EIGHT_BIT:
-        return 0
-    largest = [part.largest_parameter for part in costs.parts(layers)]
-    largest += [half.largest_parameter for half in halves]
-    return 2 * WIDE_BYTES * max(largest)
+        return np.zeros(())
+    largest = stages.largest(costs.each(lambda part: part.largest_parameter))
+    for half, where in halves:
+        largest = np.where(where, np.maximum(largest, half.largest_parameter), largest)
+    return 2 * WIDE_BYTES * largest

@@ -3,7 +3,7 @@
 A model is an embedding, its layers and a head with the loss; every figure is of one micro-batch on one rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from isthmus.plan.costs.activations import (
@@ -16,6 +16,7 @@ from isthmus.plan.costs.activations import (
 from isthmus.plan.costs.families import Norm, Product, Rotary
 from isthmus.plan.costs.learning import ALL, Depth, Learning
 from isthmus.plan.costs.shapes import ModelShape
+from isthmus.plan.costs.stages import Figures, Stages, given
 from isthmus.plan.costs.weights import (
     attention_matrices,
     head_matrices,
@@ -110,18 +111,29 @@ class ModelCosts:
         """The parts of the stage that holds these layers, in their order."""
         first = (self.embedding,) if layers.start == 0 else ()
         last = (self.head,) if layers.stop == self.num_layers else ()
-        return (*first, *(self.layers[layer] for layer in layers), *last)
+        return (*first, *self.layers[layers.start : layers.stop], *last)
+
+    def each(self, figure: Callable[[PartCosts], float]) -> list[float]:
+        """A figure of each part, in their order."""
+        return [figure(part) for part in self.parts(range(self.num_layers))]
 
     def num_parameters(self, layers: range) -> int:
-        """The parameters of the stage that holds these layers; a cut unties embedding and head."""
-        owned = sum(part.num_parameters for part in self.parts(layers))
-        return owned - self.num_tied_parameters if len(layers) == self.num_layers else owned
+        """The parameters of the stage that holds these layers."""
+        return int(self.num_owned(Stages.one(layers, num_layers=self.num_layers)))
 
     def num_trained(self, layers: range) -> int:
+        """Those of them that learn."""
+        return int(self.num_learned(Stages.one(layers, num_layers=self.num_layers)))
+
+    def num_owned(self, stages: Stages) -> Figures:
+        """The parameters of stages; a cut unties embedding and head."""
+        owned = stages.total(self.each(lambda part: part.num_parameters))
+        return owned - given(stages.are_whole, self.num_tied_parameters)
+
+    def num_learned(self, stages: Stages) -> Figures:
         """Those of them that learn; weights that are tied to a frozen embedding are frozen with it."""
-        trained = sum(part.num_trained for part in self.parts(layers))
-        is_whole = len(layers) == self.num_layers
-        return trained - min(self.num_tied_parameters, self.head.num_trained) if is_whole else trained
+        trained = stages.total(self.each(lambda part: part.num_trained))
+        return trained - given(stages.are_whole, min(self.num_tied_parameters, self.head.num_trained))
 
 
 def model_costs(shape: ModelShape, workload: Workload, learning: Learning = ALL) -> ModelCosts:

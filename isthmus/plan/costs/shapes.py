@@ -13,7 +13,8 @@ from isthmus.units import closest
 
 CONFIG_FILE: Final = "config.json"
 _MAX_CONFIG_BYTES: Final = 16 * 2**20
-_MAX_LAYERS: Final = 256
+# Tables of every possible stage grow with the square of the layers: these take some 15 s and 1 GB to plan.
+_MAX_LAYERS: Final = 512
 
 
 class Task(enum.Enum):

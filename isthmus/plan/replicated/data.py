@@ -4,48 +4,111 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Final
 
-from isthmus.job import DataStrategy, Job
+from isthmus.errors import UserError
+from isthmus.job import DataStrategy, Job, PipelineStrategy
+from isthmus.plan.replicated.refusals import holders, no_room
 from isthmus.plan.replicated.replicas import Sync, SyncCosts, Wire, path, sync_choices, sync_costs
 from isthmus.plan.replicated.whole import Whole, whole_models
 from isthmus.plan.search.choice import BubbleSplit, DataSettings, Form, Plan, PlannedLink
 from isthmus.plan.search.estimates import estimated
 from isthmus.plan.search.facts import line
+from isthmus.plan.search.limits import excess
+from isthmus.plan.search.settings import search
 from isthmus.plan.search.study import Study
+from isthmus.plan.search.study import study as read_study
 
-# Every subset of more clouds than this would be too many; then all that hold the model take part.
+# Every subset of more clouds than this would be too many; then all that hold the model and are joined count.
 _MAX_SUBSETS: Final = 6
 
 
-def data_plans(study: Study) -> Iterator[Plan]:
-    """Copies of the model on two clouds or more, made one as often as each choice says."""
+def data_plans(study: Study) -> list[Plan]:
+    """Copies of the model on two clouds or more, made one as often as each choice says.
+
+    Where there is none, and the job asks for no other form, why.
+    """
     given = study.job.strategy if isinstance(study.job.strategy, DataStrategy) else None
+    plans = list(_plans(study, given or DataStrategy(kind="data")))
+    if given is not None and not plans:
+        raise _refusal(study)
+    return plans
+
+
+def _plans(study: Study, given: DataStrategy) -> Iterator[Plan]:
     syncs = list(
         sync_choices(
             num_layers=study.model.num_layers,
-            inner_steps=given.inner_steps if given else None,
-            num_fragments=given.fragments if given else None,
-            bits=given.bits if given else None,
+            inner_steps=given.inner_steps,
+            num_fragments=given.fragments,
+            bits=given.bits,
         )
     )
     for wholes in whole_models(study.supply).values():
-        for chosen in _subsets(wholes):
-            wires = _wires(study.job, [one.cloud.name for one in chosen])
-            if all(path(0, other, wires) for other in range(1, len(chosen))):
-                yield from _until_sustainable(_plan(study, chosen, wires, sync) for sync in syncs)
+        for chosen in _joined(study.job, wholes):
+            wires = _wires(study.job, chosen)
+            yield from _while_needed((_plan(study, chosen, wires, sync) for sync in syncs), study.job)
 
 
-def _until_sustainable(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """From the most exact on, up to the first whose traffic is hidden: rarer ones would only cost quality."""
+def _while_needed(plans: Iterable[Plan], job: Job) -> Iterator[Plan]:
+    """From the most exact on, up to the first that hides its traffic and is within the limits.
+
+    Rarer ones would only cost quality; but traffic has a price, and under a deadline the cheapest is wanted.
+    """
     for one in plans:
         yield one
-        if not one.estimate.bubble.total:
+        if not one.estimate.bubble.total and job.limits.deadline_s is None and not excess(one, job):
             return
 
 
-def _subsets(wholes: Sequence[Whole]) -> Iterator[Sequence[Whole]]:
-    sizes = range(2, len(wholes) + 1) if len(wholes) <= _MAX_SUBSETS else (len(wholes),)
-    for size in sizes:
-        yield from combinations(wholes, size)
+def _joined(job: Job, wholes: Sequence[Whole]) -> Iterator[Sequence[Whole]]:
+    """Sets of two clouds or more that links join: all there are, or of many clouds the largest."""
+    if len(wholes) > _MAX_SUBSETS:
+        yield from _largest_joined(job, wholes)
+        return
+    for size in range(2, len(wholes) + 1):
+        for chosen in combinations(wholes, size):
+            wires = _wires(job, chosen)
+            if all(path(0, other, wires) for other in range(1, size)):
+                yield chosen
+
+
+def _largest_joined(job: Job, wholes: Sequence[Whole]) -> Iterator[Sequence[Whole]]:
+    wires = _wires(job, wholes)
+    left = list(range(len(wholes)))
+    while left:
+        joined = [one for one in left if path(left[0], one, wires)]
+        left = [one for one in left if one not in joined]
+        if len(joined) > 1:
+            yield [wholes[one] for one in joined]
+
+
+def _refusal(study: Study) -> UserError:
+    if len(study.clouds) < 2:
+        return UserError(
+            "data parallel between clouds needs two clouds", hint="add a [[cloud]] and a [[link]]"
+        )
+    way = 'set strategy.kind to "pipeline", which gives each cloud some of the layers'
+    return no_room(
+        study,
+        lambda one: list(combinations(holders(one.supply, "the whole model"), 2)),
+        claim="the whole model fits on no two linked clouds",
+        ways=[way] if _fits_as_pipeline(study) else [],
+    )
+
+
+def _fits_as_pipeline(study: Study) -> bool:
+    try:
+        cut = read_study(study.job.model_copy(update={"strategy": PipelineStrategy(kind="pipeline")}))
+    except UserError:
+        # Such as more clouds than layers.
+        return False
+    return bool(
+        search(
+            cut.supply,
+            microbatches=[cut.step.num_sequences],
+            num_levels=len(cut.supply.levels),
+            constraints=cut.terms.constraints,
+        )
+    )
 
 
 def _plan(study: Study, wholes: Sequence[Whole], wires: Sequence[Wire], sync: Sync) -> Plan:
@@ -107,7 +170,8 @@ def _limiting(wholes: Sequence[Whole], costs: SyncCosts, sync: Sync) -> str:
     return f"{most} of {'-'.join(wholes[one].cloud.name for one in costs.busiest)}"
 
 
-def _wires(job: Job, names: Sequence[str]) -> list[Wire]:
+def _wires(job: Job, wholes: Sequence[Whole]) -> list[Wire]:
+    names = [one.cloud.name for one in wholes]
     wires = []
     for link in job.link:
         if all(name in names for name in link.between):

@@ -1,8 +1,10 @@
 """Plans in which one cloud discriminates what the others generate: token ids and labels cross, one way."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Final
 
 from isthmus.errors import UserError
@@ -10,12 +12,14 @@ from isthmus.job import GeneratorDiscriminatorStrategy, Job, LinkSpec
 from isthmus.plan.costs.messages import messages_of
 from isthmus.plan.costs.parts import model_costs
 from isthmus.plan.costs.shapes import ModelShape, Task, load_config, read_shape
+from isthmus.plan.replicated.refusals import Pair, holders, linked_fit, no_room
 from isthmus.plan.replicated.replicas import share_out
 from isthmus.plan.replicated.whole import Whole, whole_models
 from isthmus.plan.search.choice import BubbleSplit, Form, Plan, PlannedLink
 from isthmus.plan.search.estimates import estimated
 from isthmus.plan.search.facts import line, model_config
 from isthmus.plan.search.study import Model, Study, make_supply
+from isthmus.plan.search.supply import ModelSupply
 
 # XLM-E's generator has 4 layers to the discriminator's 12, of the same width.
 _GENERATOR_SHARE: Final = 3
@@ -46,23 +50,50 @@ class _Feed:
         )
 
 
-def generator_plans(study: Study, strategy: GeneratorDiscriminatorStrategy) -> Iterator[Plan]:
-    """One for each cloud that may be the discriminator, and each number of micro-batches."""
+def generator_plans(study: Study, strategy: GeneratorDiscriminatorStrategy) -> list[Plan]:
+    """One for each cloud that may be the discriminator and each number of micro-batches, or why none is."""
     if len(study.clouds) < 2:
         raise UserError("generator and discriminator need two clouds", hint="add a [[cloud]] and a [[link]]")
     small, large = _shapes(study.job, strategy)
-    generators, judges = (
-        whole_models(make_supply(study.job, _model(shape), study.step, study.clouds))
-        for shape in (small, large)
-    )
-    names = [cloud.name for cloud in study.clouds]
-    if strategy.discriminator_cloud is not None:
-        names = [study.job.cloud_named(strategy.discriminator_cloud).name]
+    generators, judges = (whole_models(_supply(study, shape)) for shape in (small, large))
+    names = _judge_names(study.job, strategy)
+    plans = []
     for number, candidates in judges.items():
         for judge in (one for one in candidates if one.cloud.name in names):
             feeds = _feeds(study, generators[number], judge, small.vocabulary_size)
             if feeds:
-                yield _plan(study, feeds, judge)
+                plans.append(_plan(study, feeds, judge))
+    if not plans:
+        raise _refusal(study, strategy)
+    return plans
+
+
+def _judge_names(job: Job, strategy: GeneratorDiscriminatorStrategy) -> list[str]:
+    """The clouds that may be the discriminator."""
+    given = strategy.discriminator_cloud
+    return [cloud.name for cloud in job.cloud] if given is None else [job.cloud_named(given).name]
+
+
+def _refusal(study: Study, strategy: GeneratorDiscriminatorStrategy) -> UserError:
+    pairs_of = partial(_pairs, strategy=strategy)
+    given = strategy.discriminator_cloud
+    if given is None:
+        return no_room(study, pairs_of, claim="discriminator and generator fit on no two linked clouds")
+    free = strategy.model_copy(update={"discriminator_cloud": None})
+    better = linked_fit(study, _pairs(study, strategy=free))
+    ways = [f'set strategy.discriminator_cloud to "{better[0].cloud.name}"'] if better else []
+    return no_room(study, pairs_of, claim=f"nothing fits with the discriminator in {given!r}", ways=ways)
+
+
+def _pairs(study: Study, *, strategy: GeneratorDiscriminatorStrategy) -> list[Pair]:
+    """Every cloud that may be the discriminator, with every other as a generator."""
+    small, large = (_supply(study, shape) for shape in _shapes(study.job, strategy))
+    names = _judge_names(study.job, strategy)
+    return [
+        (judge, generator)
+        for judge, generator in product(holders(large, "the discriminator"), holders(small, "a generator"))
+        if judge.cloud.name in names and generator.cloud.name != judge.cloud.name
+    ]
 
 
 def _shapes(job: Job, strategy: GeneratorDiscriminatorStrategy) -> tuple[ModelShape, ModelShape]:
@@ -78,14 +109,15 @@ def _shapes(job: Job, strategy: GeneratorDiscriminatorStrategy) -> tuple[ModelSh
     return replace(small, num_layers=num_layers, attention_windows=windows), large
 
 
-def _model(shape: ModelShape) -> Model:
-    return Model(
+def _supply(study: Study, shape: ModelShape) -> ModelSupply:
+    model = Model(
         costs_of=lambda workload: model_costs(shape, workload),
         num_layers=shape.num_layers,
         width=shape.width,
         vocabulary_size=shape.vocabulary_size,
         messages=messages_of(shape),
     )
+    return make_supply(study.job, model, study.step, study.clouds)
 
 
 def _feeds(study: Study, generators: Sequence[Whole], judge: Whole, vocabulary: int) -> list[_Feed]:

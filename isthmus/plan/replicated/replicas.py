@@ -18,8 +18,9 @@ from isthmus.plan.ladder import Loss
 SUSTAINABLE_SHARE: Final = 0.6
 """Of a link's bandwidth."""
 
-# Streaming DiLoCo's range of inner steps; between 24 and 100 the loss hardly moves.
-_INNER_STEPS: Final = (30, 40, 50, 75, 100)
+INNER_STEPS: Final = (30, 40, 50, 75, 100)
+"""Streaming DiLoCo's range of inner steps; between 24 and 100 the loss hardly moves."""
+
 _LAYERS_PER_FRAGMENT: Final = 3
 # A fragment that comes later than this is stale.
 _MAX_DELAY_STEPS: Final = 4
@@ -86,7 +87,7 @@ def sync_choices(
     fragments = num_fragments or math.ceil(num_layers / _LAYERS_PER_FRAGMENT) + 2
     if inner_steps in (None, 1):
         yield from (Sync(inner_steps=1, num_fragments=1, bits=one) for one in _given(bits, (32, 16)))
-    steps = _INNER_STEPS if inner_steps is None else () if inner_steps == 1 else (inner_steps,)
+    steps = INNER_STEPS if inner_steps is None else () if inner_steps == 1 else (inner_steps,)
     for number in steps:
         yield from (
             Sync(inner_steps=number, num_fragments=min(fragments, number), bits=one)

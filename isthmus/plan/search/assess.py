@@ -3,9 +3,10 @@
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
-from isthmus.plan.ladder import Loss
+from isthmus.plan.ladder import Loss, Pair
 from isthmus.plan.scenario import Scenario
 from isthmus.plan.search.choice import (
     BubbleSplit,
@@ -22,8 +23,10 @@ from isthmus.plan.search.loads import Loads, Terms, line_times, load_up
 from isthmus.plan.search.settings import Found
 from isthmus.plan.search.supply import ModelSupply
 from isthmus.plan.simulate import simulate
+from isthmus.plan.simulation.alike import one_for_all
 
 _NUM_SIMULATED_STEPS: Final = 2
+_THRIFTY: Final = "fewer bytes to pay for than time alone asks for"
 _HURRIED: Final = "the fastest allowed, since too few micro-batches are in flight to hide the line"
 
 
@@ -33,13 +36,31 @@ def assess(found: Found, supply: ModelSupply, terms: Terms) -> Plan:
 
 
 def assess_all(found: Found, supply: ModelSupply, terms: Terms) -> Iterator[Plan]:
-    """The same; and where too little is in flight to hide messages, the plan with the fastest codecs too."""
+    """The same, and what else its links may have for codecs, where that makes it faster or cheaper."""
     loads = load_up(found, supply, terms)
-    yield _plan(loads, supply, terms)
+    yield (plan := _plan(loads, supply, terms))
     if not loads.hides_all:
         hurried = load_up(found, supply, terms, hides=False)
-        if [one.pair for one in hurried.choices] != [one.pair for one in loads.choices]:
+        if _pairs(hurried) != _pairs(loads):
             yield _plan(hurried, supply, terms, why=_HURRIED)
+    for thrift in range(1, 1 + _most_thrift(loads, terms)):
+        if (plan.estimate.total_usd or 0.0) <= (terms.enough_usd or 0.0):
+            return
+        thrifty = load_up(found, supply, terms, thrift=thrift)
+        if _pairs(thrifty) != _pairs(loads):
+            loads, plan = thrifty, _plan(thrifty, supply, terms, why=_THRIFTY)
+            yield plan
+
+
+def _pairs(loads: Loads) -> tuple[Pair, ...]:
+    return tuple(one.pair for one in loads.choices)
+
+
+def _most_thrift(loads: Loads, terms: Terms) -> int:
+    if terms.enough_usd is None:
+        return 0
+    names = pairwise(cloud.name for cloud in loads.clouds)
+    return max((terms.links[frozenset(pair)].num_thrifty for pair in names), default=0)
 
 
 def _plan(loads: Loads, supply: ModelSupply, terms: Terms, *, why: str | None = None) -> Plan:
@@ -80,6 +101,7 @@ def _plan(loads: Loads, supply: ModelSupply, terms: Terms, *, why: str | None = 
         scenario=loads.scenario,
         warmup_scenario=loads.warmup,
         loss=max((choice.loss for choice in loads.choices), default=Loss.NONE),
+        strength=max((_strength(loads, terms, index) for index in range(len(links))), default=0),
     )
 
 
@@ -120,7 +142,8 @@ def simulated_work(plan: Plan) -> int:
     if plan.scenario is None:
         return 0
     num_simulated = 1 if plan.warmup_scenario is None else 2
-    passes = 2 * plan.scenario.num_microbatches * plan.scenario.num_stages
+    scenario = one_for_all(plan.scenario)
+    passes = 2 * scenario.num_microbatches * scenario.num_stages
     return num_simulated * _NUM_SIMULATED_STEPS * passes
 
 
@@ -167,6 +190,21 @@ def _link(loads: Loads, terms: Terms, index: int, *, why: str | None) -> Planned
     )
 
 
+def _strength(loads: Loads, terms: Terms, index: int) -> int:
+    """How many codecs are milder than those of a link; none where the job has its own."""
+    pair = loads.choices[index].pair
+    first, second = (cloud.name for cloud in loads.clouds[index : index + 2])
+    rungs = terms.links[frozenset((first, second))].rungs
+    return max(
+        (
+            number
+            for number, rung in enumerate(rungs)
+            if rung.forward == pair.forward or rung.backward == pair.backward
+        ),
+        default=0,
+    )
+
+
 def _warmup(loads: Loads, stages: Sequence[PlannedStage], links: Sequence[PlannedLink]) -> Warmup | None:
     if loads.warmup is None:
         return None
@@ -207,4 +245,4 @@ def _retimed(plan: Plan, *, step_s: float, bubble: BubbleSplit, relieved: Mappin
 
 def _simulated_s(scenario: Scenario) -> float:
     """A step that follows another, with the windows measured in that one: what `isthmus simulate` says."""
-    return simulate(scenario, num_steps=_NUM_SIMULATED_STEPS).step_s
+    return simulate(one_for_all(scenario), num_steps=_NUM_SIMULATED_STEPS).step_s

@@ -1,5 +1,6 @@
 """What the planner knows of a job: devices, lines, the model and a step, each checked as it is read."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ class CloudFacts:
     usd_per_hour: float | None
     sharding: Sharding | None = None
     """What its ranks share out, None where the plan chooses."""
+    inside_bytes_per_s: float = 25e9
+    """Between its devices, of each."""
 
     def room_bytes(self, share: float) -> int:
         """What a plan may fill of a rank's memory."""
@@ -131,7 +134,7 @@ def line(link: LinkSpec, first: str) -> Line:
 
 
 def _cloud(cloud: CloudSpec, own: Mapping[str, Accelerator]) -> CloudFacts:
-    profile = read_profile(Path(cloud.profile)) if cloud.profile is not None else None
+    profile = _profile(cloud.name, cloud.profile) if cloud.profile is not None else None
     accelerator = _accelerator(cloud, own, has_profile=profile is not None)
     price = accelerator.usd_per_hour
     whole = None if price is None else price * cloud.ranks
@@ -144,7 +147,18 @@ def _cloud(cloud: CloudSpec, own: Mapping[str, Accelerator]) -> CloudFacts:
         capacity_bytes=cloud.memory_bytes or (accelerator.memory_bytes if is_known else None),
         usd_per_hour=whole if cloud.usd_per_hour is None else cloud.usd_per_hour,
         sharding=None if cloud.sharding == "auto" else Sharding(cloud.sharding),
+        inside_bytes_per_s=cloud.inside_bps / 8,
     )
+
+
+def _profile(cloud: str, file: str) -> Profile:
+    try:
+        return read_profile(Path(file))
+    except UserError as error:
+        raise UserError(
+            f"cloud.{cloud}.profile cannot be used: {error.message}",
+            hint=f"measure it again: isthmus profile JOB --cloud {cloud} --out {shlex.quote(file)}",
+        ) from None
 
 
 def _accelerator(cloud: CloudSpec, own: Mapping[str, Accelerator], *, has_profile: bool) -> Accelerator:

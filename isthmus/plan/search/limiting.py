@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
+from isthmus.plan.pipeline import Policy
 from isthmus.plan.rank_windows import expected, next_windows
 from isthmus.plan.scenario import Scenario, StageLoad
 from isthmus.plan.search.settings import passage
@@ -125,6 +126,9 @@ def _turns(scenario: Scenario, index: int) -> float:
     """How often a step fills what a stage may keep in flight, less the first time."""
     caps = scenario.windows or scenario.max_in_flight
     cap = caps[index] if isinstance(caps, tuple) else caps
+    if scenario.policy is Policy.ONE_F_ONE_B:
+        num_left = scenario.num_stages - index
+        cap = num_left if cap is None else min(cap, num_left)
     if cap is None or index == scenario.num_stages - 1:
         return 0.0
     return max(0.0, scenario.num_microbatches / (cap * scenario.stages[index].num_ranks) - 1)

@@ -6,18 +6,19 @@ from dataclasses import replace
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.job import AutoStrategy, Job, PipelineStrategy
+from isthmus.job import Job
 from isthmus.job.boundary import BottleneckSpec
 from isthmus.plan.costs.activations import Precision
 from isthmus.plan.cuts import frozen_bottleneck
 from isthmus.plan.ladder import Loss
+from isthmus.plan.pipeline import Policy
 from isthmus.plan.search.assess import assess
 from isthmus.plan.search.choice import Estimate, Form, Plan
-from isthmus.plan.search.settings import search
+from isthmus.plan.search.settings import divisors, search
 from isthmus.plan.search.study import LOSSES, Study
 from isthmus.plan.search.study import study as read_study
 from isthmus.plan.search.supply import ModelSupply
-from isthmus.units import format_bytes, format_duration, shorten
+from isthmus.units import format_bytes, format_duration, join_words, shorten
 
 # Memory is searched in steps of this factor, up to so many times what there is.
 _MEMORY_STEP: Final = 1.05
@@ -63,6 +64,7 @@ def nothing_fits(study: Study) -> UserError:
             "the links do not join the clouds in a row, which a pipeline needs",
             hint="give each cloud a [[link]] to the next, or name the clouds to use in strategy.clouds",
         )
+    study = study.in_lock_step or study
     factor, plan = _least_memory(study)
     if plan is None and study.supply.num_frozen:
         bottlenecks = [link for link in study.job.link if isinstance(link.boundary, BottleneckSpec)]
@@ -75,7 +77,7 @@ def nothing_fits(study: Study) -> UserError:
         )
     worst = max(plan.stages, key=lambda stage: stage.memory_bytes / (stage.capacity_bytes or math.inf))
     share = study.job.limits.memory_share
-    spared = f"even with {_and(plan.savers)}" if plan.savers else "with what it may spare"
+    spared = f"even with {join_words(plan.savers)}" if plan.savers else "with what it may spare"
     usable = int(share * (worst.capacity_bytes or 0))
     return UserError(
         f"nothing fits: {spared}, a rank of {worst.cloud!r} needs {_gib(worst.memory_bytes)} for its "
@@ -86,17 +88,14 @@ def nothing_fits(study: Study) -> UserError:
 
 def _way_out(study: Study, plan: Plan, factor: float) -> str:
     ways = []
-    if (number := _lock_step_microbatches(study)) is not None:
-        ways.append(
-            'set strategy.kind to "pipeline", strategy.policy to "1f1b" and strategy.microbatches to '
-            f"{number}: ranks in lock-step can share out all of a stage"
-        )
+    if _lock_step_fits(study):
+        ways.append('set strategy.policy to "lock-step": such ranks can share out all of a stage')
     if study.step.precision is Precision.FLOAT32 and _fits(study, _in_bfloat16(study)):
         ways.append('set train.precision to "bfloat16"')
     full = 1 / study.job.limits.memory_share
     if factor <= full:
         ways.append(f"set limits.memory_share to {math.ceil(100 * factor / full) / 100:g}")
-    ways.append(f"{_and(_devices_wanted(study, plan))} would do")
+    ways.append(f"{join_words(_devices_wanted(study, plan))} would do")
     return "; or ".join(ways)
 
 
@@ -110,18 +109,12 @@ def _devices_wanted(study: Study, plan: Plan) -> list[str]:
     ]
 
 
-def _lock_step_microbatches(study: Study) -> int | None:
-    """With how many micro-batches ranks in lock-step would fit, where the job does not have them yet."""
-    strategy, ranks = study.job.strategy, {cloud.num_ranks for cloud in study.clouds}
-    if not isinstance(strategy, AutoStrategy | PipelineStrategy) or len(ranks) > 1:
-        return None
-    number = study.step.num_sequences // max(ranks) * max(ranks)
-    if not number or study.step.num_sequences % number:
-        return None
-    given = strategy if isinstance(strategy, PipelineStrategy) else PipelineStrategy(kind="pipeline")
-    alike = given.model_copy(update={"policy": "1f1b", "microbatches": number})
-    changed = read_study(study.job.model_copy(update={"strategy": alike}))
-    return number if alike != strategy and _fits(changed, changed.supply) else None
+def _lock_step_fits(study: Study) -> bool:
+    """Whether the job's policy is in the way: ranks in lock-step can share out all of a stage."""
+    if study.terms.policy.keeps_order:
+        return False
+    changed = read_study(study.job, policy=Policy.LOCK_STEP)
+    return _fits(changed, changed.supply)
 
 
 def _least_memory(study: Study) -> tuple[float, Plan | None]:
@@ -143,14 +136,22 @@ def _first(study: Study, supply: ModelSupply) -> Plan | None:
     """Anything that fits with the smallest micro-batches and all that spares memory."""
     strict = [one for one in supply.levels if one.sparing.recompute]
     strictest = replace(supply, levels=strict, _tables={}, _memory={}, _costs={})
-    given = getattr(study.job.strategy, "microbatches", None)
     found = search(
         strictest,
-        microbatches=[given or study.step.num_sequences],
+        microbatches=_most_microbatches(study),
         num_levels=len(strict),
         constraints=study.terms.constraints,
     )
     return assess(found[0], strictest, study.terms) if found else None
+
+
+def _most_microbatches(study: Study) -> list[int]:
+    """As many as can be; and as many as ranks in lock-step can have."""
+    if (given := study.strategy.microbatches) is not None:
+        return [given]
+    most = study.step.num_sequences
+    in_step = [one for one in divisors(most) if one % math.lcm(*study.supply.num_ranks) == 0]
+    return sorted({most, *in_step[-1:]})
 
 
 def _fits(study: Study, supply: ModelSupply) -> bool:
@@ -243,10 +244,6 @@ def _up(value: float) -> float:
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
     scale = 10.0**digits
     return math.ceil(round(value * scale, 6)) / scale
-
-
-def _and(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _gib(num_bytes: int) -> str:

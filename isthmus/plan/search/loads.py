@@ -28,6 +28,20 @@ class LinkTerms:
     bounds: Bounds
     rungs: Sequence[Rung]
 
+    @property
+    def num_thrifty(self) -> int:
+        """How many rungs may be left out to save money: none where nothing is paid, and never the last."""
+        return max(0, len(self._allowed) - 1) if self.usd_per_gib else 0
+
+    def rungs_from(self, first: int) -> Sequence[Rung]:
+        """Without so many of the mildest, as far as may be."""
+        first = min(first, self.num_thrifty)
+        return self._allowed[first:] if first else self.rungs
+
+    @property
+    def _allowed(self) -> Sequence[Rung]:
+        return [one for one in self.rungs if one.loss <= self.bounds.loss]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
@@ -38,6 +52,8 @@ class Terms:
     policy: Policy
     max_in_flight: Caps | None
     windows: tuple[int, ...] | None
+    enough_usd: float | None = None
+    """Codecs may be stronger than time asks for until a run costs no more; None where money is no matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +86,18 @@ class Loads:
         return all(window >= wanted for window, wanted in zip(self.windows, self.wanted, strict=True))
 
 
-def load_up(found: Found, supply: ModelSupply, terms: Terms, *, hides: bool = True) -> Loads:
-    """What was found, with codecs and windows; the fastest codecs where computing `hides` no message."""
+def load_up(found: Found, supply: ModelSupply, terms: Terms, *, hides: bool = True, thrift: int = 0) -> Loads:
+    """What was found, with codecs and windows; the fastest codecs where computing `hides` no message.
+
+    On links whose traffic is paid for, `thrift` of the mildest codecs are passed over.
+    """
     setting, partition = found.setting, found.partition
     stages = tuple(
         _stage_load(supply, setting, cloud, layers)
         for cloud, layers in zip(partition.clouds, partition.ranges, strict=True)
     )
     interval_s = max(stage.interval_s for stage in stages) if hides else 0.0
-    choices, hops = _hops(found, supply, terms, interval_s=interval_s)
+    choices, hops = _hops(found, supply, terms, interval_s=interval_s, thrift=thrift)
     trained = (number for number, stop in enumerate(partition.stops) if stop > supply.num_frozen)
     scenario = Scenario(
         stages=stages,
@@ -130,7 +149,7 @@ def _stage_load(supply: ModelSupply, setting: Setting, cloud: int, layers: range
 
 
 def _hops(
-    found: Found, supply: ModelSupply, terms: Terms, *, interval_s: float
+    found: Found, supply: ModelSupply, terms: Terms, *, interval_s: float, thrift: int
 ) -> tuple[tuple[Choice, ...], tuple[HopLoad, ...]]:
     """The mildest codecs that computing hides, and what then crosses."""
     choices, hops = [], []
@@ -140,7 +159,7 @@ def _hops(
         choice = choose(
             crossing,
             Figures(interval_s=interval_s, down_bps=line.down_bps, up_bps=line.up_bps),
-            rungs=link.rungs,
+            rungs=link.rungs_from(thrift),
             bounds=link.bounds,
         )
         choices.append(choice)

@@ -9,20 +9,22 @@ no cap of a range gives less than its lower end and the sum under its upper end,
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
-from isthmus.plan.search.walks import Passage, Problem, Route, RowWalks, SetWalks, Table, Walks
+from isthmus.plan.search.walks import Key, Passage, Problem, Route, RowWalks, SetWalks, Table, Walks
 
 # Sets of clouds are enumerated up to here; a pipeline over some of more clouds keeps the order of the job.
 MAX_ANY_ORDER: Final = 10
 # Sums of the same layers in another order differ in their last bits.
 _SAME: Final = 1e-9
 _NEXT_TO_NOTHING: Final = 0.002
+
+Passages = Mapping[tuple[int, int], Passage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ def best_partitions(
     cutoff_s: float = math.inf,
     num_found: int = 1,
 ) -> list[Partition]:
-    """The best partition first, then the best found for other sets of clouds, up to `num_found`.
+    """The best partition first, then the best found for other sets and first clouds, up to `num_found`.
 
     The first is exact up to the relative `slack`; where memory bounds what is in flight, up to `tolerance`.
     There is none where every step takes `cutoff_s` or more.
@@ -67,6 +69,18 @@ def best_partitions(
     return found if found and found[0].step_s < cutoff_s else []
 
 
+def refined(problem: Problem, partition: Partition) -> Partition:
+    """The best cut for the same clouds in the same order, and an equal one where that is nearly as good.
+
+    What was found beside the best is found for the sake of its clouds; it may have a better cut.
+    """
+    if len(partition.clouds) < 2:
+        return partition
+    found = best_partitions(_row(problem, partition.clouds, problem.passages, problem.one_way))
+    best = _in_row(problem, partition.clouds, found[0]) if found else partition
+    return balanced(problem, min(best, partition, key=lambda one: one.step_s))
+
+
 def balanced(problem: Problem, partition: Partition) -> Partition:
     """The same clouds in the same order with stages as equal as can be, where that costs next to nothing.
 
@@ -78,28 +92,34 @@ def balanced(problem: Problem, partition: Partition) -> Partition:
     # A cut behind frozen layers stays one: what goes back or not weighs more than what is equal.
     passages, one_way = (
         {
-            (stage, stage + 1): Passage(once_s=problem.passage(pair, stop).once_s, pace_s=0.0)
-            for stage, (pair, stop) in enumerate(
-                zip(pairwise(partition.clouds), partition.stops, strict=False)
-            )
+            pair: Passage(once_s=problem.passage(pair, stop).once_s, pace_s=0.0)
+            for pair, stop in zip(pairwise(partition.clouds), partition.stops, strict=False)
             if (stop <= problem.num_frozen) == is_one_way
         }
         for is_one_way in (False, True)
     )
-    row = Problem(
-        offers=[problem.offers[cloud] for cloud in partition.clouds],
-        passages=passages,
-        num_microbatches=problem.num_microbatches,
-        uses_all=True,
-        in_row=True,
-        num_frozen=problem.num_frozen,
-        one_way=one_way,
-    )
-    found = best_partitions(row)
+    found = best_partitions(_row(problem, partition.clouds, passages, one_way))
     if not found:
         return partition
-    equal = measure(problem, list(zip(partition.clouds, found[0].stops, strict=True)))
+    equal = _in_row(problem, partition.clouds, found[0])
     return equal if equal.step_s <= partition.step_s * (1 + _NEXT_TO_NOTHING) else partition
+
+
+def _row(problem: Problem, clouds: Sequence[int], passages: Passages, one_way: Passages) -> Problem:
+    """These clouds as stages in this order."""
+    pairs = list(enumerate(pairwise(clouds)))
+    return replace(
+        problem,
+        offers=[problem.offers[cloud] for cloud in clouds],
+        passages={(stage, stage + 1): passages[pair] for stage, pair in pairs if pair in passages},
+        one_way={(stage, stage + 1): one_way[pair] for stage, pair in pairs if pair in one_way},
+        uses_all=True,
+        in_row=True,
+    )
+
+
+def _in_row(problem: Problem, clouds: Sequence[int], found: Partition) -> Partition:
+    return measure(problem, list(zip(clouds, found.stops, strict=True)))
 
 
 def measure(problem: Problem, route: Route) -> Partition:
@@ -112,9 +132,11 @@ def measure(problem: Problem, route: Route) -> Partition:
     hops_s = [hop.once_s for hop in hops]
     behind_s = 0.0
     paces_s = [hop.pace_s for hop in hops]
-    for (offer, layers), hop_s in zip(reversed(stages), (0.0, *reversed(hops_s)), strict=True):
+    behind = zip(reversed(stages), (0.0, *reversed(hops_s)), strict=True)
+    for num_left, ((offer, layers), hop_s) in enumerate(behind, start=1):
         behind_s += hop_s + float(offer.once_s[layers])
-        turns = problem.num_microbatches / max(1.0, float(offer.held[layers])) - 1
+        held = min(max(1.0, float(offer.held[layers])), problem.window(num_left) * offer.num_ranks)
+        turns = problem.num_microbatches / held - 1
         paces_s += [float(offer.pace_s[layers]), max(0.0, turns * behind_s)]
     return Partition(
         clouds=tuple(cloud for cloud, _ in route),
@@ -133,7 +155,7 @@ class _CapSearch:
         is_row = problem.in_row or len(problem.offers) > MAX_ANY_ORDER
         self._kind: type[Walks] = RowWalks if is_row else SetWalks
         self._walks: dict[int, Walks] = {}
-        self._lengths_s: dict[int, Mapping[int, float]] = {}
+        self._lengths_s: dict[int, Mapping[Key, float]] = {}
         self._best_s = math.inf
 
     def run(self, *, slack: float, cutoff_s: float) -> None:
@@ -151,7 +173,7 @@ class _CapSearch:
 
     def best(self, num_found: int) -> Iterator[Partition]:
         """The best partition of each of the best keys."""
-        found: dict[int, tuple[float, int]] = {}
+        found: dict[Key, tuple[float, int]] = {}
         for index, lengths_s in self._lengths_s.items():
             for key, length_s in lengths_s.items():
                 new = (length_s + float(self._caps_s[index]), index)
@@ -181,7 +203,8 @@ def _caps(problem: Problem, tolerance: float) -> Table:
 
 
 def _scale(problem: Problem, tolerance: float) -> Table:
-    turns = max(float(one.turns(problem.num_microbatches).max()) for one in problem.offers)
+    # The narrowest window that matters, since the last stage waits for none.
+    turns = max(float(problem.turns(cloud, num_left=2).max()) for cloud in range(len(problem.offers)))
     if not turns:
         return np.empty(0)
     stages_s = [one.once_s[np.isfinite(one.once_s)] for one in problem.offers]

@@ -13,12 +13,12 @@ from typing import Final, Protocol
 import numpy as np
 
 from isthmus.plan.scenario import HopLoad
-from isthmus.plan.search.partition import Partition, balanced, best_partitions, measure
+from isthmus.plan.search.partition import Partition, best_partitions, measure, refined
 from isthmus.plan.search.walks import Offer, Passage, Problem, Table
 
 # What is so much slower than the best, by the analytic bound, is no runner-up worth telling of.
 _SPREAD: Final = 1.5
-_NUM_PER_SETTING: Final = 4
+_NUM_PER_SETTING: Final = 6
 # Of more clouds than this there are so many sets that a little exactness is given for a lot of time.
 _NUM_FEW_CLOUDS: Final = 5
 _SLACK: Final = 0.01
@@ -79,6 +79,16 @@ class Found:
     partition: Partition
     problem: Problem
 
+    @property
+    def key(self) -> tuple[Setting, tuple[int, ...], tuple[int, ...]]:
+        """What it is known by."""
+        return self.setting, self.partition.clouds, self.partition.stops
+
+    @property
+    def refined(self) -> "Found":
+        """With the best cut for the same clouds in the same order."""
+        return replace(self, partition=refined(self.problem, self.partition))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
@@ -91,6 +101,8 @@ class Constraints:
     cuts: frozenset[int] | None = None
     """Where a cut is possible at all; None for anywhere."""
     uses_all: bool = False
+    has_narrow_windows: bool = False
+    """Whether windows are those of 1F1B."""
 
 
 def search(
@@ -124,14 +136,15 @@ def _under(
 ) -> Iterator[Found]:
     """From the level that spares no memory on, until memory is not what holds a step up."""
     unbound_s: float | None = None
-    num_found = 1 << len(supply.num_ranks) if keeps_every_set else _NUM_PER_SETTING
-    slack = 0.0 if len(supply.num_ranks) <= _NUM_FEW_CLOUDS else _SLACK
+    num_clouds = len(supply.num_ranks)
+    num_found = num_clouds << num_clouds if keeps_every_set else _NUM_PER_SETTING
+    slack = 0.0 if num_clouds <= _NUM_FEW_CLOUDS else _SLACK
     for level in levels:
         setting = Setting(num_microbatches=num_microbatches, level=level)
         problem = build_problem(supply, setting, constraints)
         partitions = best_partitions(problem, slack=slack, cutoff_s=cutoff_s, num_found=num_found)
         for one in partitions:
-            yield Found(setting=setting, partition=balanced(problem, one), problem=problem)
+            yield Found(setting=setting, partition=one, problem=problem)
         if level == levels[-1]:
             return
         if unbound_s is None:
@@ -191,7 +204,7 @@ def measure_with(
         pair: passage(hop, problem.num_microbatches, ranks)
         for pair, hop, ranks in zip(pairwise(partition.clouds), hops, pairwise(num_ranks), strict=True)
     }
-    changed = Problem(offers=problem.offers, passages=passages, num_microbatches=problem.num_microbatches)
+    changed = replace(problem, passages=passages, num_frozen=0, one_way={})
     return measure(changed, list(zip(partition.clouds, partition.stops, strict=True)))
 
 
@@ -220,6 +233,7 @@ def _problem(
         in_row=constraints.in_row,
         num_frozen=supply.num_frozen,
         one_way=_passages(supply, settings, pairs, has_gradient=False) if supply.num_frozen else {},
+        has_narrow_windows=constraints.has_narrow_windows,
     )
 
 
@@ -242,6 +256,7 @@ def _offer(table: StageTable, num_ranks: int, num_microbatches: int, allowed: Ta
     pace_s = (rounds - 1) * pass_s + table.update_s
     is_possible = (table.held >= 1) & (allowed > 0)
     return Offer(
+        num_ranks=num_ranks,
         once_s=np.where(is_possible, pass_s, np.inf),
         pace_s=np.where(is_possible, pace_s, np.inf),
         held=num_ranks * table.held,

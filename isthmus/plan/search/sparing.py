@@ -8,9 +8,9 @@ The last two are last resorts: the one is slow, the other rounds. What a run ref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from isthmus.job import Job, PipelineStrategy
+from isthmus.job import Job
 from isthmus.plan.costs.memory import OptimizerState, Savers, Sharding
-from isthmus.plan.lock_step import can_lock_step
+from isthmus.plan.pipeline import Policy
 from isthmus.plan.search.facts import CloudFacts
 
 _EIGHT_BITS = 8
@@ -67,7 +67,7 @@ class Level:
         return (*(("sharding inside the cloud",) if is_shared else ()), *self.sparing.words)
 
 
-def levels(job: Job, clouds: Sequence[CloudFacts]) -> tuple[Level, ...]:
+def levels(job: Job, clouds: Sequence[CloudFacts], policy: Policy) -> tuple[Level, ...]:
     """What may be tried at these clouds, from the mildest on; what the job asks for is part of each.
 
     `recompute = "auto"` asks for nothing: a run then recomputes no more than its memory asks for.
@@ -77,7 +77,7 @@ def levels(job: Job, clouds: Sequence[CloudFacts]) -> tuple[Level, ...]:
         offload_optimizer=job.train.offload_optimizer,
         optimizer_bits=job.train.optimizer_bits,
     )
-    sharings = _sharings(job, clouds)
+    sharings = _sharings(clouds, policy)
     found = _all_ways(asked, sharings)
     if asked.offload_optimizer or asked.optimizer_bits == _EIGHT_BITS:
         return tuple(found)
@@ -94,10 +94,8 @@ def _all_ways(asked: Sparing, sharings: Sequence[Sharding]) -> list[Level]:
     ]
 
 
-def _sharings(job: Job, clouds: Sequence[CloudFacts]) -> tuple[Sharding, ...]:
+def _sharings(clouds: Sequence[CloudFacts], policy: Policy) -> tuple[Sharding, ...]:
     """What ranks may share out, from nothing on, where some cloud leaves that open."""
     if all(cloud.num_ranks == 1 or cloud.sharding is not None for cloud in clouds):
         return (Sharding.NONE,)
-    strategy = job.strategy if isinstance(job.strategy, PipelineStrategy) else None
-    is_lock_step = strategy is not None and can_lock_step(job.used(), strategy)
-    return (Sharding.NONE, Sharding.OPTIMIZER, *((Sharding.FULL,) if is_lock_step else ()))
+    return (Sharding.NONE, Sharding.OPTIMIZER, *((Sharding.FULL,) if policy.keeps_order else ()))

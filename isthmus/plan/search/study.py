@@ -14,6 +14,7 @@ from isthmus.job import (
     PipelineStrategy,
 )
 from isthmus.job.boundary import BottleneckSpec
+from isthmus.job.limits import LimitsSpec
 from isthmus.plan.codec_choice import Bounds, Figures, choose
 from isthmus.plan.costs.bottlenecks import Bottleneck, bottleneck_costs
 from isthmus.plan.costs.encoder_decoder import MODEL_TYPE as ENCODER_DECODER
@@ -24,7 +25,7 @@ from isthmus.plan.costs.parts import model_costs
 from isthmus.plan.costs.shapes import ModelShape, check_length, max_length, read_shape
 from isthmus.plan.cuts import check_frozen
 from isthmus.plan.ladder import Crossing, Loss, Pair, ladder
-from isthmus.plan.lock_step import check_lock_step
+from isthmus.plan.lock_step import OPEN, check_lock_step, policy_of
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.search.facts import CloudFacts, StepFacts, cloud_facts, line, model_config, step_facts, task
 from isthmus.plan.search.loads import LinkTerms, Terms
@@ -34,6 +35,8 @@ from isthmus.plan.search.supply import CostModel, LinkFacts, ModelSupply
 
 LOSSES: Final = {"none": Loss.NONE, "slight": Loss.SLIGHT, "some": Loss.SOME}
 _ANY_ROWS: Final = 1024
+# Formulas may be a little too low.
+_WITHIN_BUDGET: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,32 +64,54 @@ class Study:
     supply: ModelSupply
     terms: Terms
 
+    @property
+    def strategy(self) -> PipelineStrategy:
+        """What the job says of a pipeline, if anything."""
+        return _pipeline(self.job) or PipelineStrategy(kind="pipeline")
 
-def study(job: Job) -> Study:
-    """Read a job, or say in one sentence what is missing or wrong."""
+    @property
+    def in_lock_step(self) -> "Study | None":
+        """The same with ranks that can share out all of a stage; None where the job has its own policy."""
+        if self.strategy.policy != OPEN or self.terms.policy.keeps_order:
+            return None
+        return study(self.job, policy=Policy.LOCK_STEP)
+
+
+def study(job: Job, *, policy: Policy | None = None) -> Study:
+    """Read a job, or say in one sentence what is missing or wrong; by this policy if it leaves that open."""
     model, step = read_model(job), step_facts(job)
-    strategy = job.strategy if isinstance(job.strategy, PipelineStrategy) else None
+    strategy = _pipeline(job)
     clouds = _ordered(cloud_facts(job), strategy)
     _check_given(strategy, model, step, clouds)
     check_length(step.sequence_length, model.max_length)
     for link in job.link:
         link.boundary.check_width(model.width)
+    own = strategy or PipelineStrategy(kind="pipeline")
     if not isinstance(job.strategy, DataStrategy | GeneratorDiscriminatorStrategy):
-        check_lock_step(job.used(), strategy or PipelineStrategy(kind="pipeline"))
+        check_lock_step(job.used(), own)
+    policy = policy or policy_of(job.used(), own)
     return Study(
         job=job,
         model=model,
         step=step,
         clouds=clouds,
-        supply=make_supply(job, model, step, clouds),
+        supply=make_supply(job, model, step, clouds, policy=policy),
         terms=Terms(
             links={frozenset(link.between): _link_terms(job, link, model.width) for link in job.link},
-            constraints=_constraints(strategy, model),
-            policy=Policy(strategy.policy) if strategy else Policy.WAN_ONE_F_ONE_B,
+            constraints=_constraints(strategy, model, policy),
+            policy=policy,
             max_in_flight=strategy.max_in_flight if strategy else None,
             windows=strategy.windows if strategy else None,
+            enough_usd=_enough_usd(job.limits),
         ),
     )
+
+
+def _enough_usd(limits: LimitsSpec) -> float | None:
+    """Nothing is saved below a budget; with a deadline, all that there is time for."""
+    if limits.deadline_s is not None:
+        return 0.0
+    return None if limits.budget_usd is None else _WITHIN_BUDGET * limits.budget_usd
 
 
 def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
@@ -123,7 +148,14 @@ def _learning(job: Job, shape: ModelShape) -> Learning:
     return Learning(num_frozen_layers=num_frozen, adapters=adapters)
 
 
-def make_supply(job: Job, model: Model, step: StepFacts, clouds: tuple[CloudFacts, ...]) -> ModelSupply:
+def make_supply(
+    job: Job,
+    model: Model,
+    step: StepFacts,
+    clouds: tuple[CloudFacts, ...],
+    *,
+    policy: Policy = Policy.WAN_ONE_F_ONE_B,
+) -> ModelSupply:
     """What these clouds take for the model, with every link between them whose figures are known."""
     numbers = {cloud.name: number for number, cloud in enumerate(clouds)}
     links = {}
@@ -135,12 +167,16 @@ def make_supply(job: Job, model: Model, step: StepFacts, clouds: tuple[CloudFact
         clouds=clouds,
         links=links,
         step=step,
-        levels=levels(job, clouds),
+        levels=levels(job, clouds, policy),
         costs_of=model.costs_of,
         memory_share=job.limits.memory_share,
         messages=model.messages,
         num_frozen=job.model.frozen_layers if job.model is not None else 0,
     )
+
+
+def _pipeline(job: Job) -> PipelineStrategy | None:
+    return job.strategy if isinstance(job.strategy, PipelineStrategy) else None
 
 
 def _ordered(clouds: tuple[CloudFacts, ...], strategy: PipelineStrategy | None) -> tuple[CloudFacts, ...]:
@@ -156,7 +192,7 @@ def _ordered(clouds: tuple[CloudFacts, ...], strategy: PipelineStrategy | None) 
     return tuple(by_name[name] for name in strategy.clouds)
 
 
-def _constraints(strategy: PipelineStrategy | None, model: Model) -> Constraints:
+def _constraints(strategy: PipelineStrategy | None, model: Model, policy: Policy) -> Constraints:
     stops = None
     if strategy is not None and strategy.layers is not None:
         stops = tuple(sum(strategy.layers[: stage + 1]) for stage in range(len(strategy.layers)))
@@ -165,6 +201,7 @@ def _constraints(strategy: PipelineStrategy | None, model: Model) -> Constraints
         stops=stops,
         cuts=model.cuts,
         uses_all=strategy is not None,
+        has_narrow_windows=policy is Policy.ONE_F_ONE_B,
     )
 
 

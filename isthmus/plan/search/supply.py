@@ -12,29 +12,21 @@ from isthmus.plan.costs.activations import WIDE_BYTES
 from isthmus.plan.costs.bottlenecks import Bottleneck, HalfCosts
 from isthmus.plan.costs.memory import Memory, Savers, Sharding, stage_memory
 from isthmus.plan.costs.messages import Messages, stream_bytes
-from isthmus.plan.costs.parts import ModelCosts, PartCosts, Workload
+from isthmus.plan.costs.parts import ModelCosts, Workload
 from isthmus.plan.costs.times import ModelTimes, estimated_times, learned_times, measured_times
 from isthmus.plan.ladder import Crossing, Pair, Stretch, num_learners
 from isthmus.plan.scenario import HopLoad, Line
 from isthmus.plan.search.facts import CloudFacts, StepFacts
+from isthmus.plan.search.inside import between, coding_s, copying_s, gathering_s, updating_s
 from isthmus.plan.search.memory_tables import MemoryTables
 from isthmus.plan.search.settings import Setting, StageTable
 from isthmus.plan.search.sparing import Level
-from isthmus.plan.search.walks import Table
 
-# Inside a cloud, per device: about what a 200 Gbit/s network card gives; links within a machine give more.
-_INSIDE_BYTES_PER_S: Final = 25e9
-# Between a device and its host: about what PCIe 4 gives.
-_HOST_BYTES_PER_S: Final = 20e9
 # Python, the scheduler and the courier for every pass, whatever its size.
 _PASS_OVERHEAD_S: Final = 2e-4
 # A layer is some tens of kernels, and each takes a few microseconds to start; on a CPU nothing hides that.
 _LEAST_LAYER_S: Final = 1e-4
 _LEAST_CPU_LAYER_S: Final = 8e-4
-# Reading and writing that a codec does for each byte that it is given.
-_CODING_PASSES: Final = 16
-# Two moments of four bytes, there and back.
-_OFFLOADED_BYTES_PER_PARAMETER: Final = 16
 
 
 CostModel = Callable[[Workload], ModelCosts]
@@ -120,13 +112,13 @@ class ModelSupply:
         least_s = _LEAST_CPU_LAYER_S if facts.accelerator.is_cpu else _LEAST_LAYER_S
         if facts.profile is not None:
             least_s = 0.0
-        gather_s = [_gather_s(costs, layer.num_parameters, savers) for layer in costs.layers]
-        forward_s = _between(
+        gather_s = [gathering_s(costs, layer.num_parameters, savers, facts) for layer in costs.layers]
+        forward_s = between(
             times.embedding.forward_s,
             [max(least_s, one.forward_s, wait_s) for one, wait_s in zip(times.layers, gather_s, strict=True)],
             times.head.forward_s,
         )
-        backward_s = _between(
+        backward_s = between(
             times.embedding.backward_s,
             [
                 max(2 * least_s, one.backward_s, 2 * gather_s[layer]) if one.backward_s else 0.0
@@ -134,11 +126,15 @@ class ModelSupply:
             ],
             times.head.backward_s,
         )
+        held = self._memory_tables(cloud, costs, savers).held(facts.room_bytes(self.memory_share))
+        if savers.sharding is Sharding.FULL and setting.num_microbatches % facts.num_ranks:
+            # Ranks in lock-step have as many micro-batches each.
+            held = np.zeros_like(held)
         return StageTable(
             forward_s=forward_s + _PASS_OVERHEAD_S,
             backward_s=backward_s + _PASS_OVERHEAD_S,
-            update_s=_update_s(costs, times, savers, facts.num_ranks),
-            held=self._memory_tables(cloud, costs, savers).held(facts.room_bytes(self.memory_share)),
+            update_s=updating_s(costs, times, savers, facts),
+            held=held,
         )
 
     def memory(
@@ -175,10 +171,11 @@ class ModelSupply:
     def hop(self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool = True) -> HopLoad | None:
         """What a micro-batch sends, as strongly coded as is allowed, as if the pair's first were the first.
 
-        None where a bottleneck would have to learn and cannot, since nothing goes back.
+        None where a bottleneck would have to learn and cannot, since nothing goes back, and between ranks
+        that could not keep in step.
         """
         link = self.links[pair]
-        if link.bottleneck is not None and not has_gradient:
+        if (link.bottleneck is not None and not has_gradient) or not self._keep_in_step(pair, setting):
             return None
         (element_bytes,) = self.element_bytes(pair, setting)
         crossing = self.crossing(pair, setting, has_gradient=has_gradient, element_bytes=element_bytes)
@@ -229,15 +226,21 @@ class ModelSupply:
         if crossing.has_gradient:
             backward_bytes = self.messages.backward_bytes(codecs.backward_bytes(crossing))
         # Codecs compute in float32 whatever they are given.
-        coding_s = _coding_s(crossing.num_rows * crossing.width * WIDE_BYTES, first, second)
+        both_ends_s = coding_s(crossing.num_rows * crossing.width * WIDE_BYTES, first, second)
         is_coded = not codecs.forward.is_raw, crossing.has_gradient and not codecs.backward.is_raw
         return HopLoad(
             line=self.links[pair].line,
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes,
-            forward_coding_s=is_coded[0] * coding_s + _copying_s(forward_bytes, first, second),
-            backward_coding_s=is_coded[1] * coding_s + _copying_s(backward_bytes, first, second),
+            forward_coding_s=is_coded[0] * both_ends_s + copying_s(forward_bytes, first, second),
+            backward_coding_s=is_coded[1] * both_ends_s + copying_s(backward_bytes, first, second),
         )
+
+    def _keep_in_step(self, pair: tuple[int, int], setting: Setting) -> bool:
+        first, second = (self.clouds[one] for one in pair)
+        level = self.levels[setting.level]
+        is_full = Sharding.FULL in (level.sharding(first), level.sharding(second))
+        return not is_full or first.num_ranks == second.num_ranks
 
     def _is_sharded(self, cloud: CloudFacts, setting: Setting) -> bool:
         return self.levels[setting.level].sharding(cloud) is not Sharding.NONE
@@ -257,66 +260,17 @@ def _largest(halves: Sequence[HalfCosts]) -> HalfCosts | None:
     return max(halves, key=lambda one: one.held_bytes, default=None)
 
 
-def _between(first: float, layers: Sequence[float], last: float) -> Table:
-    """Sums (a, b) over the layers from a to before b, with the ends of the model where a stage has them."""
-    ends = np.concatenate([[0.0], np.cumsum(layers)])
-    sums = ends[None, :] - ends[:, None]
-    sums[0, :] += first
-    sums[:, -1] += last
-    return np.asarray(np.maximum(sums, 0.0))
-
-
-def _update_s(costs: ModelCosts, times: ModelTimes, savers: Savers, num_ranks: int) -> Table:
-    """The optimizer on what a rank owns, and the sum of gradients over the ranks."""
-    trained = _summed(costs, lambda part: part.num_trained)
-    optimizer_s = trained / savers.num_shards * times.update_s_per_parameter
-    if savers.offload_optimizer:
-        optimizer_s += trained / savers.num_shards * _OFFLOADED_BYTES_PER_PARAMETER / _HOST_BYTES_PER_S
-    exchanged = (num_ranks - 1) / num_ranks * _summed(costs, lambda part: _exchanged(part, costs, savers))
-    return np.asarray(optimizer_s + exchanged / _INSIDE_BYTES_PER_S)
-
-
-def _summed(costs: ModelCosts, count: Callable[[PartCosts], int]) -> Table:
-    """Sums (a, b) over the parts of any stage."""
-    return _between(count(costs.embedding), [count(layer) for layer in costs.layers], count(costs.head))
-
-
-def _exchanged(part: PartCosts, costs: ModelCosts, savers: Savers) -> int:
-    """Bytes at the end of a step: gradients are summed, then the sums or all weights gathered."""
-    match savers.sharding:
-        case Sharding.NONE:
-            return 2 * WIDE_BYTES * part.num_trained
-        case Sharding.OPTIMIZER:
-            gathered = costs.workload.arithmetic.element_bytes * part.num_parameters
-            return WIDE_BYTES * part.num_trained + gathered
-        case Sharding.FULL:
-            return 0
-
-
-def _gather_s(costs: ModelCosts, num_parameters: int, savers: Savers) -> float:
-    """What a pass waits for the weights of a layer, beside which the layer before is computed."""
-    if savers.sharding is not Sharding.FULL:
-        return 0.0
-    share = (savers.num_shards - 1) / savers.num_shards
-    num_bytes = share * num_parameters * costs.workload.arithmetic.element_bytes
-    return num_bytes / _INSIDE_BYTES_PER_S
-
-
-def _coding_s(raw_bytes: int, *clouds: CloudFacts) -> float:
-    return sum(_CODING_PASSES * raw_bytes / cloud.accelerator.memory_bandwidth for cloud in clouds)
-
-
-def _copying_s(num_bytes: int, *clouds: CloudFacts) -> float:
-    return sum(num_bytes / _HOST_BYTES_PER_S for cloud in clouds if not cloud.accelerator.is_cpu)
-
-
-def microbatch_choices(num_sequences: int, *, given: int | None, most: int, num_ranks: int = 1) -> list[int]:
+def microbatch_choices(
+    num_sequences: int, *, given: int | None, most: int, num_ranks: int = 1, multiple_of: int = 1
+) -> list[int]:
     """Numbers of micro-batches to try: divisors of a step's sequences, about two for each doubling.
 
-    With fewer than `num_ranks`, the least of all clouds, ranks would have nothing to do.
+    With fewer than `num_ranks`, the least of all clouds, ranks would have nothing to do. Multiples of what
+    all ranks ask for go first, if there are any.
     """
     if given is not None:
         return [given]
     every = [one for one in range(1, min(num_sequences, most) + 1) if num_sequences % one == 0]
+    every = [one for one in every if one % multiple_of == 0] or every
     enough = [one for one in every if one >= num_ranks] or every[-1:]
     return sorted({round(2 * math.log2(one)): one for one in enough}.values())

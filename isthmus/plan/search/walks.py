@@ -25,10 +25,14 @@ class Offer:
     """All that its busiest rank does in a step, but for that one micro-batch."""
     held: Table
     """How many micro-batches all its ranks together can keep in flight."""
+    num_ranks: int = 1
 
-    def turns(self, num_microbatches: int) -> Table:
-        """How often a step fills all that is in flight, less the first time; 0 where it is not needed."""
-        turns = num_microbatches / np.maximum(self.held, 1.0) - 1
+    def turns(self, num_microbatches: int, window: float = math.inf) -> Table:
+        """How often a step fills all that is in flight, less the first time; 0 where it is not needed.
+
+        No rank keeps more than `window`.
+        """
+        turns = num_microbatches / np.clip(self.held, 1.0, window * self.num_ranks) - 1
         return np.where(np.isfinite(self.once_s) & (turns > 0), turns, 0.0)
 
 
@@ -54,6 +58,22 @@ class Problem:
     num_frozen: int = 0
     """Behind up to so many layers nothing goes back: a cut there takes its passage from `one_way`."""
     one_way: Mapping[tuple[int, int], Passage] = field(default_factory=dict)
+    has_narrow_windows: bool = False
+    """Whether a rank keeps no more in flight than there are stages from its own on, as 1F1B has it."""
+    _turns: dict[tuple[int, float], Table] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def window(self, num_left: int) -> float:
+        """The most that a rank keeps in flight with so many stages from its own on; the last never waits."""
+        return num_left if self.has_narrow_windows and num_left > 1 else math.inf
+
+    def turns(self, cloud: int, *, num_left: int) -> Table:
+        """How often a step fills what a cloud may keep in flight with so many stages from it on."""
+        key = cloud, self.window(num_left)
+        if key not in self._turns:
+            self._turns[key] = self.offers[cloud].turns(self.num_microbatches, key[1])
+        return self._turns[key]
 
     def passage(self, pair: tuple[int, int], stop: int) -> Passage:
         """Between these clouds, where the first one's layers end at `stop`."""
@@ -68,18 +88,21 @@ class Problem:
 Route = list[tuple[int, int]]
 """Stages in order: the number of the cloud, and where its layers end."""
 
+Key = tuple[int, ...]
+"""By which a walk is known: the first of its clouds, and the set of all where that is not given with it."""
+
 
 class Walks(Protocol):
-    """All shortest walks under one cap, each known by a key: the set of its clouds, or the first of them."""
+    """All shortest walks under one cap, each known by its key."""
 
     @classmethod
     def under(cls, problem: Problem, cap_s: float) -> Self:
         """Find the walks whose every pace keeps to the cap."""
 
-    def lengths(self) -> Mapping[int, float]:
+    def lengths(self) -> Mapping[Key, float]:
         """The length of the shortest whole walk of every key that has one."""
 
-    def route(self, key: int) -> Route:
+    def route(self, key: Key) -> Route:
         """The stages of that walk."""
 
 
@@ -88,12 +111,13 @@ class _Edges:
     """What is left of a problem under a cap: infinite where a pace is beyond it.
 
     `limits_s` is how long a micro-batch may stay in flight, None where any time will do: the window is too
-    small for longer. Both tables are (b, a), since numpy is fastest at minima over any axis but the last.
-    `hops_s` is (cloud, next cloud, b).
+    small for longer; it is by cloud, and by the stages that are left from it on where that matters. Both
+    tables are (b, a), since numpy is fastest at minima over any axis but the last. `hops_s` is (cloud, next
+    cloud, b).
     """
 
     stages_s: Sequence[Table]
-    limits_s: Sequence[Table | None]
+    limits_s: Sequence[Sequence[Table | None]]
     hops_s: Table
 
     @classmethod
@@ -105,23 +129,28 @@ class _Edges:
             for pair, passage in passages.items():
                 if passage.pace_s <= cap_s:
                     hops_s[(*pair, where)] = passage.once_s
-        limits_s = [_limits(one, problem.num_microbatches, cap_s) for one in problem.offers]
+        most = len(problem.offers) if problem.has_narrow_windows else 1
+        limits_s = [
+            [_limits(problem.turns(cloud, num_left=number + 1), cap_s) for number in range(most)]
+            for cloud in range(len(problem.offers))
+        ]
         return cls(stages_s=stages_s, limits_s=limits_s, hops_s=hops_s)
 
-    def first(self, cloud: int, behind_s: Table) -> Table:
+    def first(self, cloud: int, behind_s: Table, *, num_left: int) -> Table:
         """Lengths (…, b, a) with the layers from a to b at this cloud, and `behind_s` (…, b) behind them."""
         lengths_s = self.stages_s[cloud] + behind_s[..., None]
-        limit_s = self.limits_s[cloud]
+        limits_s = self.limits_s[cloud]
+        limit_s = limits_s[min(num_left, len(limits_s)) - 1]
         return lengths_s if limit_s is None else np.where(lengths_s <= limit_s, lengths_s, np.inf)
 
-    def shortest(self, cloud: int, behind_s: Table) -> Table:
+    def shortest(self, cloud: int, behind_s: Table, *, num_left: int) -> Table:
         """The least of these lengths over b; one row of `behind_s` after the other, which the cache holds."""
-        return np.array([self.first(cloud, one).min(axis=0) for one in behind_s])
+        return np.array([self.first(cloud, one, num_left=num_left).min(axis=0) for one in behind_s])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetWalks:
-    """Walks in any order, known by the set of their clouds as a bit mask: `lengths[set, first, a]`."""
+    """Walks in any order, known by their first cloud and the set of all as a bit mask: `[set, first, a]`."""
 
     edges: _Edges
     uses_all: bool
@@ -134,29 +163,31 @@ class SetWalks:
         num_clouds = len(problem.offers)
         lengths_s = np.full((1 << num_clouds, num_clouds, problem.num_layers + 1), np.inf)
         for cloud in range(num_clouds):
-            lengths_s[1 << cloud, cloud] = edges.first(cloud, _end(problem)).min(axis=-2)
-        for same_size in _sets_by_size(num_clouds)[2:]:
+            lengths_s[1 << cloud, cloud] = edges.first(cloud, _end(problem), num_left=1).min(axis=-2)
+        for size, same_size in enumerate(_sets_by_size(num_clouds)[2:], start=2):
             for cloud in range(num_clouds):
                 sets = same_size[same_size >> cloud & 1 == 1]
                 behind_s = (lengths_s[sets ^ (1 << cloud)] + edges.hops_s[cloud]).min(axis=1)
-                lengths_s[sets, cloud] = edges.shortest(cloud, behind_s)
+                lengths_s[sets, cloud] = edges.shortest(cloud, behind_s, num_left=size)
         return cls(edges=edges, uses_all=problem.uses_all, lengths_s=lengths_s)
 
-    def lengths(self) -> Mapping[int, float]:
-        """The length of the shortest whole walk of every set of clouds that has one."""
-        whole_s = self.lengths_s[:, :, 0].min(axis=1)
-        allowed = [len(whole_s) - 1] if self.uses_all else range(len(whole_s))
-        return {one: float(whole_s[one]) for one in allowed if math.isfinite(whole_s[one])}
+    def lengths(self) -> Mapping[Key, float]:
+        """The length of the shortest whole walk of every set of clouds, from each that it can begin at."""
+        whole_s = self.lengths_s[:, :, 0]
+        least = len(whole_s) - 1 if self.uses_all else 0
+        found = zip(*np.nonzero(np.isfinite(whole_s)), strict=True)
+        return {(int(first), int(one)): float(whole_s[one, first]) for one, first in found if one >= least}
 
-    def route(self, key: int) -> Route:
-        """The stages of the shortest walk of a set of clouds."""
+    def route(self, key: Key) -> Route:
+        """The stages of the shortest walk of a set of clouds from the first on."""
         num_layers = self.lengths_s.shape[2] - 1
-        cloud, start = int(self.lengths_s[key, :, 0].argmin()), 0
+        (cloud, clouds), start = key, 0
         route: Route = []
-        while key != 1 << cloud:
-            key ^= 1 << cloud
-            behind_s = self.lengths_s[key] + self.edges.hops_s[cloud]
-            following, stop = _least(self.edges.first(cloud, behind_s)[..., start])
+        while clouds != 1 << cloud:
+            num_left = clouds.bit_count()
+            clouds ^= 1 << cloud
+            behind_s = self.lengths_s[clouds] + self.edges.hops_s[cloud]
+            following, stop = _least(self.edges.first(cloud, behind_s, num_left=num_left)[..., start])
             route.append((cloud, stop))
             cloud, start = following, stop
         return [*route, (cloud, num_layers)]
@@ -166,7 +197,8 @@ class SetWalks:
 class RowWalks:
     """Walks that keep the order of the clouds but may skip some, known by the first: `lengths[first, a]`.
 
-    The row behind the last cloud stands for the end of a walk.
+    The row behind the last cloud stands for the end of a walk. Where some may be skipped, narrow windows
+    count as if none were.
     """
 
     edges: _Edges
@@ -182,22 +214,24 @@ class RowWalks:
         walks = cls(edges=_Edges.under(problem, cap_s), uses_all=problem.uses_all, lengths_s=lengths_s)
         for cloud in reversed(range(num_clouds)):
             behind_s = walks._behind(cloud).min(axis=0)
-            lengths_s[cloud] = walks.edges.first(cloud, behind_s).min(axis=-2)
+            first_s = walks.edges.first(cloud, behind_s, num_left=num_clouds - cloud)
+            lengths_s[cloud] = first_s.min(axis=-2)
         return walks
 
-    def lengths(self) -> Mapping[int, float]:
+    def lengths(self) -> Mapping[Key, float]:
         """The length of the shortest whole walk that starts at each cloud."""
         whole_s = self.lengths_s[:-1, 0]
         allowed = [0] if self.uses_all else range(len(whole_s))
-        return {one: float(whole_s[one]) for one in allowed if math.isfinite(whole_s[one])}
+        return {(one,): float(whole_s[one]) for one in allowed if math.isfinite(whole_s[one])}
 
-    def route(self, key: int) -> Route:
+    def route(self, key: Key) -> Route:
         """The stages of the shortest walk that starts at a cloud."""
         end = self.lengths_s.shape[0] - 1
-        cloud, start = key, 0
+        (cloud,), start = key, 0
         route: Route = []
         while cloud < end:
-            row, stop = _least(self.edges.first(cloud, self._behind(cloud))[..., start])
+            first_s = self.edges.first(cloud, self._behind(cloud), num_left=end - cloud)
+            row, stop = _least(first_s[..., start])
             route.append((cloud, stop))
             cloud, start = cloud + 1 + row, stop
         return route
@@ -218,9 +252,8 @@ def _end(problem: Problem) -> Table:
     return end_s
 
 
-def _limits(offer: Offer, num_microbatches: int, cap_s: float) -> Table | None:
+def _limits(turns: Table, cap_s: float) -> Table | None:
     """With h in flight, m take `m/h` as long as one stays: all but the first keep to the cap."""
-    turns = offer.turns(num_microbatches)
     if not turns.any():
         return None
     with np.errstate(divide="ignore", invalid="ignore"):

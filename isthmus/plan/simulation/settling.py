@@ -8,7 +8,6 @@ step from what all have measured in this one.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from isthmus.plan.pipeline import Policy
 from isthmus.plan.rank_windows import Measured, first_windows, next_windows
 from isthmus.plan.scenario import Scenario
 from isthmus.plan.simulation.lines import Ways
@@ -76,7 +75,7 @@ class Settling:
 
     def _next_windows(self) -> tuple[int, ...]:
         scenario = self._scenario
-        if scenario.windows is not None or scenario.policy is not Policy.WAN_ONE_F_ONE_B:
+        if scenario.windows is not None or not scenario.policy.hides_round_trips:
             return self.windows[0]
         measured = Measured(
             pass_s=tuple(tally.busy_s / scenario.num_microbatches for tally in self._tallies),

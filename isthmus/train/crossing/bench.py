@@ -77,6 +77,8 @@ class Bench:
     hidden_width: int
     on_span: Callable[[Span], None]
     on_measured: Callable[[Measured], None]
+    element_bytes: int = 0
+    """Of a number that leaves, before it is coded; 0 where none has left yet."""
     volume: Volume = field(default_factory=Volume)
     # Each is added to by one thread of the courier.
     encoding: Effort = field(default_factory=Effort)
@@ -90,6 +92,7 @@ class Bench:
 
     def code(self, rows_ND: Tensor, codec: CodecSpec, encode: Callable[[Tensor], Payload]) -> Coded:
         """Rows on the device as bytes on the host, which are there when the lane's work is done."""
+        self.element_bytes = rows_ND.dtype.itemsize
         parts = (flat_bytes(rows_ND),) if codec.is_raw else encode(rows_ND)
         return Coded(
             codec=str(codec),

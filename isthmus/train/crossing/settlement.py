@@ -58,6 +58,8 @@ class Seen:
     """The shortest way of a gradient to this stage."""
     coding_s: float = 0.0
     """Of an activation that left for the stage behind, and of its gradient that came, at this end."""
+    element_bytes: int = 0
+    """Of a number that left for the stage behind, before it was coded; 0 where none has."""
     activation_cosine: float = math.nan
     """The lowest of what left for the stage behind."""
     gradient_cosine: Callable[[], float] = field(default=lambda: math.nan)
@@ -138,6 +140,7 @@ class Settlement:
             busy_s=own.busy_s + behind.busy_s,
             hops=(hop, *behind.hops),
             cosines=(here, *behind.cosines),
+            element_bytes=(seen.element_bytes, *behind.element_bytes),
         )
 
     def _judge(self, tally: Tally) -> Verdict:
@@ -184,6 +187,7 @@ def _words(own: Tally, seen: Seen) -> dict[str, float | None]:
         "gradient_travel_s": seen.gradient_travel_s,
         "up_coding_s": own.coding_s,
         "down_coding_s": seen.coding_s,
+        "element_bytes": seen.element_bytes,
         "activation_cosine": seen.activation_cosine,
         "gradient_cosine": seen.gradient_cosine(),
     }
@@ -206,6 +210,7 @@ def _together(own: Tally, found: Sequence[Mapping[str, float | None]]) -> tuple[
     return tally, Seen(
         gradient_travel_s=min(known("gradient_travel_s"), default=None),
         coding_s=max(known("down_coding_s")),
+        element_bytes=int(max(known("element_bytes"))),
         activation_cosine=min(known("activation_cosine"), default=math.nan),
         gradient_cosine=lambda: lowest,
     )

@@ -41,6 +41,8 @@ class Terms:
     bounds: Bounds
     is_free: bool
     bandwidths_bps: tuple[float, float] | None = None
+    mildest: Pair | None = None
+    """What was planned where money counts: codecs get no milder, or traffic would cost more."""
 
     @property
     def rungs(self) -> tuple[Rung, ...]:
@@ -80,8 +82,10 @@ class Steering:
         """The codecs of all cuts from the next step on."""
         self._num_steps += 1
         interval_s = max(tally.busy_s) / self._num_microbatches
-        for one, hop, cosines in zip(self._cuts, tally.hops, tally.cosines, strict=True):
+        measured = zip(self._cuts, tally.hops, tally.cosines, tally.element_bytes, strict=True)
+        for one, hop, cosines, element_bytes in measured:
             if tally.step >= one.terms.cut.num_warmup_steps:
+                one.terms = _sized(one.terms, element_bytes)
                 self._measure(one, hop, interval_s)
                 self._guard(one, cosines, tally.step)
                 self._choose(one, tally.step)
@@ -132,7 +136,7 @@ class Steering:
             crossing,
             _median(one.figures),
             rungs=terms.rungs,
-            bounds=_bounds(terms.bounds, standing),
+            bounds=_bounds(terms, standing),
             age=step + 1 - max(standing.since_step, terms.cut.num_warmup_steps),
         )
         if choice is not None and choice.pair != standing.pair:
@@ -145,15 +149,29 @@ class Steering:
         self._note(f"link {one.terms.cut.name}, from step {step + 2} on: {reason}")
 
 
-def _bounds(job: Bounds, standing: Standing) -> Bounds:
+def _bounds(terms: Terms, standing: Standing) -> Bounds:
     """What the job allows, less what the guard has ruled out: a codec of the job that it has widened too."""
-    return replace(
+    job = terms.bounds
+    bounds = replace(
         job,
         forward=None if job.forward is None else standing.pair.forward,
         backward=None if job.backward is None else standing.pair.backward,
         least_forward_bytes=standing.least_forward_bytes,
         least_backward_bytes=standing.least_backward_bytes,
     )
+    if terms.mildest is None:
+        return bounds
+    return replace(
+        bounds,
+        most_forward_bytes=max(bounds.least_forward_bytes, terms.mildest.forward_bytes(terms.crossing)),
+        most_backward_bytes=max(bounds.least_backward_bytes, terms.mildest.backward_bytes(terms.crossing)),
+    )
+
+
+def _sized(terms: Terms, element_bytes: int) -> Terms:
+    """With raw numbers of the size that has crossed, if any have."""
+    known = element_bytes or terms.crossing.element_bytes
+    return replace(terms, crossing=replace(terms.crossing, element_bytes=known))
 
 
 def _from_now(crossing: Crossing, step: int) -> Crossing | None:

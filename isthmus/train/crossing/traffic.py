@@ -148,6 +148,7 @@ class Traffic:
         seen = Seen(
             gradient_travel_s=shortest_s.get(Pass.BACKWARD),
             coding_s=_longest_coding_s(down.cut.bench for down in self._downs.values()),
+            element_bytes=max((down.cut.bench.element_bytes for down in self._downs.values()), default=0),
             activation_cosine=_lowest(down.cut.lowest_cosine() for down in self._downs.values()),
             gradient_cosine=lambda: _lowest(up.cut.lowest_cosine() for up in self._ups.values()),
         )

@@ -57,6 +57,7 @@ def steering_terms(
             ),
             is_free=_own(link.codec.forward) is None or _own(link.codec.backward) is None,
             bandwidths_bps=_bandwidths(link, clouds[number]),
+            mildest=cut.codecs if job.limits.counts_money and link.usd_per_gib else None,
         )
         for number, (cut, link) in enumerate(zip(cuts, links_along(job, clouds), strict=True))
     )

@@ -24,6 +24,7 @@ from isthmus.wan.packet import Packet
 TALLY: Final = "tally"
 VERDICT: Final = "verdict"
 EVALUATED: Final = "evaluated"
+_ELEMENT_BYTES: Final = frozenset((0, 2, 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,8 @@ class Tally:
     """Of an activation that came to this stage, and of its gradient that left, at this end of their cut."""
     cosines: tuple[Cosines, ...] = ()
     """Of the cuts behind this stage."""
+    element_bytes: tuple[int, ...] = ()
+    """Of a number that crosses raw, at the cuts behind this stage; 0 where nothing has crossed yet."""
     gradient_cosine: float = math.nan
     """The lowest cosine of what this stage sent to the one before."""
 
@@ -93,15 +96,18 @@ def pack_tally(tally: Tally) -> Packet:
         tally.busy_s,
         hops,
         cosines,
+        tally.element_bytes,
     )
     return Packet({"step": tally.step}, [np.asarray(row, dtype=np.float64).data for row in rows])
 
 
 def unpack_tally(packet: Packet) -> Tally:
     """A tally from a packet."""
-    ends, norms, busy_s, hops, cosines = _rows(packet, 5)
+    ends, norms, busy_s, hops, cosines, element_bytes = _rows(packet, 6)
     if len(ends) != 4 or len(hops) % 4 or len(cosines) % 2:
         raise FrameError("a tally of the wrong size")
+    if not _ELEMENT_BYTES.issuperset(element_bytes):
+        raise FrameError("a tally of numbers of no known size")
     return Tally(
         step=read_count(packet.header, "step"),
         loss_sum=ends[0],
@@ -117,6 +123,7 @@ def unpack_tally(packet: Packet) -> Tally:
             Cosines(forward=forward, backward=backward)
             for forward, backward in zip(cosines[::2], cosines[1::2], strict=True)
         ),
+        element_bytes=tuple(map(int, element_bytes)),
         gradient_cosine=ends[3],
     )
 

@@ -65,6 +65,22 @@ def open_rows(source: str) -> Iterable[Row]:
     return _files(source)
 
 
+def trace_of(rows: Iterable[Row]) -> object:
+    """Plain values that change when the rows do: files with sizes and times; None where nothing tells."""
+    match rows:
+        case BuiltIn(name):
+            return name
+        case Split():
+            return trace_of(rows.rows)
+        case Files(paths):
+            files = paths
+        case _:
+            # A Hugging Face dataset lies in files of its own, unless it is held in memory.
+            files = tuple(Path(one["filename"]) for one in getattr(rows, "cache_files", ()))
+    stats = [(str(path), path.stat()) for path in files]
+    return [(name, one.st_size, one.st_mtime_ns) for name, one in stats] or None
+
+
 def is_held_out(number: int, every: int) -> bool:
     """Whether a row is held out: one of each block of rows, at no regular distance."""
     block, offset = divmod(number, every)

@@ -1,8 +1,9 @@
 """Samples: what one sequence of a micro-batch is made from, by its number and the epoch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from itertools import islice
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +11,13 @@ from numpy.typing import NDArray
 from isthmus.model.heads import IGNORED
 from isthmus.train.data.order import Pick, draw_keys, mix
 
-Integers = NDArray[np.integer[Any]]
+T = TypeVar("T")
 
+Integers = NDArray[np.integer[Any]]
+Arrays = Mapping[str, Integers]
+"""Numbers of many samples by name, in memory or mapped from files."""
+
+_AT_ONCE: Final = 1000
 _MASKED_SHARE: Final = 0.15
 _TO_MASK_SHARE: Final = 0.8
 _TO_RANDOM_SHARE: Final = 0.1
@@ -36,18 +42,55 @@ class Samples(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ListedSamples:
-    """Samples that are the same in every epoch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedSamples:
+    """Samples of different lengths behind each other, the same in every epoch."""
 
-    samples: Sequence[Sample]
+    ids: Integers
+    ends: Integers
+    """Where each sample ends in `ids`."""
+    labels: Integers
+    """One a token, or one or a row of them for each sample."""
+    token_types: Integers | None
+    has_tags: bool
+    """Whether labels are one a token."""
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.ends)
 
     def read(self, pick: Pick) -> Sample:
         """The sample of that number."""
-        return self.samples[pick.index]
+        start = int(self.ends[pick.index - 1]) if pick.index else 0
+        own = slice(start, int(self.ends[pick.index]))
+        return Sample(
+            ids=self.ids[own],
+            labels=self.labels[own] if self.has_tags else np.asarray(self.labels[pick.index]),
+            token_types=None if self.token_types is None else self.token_types[own],
+        )
+
+
+def flatten(samples: Iterable[Sample], *, has_tags: bool) -> Iterator[Arrays]:
+    """The arrays of `RaggedSamples`, in pieces to be put behind each other."""
+    put_together = np.concatenate if has_tags else np.stack
+    end = 0
+    yield {"ids": np.empty(0, np.int32), "ends": np.empty(0, np.int64)}
+    for own in in_chunks(samples):
+        ends = end + np.cumsum([len(one.ids) for one in own], dtype=np.int64)
+        end = int(ends[-1])
+        types = [one.token_types for one in own if one.token_types is not None]
+        yield {
+            "ids": np.concatenate([one.ids for one in own]),
+            "ends": ends,
+            "labels": put_together([one.labels for one in own]),
+            **({"token_types": np.concatenate(types)} if types else {}),
+        }
+
+
+def in_chunks(items: Iterable[T]) -> Iterator[list[T]]:
+    """All items in their order, many at once."""
+    left = iter(items)
+    while chunk := list(islice(left, _AT_ONCE)):
+        yield chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

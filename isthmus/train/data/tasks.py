@@ -1,11 +1,9 @@
 """From rows to samples, for each task."""
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec
@@ -23,69 +21,57 @@ from isthmus.train.data.columns import (
     text_column,
 )
 from isthmus.train.data.corpus import Row
-from isthmus.train.data.samples import ListedSamples, PackedSamples, Sample
+from isthmus.train.data.samples import Integers, Sample, in_chunks
 from isthmus.train.data.tokens import end_id, vocabulary_size
 
-T = TypeVar("T")
-
-_ROWS_AT_ONCE: Final = 1000
 _LEAST_ANSWER_LENGTH: Final = 16
 
 
-def packed_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec, *, keeps_rest: bool) -> PackedSamples:
-    """Documents joined by the end token and cut into sequences, held in 2 or 4 bytes a token."""
+def packed_tokens(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> Iterator[Integers]:
+    """Documents joined by the end token, in pieces to be put behind each other; 2 or 4 bytes a token."""
     end = end_id(tokenizer)
     narrow = np.min_scalar_type(vocabulary_size(tokenizer))
-    pieces: list[NDArray[Any]] = [np.empty(0, narrow)]
-    for chunk in _chunks(rows):
+    yield np.empty(0, narrow)
+    for chunk in in_chunks(rows):
         texts = [read_text(row, text_column(spec)) for row in chunk]
         encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        pieces += [np.array([*ids, end], narrow) for ids in encoded["input_ids"]]
-    return PackedSamples(
-        tokens=np.concatenate(pieces), sequence_length=spec.sequence_length, keeps_rest=keeps_rest
-    )
+        yield np.concatenate([np.array([*ids, end], narrow) for ids in encoded["input_ids"]])
 
 
-def window_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> ListedSamples:
+def window_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> Iterator[Sample]:
     """Texts for a masked language model, the long ones cut into several; labels come with the masking."""
-    samples: list[Sample] = []
-    for chunk in _chunks(rows):
+    for chunk in in_chunks(rows):
         texts = [read_text(row, text_column(spec)) for row in chunk]
         encoded = _encode(tokenizer, spec, texts, return_overflowing_tokens=True)
-        samples += [_sample(encoded, index, []) for index in range(len(encoded["input_ids"]))]
-    return ListedSamples(samples)
+        yield from (_sample(encoded, index, []) for index in range(len(encoded["input_ids"])))
 
 
 def classified_samples(
     rows: Iterable[Row], tokenizer: Any, spec: DataSpec, *, labels: Labels
-) -> ListedSamples:
+) -> Iterator[Sample]:
     """Texts, or pairs of texts, each with its label."""
-    samples: list[Sample] = []
-    for chunk in _chunks(rows):
+    for chunk in in_chunks(rows):
         texts = zip(*(read_texts(row, spec) for row in chunk), strict=True)
         encoded = _encode(tokenizer, spec, *map(list, texts))
         for index, row in enumerate(chunk):
             number = labels.number(read_label(row, label_column(spec)))
-            samples.append(_sample(encoded, index, number))
-    return ListedSamples(samples)
+            yield _sample(encoded, index, number)
 
 
-def tagged_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec, *, labels: Labels) -> ListedSamples:
+def tagged_samples(
+    rows: Iterable[Row], tokenizer: Any, spec: DataSpec, *, labels: Labels
+) -> Iterator[Sample]:
     """Words with their tags; the first token of a word has its tag, the others none."""
-    samples: list[Sample] = []
-    for chunk in _chunks(rows):
+    for chunk in in_chunks(rows):
         words = [read_words(row, text_column(spec)) for row in chunk]
         encoded = _encode(tokenizer, spec, [" ".join(one) for one in words], return_offsets_mapping=True)
         for index, (row, one) in enumerate(zip(chunk, words, strict=True)):
             tags = read_tags(row, label_column(spec), count=len(one))
             numbers = [labels.number(tag) for tag in tags]
-            samples.append(
-                _sample(encoded, index, _token_tags(encoded["offset_mapping"][index], one, numbers))
-            )
-    return ListedSamples(samples)
+            yield _sample(encoded, index, _token_tags(encoded["offset_mapping"][index], one, numbers))
 
 
-def answered_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> ListedSamples:
+def answered_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> Iterator[Sample]:
     """Questions with windows of their context; labels are the answer's first and last token.
 
     Where a window has no answer, both are 0, the token that begins the sequence.
@@ -95,16 +81,14 @@ def answered_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> Lis
             f"sequences of {spec.sequence_length} tokens are too short for questions with their contexts",
             hint=f"set data.sequence_length to {_LEAST_ANSWER_LENGTH} or more",
         )
-    samples: list[Sample] = []
-    for chunk in _chunks(rows):
+    for chunk in in_chunks(rows):
         answers = [read_answer(row) for row in chunk]
         encoded = _encode_answers(tokenizer, spec, answers)
         for index, row_index in enumerate(encoded["overflow_to_sample_mapping"]):
             span = _answer_tokens(
                 encoded["offset_mapping"][index], encoded.sequence_ids(index), answers[row_index]
             )
-            samples.append(_sample(encoded, index, span))
-    return ListedSamples(samples)
+            yield _sample(encoded, index, span)
 
 
 def _encode_answers(tokenizer: Any, spec: DataSpec, answers: list[Answer]) -> Any:
@@ -170,9 +154,3 @@ def _shortened(text: str, tokenizer: Any, num_tokens: int) -> str:
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = encoded["offset_mapping"]
     return text if len(offsets) <= num_tokens else text[: offsets[num_tokens - 1][1]]
-
-
-def _chunks(rows: Iterable[T]) -> Iterator[list[T]]:
-    left = iter(rows)
-    while chunk := list(islice(left, _ROWS_AT_ONCE)):
-        yield chunk

@@ -71,13 +71,12 @@ def read_limits(model: ModelSpec) -> ModelLimits:
 def choose_tokenizer(
     data: DataSpec, model: ModelSpec, *, texts: Iterable[str], limits: ModelLimits, folder: Path
 ) -> Any:
-    """The run's tokenizer, of transformers; it is kept in the folder, from which a resumed run takes it."""
-    if (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(str(folder))
-    tokenizer = _new_tokenizer(data, model, texts=texts, limits=limits)
-    check_vocabulary(tokenizer, limits)
-    _keep(tokenizer, folder)
-    return tokenizer
+    """The run's tokenizer, of transformers: always as it is kept in the folder, new or resumed."""
+    if not _is_kept(folder):
+        tokenizer = _new_tokenizer(data, model, texts=texts, limits=limits)
+        check_vocabulary(tokenizer, limits)
+        _keep(tokenizer, folder)
+    return load_tokenizer(str(folder))
 
 
 def load_tokenizer(name: str) -> Any:
@@ -167,7 +166,7 @@ def padding_id(tokenizer: Any, limits: ModelLimits) -> int:
 
 
 def _keep(tokenizer: Any, folder: Path) -> None:
-    """Write all its files, or none."""
+    """Write all its files, or none; another rank of this machine may be first, with the same."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -175,7 +174,12 @@ def _keep(tokenizer: Any, folder: Path) -> None:
             tokenizer.save_pretrained(new)
             new.rename(folder)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
+        if not _is_kept(folder):
+            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+def _is_kept(folder: Path) -> bool:
+    return (folder / "tokenizer_config.json").is_file()
 
 
 def _new_tokenizer(data: DataSpec, model: ModelSpec, *, texts: Iterable[str], limits: ModelLimits) -> Any:

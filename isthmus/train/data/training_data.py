@@ -1,7 +1,8 @@
 """The data of a run, made ready from its job: what is read, by which tokenizer, in which order.
 
-The way through: `corpus` (rows) → `tokens` (tokenizer) → `tasks` (samples) → `order` and `batches` (steps) →
-`prefetch`. Only the cloud of the first stage opens the data; `facts` go to the others.
+The way through: `corpus` (rows) → `tokens` (tokenizer) → `recipe` and `tasks` (samples) → `token_files` →
+`order` and `batches` (steps) → `prefetch`. Only the cloud of the first stage opens the data; `facts` go to
+the others.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -17,27 +18,13 @@ from isthmus.model.heads import HEADS, Head
 from isthmus.model.source import GENERATION_FILE, Source
 from isthmus.plan.costs.shapes import check_length
 from isthmus.train.data.batches import Layout, StepBatches, check_enough, read_once, read_steps
-from isthmus.train.data.columns import (
-    Labels,
-    collect_labels,
-    label_column,
-    read_label,
-    read_tags,
-    read_texts,
-    read_words,
-    text_column,
-)
+from isthmus.train.data.columns import Labels, read_texts
 from isthmus.train.data.corpus import Row, Split, open_rows
 from isthmus.train.data.order import Cursor, Order
 from isthmus.train.data.prefetch import Prefetch
-from isthmus.train.data.samples import MaskedSamples, Samples
-from isthmus.train.data.tasks import (
-    answered_samples,
-    classified_samples,
-    packed_samples,
-    tagged_samples,
-    window_samples,
-)
+from isthmus.train.data.recipe import Recipe
+from isthmus.train.data.samples import Arrays, MaskedSamples, Samples
+from isthmus.train.data.token_files import TokenFiles, join
 from isthmus.train.data.tokens import (
     choose_tokenizer,
     padding_id,
@@ -110,8 +97,11 @@ class TrainingData:
             )
 
 
-def open_data(job: Job, *, tokenizer_folder: Path) -> TrainingData:
-    """Read and tokenize all that the job trains on; the folder keeps what is exported with the weights."""
+def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = None) -> TrainingData:
+    """Read and tokenize all that the job trains on, or map the tokens where they are kept.
+
+    The folder keeps what is exported with the weights.
+    """
     if job.data is None or job.model is None:
         missing = "[data]" if job.data is None else "[model]"
         raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
@@ -123,17 +113,29 @@ def open_data(job: Job, *, tokenizer_folder: Path) -> TrainingData:
     _keep_generation(model, tokenizer_folder)
     pad_id = padding_id(tokenizer, limits)
     check_length(spec.sequence_length, limits.max_length(pad_id))
-    labels = _labels(rows, spec)
-    maker = _Maker(spec=spec, tokenizer=tokenizer, labels=labels, seed=job.seed)
+    recipe = Recipe(spec=spec, tokenizer=tokenizer, rows=rows, held_out=held_out)
+    arrays = _arrays(recipe, tokens, tokenizer_folder)
+    samples = _finished(recipe.samples(arrays, is_validation=False), recipe, seed=job.seed)
+    validation = None
+    if held_out is not None:
+        # Runs of different seeds are evaluated on the same gaps.
+        validation = _finished(recipe.samples(arrays, is_validation=True), recipe, seed=0)
     return TrainingData(
-        samples=_filled(maker.samples(rows, is_validation=False), spec.source),
-        validation=None if held_out is None else _held_out(maker.samples(held_out, is_validation=True), spec),
+        samples=_filled(samples, spec.source),
+        validation=None if validation is None else _held_out(validation, spec),
         tokenizer=tokenizer,
-        facts=_facts(model, tokenizer, labels),
+        facts=_facts(model, tokenizer, recipe.labels(arrays)),
         head=HEADS[spec.task],
         pad_id=pad_id,
         seed=job.seed,
     )
+
+
+def _arrays(recipe: Recipe, tokens: TokenFiles | None, tokenizer_folder: Path) -> Arrays:
+    digest = recipe.digest(tokenizer_folder)
+    if tokens is None or digest is None:
+        return join(recipe.make())
+    return tokens.get(digest, recipe.make)
 
 
 def _keep_generation(model: ModelSpec, folder: Path) -> None:
@@ -144,44 +146,23 @@ def _keep_generation(model: ModelSpec, folder: Path) -> None:
         replace_file(kept, path.read_text())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Maker:
-    """Makes the samples of the job's task."""
-
-    spec: DataSpec
-    tokenizer: Any
-    labels: Labels
-    seed: int
-
-    def samples(self, rows: Iterable[Row], *, is_validation: bool) -> Samples:
-        spec, tokenizer = self.spec, self.tokenizer
-        match spec.task:
-            case "causal-lm":
-                return packed_samples(rows, tokenizer, spec, keeps_rest=is_validation)
-            case "masked-lm":
-                # Runs of different seeds are evaluated on the same gaps.
-                seed = 0 if is_validation else self.seed
-                return self._masked(window_samples(rows, tokenizer, spec), seed)
-            case "sequence-classification":
-                return classified_samples(rows, tokenizer, spec, labels=self.labels)
-            case "token-classification":
-                return tagged_samples(rows, tokenizer, spec, labels=self.labels)
-            case "question-answering":
-                return answered_samples(rows, tokenizer, spec)
-
-    def _masked(self, samples: Samples, seed: int) -> MaskedSamples:
-        if self.tokenizer.mask_token_id is None:
-            raise UserError(
-                "the tokenizer has no mask token, which masked-lm needs",
-                hint="name one that has in data.tokenizer, or set task to causal-lm",
-            )
-        return MaskedSamples(
-            samples=samples,
-            seed=seed,
-            mask_id=self.tokenizer.mask_token_id,
-            special_ids=tuple(self.tokenizer.all_special_ids),
-            num_tokens=vocabulary_size(self.tokenizer),
+def _finished(samples: Samples, recipe: Recipe, *, seed: int) -> Samples:
+    """Samples with what is drawn anew in every epoch."""
+    tokenizer = recipe.tokenizer
+    if recipe.spec.task != "masked-lm":
+        return samples
+    if tokenizer.mask_token_id is None:
+        raise UserError(
+            "the tokenizer has no mask token, which masked-lm needs",
+            hint="name one that has in data.tokenizer, or set task to causal-lm",
         )
+    return MaskedSamples(
+        samples=samples,
+        seed=seed,
+        mask_id=tokenizer.mask_token_id,
+        special_ids=tuple(tokenizer.all_special_ids),
+        num_tokens=vocabulary_size(tokenizer),
+    )
 
 
 def _split(spec: DataSpec) -> tuple[Iterable[Row], Iterable[Row] | None]:
@@ -195,17 +176,6 @@ def _split(spec: DataSpec) -> tuple[Iterable[Row], Iterable[Row] | None]:
         Split(rows=rows, every=every, is_held_out=False),
         Split(rows=rows, every=every, is_held_out=True),
     )
-
-
-def _labels(rows: Iterable[Row], spec: DataSpec) -> Labels:
-    column = label_column(spec)
-    match spec.task:
-        case "sequence-classification":
-            return collect_labels(read_label(row, column) for row in rows)
-        case "token-classification":
-            words = ((row, len(read_words(row, text_column(spec)))) for row in rows)
-            return collect_labels(tag for row, count in words for tag in read_tags(row, column, count=count))
-    return Labels(())
 
 
 def _facts(model: ModelSpec, tokenizer: Any, labels: Labels) -> ModelFacts:

@@ -1,0 +1,73 @@
+"""What moves inside a cloud: weights that are gathered, gradients that are summed, what goes to the host."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from isthmus.plan.costs.activations import WIDE_BYTES
+from isthmus.plan.costs.memory import Savers, Sharding
+from isthmus.plan.costs.parts import ModelCosts, PartCosts
+from isthmus.plan.costs.stages import Stages
+from isthmus.plan.costs.times import ModelTimes
+from isthmus.plan.search.facts import CloudFacts
+from isthmus.plan.search.walks import Table
+
+# Between a device and its host: about what PCIe 4 gives.
+_HOST_BYTES_PER_S: Final = 20e9
+# Reading and writing that a codec does for each byte that it is given.
+_CODING_PASSES: Final = 16
+# Two moments of four bytes, there and back.
+_OFFLOADED_BYTES_PER_PARAMETER: Final = 16
+
+
+def between(first: float, layers: Sequence[float], last: float) -> Table:
+    """Sums (a, b) over the layers from a to before b, with the ends of the model where a stage has them."""
+    return np.maximum(Stages.every(len(layers)).total([first, *layers, last]), 0.0)
+
+
+def updating_s(costs: ModelCosts, times: ModelTimes, savers: Savers, cloud: CloudFacts) -> Table:
+    """Tables (a, b) of the optimizer on what a rank owns, and of the sum of gradients over the ranks."""
+    trained = _summed(costs, lambda part: part.num_trained)
+    optimizer_s = trained / savers.num_shards * times.update_s_per_parameter
+    if savers.offload_optimizer:
+        optimizer_s += trained / savers.num_shards * _OFFLOADED_BYTES_PER_PARAMETER / _HOST_BYTES_PER_S
+    exchanged_bytes = _summed(costs, lambda part: _exchanged_bytes(part, costs, savers))
+    share = (cloud.num_ranks - 1) / cloud.num_ranks
+    return np.asarray(optimizer_s + share * exchanged_bytes / cloud.inside_bytes_per_s)
+
+
+def _summed(costs: ModelCosts, count: Callable[[PartCosts], int]) -> Table:
+    """Sums (a, b) over the parts of any stage."""
+    return np.maximum(Stages.every(costs.num_layers).total(costs.each(count)), 0.0)
+
+
+def _exchanged_bytes(part: PartCosts, costs: ModelCosts, savers: Savers) -> int:
+    """At the end of a step: gradients are summed, then the sums or all weights gathered."""
+    match savers.sharding:
+        case Sharding.NONE:
+            return 2 * WIDE_BYTES * part.num_trained
+        case Sharding.OPTIMIZER:
+            gathered = costs.workload.arithmetic.element_bytes * part.num_parameters
+            return WIDE_BYTES * part.num_trained + gathered
+        case Sharding.FULL:
+            return 0
+
+
+def gathering_s(costs: ModelCosts, num_parameters: int, savers: Savers, cloud: CloudFacts) -> float:
+    """What a pass waits for the weights of a layer, beside which the layer before is computed."""
+    if savers.sharding is not Sharding.FULL:
+        return 0.0
+    share = (savers.num_shards - 1) / savers.num_shards
+    num_bytes = share * num_parameters * costs.workload.arithmetic.element_bytes
+    return num_bytes / cloud.inside_bytes_per_s
+
+
+def coding_s(raw_bytes: int, *clouds: CloudFacts) -> float:
+    """What a codec takes at both ends."""
+    return sum(_CODING_PASSES * raw_bytes / cloud.accelerator.memory_bandwidth for cloud in clouds)
+
+
+def copying_s(num_bytes: int, *clouds: CloudFacts) -> float:
+    """What a message takes between devices and their hosts."""
+    return sum(num_bytes / _HOST_BYTES_PER_S for cloud in clouds if not cloud.accelerator.is_cpu)

@@ -1,0 +1,170 @@
+"""Tokens in files: made once on a machine, mapped by all its ranks, and kept between starts.
+
+The arrays of one corpus are files of one folder, whose name is a digest of all that they come from. It is
+written under another name and renamed when it is whole, so what is found is whole.
+"""
+
+import errno
+import fcntl
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+
+from isthmus.job import Job
+from isthmus.job.write import sync
+from isthmus.train.data.samples import Arrays, Integers
+
+TOKENS_FOLDER: Final = "tokens"
+_FACTS_FILE: Final = "arrays.json"
+_LOCK_FILE: Final = "lock"
+
+Make = Callable[[], Iterable[Arrays]]
+"""Makes arrays, in pieces to be put behind each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFiles:
+    """The folder in which all runs of a job keep their tokens."""
+
+    folder: Path
+    note: Callable[[str], None]
+
+    def get(self, digest: str, make: Make) -> Arrays:
+        """The arrays of a digest, mapped; one process makes them if need be, while others wait for it.
+
+        Where they cannot be written they are held in memory, with a note.
+        """
+        found = _read(self.folder / digest)
+        if found is not None:
+            return found
+        try:
+            return self._get_in_turn(digest, make)
+        except OSError as error:
+            reason = error.strerror or error
+            self.note(
+                f"every rank makes its own tokens, in memory, as none are kept in {self.folder}: {reason}"
+            )
+            return join(make())
+
+    def _get_in_turn(self, digest: str, make: Make) -> Arrays:
+        with self._turn() as is_alone:
+            found = _read(self.folder / digest)
+            if found is None:
+                self.note(f"making the tokens, which are kept in {self.folder}")
+                found = self._make(digest, make)
+                if is_alone:
+                    self._clear(digest)
+            return found
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Wait until no other process makes tokens; tells whether this one is alone, as far as disks know."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / _LOCK_FILE).open("w") as file:
+            yield self._lock(file)
+
+    def _lock(self, file: IO[Any]) -> bool:
+        """Hold the lock until the file is closed, or the process is gone."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.note("waiting for the tokens, which another process makes")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            # A disk without locks: the same tokens made twice do no harm.
+            return False
+        return True
+
+    def _make(self, digest: str, make: Make) -> Arrays:
+        target = self.folder / digest
+        with tempfile.TemporaryDirectory(dir=self.folder) as temporary:
+            new = Path(temporary) / digest
+            new.mkdir()
+            _write(new, make())
+            if _read(target) is None:
+                shutil.rmtree(target, ignore_errors=True)
+                new.rename(target)
+        sync(self.folder)
+        found = _read(target)
+        if found is None:
+            raise OSError(errno.EIO, "what was written there cannot be mapped")
+        return found
+
+    def _clear(self, digest: str) -> None:
+        """Remove what nobody uses: tokens of other digests, and what killed makers have left."""
+        for other in self.folder.iterdir():
+            if other.is_dir() and other.name != digest and _is_unused(other):
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def tokens_of(job: Job, *, root: Path, note: Callable[[str], None]) -> TokenFiles:
+    """Where runs of a job keep their tokens."""
+    return TokenFiles(folder=root / job.name / TOKENS_FOLDER, note=note)
+
+
+def join(pieces: Iterable[Arrays]) -> Arrays:
+    """Arrays in memory, from their pieces."""
+    found: dict[str, list[Integers]] = defaultdict(list)
+    for piece in pieces:
+        for name, array in piece.items():
+            found[name].append(array)
+    return {name: np.concatenate(arrays) for name, arrays in found.items()}
+
+
+def _write(folder: Path, pieces: Iterable[Arrays]) -> None:
+    """One file for each array, piece by piece, so that they need not fit into memory."""
+    facts: dict[str, tuple[str, list[int]]] = {}
+    with ExitStack() as stack:
+        files: dict[str, IO[bytes]] = {}
+        for piece in pieces:
+            for name, array in piece.items():
+                if name not in files:
+                    files[name] = stack.enter_context((folder / name).open("wb"))
+                    facts[name] = (array.dtype.str, [0, *array.shape[1:]])
+                files[name].write(array.tobytes())
+                facts[name][1][0] += len(array)
+    (folder / _FACTS_FILE).write_text(json.dumps(facts))
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+
+
+def _read(folder: Path) -> Arrays | None:
+    """The arrays in a folder, mapped; None where they are not, or not as they were written."""
+    try:
+        facts = json.loads((folder / _FACTS_FILE).read_text())
+        return {name: _map(folder / name, np.dtype(kind), shape) for name, (kind, shape) in facts.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _map(path: Path, kind: np.dtype[Any], shape: Sequence[int]) -> Integers:
+    with path.open("rb") as file:
+        if kind.kind not in "iu" or os.fstat(file.fileno()).st_size != math.prod(shape) * kind.itemsize:
+            raise ValueError(f"{path} is not as it was written")
+        if 0 in shape:
+            return np.empty(shape, kind)
+        with suppress(OSError):
+            # A map holds a copy of the descriptor, and with it the lock, for as long as it lives.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return np.asarray(np.memmap(file, kind, "r", shape=tuple(shape)))
+
+
+def _is_unused(folder: Path) -> bool:
+    """Whether no process has mapped a file of the folder."""
+    with suppress(OSError), ExitStack() as stack:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                file = stack.enter_context(path.open("r+b"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False

@@ -1,0 +1,184 @@
+"""Tables of memory: every spot is what the stage there needs, whatever the model and however it saves."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.job.lora import LoraSpec
+from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.bottlenecks import HalfCosts
+from isthmus.plan.costs.encoder_decoder import read_encoder_decoder
+from isthmus.plan.costs.families import FAMILIES
+from isthmus.plan.costs.learning import Adapters, Learning, read_adapters
+from isthmus.plan.costs.memory import OptimizerState, Savers, Sharding, WeightStorage, stage_memory
+from isthmus.plan.costs.parts import ModelCosts, Workload, model_costs
+from isthmus.plan.costs.shapes import ModelShape, Task, read_shape
+from isthmus.plan.costs.stages import Stages
+from isthmus.plan.search.memory_tables import MemoryTables
+
+SMALL = Workload(num_sequences=1, sequence_length=64)
+FIGURES = st.integers(0, 2**40)
+HALVES = st.none() | st.builds(
+    HalfCosts, num_parameters=FIGURES, num_trained=FIGURES, largest_parameter=FIGURES, buffer_bytes=FIGURES
+)
+WORKLOADS = st.builds(
+    Workload,
+    num_sequences=st.integers(1, 3),
+    sequence_length=st.sampled_from([16, 1000]),
+    arithmetic=st.builds(
+        Arithmetic,
+        precision=st.sampled_from(Precision),
+        on_accelerator=st.booleans(),
+        is_gathered=st.booleans(),
+    ),
+    recompute=st.booleans(),
+)
+
+
+@st.composite
+def savers_for(draw: st.DrawFn, workload: Workload) -> Savers:
+    is_sharded = workload.arithmetic.is_gathered
+    kinds = [Sharding.OPTIMIZER, Sharding.FULL] if is_sharded else [Sharding.NONE]
+    return Savers(
+        optimizer=draw(st.sampled_from(OptimizerState)),
+        weights=draw(st.sampled_from(WeightStorage)),
+        sharding=draw(st.sampled_from(kinds)),
+        num_shards=draw(st.integers(1, 9)) if is_sharded else 1,
+        offload_optimizer=draw(st.booleans()),
+    )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    """A model of any family; where it may have windows, some of its layers have one."""
+    model_type, num_layers = draw(st.sampled_from(sorted(FAMILIES))), draw(st.integers(1, 7))
+    is_encoder = FAMILIES[model_type].is_encoder
+    config: dict[str, object] = {
+        "model_type": model_type,
+        "num_hidden_layers": num_layers,
+        "hidden_size": draw(st.sampled_from([64, 8192])),
+        "num_attention_heads": 4,
+        "num_key_value_heads": draw(st.sampled_from([2, 4])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "sliding_window": 8,
+        "use_sliding_window": True,
+        "layer_types": [draw(st.sampled_from(["sliding_attention", ""])) for _ in range(num_layers)],
+    }
+    if model_type == "mixtral":
+        config["num_local_experts"] = draw(st.integers(2, 8))
+    language = Task.MASKED_LM if is_encoder else Task.CAUSAL_LM
+    return read_shape(config, task=draw(st.sampled_from([language, Task.SEQUENCE_CLASSIFICATION])))
+
+
+@st.composite
+def models(draw: st.DrawFn, workload: Workload) -> ModelCosts:
+    """All of it learns, its upper layers, or adapters."""
+    shape = draw(shapes())
+    adapters: Adapters | None = None
+    if draw(st.booleans()):
+        adapters = read_adapters(LoraSpec(r=draw(st.integers(1, 8))), shape)
+    num_frozen = draw(st.integers(0, shape.num_layers))
+    return model_costs(shape, workload, Learning(num_frozen_layers=num_frozen, adapters=adapters))
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, workload: Workload) -> ModelCosts:
+    """A model whose layers are those of two models in any order."""
+    one, other = draw(models(workload)), draw(models(workload))
+    kinds = st.sampled_from([*one.layers, *other.layers])
+    return replace(one, layers=tuple(draw(st.lists(kinds, min_size=1, max_size=7))))
+
+
+def check(
+    costs: ModelCosts, savers: Savers, *, up: HalfCosts | None = None, down: HalfCosts | None = None
+) -> None:
+    """Every spot of the tables is what the stage there needs, to the byte."""
+    tables, size = MemoryTables.of(costs, savers, up=up, down=down), costs.num_layers + 1
+    expected = np.full((3, size, size), np.inf)
+    for start, stop in combinations(range(size), 2):
+        ends = up if start > 0 else None, down if stop < size - 1 else None
+        halves = [one for one in ends if one is not None]
+        memory = stage_memory(costs, range(start, stop), window=1, savers=savers, halves=halves)
+        standing = memory.standing_bytes
+        expected[:, start, stop] = (
+            standing + memory.working,
+            max(1, memory.activations),
+            standing + memory.update,
+        )
+    np.testing.assert_array_equal([tables.empty, tables.each, tables.update], expected)
+
+
+@settings(deadline=None)
+@given(st.data(), WORKLOADS, HALVES, HALVES)
+def test_every_spot_is_what_the_stage_there_needs(
+    data: st.DataObject, workload: Workload, up: HalfCosts | None, down: HalfCosts | None
+) -> None:
+    costs = data.draw(models(workload))
+    check(costs, data.draw(savers_for(workload)), up=up, down=down)
+
+
+@settings(deadline=None)
+@given(st.data(), WORKLOADS)
+def test_layers_may_come_in_any_order(data: st.DataObject, workload: Workload) -> None:
+    costs = data.draw(mixtures(workload))
+    check(costs, data.draw(savers_for(workload)))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data(), WORKLOADS)
+def test_an_encoder_and_a_decoder_are_one_model(data: st.DataObject, workload: Workload) -> None:
+    halves = {
+        key: {"model_type": model_type, "num_hidden_layers": data.draw(st.integers(1, 3))}
+        for key, model_type in (("encoder", "bert"), ("decoder", "roberta"))
+    }
+    check(read_encoder_decoder(halves).costs(workload), data.draw(savers_for(workload)))
+
+
+def test_what_a_stage_keeps_depends_on_its_first_layer() -> None:
+    costs = model_costs(read_shape({"model_type": "llama", "num_hidden_layers": 8}), SMALL)
+    reads = costs.layers[1]
+    blind = replace(reads, keeps_input=False)
+    costs = replace(costs, layers=(reads, reads, blind, reads, blind, reads, reads, reads))
+    each = MemoryTables.of(costs, Savers()).each
+    # The same layers, and the same at the end; but only the first of these two keeps what has come anyway.
+    assert each[4, 7] == each[1, 4] + costs.boundary_bytes
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 7))
+def test_figures_of_stages_are_those_of_their_parts(data: st.DataObject, num_layers: int) -> None:
+    values = st.lists(st.integers(-5, 2**50), min_size=num_layers + 2, max_size=num_layers + 2)
+    figures = data.draw(values)
+    stages = Stages.every(num_layers)
+    found = [stages.total(figures), stages.largest(figures)]
+    layers = [stages.first(figures)[:, 0], stages.last(figures)[0]]
+    for start, stop in combinations(range(num_layers + 1), 2):
+        parts = parts_of(figures, start, stop)
+        one = Stages.one(range(start, stop), num_layers=num_layers)
+        assert [table[start, stop] for table in found] == [sum(parts), max(parts)]
+        assert [one.total(figures), one.largest(figures)] == [sum(parts), max(parts)]
+        ends = [figures[start + 1], figures[stop]]
+        assert [layers[0][start], layers[1][stop]] == [one.first(figures), one.last(figures)] == ends
+
+
+def parts_of(figures: Sequence[int], start: int, stop: int) -> Sequence[int]:
+    first, *layers, last = figures
+    embedding = [first] if start == 0 else []
+    head = [last] if stop == len(layers) else []
+    return [*embedding, *layers[start:stop], *head]
+
+
+@pytest.mark.parametrize("sharding", Sharding)
+def test_a_model_of_any_size_is_too_large_rather_than_small(sharding: Sharding) -> None:
+    shape = read_shape({"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 2**70})
+    arithmetic = Arithmetic(is_gathered=sharding is not Sharding.NONE, on_accelerator=False)
+    costs = model_costs(shape, replace(SMALL, arithmetic=arithmetic, recompute=True))
+    for optimizer in OptimizerState:
+        savers = Savers(sharding=sharding, num_shards=2 if arithmetic.is_gathered else 1, optimizer=optimizer)
+        assert not MemoryTables.of(costs, savers).held(2**50).any()
+        assert stage_memory(costs, range(2), window=1, savers=savers).total_bytes > 2**140

@@ -1,0 +1,105 @@
+"""Where money counts, orders and codecs are searched for it: held to every way there is, one by one."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, permutations, product
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus.plan.ladder import Loss, ladder
+from isthmus.plan.levers import levers
+from isthmus.plan.planner import plan
+from isthmus.plan.search.choice import Plan
+from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
+
+# The planner takes one that is nearly as cheap and milder.
+NEARLY = 1.021
+WIDTH = 2048
+PIPELINE = "strategy.kind=pipeline"
+SMALL = (PIPELINE, "model.config.num_hidden_layers=3", "train.batch_tokens=16384")
+LONG = "limits.deadline=1000 d"
+PRICES = ("cloud.east.usd_per_hour=9", "cloud.west.usd_per_hour=2", "link.0.usd_per_gib=0.3")
+SPEEDS = ("cloud.east.accelerator=h100", "link.0.bandwidth=9 Gbps")
+NORTH = THIRD_CLOUD + link("west", "north", bandwidth="300 Mbps") + link("east", "north", bandwidth="9 Gbps")
+NORTH_PRICES = ("cloud.north.usd_per_hour=3", "link.1.usd_per_gib=0.02", "link.2.usd_per_gib=9")
+OPEN = ("link.1.codec=auto", "link.2.codec=auto")
+
+
+def usd(found: Plan) -> float:
+    assert found.estimate.total_usd is not None
+    return found.estimate.total_usd
+
+
+def every_way(names: Sequence[str], num_links: int) -> Iterator[tuple[str, ...]]:
+    """Every order, cut, number of micro-batches and codec that is allowed, as changes to the job."""
+    rungs = [one for one in ladder(WIDTH, shares_ids=True) if one.loss <= Loss.SLIGHT]
+    cuts = [pairwise((0, *inner, 3)) for inner in combinations(range(1, 3), len(names) - 1)]
+    layers = [[stop - start for start, stop in cut] for cut in cuts]
+    for order, counts, number, rung in product(permutations(names), layers, (1, 4, 16), rungs):
+        codec = f'{{forward = "{rung.forward}", backward = "{rung.backward}"}}'
+        yield (
+            f"strategy.clouds={list(order)}",
+            f"strategy.layers={counts}",
+            f"strategy.microbatches={number}",
+            *(f"link.{index}.codec={codec}" for index in range(num_links)),
+        )
+
+
+def cheapest_usd(names: Sequence[str], *given: str, more: str = "", num_links: int = 1) -> float:
+    ways = every_way(names, num_links)
+    return min(usd(plan(two_clouds(*given, *way, more=more), is_quick=True)) for way in ways)
+
+
+@pytest.mark.parametrize("link_price", ["0", "0.3", "20"])
+def test_two_clouds_find_the_cheapest_of_all_ways(link_price: str) -> None:
+    given = (*SMALL, *PRICES, *SPEEDS, f"link.0.usd_per_gib={link_price}")
+    assert usd(plan(two_clouds(*given, LONG))) <= NEARLY * cheapest_usd(("east", "west"), *given)
+
+
+def test_three_clouds_find_the_cheapest_order_and_not_the_fastest() -> None:
+    given = (*SMALL, *PRICES, *SPEEDS, *NORTH_PRICES)
+    chosen = plan(two_clouds(*given, *OPEN, LONG, more=NORTH))
+    names = ("east", "west", "north")
+    assert usd(chosen) <= NEARLY * cheapest_usd(names, *given, more=NORTH, num_links=3)
+    fastest = plan(two_clouds(*given, *OPEN, more=NORTH))
+    assert usd(chosen) < usd(fastest)
+    assert chosen.estimate.total_s >= fastest.estimate.total_s
+
+
+def priced(*overrides: str) -> Job:
+    return two_clouds(PIPELINE, *PRICES, "link.0.usd_per_gib=2", "link.0.bandwidth=50 Gbps", *overrides)
+
+
+def test_a_budget_makes_codecs_no_stronger_than_it_must() -> None:
+    free = plan(priced())
+    roomy = plan(priced(f"limits.budget_usd={1.2 * usd(free)}"))
+    assert [one.forward_codec for one in roomy.links] == [one.forward_codec for one in free.links]
+    tight = plan(priced(f"limits.budget_usd={0.7 * usd(free)}"))
+    assert usd(tight) <= 0.7 * usd(free)
+    assert tight.strength > free.strength == 0
+    assert "fewer bytes to pay for" in tight.links[0].reason
+
+
+def test_the_cheapest_that_is_named_is_what_a_deadline_would_choose() -> None:
+    least = plan(priced(LONG))
+    with pytest.raises(UserError, match="the cheapest plan costs") as caught:
+        plan(priced(f"limits.budget_usd={0.9 * usd(least)}"))
+    assert "set limits.budget_usd to" in (caught.value.hint or "")
+    named = float(str(caught.value).partition("$")[2].partition(",")[0])
+    assert named == pytest.approx(usd(least), rel=0.03)
+
+
+def test_no_codec_beyond_the_allowed_loss_saves_money() -> None:
+    careful = plan(priced(LONG, "limits.codec_loss=none"))
+    assert [(one.forward_codec, one.backward_codec) for one in careful.links] == [("raw", "raw")]
+    assert plan(priced(LONG, "limits.codec_loss=some")).loss is Loss.SOME
+
+
+def test_levers_of_a_thrifty_plan_keep_its_codecs() -> None:
+    job = priced(LONG)
+    chosen = plan(job)
+    assert chosen.strength > plan(priced()).strength
+    found = {one.what: one for one in levers(job, chosen)}
+    assert found["twice the bandwidth"].usd_change == pytest.approx(0.0, abs=0.2)
+    assert all((one.usd_change or 0.0) < 1 for one in found.values())
