@@ -79,7 +79,7 @@ def test_it_agrees_with_the_bubble(bandwidth: str) -> None:
 def test_a_bubble_of_bandwidth_is_not_put_down_to_compute_alone() -> None:
     thin = [f"link.{number}.bandwidth=2 Gbps" for number in range(3)]
     estimate = plan(load_job(EXAMPLES / "plan-70b.toml", overrides=thin)).estimate
-    assert estimate.bubble.bandwidth > 0.3
+    assert estimate.bubble.bandwidth > 0.1
     assert estimate.limiting.startswith("bandwidth of")
 
 
