@@ -30,6 +30,7 @@ _WRITTEN: Final = frozenset(
         "layers",
         "microbatches",
         "max_in_flight",
+        "policy",
         "inner_steps",
         "fragments",
         "bits",

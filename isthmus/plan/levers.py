@@ -15,6 +15,7 @@ from isthmus.job import (
     PipelineStrategy,
     parse_codec,
 )
+from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.planner import plan as make_plan
 from isthmus.plan.replicated.replicas import INNER_STEPS
 from isthmus.plan.search.choice import DataSettings, Form, PipelineSettings, Plan
@@ -178,12 +179,14 @@ def _cloud_changes(job: Job, plan: Plan) -> Iterator[tuple[str, Job]]:
 
 
 def _cloud_groups(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """The clouds that would grow together: all copies, either role, or the busiest stage."""
+    """The clouds that would grow together: all copies or ranks in step, either role, or the busiest stage."""
     match plan.form:
         case Form.DATA:
             yield plan.clouds
         case Form.GENERATOR_DISCRIMINATOR:
             yield from (plan.clouds[:-1], plan.clouds[-1:])
+        case _ if any(stage.sharding is Sharding.FULL for stage in plan.stages):
+            yield plan.clouds
         case _:
             yield (max(plan.stages, key=lambda stage: stage.busy_s).cloud,)
 

@@ -29,6 +29,16 @@ def common_ranks(job: Job) -> int:
     return max((one.ranks for one in job.cloud if _is_shared_out(one)), default=1)
 
 
+def check_even(job: Job, *, num_sequences: int, sequence_length: int) -> None:
+    """Refuse a step that ranks in lock-step cannot deal out evenly, however it is divided."""
+    number = common_ranks(job)
+    if num_sequences % number:
+        raise UserError(
+            f"the {num_sequences} sequences of a step cannot be dealt out evenly to {number} ranks",
+            hint=f"set train.batch_tokens to a multiple of {number * sequence_length}",
+        )
+
+
 def _is_shared_out(cloud: CloudSpec) -> bool:
     return cloud.ranks > 1 and cloud.sharding == "full"
 

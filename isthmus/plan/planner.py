@@ -3,7 +3,7 @@
 study the job → search pipelines, copies, generators → keep the limits → simulate the best → choose
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -19,7 +19,7 @@ from isthmus.plan.replicated.data import data_plans
 from isthmus.plan.replicated.generator import generator_plans
 from isthmus.plan.search.assess import assess_simulated, simulated_once, simulated_work
 from isthmus.plan.search.choice import Form, Plan, RunnerUp, Warmup
-from isthmus.plan.search.limits import excess, keep_limits, keep_mild, nothing_fits
+from isthmus.plan.search.limits import excess, keep_limits, keep_mild, keep_priced, nothing_fits
 from isthmus.plan.search.pipelines import Progress, mild_sparings, pipelines
 from isthmus.plan.search.study import LOSSES, Study, study
 from isthmus.units import format_bytes, format_duration, shorten
@@ -33,7 +33,7 @@ _NUM_SIMULATED: Final = 4
 # Plans nearly as good as the best make way for a simpler one.
 _NEARLY: Final = 0.02
 _MAX_RUNNERS_UP: Final = 6
-_VERBS: Final = ("takes", "costs")
+_VERBS: Final = ("takes", "costs", "has")
 
 
 def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: None) -> Plan:
@@ -46,7 +46,7 @@ def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: Non
     plans = _candidates(ready, progress)
     if not plans:
         raise nothing_fits(ready)
-    allowed = keep_mild(plans, job)
+    allowed = keep_priced(keep_mild(plans, job), job)
     simulated = _simulate_best(allowed, job, progress, is_quick=is_quick)
     if all(excess(one, job) for one in simulated):
         simulated += _simulate_some(_last_hopes(allowed))
@@ -131,7 +131,7 @@ def _simulate_best(plans: Sequence[Plan], job: Job, progress: Progress, *, is_qu
     """
     done: list[Plan] = []
     work = 0
-    for one in sorted(plans, key=lambda one: (excess(one, job), _cost(one, job))):
+    for one in sorted(plans, key=lambda one: (excess(one, job), *_rank(one, job))):
         work += simulated_work(one)
         most = _SIMULATED_PASSES if len(done) >= _NUM_SIMULATED else _MANY_SIMULATED_PASSES
         if done and work > (_FEW_SIMULATED_PASSES if is_quick else most):
@@ -143,25 +143,35 @@ def _simulate_best(plans: Sequence[Plan], job: Job, progress: Progress, *, is_qu
 
 def _pick(plans: Sequence[Plan], job: Job) -> Plan:
     """The best, or one that is nearly as good and milder, cheaper or simpler."""
-    least = min(_cost(one, job) for one in plans)
-    near = [one for one in plans if _cost(one, job) <= least * (1 + _NEARLY)]
+    cheap = _nearly_least(plans, lambda one: _cost(one, job))
     return min(
-        near,
+        _nearly_least(cheap, lambda one: one.estimate.total_s),
         key=lambda one: (
             one.loss,
             one.strength,
             one.estimate.total_usd or 0.0,
             len(one.savers),
             len(one.stages),
-            _cost(one, job),
+            one.estimate.total_s,
         ),
     )
+
+
+def _nearly_least(plans: Sequence[Plan], figure: Callable[[Plan], float]) -> list[Plan]:
+    least = min(map(figure, plans))
+    return [one for one in plans if figure(one) <= least * (1 + _NEARLY)]
 
 
 def _cost(plan: Plan, job: Job) -> float:
     """What is to be least of a run: money where there is a deadline, else time."""
     usd = plan.estimate.total_usd
     return plan.estimate.total_s if job.limits.deadline_s is None or usd is None else usd
+
+
+def _rank(plan: Plan, job: Job) -> tuple[bool, float, float]:
+    """By cost, which is not to be compared where only one has a price; then by time."""
+    is_unknown = job.limits.deadline_s is not None and plan.estimate.total_usd is None
+    return is_unknown, _cost(plan, job), plan.estimate.total_s
 
 
 def _last_hopes(plans: Sequence[Plan]) -> list[Plan]:
@@ -185,14 +195,14 @@ def _others(best: Plan, groups: Sequence[Sequence[Plan]], job: Job) -> list[Plan
     """The best of each other form and set of clouds; earlier groups, such as what was simulated, go first."""
     chosen: dict[tuple[Form, tuple[str, ...]], Plan] = {}
     for group in groups:
-        for one in sorted(group, key=lambda one: _cost(one, job)):
+        for one in sorted(group, key=lambda one: _rank(one, job)):
             chosen.setdefault((one.form, one.clouds), one)
     chosen.pop((best.form, best.clouds), None)
-    others = sorted(chosen.values(), key=lambda one: _cost(one, job))
+    others = sorted(chosen.values(), key=lambda one: _rank(one, job))
     every_form = {one.form: one for one in reversed(others)}
     first = [one for one in others if one in every_form.values()]
     rest = [one for one in others if one not in first]
-    return sorted([*first, *rest][:_MAX_RUNNERS_UP], key=lambda one: _cost(one, job))
+    return sorted([*first, *rest][:_MAX_RUNNERS_UP], key=lambda one: _rank(one, job))
 
 
 def _runner_up(one: Plan, best: Plan, job: Job) -> RunnerUp:
@@ -213,15 +223,27 @@ def _why(other: Plan, best: Plan, job: Job) -> str:
         return f'costs {other.loss.name.lower()} quality, more than limits.codec_loss = "{limits.codec_loss}"'
     if limits.deadline_s is not None and its.total_s > limits.deadline_s:
         return f"takes {_short(its.total_s)}, longer than limits.deadline"
+    if limits.counts_money and its.total_usd is None and mine.total_usd is not None:
+        return f"has no known price, for want of that of {_unpriced(other)}"
     if limits.budget_usd is not None and (its.total_usd or 0.0) > limits.budget_usd:
-        return f"costs ${its.total_usd:,.0f}, more than limits.budget_usd"
-    if limits.deadline_s is not None and its.total_usd is not None and mine.total_usd:
-        return f"costs {its.total_usd / mine.total_usd - 1:.0%} more"
+        return f"costs ${shorten(its.total_usd or 0.0):,}, more than limits.budget_usd"
+    if limits.deadline_s is not None and its.total_usd is not None and mine.total_usd is not None:
+        return _dearer(its.total_usd, mine.total_usd)
     slower = its.total_s / mine.total_s - 1
     if slower < _NEARLY:
         return "no faster, and dearer or less simple"
     over = " over the run" if mine.warmup is not None or its.warmup is not None else ""
     return f"{slower:.0%} slower{over}: {_cause(other)}"
+
+
+def _unpriced(plan: Plan) -> str:
+    return next(stage.cloud for stage in plan.stages if stage.usd_per_hour is None)
+
+
+def _dearer(usd: float, least_usd: float) -> str:
+    if usd <= least_usd * (1 + _NEARLY):
+        return "no cheaper, and slower or less simple"
+    return f"costs {usd / least_usd - 1:.0%} more" if least_usd else f"costs ${shorten(usd):,} more"
 
 
 def _cause(plan: Plan) -> str:

@@ -146,7 +146,7 @@ def _windows(
     wanted = _wanted(scenario, measured.hops, interval_s)
     sizes: list[int] = []
     for index, cap in enumerate(caps):
-        bounds = _bounds(scenario, sizes)
+        bounds = window_bounds(scenario, sizes)
         if scenario.policy is Policy.LOCK_STEP and sizes:
             bounds.append(in_proportion(wanted[index], of=wanted[index - 1], to=sizes[-1]))
         sizes.append(max(1, min(wanted[index], cap, *bounds)))
@@ -173,7 +173,7 @@ def _wanted(scenario: Scenario, hops: Sequence[Hop], interval_s: float) -> list[
     return sizes
 
 
-def _bounds(scenario: Scenario, before: Sequence[int]) -> list[int]:
+def window_bounds(scenario: Scenario, before: Sequence[int]) -> list[int]:
     """What a rank of the next stage can have: its own micro-batches, and what the stages before pass on."""
     num_ranks = scenario.stages[len(before)].num_ranks
     bounds = [math.ceil(scenario.num_microbatches / num_ranks)]

@@ -20,6 +20,7 @@ from isthmus.events import EVENTS_FOLDER, STARTED_KIND, EventLog
 from isthmus.job import Job
 from isthmus.model.export import merge, write_part
 from isthmus.observe.trackers import Tracker
+from isthmus.plan.lock_step import common_ranks
 from isthmus.plan.search.plan_file import decisions_from_dict
 from isthmus.train.agreement import Offer, Start
 from isthmus.train.checkpoint import Checkpoints
@@ -143,7 +144,9 @@ class _Session:
     def _offer(self, data: TrainingData | None) -> Offer | None:
         if data is None or self._place.run_id is None:
             return None
-        held_out = data.validation_batches(num_sequences=self._setup.layout.num_sequences)
+        held_out = data.validation_batches(
+            num_sequences=self._setup.layout.num_sequences, multiple_of=self._num_in_step
+        )
         decisions = self._setup.decisions
         return Offer(
             run_id=self._place.run_id,
@@ -227,7 +230,13 @@ class _Session:
             cursor=cursor,
             share=Share(training=lambda step: share(step=step), validation=held_out),
             first_step=start.step,
+            num_in_step=self._num_in_step,
         )
+
+    @property
+    def _num_in_step(self) -> int:
+        """Ranks of a cloud that run one sequence of passes, and so need as many micro-batches each."""
+        return common_ranks(self._setup.followed(self._job))
 
     def _tell_beginning(self, journal: Journal, equipped: Equipped, start: Start) -> None:
         if not self._is_leader:

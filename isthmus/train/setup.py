@@ -15,7 +15,7 @@ from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.following import follow
 from isthmus.plan.ladder import Pair
-from isthmus.plan.lock_step import check_lock_step, common_ranks, policy_of
+from isthmus.plan.lock_step import OPEN, check_even, check_lock_step, common_ranks, policy_of
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Caps
@@ -100,6 +100,9 @@ def _reasons(job: Job, strategy: PipelineStrategy, chosen: Plan) -> Iterator[str
     if strategy.microbatches is None and isinstance(chosen.settings, PipelineSettings):
         number, size = chosen.settings.num_microbatches, chosen.settings.microbatch_sequences
         yield f"micro-batches: {number} of {size} sequences, the best of all that divide a step"
+    settings = chosen.settings
+    if strategy.policy == OPEN and isinstance(settings, PipelineSettings) and settings.policy.keeps_order:
+        yield f"policy: {settings.policy.value}, since ranks that share out all of a stage need one order"
     yield from _spared(job, chosen)
     if isinstance(chosen.settings, PipelineSettings) and chosen.settings.max_in_flight is not None:
         yield f"in flight: {_most(chosen.settings.max_in_flight, chosen.clouds)}, which is what memory holds"
@@ -131,10 +134,13 @@ def _spared(job: Job, chosen: Plan) -> Iterator[str]:
 
 def _decided(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], decisions: Decisions) -> Setup:
     number = decisions.num_microbatches
+    policy = policy_of(job, strategy) if decisions.policy is None else Policy(decisions.policy)
+    decided = strategy.model_copy(update={"policy": policy.value, "microbatches": number})
+    check_lock_step(follow(job, clouds, decisions), decided)
     return Setup(
         clouds=clouds,
         layout=_layout(job, number),
-        policy=policy_of(job, strategy) if decisions.policy is None else Policy(decisions.policy),
+        policy=policy,
         max_in_flight=decisions.max_in_flight or strategy.max_in_flight or number,
         recompute=decisions.recompute or job.train.recompute is True,
         notes=decisions.reasons,
@@ -222,13 +228,8 @@ def _choose_microbatches(job: Job, num_stages: int, notes: list[str]) -> int:
     num_sequences = max(1, job.train.batch_tokens // sequence_length)
     most = _MICROBATCHES_PER_STAGE * num_stages
     every = [one for one in range(1, num_sequences + 1) if num_sequences % one == 0]
-    num_ranks = common_ranks(job)
-    possible = [one for one in every if one % num_ranks == 0]
-    if not possible:
-        raise UserError(
-            f"the {num_sequences} sequences of a step cannot be dealt out evenly to {num_ranks} ranks",
-            hint=f"set train.batch_tokens to a multiple of {num_ranks * sequence_length}",
-        )
+    check_even(job, num_sequences=num_sequences, sequence_length=sequence_length)
+    possible = [one for one in every if one % common_ranks(job) == 0]
     chosen = max((one for one in possible if one <= most), default=possible[0])
     notes.append(
         f"micro-batches: {chosen}, the most up to {most} ({_MICROBATCHES_PER_STAGE} a stage) "

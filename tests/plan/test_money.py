@@ -103,3 +103,26 @@ def test_levers_of_a_thrifty_plan_keep_its_codecs() -> None:
     found = {one.what: one for one in levers(job, chosen)}
     assert found["twice the bandwidth"].usd_change == pytest.approx(0.0, abs=0.2)
     assert all((one.usd_change or 0.0) < 1 for one in found.values())
+
+
+UNPRICED = '[[accelerator]]\nname = "mine"\nflops = "312 TFLOPS"\nmemory = "40 GiB"\n'
+
+
+def test_what_has_no_price_is_not_taken_to_be_free() -> None:
+    mine = ("cloud.west.accelerator=mine", "cloud.east.usd_per_hour=3")
+    for limit in ("limits.budget_usd=1000", LONG):
+        chosen = plan(two_clouds(*mine, limit, more=UNPRICED))
+        assert chosen.clouds == ("east",)
+        assert any("has no known price, for want of that of west" in one.why for one in chosen.runners_up)
+    with pytest.raises(UserError, match="the cheapest plan costs"):
+        plan(two_clouds(*mine, "limits.budget_usd=0.0001", more=UNPRICED))
+    with pytest.raises(UserError, match="the price of cloud 'west' is not known"):
+        plan(two_clouds(PIPELINE, *mine, "limits.budget_usd=5", more=UNPRICED))
+
+
+def test_of_plans_that_cost_the_same_the_faster_is_taken() -> None:
+    free = ("cloud.east.usd_per_hour=0", "cloud.west.usd_per_hour=0")
+    cheap, fast = plan(two_clouds(*free, LONG)), plan(two_clouds(*free))
+    assert cheap.estimate.total_s <= 1.02 * fast.estimate.total_s
+    paid = (PIPELINE, *free, "link.0.usd_per_gib=1")
+    assert plan(two_clouds(*paid, LONG)).estimate.step_s <= 1.1 * plan(two_clouds(*paid)).estimate.step_s

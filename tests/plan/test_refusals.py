@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.errors import IsthmusError
+from isthmus.errors import IsthmusError, UserError
 from isthmus.job import ModelSpec
 from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.shapes import max_length
@@ -65,3 +65,10 @@ def test_quantised_weights_are_not_trained(tmp_path: Path) -> None:
 def test_positions_are_those_of_the_data(model_type: str) -> None:
     limits = read_limits(ModelSpec(config={"model_type": model_type}))
     assert max_length({"model_type": model_type}) == limits.max_length(pad_id=0)
+
+
+def test_more_sequences_than_are_tried_as_micro_batches_have_a_sentence_too() -> None:
+    tight = ("cloud.east.memory=4.2 GiB", "cloud.west.memory=4.2 GiB", "train.batch_tokens=16777216")
+    with pytest.raises(UserError, match="nothing fits") as caught:
+        plan(two_clouds("strategy.kind=pipeline", *tight))
+    assert "would do" in (caught.value.hint or "")

@@ -9,16 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.job import Job
+from isthmus.job import Job, PipelineStrategy
 from isthmus.job.load import parse_job
 from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.following import follow, planned_changes
+from isthmus.plan.levers import levers
+from isthmus.plan.lock_step import check_lock_step
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.planner import plan
 from isthmus.plan.search.choice import Form, PipelineSettings, Plan
 from isthmus.plan.search.facts import cloud_facts
+from isthmus.plan.search.inside import exchange_s
 from isthmus.plan.search.plan_file import decisions_from_dict
+from isthmus.plan.search.settings import Setting
 from isthmus.plan.search.sparing import Sparing, levels
+from isthmus.plan.search.study import study
 from tests.plan.jobs import TWO_CLOUDS, two_clouds
 
 PIPELINE = "strategy.kind=pipeline"
@@ -219,3 +224,75 @@ def test_recompute_as_memory_asks_for_stays_so() -> None:
     assert chosen.sparing.recompute
     assert planned_changes(job, chosen).train == {}
     assert follow(job, chosen.clouds, chosen.decisions).train.recompute == "auto"
+
+
+CHAIN = """
+[[cloud]]
+name = "north"
+accelerator = "a100-40gb"
+listen = "127.0.0.1:7602"
+[[link]]
+between = ["west", "north"]
+bandwidth = "1 Gbps"
+rtt = "40 ms"
+"""
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    ranks=st.tuples(*[st.sampled_from([1, 2, 4])] * 3),
+    sharding=st.tuples(*[st.sampled_from(["auto", "auto", "none", "optimizer"])] * 3),
+    memory=st.sampled_from(["2 GiB", "3 GiB", "5 GiB", "9 GiB"]),
+)
+def test_what_is_planned_is_what_ranks_can_do(
+    ranks: tuple[int, ...], sharding: tuple[str, ...], memory: str
+) -> None:
+    names = ("east", "west", "north")
+    changes = [f"cloud.{name}.ranks={number}" for name, number in zip(names, ranks, strict=True)]
+    changes += [f"cloud.{name}.sharding={one}" for name, one in zip(names, sharding, strict=True)]
+    changes += [f"cloud.{name}.memory={memory}" for name in names]
+    job = two_clouds(PIPELINE, *changes, more=CHAIN)
+    try:
+        chosen = plan(job, is_quick=True)
+    except UserError:
+        return
+    assert chosen.decisions is not None
+    assert isinstance(job.strategy, PipelineStrategy)
+    followed = follow(job, chosen.clouds, chosen.decisions)
+    decided = {"policy": chosen.decisions.policy, "microbatches": chosen.decisions.num_microbatches}
+    check_lock_step(followed, job.strategy.model_copy(update=decided))
+    is_full = Sharding.FULL in shardings(chosen)
+    assert is_full == (chosen.decisions.policy == Policy.LOCK_STEP.value), "one is for the other"
+    assert not is_full or len(set(ranks)) == 1
+
+
+@pytest.mark.parametrize("policy", ["lock-step", "1f1b", "auto"])
+def test_given_windows_that_grow_are_cut_where_stages_would_wait_for_ever(policy: str) -> None:
+    given_windows = (PIPELINE, "strategy.windows=[2, 3]", f"strategy.policy={policy}")
+    chosen = plan(with_memory("4 GiB", *given_windows), is_quick=True)
+    assert chosen.estimate.is_simulated
+    if policy != "auto":
+        assert chosen.stages[1].window <= chosen.stages[0].window
+
+
+def test_ranks_in_step_grow_together() -> None:
+    job = with_memory("2500 MiB", PIPELINE, *RANKS)
+    found = {one.what for one in levers(job, plan(job))}
+    assert "twice the ranks at east and west" in found
+
+
+def test_sequences_that_cannot_be_dealt_out_evenly_are_named() -> None:
+    shared = ("cloud.east.sharding=full", "train.batch_tokens=103424")
+    with pytest.raises(UserError, match="the 101 sequences of a step cannot be dealt out evenly to 4 ranks"):
+        plan(two_clouds(PIPELINE, *RANKS, *shared))
+
+
+def test_gradients_of_a_shared_stage_are_reduced_in_float32() -> None:
+    east = cloud_facts(two_clouds("cloud.east.inside_bandwidth=8 Gbps", *RANKS))[0]
+    ready = study(two_clouds(PIPELINE, *RANKS), policy=Policy.LOCK_STEP)
+    full = next(number for number, one in enumerate(ready.supply.levels) if one.sharing is Sharding.FULL)
+    costs = ready.supply.costs(ready.clouds[0], Setting(num_microbatches=16, level=full))
+    layer = costs.layers[0]
+    forward_s, backward_s = exchange_s(layer, costs, ready.supply.levels[full].savers(east), east)
+    assert forward_s == pytest.approx(3 / 4 * 2 * layer.num_parameters / 1e9)
+    assert backward_s == pytest.approx(3 / 4 * (2 + 4) * layer.num_parameters / 1e9)

@@ -235,3 +235,14 @@ def test_a_job_without_data(tmp_path: Path) -> None:
     bare = Job.model_validate({"name": "x", "cloud": [{"name": "a"}]})
     with pytest.raises(UserError, match=r"the job has no \[data\] section"):
         open_data(bare, tokenizer_folder=tmp_path)
+
+
+def test_ranks_in_step_get_as_many_to_evaluate_and_no_more_that_counts(tales: TrainingData) -> None:
+    plain = list(tales.validation_batches(num_sequences=4))
+    even = list(tales.validation_batches(num_sequences=4, multiple_of=len(plain) - 1))
+    assert len(even) == 2 * (len(plain) - 1)
+    assert [one.num_targets for one in even[len(plain) :]] == [0] * (len(plain) - 2)
+    assert sum(one.num_targets for one in even) == sum(one.num_targets for one in plain)
+    labels = even[-1].labels
+    assert labels is not None
+    assert tales.head.num_targets(labels) == 0

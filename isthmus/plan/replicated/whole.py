@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from isthmus.plan.costs.memory import Memory
 from isthmus.plan.replicated.replicas import Replica
@@ -11,9 +10,7 @@ from isthmus.plan.search.estimates import memory_parts
 from isthmus.plan.search.facts import CloudFacts
 from isthmus.plan.search.settings import Setting
 from isthmus.plan.search.sparing import Level, Sparing
-from isthmus.plan.search.supply import ModelSupply, microbatch_choices
-
-_MAX_MICROBATCHES: Final = 4096
+from isthmus.plan.search.supply import MAX_MICROBATCHES, ModelSupply, microbatch_choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +72,7 @@ def whole_models(supply: ModelSupply) -> Mapping[int, list[Whole]]:
 def microbatch_numbers(supply: ModelSupply) -> list[int]:
     """The numbers of micro-batches that are tried, from the least on."""
     return microbatch_choices(
-        supply.step.num_sequences, given=None, most=_MAX_MICROBATCHES, num_ranks=min(supply.num_ranks)
+        supply.step.num_sequences, given=None, most=MAX_MICROBATCHES, num_ranks=min(supply.num_ranks)
     )
 
 

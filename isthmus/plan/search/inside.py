@@ -54,13 +54,18 @@ def _exchanged_bytes(part: PartCosts, costs: ModelCosts, savers: Savers) -> int:
             return 0
 
 
-def gathering_s(costs: ModelCosts, num_parameters: int, savers: Savers, cloud: CloudFacts) -> float:
-    """What a pass waits for the weights of a layer, beside which the layer before is computed."""
+def exchange_s(part: PartCosts, costs: ModelCosts, savers: Savers, cloud: CloudFacts) -> tuple[float, float]:
+    """What moves in a forward and in a backward of a part whose weights are shared out.
+
+    Weights are gathered in both as they are computed with, and gradients reduced in float32.
+    """
     if savers.sharding is not Sharding.FULL:
-        return 0.0
+        return 0.0, 0.0
     share = (savers.num_shards - 1) / savers.num_shards
-    num_bytes = share * num_parameters * costs.workload.arithmetic.element_bytes
-    return num_bytes / cloud.inside_bytes_per_s
+    gathered_bytes = share * part.num_parameters * costs.workload.arithmetic.element_bytes
+    reduced_bytes = share * part.num_trained * WIDE_BYTES
+    rate = cloud.inside_bytes_per_s
+    return gathered_bytes / rate, (gathered_bytes + reduced_bytes) / rate
 
 
 def coding_s(raw_bytes: int, *clouds: CloudFacts) -> float:

@@ -17,7 +17,7 @@ from isthmus.plan.search.choice import Estimate, Form, Plan
 from isthmus.plan.search.settings import divisors, search
 from isthmus.plan.search.study import LOSSES, Study
 from isthmus.plan.search.study import study as read_study
-from isthmus.plan.search.supply import ModelSupply
+from isthmus.plan.search.supply import MAX_MICROBATCHES, ModelSupply
 from isthmus.units import format_bytes, format_duration, join_words, shorten
 
 # Memory is searched in steps of this factor, up to so many times what there is.
@@ -33,6 +33,14 @@ def keep_mild(plans: Sequence[Plan], job: Job) -> list[Plan]:
     return mild
 
 
+def keep_priced(plans: Sequence[Plan], job: Job) -> list[Plan]:
+    """The plans whose price is known where money counts, if any is; or what is missing for a budget."""
+    if not job.limits.counts_money:
+        return list(plans)
+    _check_prices(plans, job)
+    return [one for one in plans if one.estimate.total_usd is not None] or list(plans)
+
+
 def excess(plan: Plan, job: Job) -> float:
     """By what share a plan goes beyond the job's deadline or budget; 0 where it keeps both."""
     deadline_s, budget_usd = job.limits.deadline_s or math.inf, job.limits.budget_usd or math.inf
@@ -43,9 +51,7 @@ def excess(plan: Plan, job: Job) -> float:
 def keep_limits(plans: Sequence[Plan], job: Job) -> list[Plan]:
     """The plans within all limits, or the limit that leaves none."""
     limits = job.limits
-    mild = keep_mild(plans, job)
-    if limits.budget_usd is not None or limits.deadline_s is not None:
-        _check_prices(mild, job)
+    mild = keep_priced(keep_mild(plans, job), job)
     in_time = [one for one in mild if one.estimate.total_s <= (limits.deadline_s or math.inf)]
     if not in_time:
         raise _too_slow(mild, limits.deadline_s or math.inf)
@@ -95,7 +101,8 @@ def _way_out(study: Study, plan: Plan, factor: float) -> str:
     full = 1 / study.job.limits.memory_share
     if factor <= full:
         ways.append(f"set limits.memory_share to {math.ceil(100 * factor / full) / 100:g}")
-    ways.append(f"{join_words(_devices_wanted(study, plan))} would do")
+    if wanted := _devices_wanted(study, plan):
+        ways.append(f"{join_words(wanted)} would do")
     return "; or ".join(ways)
 
 
@@ -149,9 +156,9 @@ def _most_microbatches(study: Study) -> list[int]:
     """As many as can be; and as many as ranks in lock-step can have."""
     if (given := study.strategy.microbatches) is not None:
         return [given]
-    most = study.step.num_sequences
-    in_step = [one for one in divisors(most) if one % math.lcm(*study.supply.num_ranks) == 0]
-    return sorted({most, *in_step[-1:]})
+    possible = [one for one in divisors(study.step.num_sequences) if one <= MAX_MICROBATCHES]
+    in_step = [one for one in possible if one % math.lcm(*study.supply.num_ranks) == 0]
+    return sorted({*possible[-1:], *in_step[-1:]})
 
 
 def _fits(study: Study, supply: ModelSupply) -> bool:

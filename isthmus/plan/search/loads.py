@@ -10,7 +10,7 @@ from isthmus.plan.codec_choice import Bounds, Choice, Figures, choose
 from isthmus.plan.costs.bottlenecks import HalfCosts
 from isthmus.plan.ladder import Crossing, Pair, Rung
 from isthmus.plan.pipeline import Policy
-from isthmus.plan.rank_windows import at_worst, expected, next_windows
+from isthmus.plan.rank_windows import at_worst, expected, next_windows, window_bounds
 from isthmus.plan.scenario import Caps, HopLoad, Scenario, StageLoad
 from isthmus.plan.search.facts import CloudFacts
 from isthmus.plan.search.settings import Constraints, Found, Setting, measure_with
@@ -111,7 +111,7 @@ def load_up(found: Found, supply: ModelSupply, terms: Terms, *, hides: bool = Tr
     held, measured = _held(found, supply, terms), expected(scenario)
     wanted = terms.windows or next_windows(scenario, measured)
     caps = _caps({scenario, before}, wanted, held)
-    fixed = None if terms.windows is None else _given_windows(terms.windows, held)
+    fixed = None if terms.windows is None else _given_windows(scenario, terms.windows, held)
     windows = fixed or next_windows(scenario, measured, max_in_flight=caps)
     first_windows = windows
     if num_warmup_steps and fixed is None:
@@ -211,5 +211,10 @@ def _caps(scenarios: Collection[Scenario], wanted: Sequence[int], held: Sequence
     return caps if len(set(caps)) > 1 else caps[0]
 
 
-def _given_windows(given: Sequence[int], held: Sequence[float]) -> tuple[int, ...]:
-    return tuple(int(max(1, min(size, most))) for size, most in zip(given, held, strict=True))
+def _given_windows(scenario: Scenario, given: Sequence[int], held: Sequence[float]) -> tuple[int, ...]:
+    """As far as memory holds them, and stages that keep an order would not wait for each other."""
+    sizes: list[int] = []
+    for size, most in zip(given, held, strict=True):
+        bounds = window_bounds(scenario, sizes) if scenario.policy.keeps_order else []
+        sizes.append(int(max(1, min(size, most, *bounds))))
+    return tuple(sizes)

@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.search.assess import assess_all
 from isthmus.plan.search.choice import PipelineSettings, Plan
 from isthmus.plan.search.settings import Found, Supply, search
 from isthmus.plan.search.sparing import Sparing
 from isthmus.plan.search.study import Study, study
-from isthmus.plan.search.supply import microbatch_choices
+from isthmus.plan.search.supply import MAX_MICROBATCHES, microbatch_choices
 from isthmus.plan.search.tolls import Tolled, least_usd
 
 Progress = Callable[[str], None]
 
-_MAX_MICROBATCHES: Final = 4096
 _MAX_ASSESSED: Final = 400
 
 
@@ -23,17 +24,32 @@ def pipelines(ready: Study, progress: Progress) -> list[Plan]:
     """Ranks go their own ways, or in lock-step too where memory binds them: then they can share out more."""
     found = list(_cuts(ready, progress))
     mild = mild_sparings(ready)
-    is_free = any(one.sparing in mild and not _is_bound(one) for one in found)
-    alike = None if is_free else ready.in_lock_step
+    best = min(
+        (one for one in found if one.sparing in mild), key=lambda one: one.estimate.step_s, default=None
+    )
+    alike = ready.in_lock_step if best is None or _is_bound(best) else None
     if alike is None:
         return found
-    every = [*found, *_cuts(alike, progress)]
+    every = [*found, *(one for one in _cuts(_sharing_all(alike), progress) if _shares_all(one))]
     fewest = min((len(one.stages) for one in every if one.sparing in mild), default=math.inf)
     return [one for one in every if one.sparing in mild or len(one.stages) < fewest]
 
 
+def _sharing_all(ready: Study) -> Study:
+    """With nothing to try but what is tried for: ranks that share out all of a stage."""
+    levels = [one for one in ready.supply.levels if one.sharing is Sharding.FULL]
+    supply = replace(ready.supply, levels=levels, _tables={}, _memory={}, _costs={})
+    return replace(ready, supply=supply)
+
+
+def _shares_all(plan: Plan) -> bool:
+    return any(stage.sharding is Sharding.FULL for stage in plan.stages)
+
+
 def _is_bound(plan: Plan) -> bool:
-    return isinstance(plan.settings, PipelineSettings) and plan.settings.max_in_flight is not None
+    """Whether more memory would do it good."""
+    caps = plan.settings.max_in_flight if isinstance(plan.settings, PipelineSettings) else None
+    return caps is not None or plan.sparing.recompute
 
 
 def _cuts(ready: Study, progress: Progress) -> Iterator[Plan]:
@@ -54,7 +70,7 @@ def _cut(ready: Study, progress: Progress) -> Iterator[Plan]:
     numbers = microbatch_choices(
         ready.step.num_sequences,
         given=ready.strategy.microbatches,
-        most=_MAX_MICROBATCHES,
+        most=MAX_MICROBATCHES,
         num_ranks=min(ranks),
         multiple_of=math.lcm(*ranks) if ready.terms.policy.keeps_order else 1,
     )

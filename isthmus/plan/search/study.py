@@ -25,7 +25,7 @@ from isthmus.plan.costs.parts import model_costs
 from isthmus.plan.costs.shapes import ModelShape, check_length, max_length, read_shape
 from isthmus.plan.cuts import check_frozen
 from isthmus.plan.ladder import Crossing, Loss, Pair, ladder
-from isthmus.plan.lock_step import OPEN, check_lock_step, policy_of
+from isthmus.plan.lock_step import OPEN, check_even, check_lock_step, policy_of
 from isthmus.plan.pipeline import Policy
 from isthmus.plan.search.facts import CloudFacts, StepFacts, cloud_facts, line, model_config, step_facts, task
 from isthmus.plan.search.loads import LinkTerms, Terms
@@ -89,6 +89,7 @@ def study(job: Job, *, policy: Policy | None = None) -> Study:
     own = strategy or PipelineStrategy(kind="pipeline")
     if not isinstance(job.strategy, DataStrategy | GeneratorDiscriminatorStrategy):
         check_lock_step(job.used(), own)
+        check_even(job.used(), num_sequences=step.num_sequences, sequence_length=step.sequence_length)
     policy = policy or policy_of(job.used(), own)
     return Study(
         job=job,

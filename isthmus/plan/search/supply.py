@@ -17,10 +17,13 @@ from isthmus.plan.costs.times import ModelTimes, estimated_times, learned_times,
 from isthmus.plan.ladder import Crossing, Pair, Stretch, num_learners
 from isthmus.plan.scenario import HopLoad, Line
 from isthmus.plan.search.facts import CloudFacts, StepFacts
-from isthmus.plan.search.inside import between, coding_s, copying_s, gathering_s, updating_s
+from isthmus.plan.search.inside import between, coding_s, copying_s, exchange_s, updating_s
 from isthmus.plan.search.memory_tables import MemoryTables
 from isthmus.plan.search.settings import Setting, StageTable
 from isthmus.plan.search.sparing import Level
+
+MAX_MICROBATCHES: Final = 4096
+"""Of a step."""
 
 # Python, the scheduler and the courier for every pass, whatever its size.
 _PASS_OVERHEAD_S: Final = 2e-4
@@ -112,19 +115,24 @@ class ModelSupply:
         least_s = _LEAST_CPU_LAYER_S if facts.accelerator.is_cpu else _LEAST_LAYER_S
         if facts.profile is not None:
             least_s = 0.0
-        gather_s = [gathering_s(costs, layer.num_parameters, savers, facts) for layer in costs.layers]
+        # Beside what moves for a layer another one is computed; for the ends of a model there is none.
+        moved = [exchange_s(part, costs, savers, facts) for part in costs.layers]
+        first, last = (exchange_s(part, costs, savers, facts) for part in (costs.embedding, costs.head))
         forward_s = between(
-            times.embedding.forward_s,
-            [max(least_s, one.forward_s, wait_s) for one, wait_s in zip(times.layers, gather_s, strict=True)],
-            times.head.forward_s,
+            times.embedding.forward_s + first[0],
+            [
+                max(least_s, one.forward_s, wait_s)
+                for one, (wait_s, _) in zip(times.layers, moved, strict=True)
+            ],
+            times.head.forward_s + last[0],
         )
         backward_s = between(
-            times.embedding.backward_s,
+            times.embedding.backward_s + first[1],
             [
-                max(2 * least_s, one.backward_s, 2 * gather_s[layer]) if one.backward_s else 0.0
-                for layer, one in enumerate(times.layers)
+                max(2 * least_s, one.backward_s, wait_s) if one.backward_s else 0.0
+                for one, (_, wait_s) in zip(times.layers, moved, strict=True)
             ],
-            times.head.backward_s,
+            times.head.backward_s + last[1],
         )
         held = self._memory_tables(cloud, costs, savers).held(facts.room_bytes(self.memory_share))
         if savers.sharding is Sharding.FULL and setting.num_microbatches % facts.num_ranks:
@@ -237,9 +245,10 @@ class ModelSupply:
         )
 
     def _keep_in_step(self, pair: tuple[int, int], setting: Setting) -> bool:
+        """Ranks of one cloud in lock-step bind those of all, so all clouds have as many."""
         first, second = (self.clouds[one] for one in pair)
         level = self.levels[setting.level]
-        is_full = Sharding.FULL in (level.sharding(first), level.sharding(second))
+        is_full = any(level.sharding(one) is Sharding.FULL for one in self.clouds)
         return not is_full or first.num_ranks == second.num_ranks
 
     def _is_sharded(self, cloud: CloudFacts, setting: Setting) -> bool:

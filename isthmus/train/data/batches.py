@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -121,3 +121,9 @@ def _pad(rows: Sequence[Integers], fill: int) -> Tensor:
 
 def _mask(lengths: Sequence[int]) -> Tensor:
     return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+
+
+def without_targets(batch: Batch) -> Batch:
+    """The same with no label that counts."""
+    labels = None if batch.labels is None else torch.full_like(batch.labels, IGNORED)
+    return replace(batch, labels=labels, num_targets=0)

@@ -31,10 +31,13 @@ class Feed:
         cursor: Cursor | None = None,
         share: Share | None = None,
         first_step: int = 0,
+        num_in_step: int = 1,
     ) -> None:
         training = None if share is None else share.training
         self._steps = data.steps(layout, cursor=cursor, share=training, first_step=first_step)
-        held_out = enumerate(data.validation_batches(num_sequences=layout.num_sequences))
+        held_out = enumerate(
+            data.validation_batches(num_sequences=layout.num_sequences, multiple_of=num_in_step)
+        )
         self._validation = tuple(
             batch for number, batch in held_out if share is None or number in share.validation
         )

@@ -4,6 +4,7 @@ The arrays of one corpus are files of one folder, whose name is a digest of all 
 written under another name and renamed when it is whole, so what is found is whole.
 """
 
+import enum
 import errno
 import fcntl
 import json
@@ -27,9 +28,26 @@ from isthmus.train.data.samples import Arrays, Integers
 TOKENS_FOLDER: Final = "tokens"
 _FACTS_FILE: Final = "arrays.json"
 _LOCK_FILE: Final = "lock"
+_FAILED: Final = ".failed"
 
 Make = Callable[[], Iterable[Arrays]]
 """Makes arrays, in pieces to be put behind each other."""
+
+
+class _Turn(enum.Enum):
+    """When a process makes tokens: before others, behind them, or on a disk that has no locks."""
+
+    FIRST = enum.auto()
+    AFTER_OTHERS = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+class _NotMade(Exception):
+    """Tokens could not be made: no fault of the disk that they are kept on."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(cause)
+        self.cause = cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +67,8 @@ class TokenFiles:
             return found
         try:
             return self._get_in_turn(digest, make)
+        except _NotMade as failed:
+            raise failed.cause from None
         except OSError as error:
             reason = error.strerror or error
             self.note(
@@ -57,40 +77,52 @@ class TokenFiles:
             return join(make())
 
     def _get_in_turn(self, digest: str, make: Make) -> Arrays:
-        with self._turn() as is_alone:
+        with self._turn() as turn:
             found = _read(self.folder / digest)
-            if found is None:
-                self.note(f"making the tokens, which are kept in {self.folder}")
+            if found is not None:
+                return found
+            failed = self.folder / f"{digest}{_FAILED}"
+            if turn is _Turn.AFTER_OTHERS and failed.exists():
+                raise OSError(errno.ENOSPC, "another process could not write them")
+            try:
                 found = self._make(digest, make)
-                if is_alone:
-                    self._clear(digest)
+            except OSError:
+                # Or all who wait would try in turn, and each make tokens for nothing.
+                with suppress(OSError):
+                    failed.touch()
+                raise
+            failed.unlink(missing_ok=True)
+            if turn is not _Turn.UNKNOWN:
+                self._clear(digest)
             return found
 
     @contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """Wait until no other process makes tokens; tells whether this one is alone, as far as disks know."""
+    def _turn(self) -> Iterator["_Turn"]:
+        """Wait until no other process makes tokens."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / _LOCK_FILE).open("w") as file:
             yield self._lock(file)
 
-    def _lock(self, file: IO[Any]) -> bool:
+    def _lock(self, file: IO[Any]) -> "_Turn":
         """Hold the lock until the file is closed, or the process is gone."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.note("waiting for the tokens, which another process makes")
             fcntl.flock(file, fcntl.LOCK_EX)
+            return _Turn.AFTER_OTHERS
         except OSError:
             # A disk without locks: the same tokens made twice do no harm.
-            return False
-        return True
+            return _Turn.UNKNOWN
+        return _Turn.FIRST
 
     def _make(self, digest: str, make: Make) -> Arrays:
+        self.note(f"making the tokens, which are kept in {self.folder}")
         target = self.folder / digest
         with tempfile.TemporaryDirectory(dir=self.folder) as temporary:
             new = Path(temporary) / digest
             new.mkdir()
-            _write(new, make())
+            _write(new, _made(make))
             if _read(target) is None:
                 shutil.rmtree(target, ignore_errors=True)
                 new.rename(target)
@@ -102,6 +134,8 @@ class TokenFiles:
 
     def _clear(self, digest: str) -> None:
         """Remove what nobody uses: tokens of other digests, and what killed makers have left."""
+        for mark in self.folder.glob(f"*{_FAILED}"):
+            mark.unlink(missing_ok=True)
         for other in self.folder.iterdir():
             if other.is_dir() and other.name != digest and _is_unused(other):
                 shutil.rmtree(other, ignore_errors=True)
@@ -119,6 +153,13 @@ def join(pieces: Iterable[Arrays]) -> Arrays:
         for name, array in piece.items():
             found[name].append(array)
     return {name: np.concatenate(arrays) for name, arrays in found.items()}
+
+
+def _made(make: Make) -> Iterator[Arrays]:
+    try:
+        yield from make()
+    except OSError as error:
+        raise _NotMade(error) from error
 
 
 def _write(folder: Path, pieces: Iterable[Arrays]) -> None:

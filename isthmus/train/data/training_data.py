@@ -17,7 +17,14 @@ from isthmus.model.boundary import Batch
 from isthmus.model.heads import HEADS, Head
 from isthmus.model.source import GENERATION_FILE, Source
 from isthmus.plan.costs.shapes import check_length
-from isthmus.train.data.batches import Layout, StepBatches, check_enough, read_once, read_steps
+from isthmus.train.data.batches import (
+    Layout,
+    StepBatches,
+    check_enough,
+    read_once,
+    read_steps,
+    without_targets,
+)
 from isthmus.train.data.columns import Labels, read_texts
 from isthmus.train.data.corpus import Row, Split, open_rows
 from isthmus.train.data.order import Cursor, Order
@@ -89,12 +96,21 @@ class TrainingData:
         )
         return Prefetch(steps, depth=_STEPS_AHEAD, max_depth=_MOST_STEPS_AHEAD)
 
-    def validation_batches(self, *, num_sequences: int) -> Iterator[Batch]:
-        """The micro-batches of the validation split, the same each time; none where there is no split."""
-        if self.validation is not None:
-            yield from read_once(
-                self.validation, num_sequences=num_sequences, head=self.head, pad_id=self.pad_id
-            )
+    def validation_batches(self, *, num_sequences: int, multiple_of: int = 1) -> Iterator[Batch]:
+        """The micro-batches of the validation split, the same each time; none where there is no split.
+
+        For ranks that evaluate in step there are a few more, in which nothing counts.
+        """
+        if self.validation is None:
+            return
+        number = 0
+        for batch in read_once(
+            self.validation, num_sequences=num_sequences, head=self.head, pad_id=self.pad_id
+        ):
+            number += 1
+            yield batch
+        for _ in range(-number % multiple_of):
+            yield without_targets(batch)
 
 
 def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = None) -> TrainingData:

@@ -96,7 +96,7 @@ class ShardedReduction:
 
 
 class LockStepReduction:
-    """Leaves all to FSDP2 while every rank runs the same passes; evaluations gather once."""
+    """Leaves all to FSDP2, since every rank runs the same passes, in evaluations as well."""
 
     def __init__(self, world: World, stage: Stage) -> None:
         self._world = world
@@ -104,13 +104,8 @@ class LockStepReduction:
         self._halves = PlainReduction(world, _halves(stage))
 
     def begin(self, *, is_training: bool) -> None:
-        """Let layers gather themselves in training; ranks may evaluate different numbers of micro-batches."""
-        for module in _sharded(self._stage):
-            module.set_reshard_after_forward(is_training, recurse=False)
-            if is_training:
-                module.reshard()
-            else:
-                module.unshard()
+        """Layers gather themselves."""
+        del is_training
 
     def reduce(self) -> None:
         """Sum the gradients of halves of bottlenecks; every backward has reduced its part of all others."""
