@@ -96,7 +96,8 @@ def test_a_plan_that_is_written_is_planned_again(tmp_path: Path) -> None:
 
 
 def test_equal_caps_are_one_number() -> None:
-    job = two_clouds("strategy.kind=pipeline", "link.0.rtt=400 ms", "strategy.max_in_flight=2")
+    fixed = ("strategy.max_in_flight=2", "strategy.microbatches=32")
+    job = two_clouds("strategy.kind=pipeline", "link.0.rtt=400 ms", *fixed)
     chosen = plan(job, is_quick=True)
     assert isinstance(chosen.settings, PipelineSettings)
     assert chosen.settings.max_in_flight == 2
