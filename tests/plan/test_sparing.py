@@ -24,7 +24,7 @@ from isthmus.plan.search.plan_file import decisions_from_dict
 from isthmus.plan.search.settings import Setting
 from isthmus.plan.search.sparing import Sparing, levels
 from isthmus.plan.search.study import study
-from tests.plan.jobs import TWO_CLOUDS, two_clouds
+from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 
 PIPELINE = "strategy.kind=pipeline"
 RANKS = ("cloud.east.ranks=4", "cloud.west.ranks=4")
@@ -226,18 +226,6 @@ def test_recompute_as_memory_asks_for_stays_so() -> None:
     assert follow(job, chosen.clouds, chosen.decisions).train.recompute == "auto"
 
 
-CHAIN = """
-[[cloud]]
-name = "north"
-accelerator = "a100-40gb"
-listen = "127.0.0.1:7602"
-[[link]]
-between = ["west", "north"]
-bandwidth = "1 Gbps"
-rtt = "40 ms"
-"""
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     ranks=st.tuples(*[st.sampled_from([1, 2, 4])] * 3),
@@ -251,7 +239,7 @@ def test_what_is_planned_is_what_ranks_can_do(
     changes = [f"cloud.{name}.ranks={number}" for name, number in zip(names, ranks, strict=True)]
     changes += [f"cloud.{name}.sharding={one}" for name, one in zip(names, sharding, strict=True)]
     changes += [f"cloud.{name}.memory={memory}" for name in names]
-    job = two_clouds(PIPELINE, *changes, more=CHAIN)
+    job = two_clouds(PIPELINE, *changes, more=THIRD_CLOUD + link("west", "north"))
     try:
         chosen = plan(job, is_quick=True)
     except UserError:
