@@ -3,14 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check fuzz bench clean
+.PHONY: demo test test-slow check fuzz bench clean
 
 demo: $(INSTALLED)  ## what probe measures on an emulated WAN, then a small language model trained across it
 	$(BIN)/isthmus probe examples/two-clouds.toml
 	$(BIN)/isthmus run examples/demo.toml --resume never
 
-test: check  ## all that CI runs
-	$(BIN)/pytest -n 2 --dist worksteal
+test: check  ## style, types and all tests but the slow ones
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+
+test-slow: $(INSTALLED)  ## what takes long: trees of processes, every family over a wire, long properties
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 check: $(INSTALLED)  ## style, types and the rooms' import contracts
 	$(BIN)/ruff format --check .

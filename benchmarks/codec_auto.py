@@ -18,13 +18,9 @@ choice counts it by the steps of the job.
 import argparse
 import functools
 import json
-import os
-import platform
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from auto.planning import TrialsByCase, write_plans
 from auto.running import NUM_STEADY_STEPS, Ran, run
@@ -39,6 +35,7 @@ from auto.trials import (
     cases_of,
     trials_of,
 )
+from machine import machine
 from predicted.cases import Case
 from predicted.journey import Plans, travel
 from predicted.measuring import Folder, measure
@@ -101,17 +98,6 @@ def _word(is_so: bool) -> str:
     return "yes" if is_so else "no"
 
 
-def machine() -> dict[str, Any]:
-    """Where this ran."""
-    return {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "grpcio": version("grpcio"),
-    }
-
-
 def _short(texts: tuple[str, str]) -> str:
     """The codec of activations, and that of gradients where it stands on another rung."""
     forward, backward = texts
@@ -152,7 +138,7 @@ def main() -> None:
         console.print(f"at most {worst:+.1%} longer than the best fixed choice; goal ≤ {GOAL:.0%}")
     line = {
         "benchmark": "codec_auto",
-        **machine(),
+        **machine("torch", "grpcio"),
         "took_s": time.monotonic() - started_s,
         "is_monotone": monotone,
         "is_wide_milder": all(row.is_wide_milder for row in rows),

@@ -14,17 +14,15 @@ evaluates the trained model with exact numbers at the cut; a bottleneck, being p
 
 import argparse
 import json
-import os
-import platform
 import time
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from deadline import Deadline
+from machine import machine
 from mps import shared_gpu
 from quality import language, translation
 from quality.data import read_references
@@ -38,6 +36,8 @@ from quality.rows import MAIN_ROWS, ROWS
 from quality.translation import TranslationTask
 from quality.workers import Task, train_all
 from rich.console import Console
+
+from isthmus.train.device import Device
 
 NUM_STEPS = {"mt": 3000, "lm1": 800, "lm3": 800}
 NUM_TINY_STEPS = 6
@@ -91,7 +91,8 @@ def train(options: argparse.Namespace) -> None:
         hypotheses.open("a") as said,
         shared_gpu(is_wanted=options.mps) as is_shared,
     ):
-        about = machine() | {"mps": is_shared, "workers": options.workers, "warm_up": options.warm_up}
+        about = machine("torch", "transformers") | {"device": Device("auto").name}
+        about |= {"mps": is_shared, "workers": options.workers, "warm_up": options.warm_up}
         ended_runs = train_all(
             runs,
             partial(make_task, is_tiny=options.tiny, warm_up=options.warm_up),
@@ -116,18 +117,6 @@ def told(record: Record) -> str:
         f"{record['id']:24} {record['duration_s']:5.1f} s  {record['bits_per_element']:6.2f} bits  "
         f"loss {record['loss_on']:.4f}, codec off {record['loss_off']:.4f}"
     )
-
-
-def machine() -> dict[str, object]:
-    """Where and with what this runs."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {
-        "device": device,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-    }
 
 
 def report(options: argparse.Namespace) -> None:

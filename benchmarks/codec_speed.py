@@ -13,23 +13,23 @@ hivemind's quantisers are measured in the same run where hivemind is installed (
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from deadline import Deadline
+from machine import machine
 from quality.intervals import Difference
 from rich.console import Console
 from rich.table import Table
 from speed.demo import DemoShare, measure_demo
 from speed.stage import ALONE, FULL, PAIRS, RAW, TINY, StageTiming, time_stage
 from speed.tensors import Timing, activations, time_all
+
+from isthmus.train.device import Device
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo.toml"
 CODECS = ("rotate | int4", "rotate | int4(stochastic)")
@@ -88,25 +88,6 @@ def show_demo(console: Console, shares: list[DemoShare]) -> None:
     console.print(table)
 
 
-def machine() -> dict[str, object]:
-    """Where and with what this runs."""
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "hivemind": _version("hivemind"),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def measure_tensors(console: Console, *, with_cpu: bool, is_tiny: bool) -> dict[str, Any]:
     """Encode and decode on every device that is here."""
     budget_s = 0.02 if is_tiny else 0.5
@@ -140,7 +121,11 @@ def main() -> None:
     deadline = Deadline.after(options.deadline_s)
     torch.set_num_threads(1)
     console = Console(width=120)
-    results: dict[str, Any] = {"benchmark": "codec_speed", **machine()}
+    results: dict[str, Any] = {
+        "benchmark": "codec_speed",
+        **machine("torch", "hivemind"),
+        "device": Device("auto").name,
+    }
     if not options.no_tensors:
         results["tensors"] = measure_tensors(console, with_cpu=not options.no_cpu, is_tiny=options.tiny)
     if not options.no_stage:

@@ -13,15 +13,14 @@ named.
 """
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
 from deadline import Deadline, tell
+from machine import machine
 from memory.cases import LEARNS, MODELS, SHARDINGS, Case, cases
 from memory.measuring import measure, predict
 from rich.console import Console
@@ -121,15 +120,9 @@ def main() -> None:
     found = measure_all(chosen, device, deadline)
     if found:
         show(Console(width=120), found, len(chosen))
-    machine = {
-        "machine": platform.machine(),
-        "device": str(device.torch_device),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "num_cases_wanted": len(chosen),
-    }
-    tell({"benchmark": "memory_prediction", **machine, "cases": [one.record() for one in found]})
+    about = {"device": str(device.torch_device), "num_cases_wanted": len(chosen)}
+    line = {**machine("torch", "transformers"), **about, "cases": [one.record() for one in found]}
+    tell({"benchmark": "memory_prediction", **line})
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@ python benchmarks/plan_speed.py [--repeat 3]
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
 
+from machine import machine
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +20,7 @@ from isthmus.job import Job, PipelineStrategy
 from isthmus.job.load import parse_job
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.simulate import simulate
+from isthmus.plan.simulated_pipeline import simulate_scenario
 
 SIZES = {
     32: "hidden_size = 4096\nintermediate_size = 11008\nnum_attention_heads = 32\n",
@@ -71,7 +69,7 @@ def plan_it(job: Job) -> str:
 
 def simulate_it(scenario: Scenario) -> str:
     """One step in a few words."""
-    timeline = simulate(scenario)
+    timeline = simulate_scenario(scenario)
     num_ranks = sum(stage.num_ranks for stage in scenario.stages)
     return f"{len(timeline.spans)} spans of {num_ranks} ranks, {scenario.num_microbatches} micro-batches"
 
@@ -116,14 +114,7 @@ def main() -> None:
     for row in rows:
         table.add_row(row.what, f"{row.seconds:.2f}", f"< {row.goal_s:g}", row.found)
     Console(highlight=False).print(table)
-    facts = {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": version("numpy"),
-        "rows": [asdict(row) for row in rows],
-    }
-    print(json.dumps(facts))
+    print(json.dumps({**machine("numpy"), "rows": [asdict(row) for row in rows]}))
 
 
 if __name__ == "__main__":

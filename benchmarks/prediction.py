@@ -16,17 +16,14 @@ NVIDIA's daemon for that is there, and each profiled while the others compute to
 
 import argparse
 import functools
-import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from deadline import Deadline, tell
+from machine import machine
 from mps import shared_gpu
 from predicted.cases import (
     NUM_CASES,
@@ -47,7 +44,8 @@ from rich.console import Console
 from rich.table import Table
 from sleeping import let_sleeps_end_in_time
 
-from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import Policy
+from isthmus.train.device import Device
 
 PREDICTIONS = "predictions.json"
 MEAN_GOAL, WORST_GOAL, TAU_GOAL = 0.05, 0.15, 0.9
@@ -120,18 +118,6 @@ def show_scores(console: Console, total: Score, kinds: dict[str, Score]) -> None
     console.print(table)
 
 
-def machine() -> dict[str, Any]:
-    """Where this ran."""
-    return {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "grpcio": version("grpcio"),
-    }
-
-
 def how(options: argparse.Namespace, num_cases: int) -> str:
     """What was profiled, and how."""
     stages = (
@@ -194,7 +180,8 @@ def main() -> None:
         show_scores(console, total, kinds)
     line = {
         "benchmark": "prediction",
-        **machine(),
+        **machine("torch", "grpcio"),
+        "device": Device("auto").name,
         "seed": options.seed,
         "is_gpu_shared_out": is_shared,
         "took_s": time.monotonic() - started_s,

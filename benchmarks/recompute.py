@@ -15,33 +15,28 @@ and times mean little.
 import argparse
 import json
 import lzma
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from deadline import Deadline, tell
+from machine import machine
 from memory.measuring import cpu_peak_bytes
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.boundary import Batch
 from isthmus.model.budget import Budgeted
-from isthmus.model.heads import HEADS, IGNORED
-from isthmus.model.recompute import Fixed, InputSize, Recompute, Stay
-from isthmus.model.stage import Stage
-from isthmus.plan.types import Pass, Run
-from isthmus.train.crossing.messages import Microbatch
+from isthmus.model.families import HEADS, IGNORED
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, Fixed, InputSize, Recompute, Stage, Stay
 from isthmus.train.device import Device
 from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.passes import Passes
@@ -194,7 +189,7 @@ class Training:
         )
         self._passes = Passes(self.stage, device=device.torch_device, seed=SEED, autocast=torch.bfloat16)
         self._passes.window = window
-        self._passes.set_training(True)
+        self._passes.train(True)
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
         """Take a step that makes the moments, and see what then stands there."""
@@ -213,13 +208,12 @@ class Training:
         for index, batch in enumerate(batches):
             if index >= self._window:
                 self._backward(number, index - self._window)
-            content = Microbatch(batch=batch, num_step_targets=num_targets)
-            self._passes.forward(Run(kind=Pass.FORWARD, step=number, microbatch=index), content)
+            self._passes.forward(batch, None, step=number, item=index, num_step_targets=num_targets)
         for index in range(max(0, len(batches) - self._window), len(batches)):
             self._backward(number, index)
         self._optimizer.squared_norms()
         self._optimizer.update(number, norm=1.0)
-        self._passes.set_training(True)
+        self._passes.train(True)
 
     def take(self, number: int, batches: Sequence[Batch], way: Way) -> None:
         """Take a step in one way, and watch time and memory."""
@@ -229,7 +223,7 @@ class Training:
         way.steps.append(Taken(duration_s=time.perf_counter() - started_s, peak_bytes=peak_bytes))
 
     def _backward(self, step: int, index: int) -> None:
-        self._passes.backward(Run(kind=Pass.BACKWARD, step=step, microbatch=index), None)
+        self._passes.backward(step=step, item=index, gradient=None)
 
     def _peak_bytes(self, work: Callable[[], None]) -> int:
         """The most that a step holds above weights, gradients and moments."""
@@ -355,9 +349,7 @@ def main() -> None:
         prepare(options.prepare, options.data)
         return
     about = {
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
+        **machine("torch", "transformers"),
         "seed": SEED,
         "window": options.window,
     }

@@ -10,36 +10,31 @@ import argparse
 import functools
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from emulated import CLOUDS, MBPS, run_on, wan_of
+from machine import machine
+from member import pipeline_config, prepare_process, run_member
 from rich.console import Console
 from rich.table import Table
-from sleeping import Nap, SleepingStage, Timer, let_sleeps_end_in_time, same_tokens
+from sleeping import Nap, SleepingStage, let_sleeps_end_in_time, same_tokens
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from isthmus.job.load import parse_job
-from isthmus.model.boundary import StageInput
-from isthmus.train.course import Course, Post
+from isthmus.model.stage import StageInput
+from isthmus.plan.ladder import RAW_PAIR, Crossing
 from isthmus.train.device import Device
-from isthmus.train.optimize.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import pipeline_worker
-from isthmus.train.session import SWITCH_INTERVAL_S
-from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.local import LocalWan
-from isthmus.wan.processes import Report, run_clouds
+from isthmus.wan.link import Link
 from isthmus.wan.relays.shaping import Shape
 from isthmus.wan.relays.tun import TunWan
 
@@ -82,40 +77,27 @@ class Step:
     busy_s: float
 
 
-def be_cloud(_: Any, endpoint: Endpoint, *, cloud: str, report: Report, case: Case) -> list[Step]:
+def be_cloud(cloud: str, links: Mapping[str, Link], *, case: Case) -> list[Step]:
     """One stage of ours; gives its steps."""
-    del report
-    torch.set_num_threads(1)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    is_first = cloud == "east"
-    link = endpoint.link("west" if is_first else "east")
-    link.wait_ready()
-    course = Course(
-        num_stages=2,
+    prepare_process()
+    is_first = cloud == CLOUDS[0]
+    config = pipeline_config(
+        CLOUDS[:2],
+        pair=RAW_PAIR,
+        crossing=Crossing(num_rows=NUM_TOKENS, width=WIDTH),
         num_steps=case.num_steps + NUM_WARM_UP_STEPS,
         num_microbatches=case.num_microbatches,
-        seed=0,
         max_in_flight=case.num_microbatches,
     )
-    stage: Any = sleeping_stage(is_first=is_first)
-    timer = Timer()
-    worker, traffic = pipeline_worker(
-        course=course,
-        post=Post(
-            cloud=cloud,
-            index=0 if is_first else 1,
-            up=None if is_first else link,
-            down=link if is_first else None,
-        ),
-        stage=stage,
-        optimizer=Optimizer(dict(stage.model.named_parameters()), schedule=Schedule(peak=0.1, num_steps=1)),
+    record = run_member(
+        config,
+        cloud,
+        links,
+        stage=sleeping_stage(is_first=is_first),
         device=Device("cpu"),
         source=same_tokens(NUM_TOKENS, case.num_microbatches) if is_first else None,
-        observer=timer,
     )
-    with traffic:
-        worker.run(course.turns())
-    return [Step(one.duration_s, one.busy_s[0]) for one in timer.steps[NUM_WARM_UP_STEPS:]]
+    return [Step(one.duration_s, one.busy_s[0]) for one in record.steps[NUM_WARM_UP_STEPS:]]
 
 
 def sleeping_stage(*, is_first: bool) -> SleepingStage:
@@ -140,25 +122,8 @@ def measure_alone(case: Case) -> float:
 
 def measure_ours(case: Case) -> Step:
     """The median step of ours at the first stage."""
-    job = parse_job(
-        f"""
-        name = "schedule"
-        [[cloud]]
-        name = "east"
-        listen = "127.0.0.1:7600"
-        [[cloud]]
-        name = "west"
-        [[link]]
-        between = ["east", "west"]
-        bandwidth = "{case.bandwidth_bps / 1e6:g} Mbps"
-        rtt = "{1000 * case.rtt_s:g} ms"
-        """,
-        file=Path("schedule.toml"),
-    )
-    with LocalWan(job) as wan:
-        work = functools.partial(be_cloud, case=case)
-        found = run_clouds(job, work, wan, on_report=lambda *_: None)
-    return _median(found["east"])
+    wan = wan_of((1e3 * case.rtt_s, case.bandwidth_bps / MBPS))
+    return _median(run_on(wan, functools.partial(be_cloud, case=case)))
 
 
 class Slow(torch.autograd.Function):
@@ -322,18 +287,17 @@ def main() -> None:
     show_comparison(console, case, found)
     rows = sweep(is_quick=options.quick)
     show_sweep(console, rows)
-    machine = {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "grpcio": version("grpcio"),
-    }
     results = [{**asdict(one), **asdict(step), "closed_form_s": one.closed_form_s} for one, step in rows]
     steps = {name: asdict(step) for name, step in found.items()}
     print(
         json.dumps(
-            {"benchmark": "schedule", **machine, "case": asdict(case), "steps": steps, "sweep": results}
+            {
+                "benchmark": "schedule",
+                **machine("torch", "grpcio"),
+                "case": asdict(case),
+                "steps": steps,
+                "sweep": results,
+            }
         )
     )
 

@@ -10,12 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from isthmus.events import Span
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.heads import HEADS
-from isthmus.train.crossing.bench import Measured
-from isthmus.train.crossing.words import Evaluated
-from isthmus.train.observer import StepEnded
+from isthmus.model.families import HEADS
+from isthmus.model.stage import Batch, StageInput
 
 _PR_SET_TIMERSLACK: Final = 29  # from linux/prctl.h
 
@@ -100,26 +96,6 @@ def same_tokens(num_tokens: int, num_microbatches: int) -> Same:
     """Sequences of one token over and over."""
     batch = Batch(ids=torch.zeros(1, num_tokens, dtype=torch.int64), num_targets=1)
     return Same(batch, num_microbatches)
-
-
-class Timer:
-    """An observer that keeps each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepEnded] = []
-
-    def span(self, span: Span) -> None:
-        """Nothing."""
-
-    def measured(self, found: Measured) -> None:
-        """Nothing."""
-
-    def evaluated(self, found: Evaluated) -> None:
-        """Nothing."""
-
-    def step_ended(self, ended: StepEnded) -> None:
-        """Note how long it took."""
-        self.steps.append(ended)
 
 
 def let_sleeps_end_in_time() -> None:

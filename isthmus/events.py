@@ -5,11 +5,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from isthmus.errors import UserError
 
@@ -27,8 +28,20 @@ STARTED_KIND: Final = "started"
 """The kind of facts with which a rank begins, and again where its run goes on after a stop."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+_ANCHOR_NS: Final = time.time_ns() - time.monotonic_ns()
+
+
+def steady_ns() -> int:
+    """The time of day, but it never jumps: a clock that is set while a run lasts changes no duration."""
+    return _ANCHOR_NS + time.monotonic_ns()
+
+
+def steady_s() -> float:
+    """`steady_ns` in seconds."""
+    return steady_ns() / 1e9
+
+
+class Span(NamedTuple):
     """Something that took from one time to another at one place, by the first cloud's clock."""
 
     track: str
@@ -68,14 +81,14 @@ class EventLog:
 
     def span(self, span: Span) -> None:
         """Write a span whose times are of this cloud's clock."""
-        shifted = asdict(span)
+        shifted = span._asdict()
         for key in ("start_s", "end_s"):
             shifted[key] = round(shifted[key] + self._clock_offset_s, 6)
         self._write({"event": "span", **shifted})
 
     def fact(self, kind: str, values: Mapping[str, object]) -> None:
         """Write something found now."""
-        at_s = round(time.time() + self._clock_offset_s, 6)
+        at_s = round(steady_s() + self._clock_offset_s, 6)
         self._write({"event": "fact", "kind": kind, "at_s": at_s, "values": dict(values)})
         with self._lock:
             self._file.flush()
@@ -129,3 +142,34 @@ def _parse(line: str, path: Path, number: int) -> Event:
         return Span(**record) if kind == "span" else Fact(**record)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"line {number} of {path} is no event", hint="delete the line, or the file") from None
+
+
+class StopRequest:
+    """A request to stop in order: passed on to whoever can honour it at the time."""
+
+    def __init__(self) -> None:
+        # A signal may come while its own thread registers.
+        self._lock = threading.RLock()
+        self._honour: Callable[[], None] | None = None
+        self.is_asked = False
+
+    def ask(self) -> bool:
+        """Ask for a stop; False where nobody can honour it yet."""
+        with self._lock:
+            honour = self._honour
+        if honour is None:
+            return False
+        self.is_asked = True
+        honour()
+        return True
+
+    @contextmanager
+    def honoured_by(self, honour: Callable[[], None]) -> Iterator[None]:
+        """Within the block a request calls this, from any thread."""
+        with self._lock:
+            self._honour = honour
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._honour = None

@@ -1,27 +1,24 @@
 """The real runs: worker, link, codecs and steering are the product's, put together as a session does it."""
 
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from member import Record, run_member
 from predicted.cases import Case
 from predicted.journey import Visit
-from sleeping import Timer
 
 from auto.planning import Prepared, TrialsByCase, read_plan
-from auto.trials import CROSSING, SlowDown, Trial
-from isthmus.plan.ladder import Pair
-from isthmus.train.course import Course
-from isthmus.train.crossing.cut import Cut, texts_of
-from isthmus.train.crossing.steering import Steering
-from isthmus.train.crossing.wiring import cuts_of, steering_terms
-from isthmus.train.crossing.words import Tally
+from auto.trials import SlowDown, Trial
+from isthmus.plan.end_of_step import Note, StepEnded, Texts, Verdict
+from isthmus.plan.ladder import texts_of
+from isthmus.plan.steering import Cut
+from isthmus.plan.types import Event, Sent
+from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device
-from isthmus.train.observer import StepEnded
-from isthmus.train.optimize.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import pipeline_worker
+from isthmus.train.run_config import RunConfig, run_config
 
 NUM_STEADY_STEPS: Final = 4
 _UNTIL_TOLD_S: Final = 600.0
@@ -35,17 +32,30 @@ _NUM_SETTLING_STEPS: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What came of a trial: the codecs it began and ended with, and its steps."""
+    """What came of a trial: its steps, and their codecs."""
 
     number: int
     trial: Trial
-    first: tuple[str, str]
-    last: tuple[str, str]
-    since_step: int
     steps_s: tuple[float, ...]
-    codecs: tuple[tuple[str, str], ...]
-    """Those of each step."""
+    codecs: tuple[Texts, ...]
+    """Those of each step, and those that the step behind the last would have."""
     reasons: tuple[str, ...]
+
+    @property
+    def first(self) -> Texts:
+        """The codecs with which it began."""
+        return self.codecs[0]
+
+    @property
+    def last(self) -> Texts:
+        """The codecs with which it ended."""
+        return self.codecs[-1]
+
+    @property
+    def since_step(self) -> int:
+        """The first step with the codecs of the end."""
+        changes = [step for step, (one, other) in enumerate(pairwise(self.codecs), 1) if one != other]
+        return max(changes, default=0)
 
     @property
     def steady_s(self) -> float:
@@ -53,36 +63,26 @@ class Ran:
         return statistics.median(self.steps_s[-NUM_STEADY_STEPS:])
 
 
-class Watched:
-    """Steers, and keeps what it says."""
+@dataclass(slots=True)
+class Watch:
+    """Keeps the codecs of each verdict, and slows the line down between two steps."""
 
-    def __init__(self, steering: Steering) -> None:
-        self.steering = steering
-        self.found: list[tuple[str, str]] = []
+    visit: Visit
+    slow_down: SlowDown | None
+    codecs: list[Texts] = field(default_factory=list)
 
-    def __call__(self, tally: Tally) -> tuple[Pair, ...]:
-        """The codecs of the next step."""
-        (pair,) = self.steering(tally)
-        self.found.append(texts_of(pair))
-        return (pair,)
-
-
-class Disturber(Timer):
-    """Keeps each step, and slows the line down between two of them."""
-
-    def __init__(self, visit: Visit, slow_down: SlowDown | None) -> None:
-        super().__init__()
-        self._visit = visit
-        self._slow_down = slow_down
+    def event(self, event: Event, _now_s: float) -> None:
+        """Keep the codecs of a verdict that was sent."""
+        if isinstance(event, Sent) and isinstance(event.message.facts, Verdict):
+            self.codecs += event.message.facts.codecs
 
     def step_ended(self, ended: StepEnded) -> None:
-        """Note how long it took; the line changes for the step behind."""
-        super().step_ended(ended)
-        slow_down, step = self._slow_down, len(self.steps)
-        if slow_down is not None and step == slow_down.first_step:
-            self._visit.slow_down(slow_down.factor, _UNTIL_TOLD_S)
-        elif slow_down is not None and step == slow_down.end_step:
-            self._visit.slow_down(1.0, 0.0)
+        """Change the line for the step behind."""
+        slow_down, number = self.slow_down, ended.step + 1
+        if slow_down is not None and number == slow_down.first_step:
+            self.visit.slow_down(slow_down.factor, _UNTIL_TOLD_S)
+        elif slow_down is not None and number == slow_down.end_step:
+            self.visit.slow_down(1.0, 0.0)
 
 
 def run(visit: Visit, *, trials: TrialsByCase, plans: Path) -> list[Ran]:
@@ -91,7 +91,7 @@ def run(visit: Visit, *, trials: TrialsByCase, plans: Path) -> list[Ran]:
     for case in visit.cases:
         for trial in trials[case.number]:
             visit.meet()
-            if visit.post.index == 0:
+            if visit.index == 0:
                 visit.report(f"{case.wan.name}: {trial.name}")
             found.append(_run_trial(case, trial, visit, read_plan(plans, case, trial)))
     visit.meet()
@@ -99,74 +99,42 @@ def run(visit: Visit, *, trials: TrialsByCase, plans: Path) -> list[Ran]:
 
 
 def _run_trial(case: Case, trial: Trial, visit: Visit, prepared: Prepared) -> Ran:
-    course, stage = _course(prepared, trial), visit.stage(case)
-    timer = Disturber(visit, trial.slow_down) if visit.post.index == 0 else Timer()
-    reasons = [*prepared.setup.notes]
-    steering = Watched(_steering(prepared, course, reasons))
-    worker, traffic = pipeline_worker(
-        course=course,
-        post=visit.post,
-        stage=stage,
-        optimizer=Optimizer(_parameters(stage), schedule=Schedule(peak=1e-6, num_steps=1), max_norm=1.0),
+    config, is_first = _config(prepared, trial), visit.index == 0
+    watch = Watch(visit, trial.slow_down if is_first else None)
+    record = run_member(
+        config,
+        visit.cloud,
+        visit.links,
+        stage=visit.stage(case),
         device=Device(case.stages.device),
-        source=case.stages.source(course.num_microbatches) if visit.post.up is None else None,
-        observer=timer,
-        steer=steering,
+        source=case.stages.source(config.pipeline.num_microbatches) if is_first else None,
+        record=Record(on_step=watch.step_ended),
+        on_event=watch.event,
     )
-    with traffic:
-        worker.run(course.turns())
-    (standing,) = steering.steering.standings
+    reasons = [*prepared.setup.notes, *(fact.text for fact in record.told if isinstance(fact, Note))]
     return Ran(
         number=case.number,
         trial=trial,
-        first=texts_of(course.cut(0).codecs),
-        last=texts_of(standing.pair),
-        since_step=standing.since_step,
-        steps_s=tuple(one.duration_s for one in timer.steps),
-        codecs=(texts_of(course.cut(0).codecs), *steering.found[:-1]),
+        steps_s=tuple(one.duration_s for one in record.steps),
+        codecs=(texts_of(config.pipeline.cuts[0].codecs), *watch.codecs),
         reasons=tuple(one for one in reasons if "codec" in one or one.startswith("link")),
     )
 
 
-def _course(prepared: Prepared, trial: Trial) -> Course:
-    setup = prepared.setup
-    cuts = cuts_of(prepared.job, setup.clouds, planned=setup.codecs)
-    return Course(
-        num_stages=len(setup.clouds),
-        num_steps=_num_steps(trial, cuts),
-        num_microbatches=setup.layout.num_microbatches,
-        seed=0,
-        max_in_flight=setup.max_in_flight,
-        policy=setup.policy,
-        cuts=cuts,
-    )
+def _config(prepared: Prepared, trial: Trial) -> RunConfig:
+    """What a session makes of the job; it ends when it is steady, though its codecs count on all steps."""
+    blueprint = blueprint_of(prepared.job, config={}, num_labels=None)
+    config = run_config(prepared.job, prepared.setup, blueprint, num_validation_microbatches=0)
+    num_steps = _num_steps(trial, config.pipeline.cuts[0])
+    pipeline = replace(config.pipeline, num_steps=num_steps, save_every_s=None)
+    return replace(config, pipeline=pipeline, seed=0)
 
 
-def _num_steps(trial: Trial, cuts: Iterable[Cut]) -> int:
+def _num_steps(trial: Trial, cut: Cut) -> int:
     if trial.slow_down is not None:
         return trial.slow_down.end_step + _NUM_LEARNING_STEPS + NUM_STEADY_STEPS
-    is_learning = trial.mistake != 1.0 or any(cut.codecs.has_subspace for cut in cuts)
+    is_learning = trial.mistake != 1.0 or cut.codecs.has_subspace
     num_steps = _NUM_LEARNING_STEPS if is_learning else _NUM_WARM_UP_STEPS
     if trial.rung is None:
         num_steps += _NUM_SETTLING_STEPS
     return num_steps + NUM_STEADY_STEPS
-
-
-def _steering(prepared: Prepared, course: Course, reasons: list[str]) -> Steering:
-    """As a session makes it."""
-    terms = steering_terms(
-        prepared.job,
-        prepared.setup.clouds,
-        course.cuts,
-        num_rows=CROSSING.num_rows,
-        num_microbatches=course.num_microbatches,
-        # Runs end when they are steady; a basis counts by the steps that the job has.
-        num_steps=prepared.job.train.steps,
-        hidden_width=CROSSING.width,
-        trained_from=course.first_trained,
-    )
-    return Steering(terms, num_microbatches=course.num_microbatches, note=reasons.append)
-
-
-def _parameters(stage: Any) -> dict[str, Any]:
-    return dict(stage.model.named_parameters())

@@ -5,12 +5,13 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from predicted.cases import MBPS, Case, LineShape
+from emulated import MBPS, LineShape
+from predicted.cases import Case
 
 from auto.running import Ran
 from auto.trials import AUTO, CROSSING, RUNGS, expected_loss, line_of
-from isthmus.plan.ladder import Loss, Pair
-from isthmus.train.crossing.cut import read_pair
+from isthmus.plan.end_of_step import Texts
+from isthmus.plan.ladder import Loss, read_pair
 
 GOAL: Final = 0.10
 # Steps from a change of the line to the codecs that it asks for: three are measured, and both ends must know.
@@ -97,7 +98,7 @@ def rows_of(cases: Sequence[Case], runs: Sequence[Ran]) -> list[Row]:
     ]
 
 
-def loss_of(texts: tuple[str, str]) -> Loss:
+def loss_of(texts: Texts) -> Loss:
     """What codecs of the ladder may cost, the worse of both directions."""
     return max(RUNGS[index].loss for index in _rungs(texts))
 
@@ -137,7 +138,7 @@ def _best_rival(auto: Ran, runs: Sequence[Ran]) -> Ran:
 
 def _following(auto: Ran) -> Following:
     """A slow-down that is not followed counts as one that is with the last step."""
-    slow_down, codecs = auto.trial.slow_down, auto.codecs
+    slow_down, codecs = auto.trial.slow_down, auto.codecs[:-1]
     if slow_down is None:
         raise ValueError(f"nothing was slowed down in {auto.trial.name}")
     before = codecs[slow_down.first_step - 1]
@@ -156,15 +157,15 @@ def _mbps(case: Case) -> dict[str, float]:
     return {"down_mbps": line.down_bps / MBPS, "up_mbps": line.up_bps / MBPS}
 
 
-def _rungs(texts: tuple[str, str]) -> tuple[int, int]:
+def _rungs(texts: Texts) -> tuple[int, int]:
     """Where the codec of each direction stands on the ladder."""
-    pair = read_pair(list(texts))
+    pair = read_pair(texts)
     return (
         next(index for index, rung in enumerate(RUNGS) if rung.forward == pair.forward),
         next(index for index, rung in enumerate(RUNGS) if rung.backward == pair.backward),
     )
 
 
-def _weights(texts: tuple[str, str]) -> tuple[int, int]:
-    pair: Pair = read_pair(list(texts))
+def _weights(texts: Texts) -> tuple[int, int]:
+    pair = read_pair(texts)
     return pair.forward_bytes(CROSSING), pair.backward_bytes(CROSSING)

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from predicted.cases import MBPS, MS, RAW, Case, LineShape, Wan
+from emulated import MBPS, MS, LineShape, Wan
+from predicted.cases import RAW, Case
 from predicted.stages import WIDTH, SleepingStages
 from sleeping import Nap
 

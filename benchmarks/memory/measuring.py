@@ -8,9 +8,9 @@ import torch
 from one_rank import one_rank
 from torch.profiler import ProfilerActivity, profile
 
-from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.heads import HEADS
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
 from isthmus.plan.costs.activations import Arithmetic
 from isthmus.plan.costs.learning import Learning, read_adapters
@@ -19,9 +19,8 @@ from isthmus.plan.costs.parts import Workload, model_costs
 from isthmus.plan.costs.shapes import read_shape
 from isthmus.train.device import Device
 from isthmus.train.profiling import AUTOCAST, Rig, Size
-from isthmus.train.ranks.reduction import Reduction
 from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, shard
-from isthmus.train.ranks.world import Alone
+from isthmus.train.ranks.world import Alone, Reduction
 from memory.cases import Case
 
 _NUM_EXTRA_MICROBATCHES: Final = 2

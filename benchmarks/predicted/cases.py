@@ -3,79 +3,21 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from random import Random
 from typing import Final, TypeVar
 
+from emulated import MBPS, MS, Wan, wan_of
 from sleeping import Nap
 
-from isthmus.job import Job
 from isthmus.job.codec import parse_codec
-from isthmus.job.load import parse_job
 from isthmus.plan.ladder import Pair
-from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import Policy
 from predicted.stages import WIDTH, ModelStages, SleepingStages, Stages
 
-CLOUDS: Final = ("east", "west", "north", "south")
 RAW: Final = ("raw", "raw")
 INT4: Final = ("rotate | int4", "rotate | int4(stochastic)")
-MS: Final = 0.001
-MBPS: Final = 1e6
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LineShape:
-    """What one emulated line is set to: activations go down, gradients up."""
-
-    rtt_s: float
-    down_bps: float
-    up_bps: float
-
-    @property
-    def bandwidth_bps(self) -> float:
-        """Of the narrower direction."""
-        return min(self.down_bps, self.up_bps)
-
-    @property
-    def rates(self) -> str:
-        """Such as "100 Mbit/s", or "500 / 50 Mbit/s" where the directions differ."""
-        down, up = f"{self.down_bps / MBPS:g}", f"{self.up_bps / MBPS:g}"
-        return f"{down if down == up else f'{down} / {up}'} Mbit/s"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wan:
-    """The lines along a pipeline."""
-
-    lines: tuple[LineShape, ...]
-
-    @property
-    def clouds(self) -> tuple[str, ...]:
-        """One for each stage, in order."""
-        return CLOUDS[: len(self.lines) + 1]
-
-    @property
-    def name(self) -> str:
-        """As tables show it."""
-        return ", ".join(f"{1e3 * one.rtt_s:g} ms {one.rates}" for one in self.lines)
-
-    def job(self) -> Job:
-        """All but the last cloud can be dialled."""
-        clouds = [
-            f'[[cloud]]\nname = "{name}"\nlisten = "127.0.0.1:{7600 + number}"\n'
-            for number, name in enumerate(self.clouds[:-1])
-        ]
-        clouds.append(f'[[cloud]]\nname = "{self.clouds[-1]}"\n')
-        links = [
-            f'[[link]]\nbetween = ["{first}", "{second}"]\n'
-            f'bandwidth = ["{line.down_bps / MBPS:g} Mbps", "{line.up_bps / MBPS:g} Mbps"]\n'
-            f'rtt = "{1e3 * line.rtt_s:g} ms"\n'
-            for line, first, second in zip(self.lines, self.clouds, self.clouds[1:], strict=False)
-        ]
-        text = 'name = "prediction"\n' + "".join((*clouds, *links))
-        return parse_job(text, file=Path("prediction.toml"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +50,6 @@ class Case:
             "round trip ≥ 100 ms" if longest_s >= 100 * MS else "round trip < 100 ms",
             "bandwidth ≤ 100 Mbit/s" if slowest_bps <= 100 * MBPS else "bandwidth > 100 Mbit/s",
         )
-
-
-def wan_of(*lines: tuple[float, float]) -> Wan:
-    """Lines by round trip in milliseconds and bandwidth in Mbit/s, the same both ways."""
-    return Wan(
-        lines=tuple(
-            LineShape(rtt_s=rtt_ms * MS, down_bps=mbps * MBPS, up_bps=mbps * MBPS) for rtt_ms, mbps in lines
-        )
-    )
 
 
 # Longest pipelines first: a cloud that is no part of the others is then done, and disturbs nothing.

@@ -6,7 +6,6 @@ Every process first measures on every WAN, then waits until the predictions are 
 import functools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,19 +14,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from emulated import CLOUDS, Wan, links_of
+from member import prepare_process
 
 from isthmus.job import Job
 from isthmus.plan.costs.profile import Profile
-from isthmus.train.course import Post
 from isthmus.train.device import Device
-from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.wan.endpoint import Endpoint, Site
+from isthmus.wan.frames import Packet
 from isthmus.wan.link import Link
 from isthmus.wan.local import LocalWan
-from isthmus.wan.packet import Packet
 from isthmus.wan.processes import Report, run_clouds
 from isthmus.wan.trust.certificates import Identity
-from predicted.cases import CLOUDS, Case, Wan
+from predicted.cases import Case
 from predicted.packets import Packets
 from predicted.stages import Stages
 
@@ -68,16 +67,23 @@ class Visit:
 
     job: Job
     endpoint: Endpoint
-    post: Post
+    cloud: str
+    links: Mapping[str, Link]
+    """To the neighbours along the pipeline."""
     cases: tuple[Case, ...]
     report: Report
     known: Known
+
+    @property
+    def index(self) -> int:
+        """The stage of this cloud."""
+        return [cloud.name for cloud in self.job.cloud].index(self.cloud)
 
     def stage(self, case: Case) -> Any:
         """This cloud's stage of a case, on its device."""
         if case.stages not in self.known.stages:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(self.job.cloud)))
-            stage = case.stages.build(self.post.index)
+            stage = case.stages.build(self.index)
             torch.set_num_threads(1)
             self.known.stages[case.stages] = stage.to(Device(case.stages.device).torch_device)
         return self.known.stages[case.stages]
@@ -93,14 +99,19 @@ class Visit:
 
     def meet(self, *, goes_on: bool = True) -> bool:
         """Wait until all clouds have come here; gives whether the first of them wants to go on."""
-        if self.post.down is not None:
-            self.post.down.receive(_HERE)
-        if self.post.up is not None:
-            self.post.up.send(_HERE, Packet({}))
-            goes_on = bool(self.post.up.receive(_GO).header[_GOES_ON])
-        if self.post.down is not None:
-            self.post.down.send(_GO, Packet({_GOES_ON: goes_on}))
+        up, down = self._neighbour(-1), self._neighbour(1)
+        if down is not None:
+            down.receive(_HERE)
+        if up is not None:
+            up.send(_HERE, Packet({}))
+            goes_on = bool(up.receive(_GO).header[_GOES_ON])
+        if down is not None:
+            down.send(_GO, Packet({_GOES_ON: goes_on}))
         return goes_on
+
+    def _neighbour(self, distance: int) -> Link | None:
+        index, clouds = self.index + distance, self.job.cloud
+        return self.links[clouds[index].name] if 0 <= index < len(clouds) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +179,7 @@ def _be_cloud(
 ) -> list[Any]:
     """Be one cloud all the way."""
     del job, endpoint
-    torch.set_num_threads(1)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    prepare_process()
     own = [stop for stop in stops if cloud in stop.identities]
     known = Known()
     for stop in own:
@@ -181,19 +191,14 @@ def _be_cloud(
 
 
 def _visit(stop: Stop, cloud: str, report: Report, known: Known, work: At) -> Any:
-    clouds = tuple(one.name for one in stop.job.cloud)
-    index = clouds.index(cloud)
     with Endpoint(stop.job, cloud=cloud, identity=stop.identities[cloud], site=stop.sites[cloud]) as endpoint:
-        up = _link(endpoint, clouds[index - 1]) if index > 0 else None
-        down = _link(endpoint, clouds[index + 1]) if index + 1 < len(clouds) else None
-        post = Post(cloud=cloud, index=index, up=up, down=down)
         visit = Visit(
-            job=stop.job, endpoint=endpoint, post=post, cases=stop.cases, report=report, known=known
+            job=stop.job,
+            endpoint=endpoint,
+            cloud=cloud,
+            links=links_of(stop.job, endpoint, cloud),
+            cases=stop.cases,
+            report=report,
+            known=known,
         )
         return work(visit)
-
-
-def _link(endpoint: Endpoint, peer: str) -> Link:
-    link = endpoint.link(peer)
-    link.wait_ready()
-    return link

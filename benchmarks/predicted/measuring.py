@@ -71,7 +71,7 @@ class Folder:
 
 def measure(visit: Visit, *, folder: Folder) -> None:
     """Probe all links, then profile the stages of all cases, at all clouds at the same time."""
-    cloud = visit.post.cloud
+    cloud = visit.cloud
     visit.report(f"{cloud}: probing {visit.cases[0].wan.name}")
     found = probe_cloud(visit.job, visit.endpoint, cloud=cloud, report=lambda _: None, duration_s=PROBE_S)
     # Both ends of a link come to the same figures.

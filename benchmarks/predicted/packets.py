@@ -1,25 +1,28 @@
-"""Packets of a cut, made and read as the product does it: what they weigh, and how long it takes."""
+"""Packets of a cut, made and read by the wires of the product: what they weigh, and how long it takes."""
 
 import statistics
 import time
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Final
+from dataclasses import dataclass, fields
+from typing import Final, Self
 
 import torch
+from crossing import BEYOND, HERE, activation, gradient
+from member import Record, pipeline_config
+from queue_link import queue_link
+from torch import Tensor
 
-from isthmus.codec.ends import receiving_end, sending_end
-from isthmus.codec.meter import Meter
-from isthmus.plan.types import Arrived, Pass, Send
-from isthmus.train.crossing.bench import Bench
-from isthmus.train.crossing.cut import Codebook, Cut
-from isthmus.train.crossing.ends import DownCut, UpCut
-from isthmus.train.crossing.messages import Gradient, Microbatch
+from isthmus.plan.ladder import Crossing
+from isthmus.plan.pipeline_parts import HIDDEN
+from isthmus.plan.types import Carried, Member, Sent
 from isthmus.train.device import Device
+from isthmus.train.pipeline import TARGETS, pipeline_wires
+from isthmus.train.wire import Delivery, Inbox
+from isthmus.wan.frames import Packet
 from predicted.cases import Case
 
 _NUM_WARM_UPS: Final = 3
 _NUM_ROUNDS: Final = _NUM_WARM_UPS + 10
+_PEER: Final = {HERE: BEYOND, BEYOND: HERE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,72 +39,85 @@ class Packets:
 
 def weigh_packets(case: Case, width: int) -> Packets:
     """Make and read packets as a cut does, both ends here."""
-    device = Device(case.stages.device)
-    down, up = _cut_ends(case, width, device)
-    batch = case.stages.source(1).batch
-    hidden = torch.randn(*batch.ids.shape, width).to(device.torch_device)
-    microbatch = Microbatch(batch=batch, num_step_targets=1, crossing=hidden)
-    taken = [_there_and_back(down, up, microbatch, number, device) for number in range(_NUM_ROUNDS)]
-    times_s = [statistics.median(one) for one in zip(*taken[_NUM_WARM_UPS:], strict=True)]
+    with _Cut(case, width) as cut:
+        rounds = [(cut.cross(HERE, number), cut.cross(BEYOND, number)) for number in range(_NUM_ROUNDS)]
+    there, back = zip(*rounds[_NUM_WARM_UPS:], strict=True)
     return Packets(
-        forward_bytes=down.bench.volume.num_bytes // len(taken),
-        backward_bytes=up.bench.volume.num_bytes // len(taken),
-        make_forward_s=times_s[0],
-        read_forward_s=times_s[1],
-        make_backward_s=times_s[2],
-        read_backward_s=times_s[3],
+        forward_bytes=there[0].num_bytes,
+        backward_bytes=back[0].num_bytes,
+        make_forward_s=statistics.median(one.make_s for one in there),
+        read_forward_s=statistics.median(one.read_s for one in there),
+        make_backward_s=statistics.median(one.make_s for one in back),
+        read_backward_s=statistics.median(one.read_s for one in back),
     )
 
 
-def _there_and_back(
-    down: DownCut, up: UpCut, microbatch: Microbatch, number: int, device: Device
-) -> tuple[float, ...]:
-    """Seconds to make and to read an activation's packet, and then its gradient's."""
-    if microbatch.crossing is None:
-        raise ValueError("nothing crosses")
-    marks = [time.perf_counter()]
-    about = Send(kind=Pass.FORWARD, step=0, microbatch=number)
-    there = down.pack(microbatch, about=about, after=device.mark())
-    marks.append(time.perf_counter())
-    up.unpack(there, Arrived(kind=Pass.FORWARD, step=0, microbatch=number))
-    marks.append(time.perf_counter())
-    about = Send(kind=Pass.BACKWARD, step=0, microbatch=number)
-    gradient = Gradient(values=microbatch.crossing, mask=None)
-    back = up.pack(gradient, about=about, after=device.mark())
-    marks.append(time.perf_counter())
-    down.unpack(back, Arrived(kind=Pass.BACKWARD, step=0, microbatch=number))
-    marks.append(time.perf_counter())
-    return tuple(end_s - start_s for start_s, end_s in pairwise(marks))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Crossed:
+    """One message: its bytes on the line, and the seconds to make its packet and to read it."""
+
+    num_bytes: int
+    make_s: float
+    read_s: float
 
 
-def _cut_ends(case: Case, width: int, device: Device) -> tuple[DownCut, UpCut]:
-    cut, place = Cut(codecs=case.pair), device.torch_device
+class _Cut:
+    """Both ends of a cut, joined by a link that takes no time."""
 
-    def bench() -> Bench:
-        return Bench(
-            lane=device.lane(),
-            leaves="",
-            arrives="",
-            hidden_width=width,
-            on_span=lambda _: None,
-            on_measured=lambda _: None,
+    def __init__(self, case: Case, width: int) -> None:
+        self._device = Device(case.stages.device)
+        self._pair = case.pair
+        batch = case.stages.source(1).batch
+        values = {one.name: getattr(batch, one.name) for one in fields(batch)}
+        self._integers = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        self._integers[TARGETS] = torch.tensor([batch.num_targets, batch.num_targets])
+        self._hidden = torch.randn(*batch.ids.shape, width).to(self._device.torch_device)
+        self._made_s = 0.0
+        self._inboxes = {HERE: Inbox(), BEYOND: Inbox()}
+        ends = queue_link(self._note, self._note)
+        config = pipeline_config(
+            (HERE.cloud, BEYOND.cloud),
+            pair=case.pair,
+            crossing=Crossing(num_rows=batch.ids.numel(), width=width),
+            num_steps=1,
+            num_microbatches=_NUM_ROUNDS,
         )
+        self._wires = {
+            here: pipeline_wires(
+                config,
+                here,
+                {_PEER[here]: end},
+                hidden_width=width,
+                device=self._device,
+                inbox=self._inboxes[here],
+                observer=Record(),
+            )[_PEER[here]]
+            for here, end in zip(_PEER, ends, strict=True)
+        }
 
-    def meter() -> Meter:
-        return Meter(every=0, num_microbatches=1)
+    def cross(self, sender: Member, number: int) -> _Crossed:
+        """Send an activation, or the gradient of the one with this number."""
+        make = activation if sender == HERE else gradient
+        message = make(self._pair, number)
+        tensors = {HIDDEN: self._hidden, **(self._integers if sender == HERE else {})}
+        started_s = time.perf_counter()
+        self._wires[sender].send(message, tensors, self._device.mark())
+        arrived = self._inboxes[_PEER[sender]].take()
+        ended_s = time.perf_counter()
+        sent = self._inboxes[sender].take()
+        if not isinstance(arrived, Delivery) or not isinstance(sent, Sent):
+            raise TypeError(f"{message.name} does not cross: {arrived}, {sent}")
+        num_bytes = sent.facts.num_bytes if isinstance(sent.facts, Carried) else 0
+        return _Crossed(num_bytes=num_bytes, make_s=self._made_s - started_s, read_s=ended_s - self._made_s)
 
-    down = DownCut(
-        book=Codebook(cut, hidden_width=width, make=lambda one: sending_end(one, device=place), seed=0),
-        bench=bench(),
-        meter=meter(),
-        is_plain=lambda _: False,
-        keeps_padding=False,
-    )
-    up = UpCut(
-        book=Codebook(cut, hidden_width=width, make=lambda one: receiving_end(one, device=place), seed=0),
-        bench=bench(),
-        meter=meter(),
-        is_plain=lambda _: False,
-        keeps_padding=False,
-    )
-    return down, up
+    def _note(self, _stream: str, _packet: Packet) -> None:
+        self._made_s = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        for wire in self._wires.values():
+            wire.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for wire in self._wires.values():
+            wire.close()

@@ -12,9 +12,8 @@ from typing import Any, Final
 
 from isthmus.job.write import replace_file
 from isthmus.plan.costs.profile import read_profile
-from isthmus.plan.pipeline import Policy
-from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad, scenario_to_dict
-from isthmus.plan.simulate import simulate
+from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad, scenario_to_dict
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from predicted.cases import Case
 from predicted.measuring import Beside, Folder
 from predicted.packets import Packets
@@ -35,7 +34,7 @@ class Prediction:
 def predict(case: Case, folder: Folder) -> Prediction:
     """The median of the steps that will count."""
     scenario = scenario_of(case, folder)
-    steps = simulate(scenario, num_steps=NUM_WARM_UP_STEPS + NUM_STEPS, seed=case.number).steps
+    steps = simulate_scenario(scenario, num_steps=NUM_WARM_UP_STEPS + NUM_STEPS, seed=case.number).steps
     counted = steps[NUM_WARM_UP_STEPS:]
     return Prediction(
         step_s=statistics.median(step.duration_s for step in counted),

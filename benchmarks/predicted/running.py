@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from deadline import Deadline
-from sleeping import Timer
+from member import pipeline_config, run_member
 
-from isthmus.plan.pipeline import Policy
-from isthmus.train.course import Course
-from isthmus.train.crossing.cut import Cut
+from isthmus.plan.ladder import Crossing
+from isthmus.plan.scenario import Policy
 from isthmus.train.device import Device
-from isthmus.train.optimize.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.profiling import AUTOCAST
 from predicted.cases import Case
 from predicted.journey import Visit
@@ -65,52 +62,44 @@ def run(visit: Visit, *, deadline: Deadline) -> None:
         stage = visit.stage(case)
         if not visit.meet(goes_on=deadline.leaves(longest_s)):
             break
-        if visit.post.index == 0:
+        if visit.index == 0:
             visit.report(f"running case {case.number}")
         started_s = time.monotonic()
         measured = _run_case(case, visit, stage)
         longest_s = max(longest_s, time.monotonic() - started_s)
-        if visit.post.index == 0:
+        if visit.index == 0:
             visit.ended(asdict(measured))
     visit.meet()
 
 
 def _run_case(case: Case, visit: Visit, stage: Any) -> Measured:
-    device = Device(case.stages.device)
-    course = Course(
-        num_stages=case.stages.num_stages,
+    size, width = case.stages.size, stage.model.config.hidden_size
+    config = pipeline_config(
+        case.wan.clouds,
+        pair=case.pair,
+        crossing=Crossing(num_rows=size.num_sequences * size.sequence_length, width=width),
         num_steps=NUM_WARM_UP_STEPS + NUM_STEPS,
         num_microbatches=case.num_microbatches,
-        seed=0,
         max_in_flight=case.num_microbatches,
         policy=Policy(case.policy),
-        cuts=(Cut(codecs=case.pair),) * (case.stages.num_stages - 1),
-    )
-    timer = Timer()
-    worker, traffic = pipeline_worker(
-        course=course,
-        post=visit.post,
-        stage=stage,
-        optimizer=Optimizer(
-            dict(stage.model.named_parameters()), schedule=Schedule(peak=1e-6, num_steps=1), max_norm=1.0
-        ),
-        device=device,
-        source=case.stages.source(case.num_microbatches) if visit.post.up is None else None,
-        observer=timer,
-        autocast=AUTOCAST[case.stages.size.precision],
     )
     before = _ticks()
-    with traffic:
-        worker.run(course.turns())
+    record = run_member(
+        config,
+        visit.cloud,
+        visit.links,
+        stage=stage,
+        device=Device(case.stages.device),
+        source=case.stages.source(case.num_microbatches) if visit.index == 0 else None,
+        autocast=AUTOCAST[size.precision],
+    )
     after = _ticks()
-    # The windows in a step's report are those of the next.
-    windows = [one.windows for one in timer.steps[NUM_WARM_UP_STEPS - 1 :]]
     return Measured(
         number=case.number,
         idle_share=_idle_share(before, after),
         steps=tuple(
-            MeasuredStep(duration_s=one.duration_s, busy_s=one.busy_s, windows=sizes)
-            for one, sizes in zip(timer.steps[NUM_WARM_UP_STEPS:], windows, strict=False)
+            MeasuredStep(duration_s=one.duration_s, busy_s=one.busy_s, windows=one.windows)
+            for one in record.steps[NUM_WARM_UP_STEPS:]
         ),
     )
 

@@ -6,10 +6,10 @@ from typing import Any, Final, Protocol
 import torch
 from sleeping import Nap, Same, SleepingStage, same_tokens
 
-from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.boundary import Batch
-from isthmus.model.heads import HEADS
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch
 from isthmus.plan.costs.activations import Precision
 from isthmus.train.profiling import Size
 

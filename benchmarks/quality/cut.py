@@ -14,7 +14,7 @@ from isthmus.codec.graph import cross
 from isthmus.job.boundary import BottleneckSpec
 from isthmus.job.codec import parse_codec
 from isthmus.model.bottleneck import Down, Up
-from isthmus.wan.packet import Packet, pack
+from isthmus.wan.frames import Packet, pack
 from quality.rows import Row
 
 FLOAT32_BYTES = 4

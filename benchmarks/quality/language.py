@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.model.anatomy import split_layers
-from isthmus.model.assembly import build_stage
-from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.heads import HEADS
-from isthmus.model.randomness import Moment
-from isthmus.model.stage import Stage
+from isthmus.model.blueprint import fresh_blueprint, split_layers
+from isthmus.model.cut import Moment
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, Stage, StageInput
 from quality.cut import Cut, Traffic
 from quality.data import Language
 from quality.fitting import Fitter, Found, Pace, Run, autocast

@@ -2,15 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key, Payload
 from isthmus.codec.ends import Codecs
-from isthmus.train.crossing.coded import as_buffer, as_bytes
+from isthmus.wan.frames import Packet
 from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
-from isthmus.wan.packet import Packet
 from quality.cut import CountingReceiver, CountingSender, Cut
 from quality.rows import Row
 
@@ -68,12 +68,13 @@ class LinkedReceiver(CountingReceiver):
 
 def send(link: Link, stream: str, payload: Payload) -> None:
     """A payload as a packet."""
-    link.send(stream, Packet({"parts": len(payload)}, [as_buffer(part) for part in payload]))
+    link.send(stream, Packet({"parts": len(payload)}, [part.numpy().tobytes() for part in payload]))
 
 
 def receive(link: Link, stream: str) -> Payload:
     """The next payload of a stream."""
-    return tuple(as_bytes(buffer) for buffer in link.receive(stream).buffers)
+    buffers = link.receive(stream).buffers
+    return tuple(torch.from_numpy(np.frombuffer(one, dtype=np.uint8).copy()) for one in buffers)
 
 
 class LinkedCut(Cut):

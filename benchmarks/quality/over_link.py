@@ -7,42 +7,34 @@ packets, within one process. All on the CPU in float32, where nothing but the li
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
+from emulated import run_on, wan_of
+from member import pipeline_config, prepare_process, run_member
 from rich.console import Console
 from rich.table import Table
 
 from isthmus.codec.base import Key
 from isthmus.codec.ends import Codecs, receiving_end, sending_end
 from isthmus.codec.graph import cross
-from isthmus.events import Span
 from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
 from isthmus.job.codec import parse_codec
-from isthmus.job.load import parse_job
-from isthmus.model.anatomy import split_layers
-from isthmus.model.assembly import build_stage
-from isthmus.model.blueprint import Blueprint, fresh_blueprint
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.heads import HEADS
-from isthmus.model.randomness import Moment, seed_from
-from isthmus.model.stage import Stage
-from isthmus.plan.ladder import Pair
-from isthmus.train.course import Course, Post
-from isthmus.train.crossing.bench import Measured
-from isthmus.train.crossing.cut import Cut as LinkCut
-from isthmus.train.crossing.words import Evaluated
+from isthmus.model.blueprint import Blueprint, fresh_blueprint, split_layers
+from isthmus.model.cut import Moment, seed_from
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, Stage, StageInput
+from isthmus.plan.end_of_step import total_norm
+from isthmus.plan.ladder import Crossing, Pair
 from isthmus.train.device import Device
-from isthmus.train.observer import StepEnded
-from isthmus.train.optimize.optimizer import Optimizer, Schedule, total_norm
-from isthmus.train.pipeline import pipeline_worker
-from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.local import LocalWan
+from isthmus.train.optimize.optimizer import Optimizer, Schedule
+from isthmus.train.run_config import RunConfig
+from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
-from isthmus.wan.processes import Report, run_clouds
 from quality import language, translation
 from quality.data import Language
 from quality.fitting import Run
@@ -50,18 +42,7 @@ from quality.linked_cut import LinkedCut
 from quality.rows import ROWS
 from quality.translation import TranslationTask
 
-_JOB: Final = """
-name = "over-link"
-[[cloud]]
-name = "east"
-listen = "127.0.0.1:7600"
-[[cloud]]
-name = "west"
-[[link]]
-between = ["east", "west"]
-bandwidth = "1 Gbps"
-rtt = "20 ms"
-"""
+_WAN: Final = wan_of((20, 1000))
 _SEED: Final = 0
 _LANGUAGE_ROWS: Final = ("raw", "int4", "30x")
 _TRANSLATION_ROW: Final = "30x"
@@ -85,24 +66,30 @@ class Trial:
         return fresh_blueprint(self.recipe.config, head=HEADS["causal-lm"])
 
     @property
-    def cut(self) -> LinkCut:
-        """What crosses, and how; a bottleneck begins after a third of the steps."""
-        row = ROWS[self.row]
+    def config(self) -> RunConfig:
+        """What both stages agree on; a bottleneck begins after a third of the steps."""
+        row, width = ROWS[self.row], self.recipe.config["hidden_size"]
         boundary: BoundarySpec = HiddenSpec()
         if row.shrink > 1:
-            boundary = BottleneckSpec(
-                rank=self.recipe.config["hidden_size"] // row.shrink, num_warmup_steps=self.num_steps // 3
-            )
-        codecs = Pair(forward=parse_codec(row.forward), backward=parse_codec(row.backward))
-        return LinkCut(boundary=boundary, codecs=codecs)
+            boundary = BottleneckSpec(rank=width // row.shrink, num_warmup_steps=self.num_steps // 3)
+        return pipeline_config(
+            _WAN.clouds,
+            pair=Pair(forward=parse_codec(row.forward), backward=parse_codec(row.backward)),
+            crossing=Crossing(num_rows=self.batch * self.recipe.length, width=boundary.crossing_width(width)),
+            boundary=boundary,
+            seed=_SEED,
+            num_steps=self.num_steps,
+            num_microbatches=self.num_microbatches,
+            max_in_flight=self.num_microbatches,
+        )
 
     def stage(self, index: int) -> Stage:
         """One of the two stages."""
-        blueprint = self.blueprint()
+        blueprint, boundary = self.blueprint(), self.config.boundary(0)
         layers = split_layers(blueprint.num_layers, 2)[index]
         if index == 0:
-            return build_stage(blueprint, layers, seed=_SEED, outbound=self.cut.boundary)
-        return build_stage(blueprint, layers, seed=_SEED, inbound=self.cut.boundary)
+            return build_stage(blueprint, layers, seed=_SEED, outbound=boundary)
+        return build_stage(blueprint, layers, seed=_SEED, inbound=boundary)
 
     def optimizer(self, stage: Stage) -> Optimizer:
         """The product's own."""
@@ -164,36 +151,13 @@ def over_link(folder: Path, *, is_tiny: bool) -> None:
 
 def compare_language(trial: Trial) -> Comparison:
     """Two processes over the emulated WAN, and one graph."""
-    job = parse_job(_JOB, file=Path("over-link.toml"))
-    with LocalWan(job) as wan:
-        work = functools.partial(be_cloud, trial=trial)
-        linked = run_clouds(job, work, wan, on_report=lambda *_: None)["east"]
+    linked: list[float] = run_on(_WAN, functools.partial(be_cloud, trial=trial))
     return Comparison(
         what="language model, two processes over TLS",
         row=trial.row,
         over_link=tuple(linked),
         in_graph=tuple(train_in_graph(trial)),
     )
-
-
-class Losses:
-    """An observer that keeps the loss of each step."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def span(self, span: Span) -> None:
-        """Nothing."""
-
-    def measured(self, found: Measured) -> None:
-        """Nothing."""
-
-    def evaluated(self, found: Evaluated) -> None:
-        """Nothing."""
-
-    def step_ended(self, ended: StepEnded) -> None:
-        """Keep it."""
-        self.values.append(ended.loss)
 
 
 @dataclass(frozen=True)
@@ -211,51 +175,33 @@ class Given:
         return ()
 
 
-def be_cloud(_: Any, endpoint: Endpoint, *, cloud: str, report: Report, trial: Trial) -> list[float]:
+def be_cloud(cloud: str, links: Mapping[str, Link], *, trial: Trial) -> list[float]:
     """One stage; gives the losses that it has seen."""
-    del report
-    torch.set_num_threads(1)
-    is_first = cloud == "east"
-    link = endpoint.link("west" if is_first else "east")
-    link.wait_ready()
-    course = Course(
-        num_stages=2,
-        num_steps=trial.num_steps,
-        num_microbatches=trial.num_microbatches,
-        seed=_SEED,
-        max_in_flight=trial.num_microbatches,
-        cuts=(trial.cut,),
-    )
-    stage = trial.stage(0 if is_first else 1)
-    losses = Losses()
-    worker, traffic = pipeline_worker(
-        course=course,
-        post=Post(
-            cloud=cloud,
-            index=0 if is_first else 1,
-            up=None if is_first else link,
-            down=link if is_first else None,
-        ),
+    prepare_process()
+    index = _WAN.clouds.index(cloud)
+    stage = trial.stage(index)
+    record = run_member(
+        trial.config,
+        cloud,
+        links,
         stage=stage,
         optimizer=trial.optimizer(stage),
         device=Device("cpu"),
-        source=Given(trial.steps()) if is_first else None,
-        observer=losses,
+        source=None if index else Given(trial.steps()),
     )
-    with traffic:
-        worker.run(course.turns())
-    return losses.values
+    return [one.loss for one in record.steps]
 
 
 def train_in_graph(trial: Trial) -> list[float]:
     """The same training with the cut in the graph; the optimizers are the product's own, one a stage."""
     stages = [trial.stage(index) for index in range(2)]
     optimizers = [trial.optimizer(stage) for stage in stages]
-    cut = trial.cut
+    config = trial.config
+    (cut,) = config.pipeline.cuts
     codecs = Codecs(
         forward=cut.codecs.forward,
         backward=cut.codecs.backward,
-        width=cut.boundary.crossing_width(trial.recipe.config["hidden_size"]),
+        width=cut.crossing.width,
         seed=seed_from("cut", _SEED, 0),
     )
     ends = (sending_end(codecs, device=_CPU), receiving_end(codecs, device=_CPU))

@@ -1,11 +1,11 @@
 """A stage between two cuts that computes while both code: what codecs add to its step.
 
-Activations are decoded for the stage before it and encoded behind it, gradients the other way, on threads and
-streams of their own, as couriers do in a run; bytes come from host memory and go there, so no link disturbs
-the clock. All pairs of codecs take turns step by step, in an order that moves on from round to round, so that
-a clock that drifts does so for all; each step is compared with that of raw in its own round. How long the
-passes themselves took on the device, and what lay between them, tells what a longer step comes from: kernels
-that take the device from the computation, or a host that comes too late.
+Activations are decoded for the stage before it and encoded behind it, gradients the other way, by the ends of
+cuts that a run has, on threads and streams of their own; bytes come from host memory and go there, so no link
+disturbs the clock. All pairs of codecs take turns step by step, in an order that moves on from round to
+round, so that a clock that drifts does so for all; each step is compared with that of raw in its own round.
+How long the passes themselves took on the device, and what lay between them, tells what a longer step comes
+from: kernels that take the device from the computation, or a host that comes too late.
 """
 
 import statistics
@@ -19,21 +19,26 @@ from functools import partial
 from typing import Any, Final, Self
 
 import torch
+from crossing import activation, coded_both_ways, gradient
 from deadline import Deadline, tell
+from member import pipeline_config
 from quality.intervals import Difference, paired_difference
 from torch import Tensor
 
-from isthmus.codec.base import Key, Memory, Payload, Place
+from isthmus.codec.base import Memory, Place
 from isthmus.codec.build import build_coder
-from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd
 from isthmus.job.codec import parse_codec
-from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.heads import HEADS
-from isthmus.model.randomness import Moment
-from isthmus.model.stage import Stage
-from isthmus.train.device import Device, Lane, Mark
+from isthmus.model.cut import Moment
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, Stage, StageInput
+from isthmus.plan.ladder import Crossing, Pair
+from isthmus.plan.types import Message
+from isthmus.train.coding import Coded, CutEnd
+from isthmus.train.device import Device, Mark
+from isthmus.train.integers import IDS
+from isthmus.train.pipeline import cut_end
 from isthmus.train.session import SWITCH_INTERVAL_S
 
 ALONE: Final = "nothing"
@@ -99,64 +104,64 @@ class StageTiming:
         return found
 
 
-class CutSide:
-    """One cut at the stage: a lane, a thread each way, and both ends, the far one to make what arrives."""
+class Cuts:
+    """Both cuts of the stage, with a thread each way at each, and what arrives through them in each step."""
 
-    def __init__(self, pair: tuple[str, str], width: int, device: Device) -> None:
-        codecs = Codecs(
-            forward=parse_codec(pair[0]), backward=parse_codec(pair[1]), width=width, dtype=torch.bfloat16
+    def __init__(self, pair: Pair, hidden_BTD: Tensor, device: Device) -> None:
+        shape = hidden_BTD.shape
+        config = pipeline_config(
+            ("before", "here", "behind"),
+            pair=pair,
+            crossing=Crossing(num_rows=shape[0] * shape[1], width=shape[2]),
+            num_steps=1,
+            num_microbatches=1,
         )
-        self.sending = SendingEnd(codecs, device=device.torch_device)
-        self.receiving = ReceivingEnd(codecs, device=device.torch_device)
-        self.lane = Lane(device)
-        self._outward = ThreadPoolExecutor(1)
-        self._inward = ThreadPoolExecutor(1)
+        self._pair = pair
+        self._integers = {IDS: torch.zeros(shape[:2], dtype=torch.int64)}
+        self._activation, _ = coded_both_ways(config, 0, hidden_BTD, device)
+        _, self._gradient = coded_both_ways(config, 1, hidden_BTD, device)
+        self._up = cut_end(config, 0, device, shape[2], is_sender=False)
+        self._down = cut_end(config, 1, device, shape[2], is_sender=True)
+        self._threads = [ThreadPoolExecutor(1) for _ in range(4)]
+        self._device = device
+
+    def receive(self, item: int) -> "Future[Tensor]":
+        """Decode an activation from the stage before."""
+        message = activation(self._pair, item)
+        return self._threads[0].submit(_decode, self._up, message, self._activation, self._integers)
+
+    def send(self, item: int, hidden_BTD: Tensor) -> "Future[Coded]":
+        """Encode an activation for the stage behind."""
+        encode = partial(self._down.encode, after=self._device.mark())
+        message = activation(self._pair, item)
+        return self._threads[1].submit(encode, message, hidden_BTD, self._integers)
+
+    def receive_gradient(self, item: int, sent: "Future[Coded]") -> "Future[Tensor]":
+        """Decode a gradient from the stage behind, which follows what was sent."""
+
+        def decode() -> Tensor:
+            sent.result()
+            return _decode(self._down, gradient(self._pair, item), self._gradient, {})
+
+        return self._threads[2].submit(decode)
+
+    def send_gradient(self, item: int, hidden_BTD: Tensor) -> "Future[Coded]":
+        """Encode a gradient for the stage before."""
+        encode = partial(self._up.encode, after=self._device.mark())
+        return self._threads[3].submit(encode, gradient(self._pair, item), hidden_BTD, {})
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._outward.shutdown()
-        self._inward.shutdown()
-
-    def leave(self, work: Callable[[], Payload], after: Mark) -> "Future[None]":
-        """Encode, and copy to the host."""
-
-        def run() -> None:
-            with self.lane.work(after=after):
-                for part in work():
-                    self.lane.to_host(part)
-
-        return self._outward.submit(run)
-
-    def arrive(
-        self, host: Payload, work: Callable[[Payload], Tensor], dtype: torch.dtype
-    ) -> "Future[Tensor]":
-        """Copy from the host, and decode."""
-
-        def run() -> Tensor:
-            with self.lane.work():
-                rows = work(tuple(map(self.lane.to_device, host))).to(dtype)
-            return self.lane.hand_over(rows)
-
-        return self._inward.submit(run)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cuts:
-    """Both cuts of the stage, and what arrives through them in each step, on the host."""
-
-    up: CutSide
-    down: CutSide
-    keys: tuple[Key, ...]
-    activations: tuple[Payload, ...]
-    gradients: tuple[Payload, ...]
+        for one in self._threads:
+            one.shutdown()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InFlight:
-    key: Key
-    crossing: Tensor
+    item: int
+    arrived: Tensor
     given: Tensor
     gradient: "Future[Tensor]"
 
@@ -193,18 +198,13 @@ class StageBench:
         ids = torch.zeros(1, size.num_tokens, dtype=torch.int64, device=device.torch_device)
         self._batch = Batch(ids=ids, num_targets=size.num_tokens)
         generator = torch.Generator().manual_seed(1)
-        x_ND = torch.randn(size.num_tokens, size.width, generator=generator)
-        self._x_ND = x_ND.to(device.torch_device, torch.bfloat16)
+        hidden_BTD = torch.randn(1, size.num_tokens, size.width, generator=generator)
+        self._hidden_BTD = hidden_BTD.to(device.torch_device, torch.bfloat16)
 
-    def cuts(self, pair: tuple[str, str], stack: ExitStack) -> Cuts:
-        """Two cuts with these codecs, open until the stack ends."""
-        up, down = (stack.enter_context(CutSide(pair, self._size.width, self._device)) for _ in range(2))
-        keys = tuple(Key(step=0, microbatch=index) for index in range(self._size.num_microbatches))
-        activations = tuple(_on_host(up.sending.encode(self._x_ND, key=key)) for key in keys)
-        for key in keys:
-            self._prime(down, key)
-        gradients = tuple(_on_host(down.receiving.encode_gradient(self._x_ND, key=key)) for key in keys)
-        return Cuts(up=up, down=down, keys=keys, activations=activations, gradients=gradients)
+    def cuts(self, texts: tuple[str, str]) -> Cuts:
+        """Two cuts with these codecs."""
+        pair = Pair(forward=parse_codec(texts[0]), backward=parse_codec(texts[1]))
+        return Cuts(pair, self._hidden_BTD, self._device)
 
     def timed(self, step: Callable[[Laps], None]) -> StepTime:
         """One step, from an idle device to an idle device."""
@@ -217,57 +217,37 @@ class StageBench:
 
     def step_alone(self, laps: Laps) -> None:
         """A step in which everything lies ready."""
-        for index in range(self._size.num_microbatches):
-            crossing = self._x_ND.unsqueeze(0).detach().requires_grad_()
-            given = laps.run(partial(self._forward, crossing, index))
-            laps.run(partial(torch.autograd.backward, given, self._x_ND.unsqueeze(0)))
+        for item in range(self._size.num_microbatches):
+            arrived = self._hidden_BTD.detach().requires_grad_()
+            given = laps.run(partial(self._forward, arrived, item))
+            laps.run(partial(torch.autograd.backward, given, self._hidden_BTD))
         laps.run(self._update)
 
     def step(self, cuts: Cuts, laps: Laps) -> None:
-        """Every micro-batch there and back, two in flight, so that coding has a pass to hide behind."""
-        leaving: list[Future[None]] = []
+        """Every micro-batch there and back, two in flight, so that coding has a pass to overlap with."""
+        leaving: list[Future[Coded]] = []
         in_flight: list[_InFlight] = []
-        coming = self._expect(cuts, 0)
-        for index in range(len(cuts.keys)):
-            arrived = coming.result()
-            if index + 1 < len(cuts.keys):
-                coming = self._expect(cuts, index + 1)
-            in_flight.append(self._there(cuts, index, arrived, leaving, laps))
-            if index > 0:
-                self._back(cuts, in_flight.pop(0), leaving, laps)
-        self._back(cuts, in_flight.pop(0), leaving, laps)
+        coming = cuts.receive(0)
+        for item in range(self._size.num_microbatches):
+            arrived = coming.result().requires_grad_()
+            if item + 1 < self._size.num_microbatches:
+                coming = cuts.receive(item + 1)
+            given: Tensor = laps.run(partial(self._forward, arrived, item))
+            leaving.append(cuts.send(item, given.detach()))
+            gradient = cuts.receive_gradient(item, leaving[-1])
+            in_flight.append(_InFlight(item=item, arrived=arrived, given=given, gradient=gradient))
+            if item > 0:
+                leaving.append(self._back(cuts, in_flight.pop(0), laps))
+        leaving.append(self._back(cuts, in_flight.pop(0), laps))
         laps.run(self._update)
         for one in leaving:
             one.result()
 
-    def _expect(self, cuts: Cuts, index: int) -> "Future[Tensor]":
-        def decode(parts: Payload) -> Tensor:
-            return cuts.up.receiving.decode(parts, key=cuts.keys[index], num_rows=len(self._x_ND))
-
-        return cuts.up.arrive(cuts.activations[index], decode, self._x_ND.dtype)
-
-    def _there(
-        self, cuts: Cuts, index: int, arrived: Tensor, leaving: list["Future[None]"], laps: Laps
-    ) -> _InFlight:
-        key, sending = cuts.keys[index], cuts.down.sending
-        crossing = arrived.unsqueeze(0).requires_grad_()
-        given: Tensor = laps.run(partial(self._forward, crossing, index))
-        rows = given.detach()[0]
-        leaving.append(cuts.down.leave(lambda: sending.encode(rows, key=key), self._device.mark()))
-
-        def decode(parts: Payload) -> Tensor:
-            return sending.decode_gradient(parts, key=key, num_rows=len(self._x_ND))
-
-        gradient = cuts.down.arrive(cuts.gradients[index], decode, self._x_ND.dtype)
-        return _InFlight(key=key, crossing=crossing, given=given, gradient=gradient)
-
-    def _back(self, cuts: Cuts, one: _InFlight, leaving: list["Future[None]"], laps: Laps) -> None:
-        gradient = one.gradient.result().unsqueeze(0)
-        laps.run(partial(torch.autograd.backward, one.given, gradient))
-        rows, receiving = _gradient_of(one.crossing)[0], cuts.up.receiving
-        leaving.append(
-            cuts.up.leave(lambda: receiving.encode_gradient(rows, key=one.key), self._device.mark())
-        )
+    def _back(self, cuts: Cuts, one: _InFlight, laps: Laps) -> "Future[Coded]":
+        laps.run(partial(torch.autograd.backward, one.given, one.gradient.result()))
+        if one.arrived.grad is None:
+            raise ValueError("no gradient has come to what arrived")
+        return cuts.send_gradient(one.item, one.arrived.grad)
 
     def _forward(self, crossing: Tensor, index: int) -> Tensor:
         moment = Moment(seed=0, step=0, microbatch=index)
@@ -282,11 +262,6 @@ class StageBench:
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
 
-    def _prime(self, down: CutSide, key: Key) -> None:
-        """Let an activation pass, without which no gradient can be made."""
-        sent = down.sending.encode(self._x_ND, key=key)
-        down.receiving.decode(sent, key=key, num_rows=len(self._x_ND))
-
 
 def time_stage(size: StageSize, deadline: Deadline) -> StageTiming:
     """Rounds in which each pair has its turn, as many as there is time for, behind some that do not count."""
@@ -296,7 +271,7 @@ def time_stage(size: StageSize, deadline: Deadline) -> StageTiming:
     with ExitStack() as stack:
         steps: dict[str, Callable[[Laps], None]] = {ALONE: bench.step_alone}
         for name, pair in PAIRS.items():
-            steps[name] = partial(bench.step, bench.cuts(pair, stack))
+            steps[name] = partial(bench.step, stack.enter_context(bench.cuts(pair)))
         # Every path has run before the clock does: kernels are compiled, memory of each stream is there.
         for _ in range(_NUM_WARM_UP_STEPS):
             for step in steps.values():
@@ -334,8 +309,11 @@ def _coder_name(text: str, width: int, device: Device) -> str:
     return type(build_coder(parse_codec(text).steps, place)).__name__
 
 
-def _on_host(payload: Payload) -> Payload:
-    return tuple(part.cpu() for part in payload)
+def _decode(end: CutEnd, message: Message, coded: Coded, integers: Mapping[str, Tensor]) -> Tensor:
+    hidden = end.decode(message, coded, integers)
+    if hidden is None:
+        raise ValueError(f"{message.name} has no hidden states")
+    return hidden
 
 
 def _middle_stage(size: StageSize) -> Stage:
@@ -351,9 +329,3 @@ def _middle_stage(size: StageSize) -> Stage:
     }
     blueprint = fresh_blueprint(config, head=HEADS["causal-lm"])
     return build_stage(blueprint, range(1, size.num_layers + 1), seed=0, dtype=torch.bfloat16)
-
-
-def _gradient_of(leaf: Tensor) -> Tensor:
-    if leaf.grad is None:
-        raise ValueError("no gradient has come to what arrived")
-    return leaf.grad

@@ -1,97 +1,130 @@
-"""A stage behind the measured one that takes no time: takes activations, gives gradients made beforehand."""
+"""The stage behind the measured one: the product's loop and wire around an actor that computes nothing.
 
-import queue
-import time
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
+Every activation is answered by a gradient that was coded beforehand, every step by a tally. It runs in the
+same process behind a link that copies and nothing more, or in another one behind TLS, gRPC and an emulated
+WAN.
+"""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
+from crossing import BEYOND, HERE, coded_both_ways
+from member import Record
+from queue_link import queue_link
+from torch import Tensor
 
-from isthmus.codec.base import Key, flat_bytes
-from isthmus.codec.ends import Codecs, receiving_end, sending_end
-from isthmus.events import Span
-from isthmus.job.codec import gradient_codec
-from isthmus.plan.ladder import Pair
-from isthmus.plan.types import Pass, Send
-from isthmus.train.crossing.coded import Coded
-from isthmus.train.crossing.messages import BACKWARD, FORWARD, pack_gradient, read_address
-from isthmus.train.crossing.words import TALLY, Tally, pack_tally
-from isthmus.wan.counters import LinkCounters
-from isthmus.wan.frames import MAX_CHUNK_BYTES, encode_chunk
-from isthmus.wan.packet import Packet, pack
+from isthmus.errors import LinkClosed
+from isthmus.plan.end_of_step import Reduced, Seen, Updated, Verdict
+from isthmus.plan.pipeline import PipelineScheduler
+from isthmus.plan.pipeline_parts import FACTS, HIDDEN
+from isthmus.plan.types import Facts, Gathered, Message, MessageKind, Work, WorkKind
+from isthmus.train.coding import Coded, CutEnd, Integers
+from isthmus.train.device import Device, Mark
+from isthmus.train.loop import Loop
+from isthmus.train.pipeline import cut_end
+from isthmus.train.run_config import RunConfig
+from isthmus.train.wire import Inbox, Wire
+from isthmus.wan.frames import MAX_CHUNK_BYTES, Packet, encode_chunk, pack
+from isthmus.wan.link import Link
 
-NAME = "beyond"
-
-
-class FarEnd:
-    """A link as couriers see it; what is sent is copied chunk by chunk, as links do, and answered at once."""
-
-    def __init__(
-        self, gradient: Coded, *, num_microbatches: int, on_span: Callable[[Span], None] = lambda _: None
-    ) -> None:
-        self.peer = SimpleNamespace(cloud=NAME, rank=0)
-        self._gradient = gradient
-        self._num_microbatches = num_microbatches
-        self._on_span = on_span
-        self._inbox: queue.SimpleQueue[tuple[str, Packet]] = queue.SimpleQueue()
-
-    def send(self, stream: str, packet: Packet, **_priority: Any) -> None:
-        """Take a packet, and put what it calls for into the inbox."""
-        started_s = time.time()
-        _copy(stream, packet)
-        if stream != FORWARD:
-            return
-        arrived = read_address(packet, FORWARD)
-        step, microbatch = arrived.step, arrived.microbatch
-        name = f"send {step}.{microbatch}"
-        self._on_span(Span(track="send", name=name, kind="transfer", start_s=started_s, end_s=time.time()))
-        about = Send(kind=Pass.BACKWARD, step=step, microbatch=microbatch)
-        self._inbox.put((BACKWARD, pack_gradient(self._gradient, about=about, sent_s=time.time())))
-        if microbatch == self._num_microbatches - 1:
-            self._inbox.put((TALLY, pack_tally(_tally(step))))
-
-    def receive_any(self, _streams: Sequence[str], *, timeout_s: float | None = None) -> tuple[str, Packet]:
-        """The next packet for the measured stage."""
-        try:
-            return self._inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TimeoutError from None
-
-    def counters(self) -> LinkCounters:
-        """A link without a way."""
-        return LinkCounters(
-            sent={},
-            received={},
-            rtt_s=0.0,
-            clock_offset_s=0.0,
-            reconnects=0,
-            queued_bytes=0,
-            in_flight_bytes=0,
-        )
+_NOTHING: Final = torch.empty(0)
+_CPU: Final = "cpu"
 
 
-def coded_gradient(
-    pair: Pair, *, num_rows: int, width: int, dtype: torch.dtype, device: torch.device
-) -> Coded:
-    """A gradient on the host, as the far end would have coded it."""
-    generator = torch.Generator().manual_seed(1)
-    rows_ND = (1e-4 * torch.randn(num_rows, width, generator=generator)).to(device, dtype)
-    backward = gradient_codec(pair.forward, pair.backward)
-    if backward.is_raw:
-        parts: tuple[torch.Tensor, ...] = (flat_bytes(rows_ND),)
-    else:
-        codecs = Codecs(forward=pair.forward, backward=pair.backward, width=width)
-        sending, receiving = sending_end(codecs, device=device), receiving_end(codecs, device=device)
-        key = Key(step=0, microbatch=0)
-        receiving.decode(sending.encode(rows_ND, key=key), key=key, num_rows=num_rows)
-        parts = receiving.encode_gradient(rows_ND, key=key)
-    on_host = tuple(part.cpu() for part in parts)
-    return Coded(codec=str(backward), dtype=dtype, num_rows=num_rows, parts=on_host)
+class FarActor:
+    """Computes nothing; what it sends is coded already."""
+
+    def run(self, work: Work) -> Facts | None:
+        """End a work at once, with the facts that it must have."""
+        match work.kind, work.facts:
+            case WorkKind.REDUCE, Seen() as seen:
+                return Gathered(of=(Reduced(seen=seen, loss_sum=0.0, squared_norms=()),))
+            case WorkKind.UPDATE, Verdict() as verdict:
+                return Gathered(of=(Updated(verdict=verdict),))
+        return None
+
+    def tensors(self, message: Message) -> tuple[Mapping[str, Tensor], Mark]:
+        """What stands for a gradient."""
+        return ({HIDDEN: _NOTHING} if message.kind is MessageKind.GRADIENT else {}), Mark()
+
+    def take(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
+        """Leave what has arrived alone."""
 
 
-def _tally(step: int) -> Tally:
-    return Tally(step=step, loss_sum=0.0, squared_norms=(), busy_s=(0.0,), hops=(), travel_s=0.0)
+@dataclass(slots=True)
+class PreparedCut(CutEnd):
+    """The receiving end of a cut that decodes nothing and always sends the same gradient."""
+
+    gradient: Coded | None = None
+
+    def encode(self, message: Message, hidden: Tensor, integers: Integers, *, after: Mark) -> Coded:
+        """The gradient that was made beforehand."""
+        del hidden, integers, after
+        if self.gradient is None:
+            raise ValueError(f"no gradient was made for {message.name}")
+        return self.gradient
+
+    def decode(self, message: Message, coded: Coded | None, integers: Integers) -> Tensor:
+        """Leave an activation as it is."""
+        del message, coded, integers
+        return _NOTHING
+
+
+def prepared_gradient(config: RunConfig, *, shape: tuple[int, int, int], dtype: torch.dtype) -> Coded:
+    """A gradient of this shape as the far end of the cut would have coded it."""
+    hidden = 1e-4 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return coded_both_ways(config, 0, hidden.to(dtype), Device(_CPU))[1]
+
+
+def answer(config: RunConfig, link: Link, gradient: Coded, *, width: int) -> None:
+    """Be the far end until the measured stage stops."""
+    inbox, device = Inbox(), Device(_CPU)
+    coding = cut_end(config, 0, device, width, is_sender=False).coding
+    wire = Wire(
+        link,
+        here=BEYOND,
+        peer=HERE,
+        inbox=inbox,
+        observer=Record(),
+        facts=FACTS,
+        cut=PreparedCut(coding=coding, device=device, is_sender=False, gradient=gradient),
+    )
+    scheduler = PipelineScheduler(config.pipeline, BEYOND)
+    with Loop(scheduler, FarActor(), {HERE: wire}, inbox, tell=lambda _: None, save=lambda *_: None) as loop:
+        loop.run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FarThread:
+    """A far end on a thread of this process, behind a link that copies."""
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+    @contextmanager
+    def begin(self, config: RunConfig) -> Iterator[Any]:
+        """Have it answer one run of the measured stage; gives the link to it."""
+        near, far = queue_link(_copy)
+        gradient = prepared_gradient(config, shape=self.shape, dtype=self.dtype)
+
+        def watch(future: "Future[None]") -> None:
+            error = future.exception()
+            if error is not None:
+                far.fail(error)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="far-end") as pool:
+            future = pool.submit(answer, config, far, gradient, width=self.shape[-1])
+            future.add_done_callback(watch)
+            try:
+                yield near
+                future.result()
+            finally:
+                # A far end that still waits ends with this.
+                near.fail(LinkClosed("the measured stage has ended"))
 
 
 def _copy(stream: str, packet: Packet) -> None:

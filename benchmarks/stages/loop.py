@@ -1,33 +1,27 @@
-"""The measured stage: Isthmus' worker at a first stage, before a far end that takes no time."""
+"""The measured stage: the product's scheduler, actor and wire at the first of two stages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from crossing import BEYOND, HERE
+from member import Record, pipeline_config, pipeline_loop
 from torch import Tensor
 
-from isthmus.events import Span
-from isthmus.model.assembly import build_stage
+from isthmus.events import Span, steady_s
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.boundary import Batch
-from isthmus.model.heads import HEADS
-from isthmus.plan.ladder import Pair
-from isthmus.plan.types import Started
-from isthmus.train.course import Course, Post
-from isthmus.train.crossing.bench import Measured
-from isthmus.train.crossing.cut import Cut
-from isthmus.train.crossing.words import Evaluated
-from isthmus.train.device import Device
-from isthmus.train.observer import StepEnded
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch
+from isthmus.plan.ladder import Crossing, Pair
 from isthmus.train.optimize.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import pipeline_worker
 from isthmus.train.ranks.sharding import ShardedReduction, shard
 from isthmus.train.ranks.world import Alone
-from stages.far_end import FarEnd, coded_gradient
+from isthmus.train.run_config import RunConfig
+from isthmus.wan.frames import Packet
 from stages.watched import WatchedDevice
 
-WINDOW = 2
 SEED = 5
 
 
@@ -66,36 +60,62 @@ class Scale:
         per_layer = 4 * self.width**2 + 3 * self.width * (self.width * 11 // 4)
         return self.num_layers * (6 * per_layer + 6 * self.width * self.length)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The hidden states of a micro-batch."""
+        return self.num_sequences, self.length, self.width
+
+    def crossing(self, dtype: torch.dtype) -> Crossing:
+        """What a micro-batch puts across."""
+        num_rows = self.num_sequences * self.length
+        return Crossing(num_rows=num_rows, width=self.width, element_bytes=dtype.itemsize)
+
+    def run_config(self, pair: Pair, *, max_in_flight: int) -> RunConfig:
+        """What both stages agree on; steps have no end but the one that is asked for."""
+        return pipeline_config(
+            (HERE.cloud, BEYOND.cloud),
+            pair=pair,
+            crossing=self.crossing(torch.float32),
+            seed=SEED,
+            num_steps=10**6,
+            num_microbatches=self.num_microbatches,
+            max_in_flight=max_in_flight,
+        )
+
+
+class TimedLink:
+    """Tells how long each activation takes to be handed to a link."""
+
+    def __init__(self, link: Any, record: Record) -> None:
+        self._link = link
+        self._record = record
+        self.receive_any = link.receive_any
+        self.counters = link.counters
+
+    def send(self, stream: str, packet: Packet, **options: Any) -> int:
+        """Hand a packet to the link."""
+        started_s = steady_s()
+        num_bytes: int = self._link.send(stream, packet, **options)
+        if stream == "forward":
+            name = f"send {packet.header['step']}.{packet.header['item']}"
+            span = Span(track="send", name=name, kind="transfer", start_s=started_s, end_s=steady_s())
+            self._record.span(span)
+        return num_bytes
+
 
 @dataclass(slots=True)
-class Watcher:
-    """An observer of the worker that keeps the spans."""
+class Scripted:
+    """A source of the same micro-batches in every step, each of which waits for the next turn of a script."""
 
-    spans: list[Span] = field(default_factory=list)
-
-    def span(self, span: Span) -> None:
-        """Keep it."""
-        self.spans.append(span)
-
-    def measured(self, found: Measured) -> None:
-        """Nothing to do."""
-
-    def step_ended(self, ended: StepEnded) -> None:
-        """Nothing to do."""
-
-    def evaluated(self, found: Evaluated) -> None:
-        """Nothing to do."""
-
-
-class Given:
-    """The same micro-batches in each step."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self._batches = batches
+    batches: Sequence[Batch]
+    script: Iterator[object]
+    loop: Any = field(default=None)
 
     def training(self, step: int) -> Sequence[Batch]:  # noqa: ARG002
-        """Of any step."""
-        return self._batches
+        """Let the script run to its next yield; a step behind its end is the last."""
+        if next(self.script, self) is self:
+            self.loop.interrupt("the script has ended")
+        return self.batches
 
     def validation(self) -> Sequence[Batch]:
         """None."""
@@ -103,53 +123,39 @@ class Given:
 
 
 class StageLoop:
-    """Isthmus' worker at a first stage, before a far end that takes no time."""
+    """A stage with its optimizer, which takes steps when a script says so."""
 
     def __init__(
-        self, scale: Scale, device: Device, pair: Pair, ids: Sequence[Tensor], *, is_sharded: bool
+        self, scale: Scale, device: WatchedDevice, ids: Sequence[Tensor], *, is_sharded: bool
     ) -> None:
         blueprint = fresh_blueprint(scale.config(scale.num_layers + 1), head=HEADS["causal-lm"])
         self.stage = build_stage(blueprint, range(scale.num_layers), seed=SEED).to(device.torch_device)
         if is_sharded:
             shard(self.stage, device=device.torch_device, num_ranks=1, compute_dtype=torch.bfloat16)
-        self.watcher = Watcher()
-        self.device = WatchedDevice(device)
-        num_rows = scale.num_sequences * scale.length
-        dtype = torch.bfloat16 if is_sharded else torch.float32
-        gradient = coded_gradient(
-            pair, num_rows=num_rows, width=scale.width, dtype=dtype, device=device.torch_device
-        )
-        far_end = FarEnd(gradient, num_microbatches=scale.num_microbatches, on_span=self.watcher.span)
-        post: Any = Post(cloud="here", index=0, up=None, down=far_end)  # type: ignore[arg-type]
-        self._worker, self._traffic = pipeline_worker(
-            course=Course(
-                num_stages=2,
-                num_steps=10**6,
-                num_microbatches=scale.num_microbatches,
-                seed=SEED,
-                max_in_flight=WINDOW,
-                cuts=(Cut(codecs=pair),),
-            ),
-            post=post,
-            stage=self.stage,
-            optimizer=Optimizer(
+        self.record = Record()
+        self.device = device
+        self._batches = [Batch(ids=one, num_targets=one.numel()) for one in ids]
+        self._options: dict[str, Any] = {
+            "optimizer": Optimizer(
                 self.stage.parameters_by_name(), schedule=Schedule(peak=1e-5, num_steps=10**6), max_norm=1.0
             ),
-            device=self.device,  # type: ignore[arg-type]
-            source=Given([Batch(ids=one, num_targets=one.numel()) for one in ids]),
-            observer=self.watcher,
-            autocast=None if is_sharded else torch.bfloat16,
-            reduction=ShardedReduction(Alone(), self.stage) if is_sharded else None,
-        )
-        self._numbers = tuple(range(scale.num_microbatches))
-        self._next_step = 0
+            "autocast": None if is_sharded else torch.bfloat16,
+            "reduction": ShardedReduction(Alone(), self.stage) if is_sharded else None,
+        }
 
-    def run(self, num_steps: int) -> None:
-        """Take some steps."""
-        steps = range(self._next_step, self._next_step + num_steps)
-        self._next_step = steps.stop
-        self._worker.run(Started(step=step, microbatches=self._numbers) for step in steps)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._traffic.__exit__(None, None, None)
+    def run(self, config: RunConfig, link: Any, script: Iterator[object]) -> None:
+        """Take a step at each yield of a script, and one more when it has ended."""
+        source = Scripted(self._batches, script)
+        links: dict[str, Any] = {BEYOND.cloud: TimedLink(link, self.record)}
+        with pipeline_loop(
+            config,
+            HERE.cloud,
+            links,
+            stage=self.stage,
+            device=self.device,
+            record=self.record,
+            source=source,
+            **self._options,
+        ) as loop:
+            source.loop = loop
+            loop.run()

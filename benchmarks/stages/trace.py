@@ -70,7 +70,7 @@ class Step:
         """When the device computed."""
         return union(piece.interval for row in self.rows[:1] for piece in row.pieces)
 
-    def hidden_share(self, kinds: set[str]) -> float:
+    def overlapped_share(self, kinds: set[str]) -> float:
         """The share of the time of some work during which the device computed."""
         work = union(piece.interval for row in self.rows[1:] for piece in row.pieces if piece.kind in kinds)
         return shared_s(work, self.compute) / total_s(work) if work else 1.0

@@ -65,8 +65,8 @@ def _examine_inputs(job: "Job", cloud: str | None) -> "Iterator[Finding]":
 
     if job.model is None or job.data is None or find_spec("torch") is None:
         return
+    from isthmus.job import stage_order
     from isthmus.train.preflight import look_at_data, look_at_model
-    from isthmus.train.setup import stage_order
 
     yield check_by("model", lambda: look_at_model(job))
     if cloud in (None, stage_order(job)[0]):

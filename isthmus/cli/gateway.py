@@ -14,7 +14,7 @@ import typer
 from isthmus.cli.options import JobArgument, JsonOption, SetOption
 
 if TYPE_CHECKING:
-    from isthmus.job import Address, CloudSpec
+    from isthmus.job import Address, CloudSpec, Job
     from isthmus.wan.relays.gateway import RankChange
     from isthmus.wan.trust.certificates import Identity
 
@@ -27,7 +27,7 @@ def gateway(
     bind: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST[:PORT]", help="Where to listen, if not at the port of `listen` everywhere."
+            metavar="HOST[:PORT]", help="Where to listen, if not at `listen`; 0.0.0.0 for all interfaces."
         ),
     ] = None,
     overrides: SetOption = None,
@@ -41,7 +41,8 @@ def gateway(
     from isthmus.job import load_job
     from isthmus.wan.trust.certificates import read_identity
 
-    spec = load_job(job, overrides=overrides or ()).cloud_named(cloud)
+    loaded = load_job(job, overrides=overrides or ())
+    spec = loaded.cloud_named(cloud)
     if spec.listen is None:
         raise UserError(
             f"cloud {cloud!r} has no `listen`: it only dials out and needs no gateway",
@@ -49,16 +50,25 @@ def gateway(
         )
     identity = read_identity(Path(spec.certificates), cloud)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    asyncio.run(_serve(spec, identity, _place(bind, spec.listen), _say_json if as_json else _say_text))
+    place = _place(bind, spec.listen)
+    asyncio.run(_serve(loaded, spec, identity, place, _say_json if as_json else _say_text))
 
 
-async def _serve(spec: "CloudSpec", identity: "Identity", place: tuple[str, int], say: Say) -> None:
+async def _serve(
+    job: "Job", spec: "CloudSpec", identity: "Identity", place: tuple[str, int], say: Say
+) -> None:
+    from isthmus.wan.endpoint import num_connections
     from isthmus.wan.relays.gateway import Gateway
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    served = Gateway(identity=identity, num_ranks=spec.ranks, on_change=partial(_tell, spec, say))
+    served = Gateway(
+        identity=identity,
+        num_ranks=spec.ranks,
+        num_expected=spec.ranks * num_connections(job, spec.name),
+        on_change=partial(_tell, spec, say),
+    )
     try:
         address = await served.start(*place)
         say(f"gateway of {spec.name} listens at {address}", {"event": "listening", "address": str(address)})
@@ -81,9 +91,10 @@ def _place(bind: str | None, listen: "Address") -> tuple[str, int]:
     """Return the host, empty for all interfaces, and the port to bind."""
     from isthmus.errors import UserError
     from isthmus.job import parse_address
+    from isthmus.wan.endpoint import listening_host
 
     if bind is None:
-        return "", listen.port
+        return listening_host(listen), listen.port
     has_port = ":" in bind and not bind.endswith("]")
     try:
         address = parse_address(bind if has_port else f"{bind}:{listen.port}")

@@ -11,7 +11,7 @@ from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job import Address, CloudSpec
-from isthmus.wan.seat import Seat
+from isthmus.wan.handshake import Seat
 
 _DEFAULT_PORT: Final = 29400
 # Two jobs on one node must not meet at one port; these are below those that systems hand out by themselves.

@@ -122,10 +122,10 @@ def _chart(plan: "Plan") -> "Chart":
     """One step, or a sketch of a few where the form has no scheduler yet."""
     from isthmus.observe.timeline import chart_of_step, lay_out
     from isthmus.plan.replicated.sketch import sketch
-    from isthmus.plan.simulate import simulate
+    from isthmus.plan.simulated_pipeline import simulate_scenario
 
     if plan.scenario is not None:
-        return chart_of_step(simulate(plan.scenario, num_steps=2))
+        return chart_of_step(simulate_scenario(plan.scenario, num_steps=2))
     spans = sketch(plan)
     end_s = max(span.end_s for span in spans)
     return lay_out(spans, start_s=0.0, end_s=end_s, order=plan.clouds)
@@ -134,12 +134,12 @@ def _chart(plan: "Plan") -> "Chart":
 def _beginning(plan: "Plan") -> "Chart":
     """As much of a step as can be drawn box by box: until the slowest rank has done some micro-batches."""
     from isthmus.observe.timeline import lay_out, shifted
-    from isthmus.plan.simulate import simulate
+    from isthmus.plan.simulated_pipeline import simulate_scenario
 
     scenario = plan.scenario
     if scenario is None:
         return _chart(plan)
-    timeline = simulate(scenario, num_steps=2)
+    timeline = simulate_scenario(scenario, num_steps=2)
     step = timeline.steps[-1]
     passes_s = [stage.forward_s + stage.backward_s for stage in scenario.stages]
     travel_s = sum(2 * hop.line.latency_s for hop in scenario.hops)

@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import signal
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from isthmus.cli.display import Display
     from isthmus.cli.ending import Ending
     from isthmus.job import Job
-    from isthmus.train.session import Place
+    from isthmus.train.session import Place, Trained
     from isthmus.wan.endpoint import Endpoint
+    from isthmus.wan.handshake import Seat
     from isthmus.wan.local import LocalWan
     from isthmus.wan.processes import Report
-    from isthmus.wan.seat import Seat
 
 
 _GO_ON: Final = "mend that and start the same command again: it goes on from what all clouds have saved"
@@ -59,7 +59,7 @@ def run(
     from rich.console import Console
 
     from isthmus.cli.display import Display
-    from isthmus.cli.ending import EXIT_TERMINATED, Ending, stopped_by
+    from isthmus.cli.ending import EXIT_TERMINATED, Ending, stopped_at, stopped_by
     from isthmus.cli.launch import find_seat
     from isthmus.errors import Aborted, CloudFailed, PeerLost, Terminated
     from isthmus.job import load_job
@@ -75,11 +75,18 @@ def run(
     try:
         with Ending(console) as ending, Display(console, num_steps=loaded.train.steps, site=cloud) as display:
             if cloud is None or seat is None:
-                folder = _run_here(
-                    loaded, runs, resume == "auto", tuple(track or ()), faults, display, restarts=restarts
+                trained = _run_here(
+                    loaded,
+                    runs,
+                    resume == "auto",
+                    tuple(track or ()),
+                    faults,
+                    display,
+                    ending,
+                    restarts=restarts,
                 )
             else:
-                folder = _run_as(
+                trained = _run_as(
                     loaded, cloud, seat, runs, resume == "auto", tuple(track or ()), display, ending
                 )
     except KeyboardInterrupt:
@@ -89,10 +96,17 @@ def run(
         console.print(stopped_by(signal.SIGTERM), soft_wrap=True)
         raise typer.Exit(EXIT_TERMINATED) from terminated
     except (Aborted, PeerLost, CloudFailed) as ended:
+        if ending.stop.is_asked and isinstance(ended, CloudFailed):
+            # The request came before there was anything to save.
+            console.print(stopped_by(signal.SIGINT), soft_wrap=True)
+            raise typer.Exit(EXIT_TERMINATED) from ended
         ended.hint = ended.hint or _GO_ON
         raise
+    if trained.stopped_at is not None:
+        console.print(stopped_at(trained.stopped_at), soft_wrap=True)
+        raise typer.Exit(EXIT_TERMINATED)
     if seat is None or seat.is_leader:
-        _conclude(console, folder, as_json=as_json)
+        _conclude(console, trained.run, as_json=as_json)
 
 
 def _conclude(console: "Console", folder: Path, *, as_json: bool) -> None:
@@ -127,9 +141,10 @@ def _run_here(
     trackers: tuple[str, ...],
     faults: Path | None,
     display: "Display",
+    ending: "Ending",
     *,
     restarts: int,
-) -> Path:
+) -> "Trained":
     from isthmus.observe.trackers import check_trackers, open_trackers
     from isthmus.plan.faults import load_faults
     from isthmus.train.preflight import check_all_devices, choose_run
@@ -141,61 +156,62 @@ def _run_here(
     check_all_devices(job)
     script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
     note = functools.partial(_tell, display, job.cloud[0].name)
-    if resume:
-        _tell_other(job, root, note)
-    with writing_to(root):
-        folder = choose_run(job, root=root, resume=resume, note=note)
     num_threads = max(1, (os.cpu_count() or 1) // sum(cloud.ranks for cloud in job.cloud))
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
-    place = Place(root=root, run_id=folder.name, open_trackers=opens, num_threads=num_threads)
-    with LocalWan(job) as wan:
-        wan.play(script)
-        _run_until_done(job, wan, place, display, restarts=restarts)
-    return folder
+    with writing_to(root), choose_run(job, root=root, resume=resume, note=note) as folder:
+        place = Place(root=root, run_id=folder.name, open_trackers=opens, num_threads=num_threads)
+        with LocalWan(job) as wan:
+            wan.play(script)
+            return _run_until_done(job, wan, place, display, ending, restarts=restarts)
 
 
 def _tell(display: "Display", cloud: str, text: str) -> None:
     display.hear(cloud, json.dumps({"kind": "note", "text": text}))
 
 
-def _tell_other(job: "Job", root: Path, note: Callable[[str], None]) -> None:
-    """Say which unfinished run a changed job leaves behind."""
-    from isthmus.train.runs import describe_other
-
-    text = describe_other(root, job)
-    if text is not None:
-        note(text)
-
-
 def _run_until_done(
-    job: "Job", wan: "LocalWan", place: "Place", display: "Display", *, restarts: int
-) -> None:
+    job: "Job", wan: "LocalWan", place: "Place", display: "Display", ending: "Ending", *, restarts: int
+) -> "Trained":
     """Start all ranks, again after a crash, each time from the newest state that all clouds have saved."""
     from isthmus.errors import CloudFailed
     from isthmus.wan.processes import run_ranks
 
-    for attempt in range(restarts + 1):
+    attempt = 0
+    while True:
         work = functools.partial(_be_rank_here, place=place)
         try:
-            run_ranks(job, work, wan, on_report=display.hear)
+            found = run_ranks(job, work, wan, on_report=display.hear, stop=ending.stop)
         except CloudFailed as failed:
-            if not failed.is_crash or attempt == restarts:
+            if not failed.is_crash or attempt == restarts or ending.stop.is_asked:
                 raise
-            _tell(display, failed.cloud, f"{failed.message}; starting again, {attempt + 1} of {restarts}")
+            attempt += 1
+            _tell(display, failed.cloud, f"{failed.message}; starting again, {attempt} of {restarts}")
         else:
-            return
+            first: Trained = next(iter(found.values()))
+            return first
 
 
 def _be_rank_here(
     job: "Job", endpoint: "Endpoint", *, cloud: str, report: "Report", seat: "Seat", place: "Place"
-) -> Path:
+) -> "Trained":
+    from isthmus.errors import Terminated
+    from isthmus.events import StopRequest
     from isthmus.train.runs import writing_to
     from isthmus.train.session import train_cloud
+    from isthmus.wan.processes import STOP_SIGNAL
 
-    # Ctrl-C reaches the whole process group; the command that started us ends us in order.
+    stop = StopRequest()
+
+    def ask(*_: object) -> None:
+        if not stop.ask():
+            raise Terminated
+
+    # Signals may reach the whole process group; the command that started us ends us in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(STOP_SIGNAL, ask)
     with writing_to(place.root):
-        return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat)
+        return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat, stop=stop)
 
 
 def _run_as(
@@ -207,7 +223,8 @@ def _run_as(
     trackers: tuple[str, ...],
     display: "Display",
     ending: "Ending",
-) -> Path:
+) -> "Trained":
+    from isthmus.job.rundir import lock_site
     from isthmus.observe.trackers import check_trackers, open_trackers
     from isthmus.train.preflight import check_device, choose_run
     from isthmus.train.runs import writing_to
@@ -218,16 +235,23 @@ def _run_as(
 
     identity = read_identity(Path(job.cloud_named(cloud).certificates), cloud)
     check_device(job.cloud_named(cloud), seat)
-    chooses = seat.is_leader and set_up(job).clouds[0] == cloud
+    chooses = seat.is_leader and set_up(job, plans=False).clouds[0] == cloud
     check_trackers(trackers if chooses else ())
     note = functools.partial(_tell, display, cloud)
-    if chooses and resume:
-        _tell_other(job, root, note)
-    with writing_to(root):
-        run_id = choose_run(job, root=root, resume=resume, note=note).name if chooses else None
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
-    place = Place(root=root, run_id=run_id, open_trackers=opens)
     report = functools.partial(display.hear, cloud)
-    with Endpoint(job, cloud=cloud, rank=seat.rank, identity=identity) as endpoint, writing_to(root):
+    with ExitStack() as stack:
+        stack.enter_context(writing_to(root))
+        stack.enter_context(lock_site(root, job, cloud=cloud, rank=seat.rank, note=note))
+        run_id = None
+        if chooses:
+            chosen = choose_run(job, root=root, resume=resume, note=note, is_shared=True)
+            run_id = stack.enter_context(chosen).name
+        place = Place(root=root, run_id=run_id, open_trackers=opens)
+        endpoint = stack.enter_context(Endpoint(job, cloud=cloud, rank=seat.rank, identity=identity))
         ending.tell_peers_of(endpoint)
-        return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat)
+        # Peers are to read in our words what is wrong with the disk.
+        stack.enter_context(writing_to(root))
+        return train_cloud(
+            job, endpoint, cloud=cloud, report=report, place=place, seat=seat, stop=ending.stop
+        )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from isthmus.observe.page import Table
     from isthmus.observe.timeline import Chart
     from isthmus.plan.scenario import Scenario
-    from isthmus.plan.simulation.copies import Checkpointing
+    from isthmus.plan.simulated_pipeline import Checkpointing
     from isthmus.plan.simulation.lines import Disturbance
     from isthmus.plan.simulation.timeline import SimulatedStep, Stopped, Timeline
 
@@ -49,7 +49,7 @@ def simulate(
 
     from isthmus.observe.drawing import draw_chart
     from isthmus.observe.page import Section
-    from isthmus.plan.simulate import simulate as simulate_scenario
+    from isthmus.plan.simulated_pipeline import simulate_scenario
 
     scenario, checkpoint = _scenario(job, overrides or ())
     script = _script(faults, scenario)
@@ -73,7 +73,7 @@ def _scenario(path: Path, overrides: Sequence[str]) -> "tuple[Scenario, Checkpoi
         return _scenario_of_plan(path, overrides), None
     from isthmus.job import load_job
     from isthmus.plan.planner import plan
-    from isthmus.plan.simulation.copies import Checkpointing
+    from isthmus.plan.simulated_pipeline import Checkpointing
 
     job = load_job(path, overrides=overrides)
     scenario = plan(job).scenario
@@ -112,7 +112,7 @@ def _costs(
     scenario: "Scenario", num_steps: int, seed: int, script: "Sequence[Disturbance]"
 ) -> "list[float | None]":
     """By how much each fault alone puts off the end of the run; None where it ends it."""
-    from isthmus.plan.simulate import simulate as simulate_scenario
+    from isthmus.plan.simulated_pipeline import simulate_scenario
 
     if not script:
         return []

@@ -10,7 +10,7 @@ format is a coder that wraps nothing. Both ends of a cut build the same chains f
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ Payload: TypeAlias = tuple[Tensor, ...]
 """Flat uint8 tensors on the device of what was encoded; they cross in this order."""
 
 State: TypeAlias = dict[str, Tensor]
+
+_HOST_ALIGNMENT_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,11 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def from_bytes(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """The elements that a part holds; a copy only where the part begins at an odd address."""
-    if part.storage_offset() % dtype.itemsize or part.data_ptr() % dtype.itemsize:
+    """The elements that a part holds; a copy only where the part begins at an odd address.
+
+    On the host that is any at which torch itself would place nothing: BLAS may add in another order there.
+    """
+    alignment_bytes = _HOST_ALIGNMENT_BYTES if part.device.type == "cpu" else dtype.itemsize
+    if part.storage_offset() % dtype.itemsize or part.data_ptr() % alignment_bytes:
         part = part.clone()
     return part.view(dtype)

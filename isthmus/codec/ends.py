@@ -50,7 +50,9 @@ class _Lane:
     def encode(self, x_ND: Tensor, key: Key, ids_N: Tensor | None, keeps: bool, learns: bool) -> Payload:
         if x_ND.dim() != 2 or x_ND.shape[1] != self._codecs.width:
             raise ValueError(f"a tensor of shape {tuple(x_ND.shape)} at a cut of width {self._codecs.width}")
-        return self._coder.encode(x_ND.detach().to(self._dtype), self._message(key, ids_N, keeps, learns))
+        # BLAS adds in another order where a matrix has other strides, and the bytes must not show that.
+        rows_ND = x_ND.detach().to(self._dtype).contiguous()
+        return self._coder.encode(rows_ND, self._message(key, ids_N, keeps, learns))
 
     def decode(
         self,

@@ -1,20 +1,12 @@
-"""How much coding changes, measured by the sender, and what to do when it changes too much."""
+"""How much coding changes, measured by the sender."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key
-from isthmus.plan.ladder import Crossing, Pair, Rung, widen
-
-LEAST_COSINE: Final = 0.98
-
-# A basis is renewed after 1, 2, 4 and 8 steps: until then a poor one is on its way out.
-_YOUNG_STEPS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,51 +62,3 @@ class Meter:
         """The worst message since this was last asked, None if none was measured."""
         worst, self._worst = self._worst, None
         return worst
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Widening:
-    """The codecs to change to, and why."""
-
-    pair: Pair
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
-    """Asks for the next milder codec where a measured message has changed too much."""
-
-    least_cosine: float = LEAST_COSINE
-
-    def judge(
-        self,
-        cosine: float,
-        pair: Pair,
-        crossing: Crossing,
-        *,
-        rungs: Sequence[Rung],
-        steps_in_force: int,
-        of_gradient: bool = False,
-    ) -> Widening | None:
-        """What to change to, None to go on; a cosine of NaN says that nothing was measured.
-
-        The cosine of gradients that are projected as their activations were says nothing about their code.
-        """
-        is_young = pair.has_subspace and steps_in_force < _YOUNG_STEPS
-        if math.isnan(cosine) or cosine >= self.least_cosine or is_young:
-            return None
-        if of_gradient and pair.projects_gradients:
-            return None
-        wider = widen(pair, crossing, rungs=rungs, of_gradient=of_gradient)
-        if wider is None:
-            return None
-        what, old, new = (
-            ("gradients", pair.backward, wider.backward)
-            if of_gradient
-            else ("activations", pair.forward, wider.forward)
-        )
-        return Widening(
-            pair=wider,
-            reason=f"{what} {new} instead of {old}: the cosine between what was sent and what arrives "
-            f"fell to {cosine:.4f}, below the link's guard_cosine of {self.least_cosine:g}",
-        )

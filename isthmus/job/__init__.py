@@ -19,7 +19,7 @@ from isthmus.job.sections import (
     PipelineStrategy,
     TrainSpec,
 )
-from isthmus.job.spec import Job
+from isthmus.job.spec import Job, stage_order
 from isthmus.job.write import LinkFigures, dump_job, update_job_file, update_job_sections
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "load_job",
     "parse_address",
     "parse_codec",
+    "stage_order",
     "update_job_file",
     "update_job_sections",
 ]

@@ -54,6 +54,11 @@ class CodecSpec:
         return 8 * self.wire_bytes(num_rows, width, element_bytes=element_bytes) / (num_rows * width)
 
 
+def read_codec(value: object) -> object:
+    """The codec that a text names; anything else is left to whoever checks it."""
+    return parse_codec(value) if isinstance(value, str) else value
+
+
 def gradient_codec(forward: CodecSpec, backward: CodecSpec) -> CodecSpec:
     """How gradients cross: the backward codec, less what the activation has settled for both directions."""
     return CodecSpec(steps=gradient_steps(forward.steps, backward.steps))

@@ -1,24 +1,124 @@
-"""The run directory, `runs/<name>/<id>/`: the interface of everything that looks at a run."""
+"""The run directory, `runs/<name>/<id>/`: the interface of everything that looks at a run, and its locks.
 
+    runs/<name>/              locked while a run in it is chosen or made
+    runs/<name>/<id>/lock     held by the command that runs all clouds here, or by the first cloud's own
+    runs/<name>/.locks/west.0 held by rank 0 of cloud west, where each site runs its own cloud
+
+The kernel lets go of a lock when its process ends, however it ends. The file names the process.
+"""
+
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from isthmus.errors import UserError
+from isthmus.job.load import load_job
+from isthmus.job.roles import KeyRole
 from isthmus.job.spec import Job
 from isthmus.job.write import dump_job, replace_file
 
 JOB_FILE: Final = "job.toml"
+LOCK_FILE: Final = "lock"
+_SITE_LOCKS: Final = ".locks"
+_MAX_HOLDER: Final = 300
+_MAX_TOLD: Final = 3
+
+Note = Callable[[str], None]
 
 
-def create_run_directory(root: Path, job: Job, *, now: datetime) -> Path:
-    """Make `<root>/<name>/<id>/` with the resolved job in it; ids sort by time and never collide."""
+def create_run_directory(
+    root: Path, job: Job, *, now: datetime, fill: Callable[[Path], None] = lambda _: None
+) -> Path:
+    """Make `<root>/<name>/<id>/` with the resolved job in it; ids sort by time and never collide.
+
+    `fill` puts in what the run needs. The job comes last: a folder without one is no run.
+    """
     try:
         folder = _make_folder(root / job.name, now.astimezone(UTC))
     except OSError as error:
         raise UserError(f"no run directory can be made in {root}: {error.strerror}") from None
+    fill(folder)
     replace_file(folder / JOB_FILE, dump_job(job))
     return folder
+
+
+@contextmanager
+def choosing(root: Path, job: Job, *, note: Note) -> Iterator[None]:
+    """Be the only command that chooses or makes a run of this name; waits for another one."""
+    folder = root / job.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(
+            f"no run directory can be made in {root}: {error.strerror}",
+            hint="name a folder that can be written to, with --runs",
+        ) from None
+    try:
+        _wait_for_turn(descriptor, note)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock_run(run: Path, *, note: Note, is_shared: bool = False) -> Iterator[None]:
+    """Keep all others out of a run; with `is_shared`, all but other clouds of the same run."""
+    hint = "wait until that ends, or end it; --resume never starts another run beside it"
+    with _locked(run / LOCK_FILE, what=f"the run {run}", hint=hint, note=note, is_shared=is_shared):
+        yield
+
+
+@contextmanager
+def lock_site(root: Path, job: Job, *, cloud: str, rank: int, note: Note) -> Iterator[None]:
+    """Be the only process on this disk that is this rank of this cloud."""
+    who = f"rank {rank} of cloud {cloud!r}" if rank else f"cloud {cloud!r}"
+    what = f"{who} of job {job.name!r}"
+    path = root / job.name / _SITE_LOCKS / f"{cloud}.{rank}"
+    with _locked(path, what=what, hint="wait until that ends, or end it first", note=note):
+        yield
+
+
+@contextmanager
+def _locked(path: Path, *, what: str, hint: str, note: Note, is_shared: bool = False) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{what} is already run by {_holder(file)}", hint=hint) from None
+        except OSError as error:
+            # A disk without locks; the user is told what is then up to him.
+            note(f"{path} cannot be locked ({error.strerror}): start no second command for this run")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _holder(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read(_MAX_HOLDER).strip() or "another process"
+
+
+def _wait_for_turn(descriptor: int, note: Note) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        note("waiting for another command that starts a run of this job")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        # A disk without locks: `lock_run` says so.
+        return
 
 
 def _make_folder(parent: Path, moment: datetime) -> Path:
@@ -31,3 +131,47 @@ def _make_folder(parent: Path, moment: datetime) -> Path:
             moment += timedelta(microseconds=1)
         else:
             return folder
+
+
+def join_run(root: Path, job: Job, run_id: str) -> Path:
+    """The directory of a run that the first cloud has named."""
+    if run_id != Path(run_id).name or run_id in {"", ".", ".."}:
+        raise UserError(f"{run_id!r} is no name of a run")
+    run = root / job.name / run_id
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"no run directory can be made in {root}: {error.strerror}",
+            hint="name a folder that can be written to, with --runs",
+        ) from None
+    there = job_of(run)
+    if there is not None and there.meaning_digest != job.meaning_digest:
+        raise changed_meaning(f"the run {run}", there, job)
+    if there is None or there.digest != job.digest:
+        replace_file(run / JOB_FILE, dump_job(job))
+    return run
+
+
+def job_of(run: Path) -> Job | None:
+    """The job of a run directory, None where there is none that this version reads."""
+    try:
+        return load_job(run / JOB_FILE)
+    except UserError:
+        # Another version's job, or no run at all.
+        return None
+
+
+def changed_meaning(run: str, there: Job, here: Job) -> UserError:
+    """The error for a run that started with a job of another meaning."""
+    changes = told_changes(here.changes_from(there, KeyRole.MEANING))
+    return UserError(
+        f"{run} began with another job: {changes}",
+        hint="set that back to go on there, or start anew with --resume never",
+    )
+
+
+def told_changes(changes: Sequence[str]) -> str:
+    """The first few of some changes, in words."""
+    more = [f"and {len(changes) - _MAX_TOLD} more"] if len(changes) > _MAX_TOLD else []
+    return "; ".join([*changes[:_MAX_TOLD], *more])

@@ -67,6 +67,11 @@ class ModelSpec(Frozen):
         description="host memory for what frozen stages gave, so that it crosses once; 0 for none",
         examples=["4 GiB"],
     )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="run the Python code that the folder or repository of model or tokenizer brings, if any",
+        examples=[True],
+    )
     lora: LoraSpec | None = Field(
         default=None,
         description="train low-rank adapters instead of the weights; needs `peft`",

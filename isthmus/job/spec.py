@@ -3,6 +3,8 @@
 import hashlib
 import json
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -11,9 +13,10 @@ from pydantic_core import PydanticCustomError
 from isthmus.errors import UserError
 from isthmus.job.conflicts import find_conflicts
 from isthmus.job.fields import Frozen
-from isthmus.job.findings import FieldError, describe_place, suggest
+from isthmus.job.findings import FieldError, Tables, describe_place, suggest
 from isthmus.job.limits import AcceleratorSpec, LimitsSpec
 from isthmus.job.network import CloudSpec, LinkSpec
+from isthmus.job.roles import KeyRole, describe_changes, meaning_of, select
 from isthmus.job.sections import (
     AutoStrategy,
     CheckpointSpec,
@@ -30,14 +33,6 @@ _MAX_CLOUDS: Final = 64
 
 CONFLICT: Final = "conflict"
 """Type of the validation error that carries what `find_conflicts` found."""
-
-# What a site may set for itself, what is measured, and what a plan must keep to do not make it another job.
-_NOT_IN_DIGEST: Final[dict[str, Any]] = {
-    "accelerator": True,
-    "limits": True,
-    "cloud": {"__all__": {"certificates", "proxy", "gateway", "profile"}},
-    "link": {"__all__": {"bandwidth_bps", "rtt_s", "jitter_s", "handling_s", "connection_bps"}},
-}
 
 
 def _checked_job_name(name: str) -> str:
@@ -138,8 +133,46 @@ class Job(Frozen):
     @property
     def digest(self) -> str:
         """SHA-256 in hex of all that every cloud must agree on."""
-        return hashlib.sha256(json.dumps(self.agreed(), sort_keys=True).encode()).hexdigest()
+        return _digest(select(self._all_keys(), KeyRole.MEANING, KeyRole.OPERATION))
 
-    def agreed(self) -> dict[str, Any]:
-        """All that every cloud must agree on, as tables."""
-        return self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
+    @property
+    def meaning_digest(self) -> str:
+        """SHA-256 in hex of all that makes a run the one it is."""
+        return _digest(meaning_of(self._all_keys()))
+
+    def changes_from(self, before: "Job", role: KeyRole) -> tuple[str, ...]:
+        """Every key of a role whose value is another one than in an earlier job, with both values."""
+        return describe_changes(before._all_keys(), self._all_keys(), role)
+
+    def _all_keys(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+
+def _digest(tables: Tables) -> str:
+    return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()
+
+
+def stage_order(job: Job) -> tuple[str, ...]:
+    """The clouds in a row, each linked to the next: in the job's order, else along the links."""
+    names = tuple(cloud.name for cloud in job.cloud)
+    linked = {frozenset(link.between) for link in job.link}
+    given = job.strategy.clouds if isinstance(job.strategy, PipelineStrategy) else None
+    for order in (names, _along_links(names, linked)) if given is None else (given,):
+        if len(order) == len(names) and all(frozenset(pair) in linked for pair in pairwise(order)):
+            return order
+    raise UserError(
+        "the links do not join the clouds in a row, which a pipeline needs",
+        hint="list the clouds in the order of their stages, and give each a [[link]] to the next",
+    )
+
+
+def _along_links(names: Sequence[str], linked: set[frozenset[str]]) -> tuple[str, ...]:
+    """Follow the links from the first cloud that has only one."""
+    ends = [name for name in names if sum(name in pair for pair in linked) <= 1]
+    order = ends[:1]
+    while order:
+        following = [name for name in names if name not in order and frozenset((order[-1], name)) in linked]
+        if len(following) != 1:
+            break
+        order.append(following[0])
+    return tuple(order)

@@ -1,9 +1,10 @@
 """What is trained: Hugging Face models cut into stages of contiguous layers.
 
 The way through the room: `blueprint` (which model, which head) → `assembly` (one stage with its weights) →
-`stage` (forward) → `export` (parts, and the model joined from them). Beside it: `bottleneck` (a trained
-boundary between two stages), `freeze` (layers that do not learn), `lora` (adapters that do) and `recompute`
-with `budget` (layers that keep no activations, as a memory budget asks for).
+`stage` (forward) → `export` (parts, and the model joined from them) → `exported` (its loss). Beside it:
+`mixing` (whether padding matters), `bottleneck` (a trained boundary between two stages) with `wrapping` (its
+export), `freeze` (layers that do not learn), `lora` (adapters that do) and `recompute` with `budget` (layers
+that keep no activations, as a memory budget asks for).
 """
 
 import logging

@@ -1,6 +1,7 @@
 """What is to be trained, before any weight is in memory: configuration, class, head and where layers lie."""
 
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,11 +14,81 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.errors import UserError
 from isthmus.job.model_keys import unknown_key
-from isthmus.model.anatomy import Anatomy, dissect
-from isthmus.model.families import HOW_TO_ADD, family_of
-from isthmus.model.families.family import Family
-from isthmus.model.heads import HEADS, Head
-from isthmus.model.source import Checkpoint, Source
+from isthmus.model.families import HEADS, HOW_TO_ADD, Family, Head, family_of
+from isthmus.model.mixing import sorts_tokens
+from isthmus.model.source import Checkpoint, Source, code_not_run, needs_code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """The sizes of a model's parameters by name: before the layers, in each layer, behind them."""
+
+    first: Mapping[str, int]
+    layers: tuple[Mapping[str, int], ...]
+    last: Mapping[str, int]
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers can be dealt out to stages."""
+        return len(self.layers)
+
+    def owned_by(self, layers: range) -> Mapping[str, int]:
+        """The parameters of the stage that holds these layers."""
+        owned = dict(self.first) if layers.start == 0 else {}
+        for layer in layers:
+            owned.update(self.layers[layer])
+        if layers.stop == self.num_layers:
+            owned.update(self.last)
+        return owned
+
+
+def dissect(model: PreTrainedModel, family: Family) -> Anatomy:
+    """Place every parameter of a model; one that has no place makes the model unsupported."""
+    first: dict[str, int] = {}
+    layers: list[dict[str, int]] = [{} for _ in model.base_model.get_submodule(family.layers).children()]
+    last: dict[str, int] = {}
+    in_base = "" if model.base_model is model else f"{model.base_model_prefix}."
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path = name.removeprefix(in_base)
+        if not name.startswith(in_base) or _within(path, family.last):
+            last[name] = parameter.numel()
+        elif _within(path, family.first):
+            first[name] = parameter.numel()
+        elif _within(path, (family.layers,)):
+            index = path.removeprefix(f"{family.layers}.").split(".")[0]
+            layers[int(index)][name] = parameter.numel()
+        else:
+            raise UserError(
+                f"{type(model).__name__} cannot be cut into stages: {name} belongs to none",
+                hint=HOW_TO_ADD,
+            )
+    return Anatomy(first=first, layers=tuple(layers), last=last)
+
+
+def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """Deal layers out to stages as evenly as can be, the earlier stages taking one more."""
+    if not 1 <= num_stages <= num_layers:
+        raise UserError(
+            f"a model of {num_layers} layers cannot be cut into {num_stages} stages",
+            hint=f"use 1 to {num_layers} stages",
+        )
+    size, num_larger = divmod(num_layers, num_stages)
+    starts = [stage * size + min(stage, num_larger) for stage in range(num_stages + 1)]
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(starts))
+
+
+def check_layers(layers: range, num_layers: int) -> None:
+    """A stage holds one or more layers of the model, in their order."""
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= num_layers:
+        raise UserError(
+            f"no stage can hold the layers from {layers.start} to before {layers.stop}",
+            hint=f"the model has layers 0 to {num_layers - 1}, and a stage holds at least one of them",
+        )
+
+
+def _within(path: str, places: tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(f"{place}.") for place in places)
+
 
 # What the classes of transformers raise when a configuration does not fit together.
 _BUILD_ERRORS: Final = (
@@ -44,6 +115,8 @@ class Blueprint:
     ties: Mapping[str, str]
     """Parameters that share their values, each with the one it takes them from."""
     checkpoint: Checkpoint | None
+    trust_remote_code: bool = False
+    """Whether code that came with the configuration may run."""
 
     @property
     def num_layers(self) -> int:
@@ -56,6 +129,20 @@ class Blueprint:
         first, last = self.anatomy.first, self.anatomy.last
         return any(taker in last and giver in first for taker, giver in self.ties.items())
 
+    @property
+    def brings_code(self) -> bool:
+        """Whether the model's class is not transformers' own."""
+        return not self.model_class.__module__.startswith("transformers.")
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether what is computed for a token depends on others of its batch, padding among them."""
+        model = _empty_model(self.config, self.head, trust_remote_code=self.trust_remote_code)
+        try:
+            return sorts_tokens(model, self.family)
+        except _BUILD_ERRORS as error:
+            raise _unusable(self.config.model_type, error) from error
+
 
 def fresh_blueprint(values: Mapping[str, Any], *, head: Head, num_labels: int | None = None) -> Blueprint:
     """A model from the values of a configuration, as a `[model.config]` table gives them."""
@@ -63,18 +150,28 @@ def fresh_blueprint(values: Mapping[str, Any], *, head: Head, num_labels: int | 
     return _draw(config, head=head, num_labels=num_labels, checkpoint=None)
 
 
-def pretrained_blueprint(name: str, *, head: Head, num_labels: int | None = None) -> Blueprint:
-    """A model with its weights, from a folder or the hub."""
+def pretrained_blueprint(
+    name: str, *, head: Head, num_labels: int | None = None, trust_remote_code: bool = False
+) -> Blueprint:
+    """A model with its weights, from a folder or the hub; code that it brings is not run unless trusted."""
     source = Source(name)
     file = source.find("config.json")
     if file is None:
         raise source.unreachable()
     try:
-        config = AutoConfig.from_pretrained(file.parent)
+        # Of a model on the hub the configuration alone is here, and code would have to be fetched by name.
+        place = name if trust_remote_code else file.parent
+        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise _unusable(name, error) from error
+        raise (code_not_run(name) if needs_code(error) else _unusable(name, error)) from error
     config.name_or_path = name
-    return _draw(config, head=head, num_labels=num_labels, checkpoint=Checkpoint(source))
+    return _draw(
+        config,
+        head=head,
+        num_labels=num_labels,
+        checkpoint=Checkpoint(source),
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def _config_from(values: dict[str, Any]) -> PreTrainedConfig:
@@ -94,19 +191,30 @@ def _config_from(values: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _draw(
-    config: PreTrainedConfig, *, head: Head, num_labels: int | None, checkpoint: Checkpoint | None
+    config: PreTrainedConfig,
+    *,
+    head: Head,
+    num_labels: int | None,
+    checkpoint: Checkpoint | None,
+    trust_remote_code: bool = False,
 ) -> Blueprint:
     if head is HEADS["question-answering"]:
         num_labels = 2  # where an answer begins, and where it ends
     if num_labels is not None:
         config.num_labels = num_labels
     _check(config, head)
-    model = _empty_model(config, head)
+    model = _empty_model(config, head, trust_remote_code=trust_remote_code)
     family = family_of(model)
     if family.router is None and getattr(config, "output_router_logits", False):
         raise UserError(
             f"the balancing loss of {type(model).__name__} cannot be taken layer by layer",
             hint=f"set output_router_logits = false, or name its router: {HOW_TO_ADD}",
+        )
+    if head is HEADS["causal-lm"] and _sees_ahead(model, family):
+        raise UserError(
+            f"{config.model_type} is an encoder, in which every token sees those behind it: trained for "
+            f"causal-lm it would see its targets",
+            hint='set data.task = "masked-lm"; a fresh one that is to be a decoder needs is_decoder = true',
         )
     return Blueprint(
         config=config,
@@ -116,7 +224,17 @@ def _draw(
         anatomy=dissect(model, family),
         ties=model.get_expanded_tied_weights_keys(all_submodels=True),
         checkpoint=checkpoint,
+        trust_remote_code=trust_remote_code,
     )
+
+
+def _sees_ahead(model: PreTrainedModel, family: Family) -> bool:
+    """Whether a token attends to those behind it, as in all that can fill gaps, unless it is a decoder."""
+    if getattr(model.config, "is_decoder", False):
+        return False
+    fills_gaps = type(model.config) in HEADS["masked-lm"].auto_class._model_mapping
+    modules = model.base_model.get_submodule(family.layers).modules()
+    return fills_gaps or any(getattr(module, "is_causal", True) is False for module in modules)
 
 
 def _check(config: PreTrainedConfig, head: Head) -> None:
@@ -139,8 +257,9 @@ def _check(config: PreTrainedConfig, head: Head) -> None:
             )
 
 
-def _empty_model(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
-    if type(config) not in head.auto_class._model_mapping:
+def _empty_model(config: PreTrainedConfig, head: Head, *, trust_remote_code: bool) -> PreTrainedModel:
+    brings_class = trust_remote_code and head.auto_class.__name__ in getattr(config, "auto_map", {})
+    if type(config) not in head.auto_class._model_mapping and not brings_class:
         offered = [other.name for other in HEADS.values() if type(config) in other.auto_class._model_mapping]
         raise UserError(
             f"transformers {transformers.__version__} has no {head.name} head for {type(config).__name__}",
@@ -148,7 +267,7 @@ def _empty_model(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
         )
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = head.auto_class.from_config(config)
+            model: PreTrainedModel = head.auto_class.from_config(config, trust_remote_code=trust_remote_code)
     except _BUILD_ERRORS as error:
         raise _unusable(config.model_type, error) from error
     return model

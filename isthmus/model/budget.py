@@ -24,7 +24,7 @@ import torch
 from isthmus.model.cheapest import Saving, cheapest, whole_costs
 from isthmus.model.growth import Growth
 from isthmus.model.meter import LayerReading, Meter
-from isthmus.model.recompute import InputSize, Stay
+from isthmus.model.stage import InputSize, Stay
 from isthmus.units import format_bytes
 
 _log = logging.getLogger(__name__)

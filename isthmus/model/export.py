@@ -20,12 +20,12 @@ from isthmus.errors import UserError
 from isthmus.job.write import sync
 from isthmus.model.bottleneck import Half
 from isthmus.model.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Adapters
-from isthmus.model.source import INDEX_FILE, WEIGHTS_FILE
+from isthmus.model.source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from isthmus.model.stage import Stage
-from isthmus.model.transformers_log import quiet_transformers
+from isthmus.model.transformers_calls import quiet_transformers
+from isthmus.model.wrapping import INNER, TrainedBoundary, write_wrapper
 
 PART_FILE: Final = "part.json"
-CONFIG_FILE: Final = "config.json"
 _UP_FILE: Final = "up.safetensors"
 _DOWN_FILE: Final = "down.safetensors"
 _ADAPTER_FOLDER: Final = "adapter"
@@ -39,6 +39,8 @@ class Part:
     folder: Path
     layers: range
     num_layers: int
+    layers_path: str
+    auto_class: str
     config: Mapping[str, Any]
     files: Mapping[str, tuple[str, ...]]
 
@@ -65,28 +67,39 @@ def write_part(
         for half, file in ((stage.up, _UP_FILE), (stage.down, _DOWN_FILE)):
             if half is not None and half.has_begun:
                 _write_half(half, new / file)
-        about = {"layers": [stage.layers.start, stage.layers.stop], "num_layers": stage.num_layers}
+        about = {
+            "layers": [stage.layers.start, stage.layers.stop],
+            "num_layers": stage.num_layers,
+            "layers_path": stage.family.layers,
+            "auto_class": stage.head.auto_class.__name__,
+        }
         (new / PART_FILE).write_text(json.dumps(about))
 
 
 def merge(parts: Sequence[Path], folder: Path, *, companions: Iterable[Path] = ()) -> tuple[str, ...]:
     """Join the parts of all stages, all or nothing; companions, the tokenizer's files say, go along.
 
-    A bottleneck has no place in the model as transformers knows it: it is written beside it, and noted. Where
-    only adapters were trained the folder is one that peft loads; with merged weights, they lie in `adapter/`.
+    A model with bottlenecks is wrapped, and a note says how it is loaded; see `wrapping`. Where only adapters
+    were trained the folder is one that peft loads; with merged weights, they lie in `adapter/`.
     """
     read = sorted((_read_part(part) for part in parts), key=lambda part: part.layers.start)
     _check_whole(read)
+    boundaries = _boundaries(read)
     with _all_or_nothing(folder) as new:
         if read[0].files:
-            _join_weights(read, new)
-            for file in read[-1].folder.glob("*.json"):
+            _join_weights(read, boundaries, new)
+            for file in (*read[-1].folder.glob("*.json"), *read[-1].folder.glob("*.py")):
                 if file.name not in {PART_FILE, INDEX_FILE, ADAPTER_CONFIG_FILE}:
                     shutil.copyfile(file, new / file.name)
         _join_adapters(read, new / _ADAPTER_FOLDER if read[0].files else new)
         for companion in companions:
             shutil.copyfile(companion, new / companion.name)
-        return _join_boundaries(read, new)
+        if boundaries:
+            last = read[-1]
+            write_wrapper(
+                new, boundaries, config=last.config, auto_class=last.auto_class, layers_path=last.layers_path
+            )
+    return (_note(boundaries),) if boundaries else ()
 
 
 def _read_part(folder: Path) -> Part:
@@ -98,6 +111,8 @@ def _read_part(folder: Path) -> Part:
             folder=folder,
             layers=range(int(start), int(stop)),
             num_layers=int(about["num_layers"]),
+            layers_path=str(about["layers_path"]),
+            auto_class=str(about["auto_class"]),
             config=json.loads((folder / CONFIG_FILE).read_bytes()),
             files={file.name: _tensor_names(file) for file in files},
         )
@@ -139,23 +154,32 @@ def _essence(part: Part) -> tuple[int, Mapping[str, Any]]:
     return part.num_layers, config
 
 
-def _join_weights(parts: Sequence[Part], folder: Path) -> None:
+def _join_weights(parts: Sequence[Part], boundaries: Sequence[TrainedBoundary], folder: Path) -> None:
     """Give the files of all parts numbers of one row, and write the index over them."""
     files = [(part.folder / name, tensors) for part in parts for name, tensors in part.files.items()]
+    num_files = len(files) + bool(boundaries)
+    prefix = INNER if boundaries else ""
     weight_map: dict[str, str] = {}
     for number, (file, tensors) in enumerate(files, start=1):
-        name = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        name = _weights_name(number, num_files)
         for tensor in tensors:
-            if tensor in weight_map:
+            if f"{prefix}{tensor}" in weight_map:
                 raise UserError(f"{tensor} is in more than one part", hint="name each cloud's part once")
-            weight_map[tensor] = name
-        _place(file, folder / name)
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(_tensor_bytes(file) for file, _ in files)},
-            "weight_map": weight_map,
-        }
+            weight_map[f"{prefix}{tensor}"] = name
+        _place(file, folder / name, prefix=prefix)
+    if boundaries:
+        name = _weights_name(num_files, num_files)
+        extra = {key: one for boundary in boundaries for key, one in boundary.tensors().items()}
+        save_file(extra, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(extra, name)
+    if num_files > 1:
+        total_bytes = sum(_tensor_bytes(folder / name) for name in set(weight_map.values()))
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _weights_name(number: int, num_files: int) -> str:
+    return WEIGHTS_FILE if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
 
 
 def _write_adapted(
@@ -191,29 +215,40 @@ def _write_half(half: Half, file: Path) -> None:
     save_file(tensors, file, metadata={"boundary": str(half.spec)})
 
 
-def _join_boundaries(parts: Sequence[Part], folder: Path) -> tuple[str, ...]:
-    """Write both halves of each bottleneck into one file, numbered as the stage behind it."""
-    notes = []
-    for index, (before, behind) in enumerate(pairwise(parts), start=1):
-        halves = {"down": before.folder / _DOWN_FILE, "up": behind.folder / _UP_FILE}
-        if not all(file.is_file() for file in halves.values()):
+def _boundaries(parts: Sequence[Part]) -> list[TrainedBoundary]:
+    """The bottlenecks between the parts, in order."""
+    found = []
+    for before, behind in pairwise(parts):
+        down, up = before.folder / _DOWN_FILE, behind.folder / _UP_FILE
+        if not (down.is_file() and up.is_file()):
             continue
-        with safe_open(halves["up"], framework="pt") as up:
-            text = up.metadata()["boundary"]
-        name = f"boundary-{index}.safetensors"
-        note = (
-            f"the model was trained with {text} before layer {behind.layers.start}, which transformers "
-            f"leaves out: its weights are in {name}"
+        with safe_open(up, framework="pt") as opened:
+            text = opened.metadata()["boundary"]
+        found.append(
+            TrainedBoundary(layer=behind.layers.start, text=text, down=load_file(down), up=load_file(up))
         )
-        tensors = {
-            f"{half}.{key}": one for half, file in halves.items() for key, one in load_file(file).items()
-        }
-        save_file(tensors, folder / name, metadata={"boundary": text, "note": note})
-        notes.append(note)
-    return tuple(notes)
+    if found and not parts[0].files:
+        raise UserError(
+            f"adapters alone cannot hold {found[0].text}, which was trained with them",
+            hint="set model.lora.merge = true, so that the whole model is exported",
+        )
+    return found
 
 
-def _place(file: Path, target: Path) -> None:
+def _note(boundaries: Sequence[TrainedBoundary]) -> str:
+    places = " and ".join(f"{one.text} before layer {one.layer}" for one in boundaries)
+    return (
+        f"the exported model has {places}: transformers loads it by the code in its folder, with "
+        "trust_remote_code=True"
+    )
+
+
+def _place(file: Path, target: Path, *, prefix: str) -> None:
+    """Bring a file of weights to its place, under other names if there is a prefix."""
+    if prefix:
+        tensors = {f"{prefix}{name}": one for name, one in load_file(file).items()}
+        save_file(tensors, target, metadata={"format": "pt"})
+        return
     try:
         os.link(file, target)
     except OSError:

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.model.recompute import InputSize
+from isthmus.model.stage import InputSize
 
 _NUM_TERMS: Final = 3
 

@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from isthmus.errors import UserError
 from isthmus.job.lora import LoraSpec
-from isthmus.model.heads import Head
-from isthmus.model.randomness import generators_kept, seed_from, seed_generators
+from isthmus.model.cut import generators_kept, seed_from, seed_generators
+from isthmus.model.families import Head
 
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE: Final = "adapter_config.json"

@@ -17,6 +17,7 @@ from isthmus.errors import UserError
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
+CONFIG_FILE: Final = "config.json"
 GENERATION_FILE: Final = "generation_config.json"
 
 
@@ -44,6 +45,19 @@ class Source:
             f"no model is found at {self.name!r}",
             hint="give a folder with a config.json, or a name on the Hugging Face hub, if it can be reached",
         )
+
+
+def needs_code(error: Exception) -> bool:
+    """Whether transformers has refused to run code that a model or tokenizer brings."""
+    return "trust_remote_code" in str(error)
+
+
+def code_not_run(name: str) -> UserError:
+    """The error for a model or tokenizer that does not work without its own code."""
+    return UserError(
+        f"{name} brings Python code of its own, which is not run unless the job says so",
+        hint="read the code, and if you trust it, set model.trust_remote_code = true",
+    )
 
 
 class Checkpoint:
@@ -94,7 +108,8 @@ class LazyTensor:
 
     def __getitem__(self, index: EllipsisType | slice | tuple[slice, ...]) -> Tensor:
         try:
-            tensor: Tensor = self.checkpoint.open(self.file).get_slice(self.name)[index]
+            # safetensors gives every reader the same memory, that of the file; a model trains in its own.
+            tensor: Tensor = self.checkpoint.open(self.file).get_slice(self.name)[index].clone()
         except SafetensorError as error:
             raise UserError(
                 f"{self.name} cannot be read from {self.file} of {self.checkpoint.source.name}: {error}",

@@ -1,24 +1,179 @@
 """A stage: some contiguous layers of a model, with its embedding or head at the ends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from isthmus.errors import UserError
 from isthmus.model.anchors import Anchors
 from isthmus.model.bottleneck import Down, Up
-from isthmus.model.boundary import Batch, StageInput, StageOutput
-from isthmus.model.families.family import Family, Router
-from isthmus.model.heads import Head
-from isthmus.model.layer_call import LayerCall
+from isthmus.model.cut import LayerCall, Moment, Passage, Seam, generators_kept
+from isthmus.model.families import Family, Head, Router
 from isthmus.model.lora import Adapters
-from isthmus.model.randomness import Moment, generators_kept
-from isthmus.model.recompute import Fixed, InputSize, Recompute, Stay
-from isthmus.model.seam import Passage, Seam
-from isthmus.model.waits import one_sequence_a_row
+from isthmus.model.meter import Meter
+from isthmus.model.transformers_calls import one_sequence_a_row
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class InputSize:
+    """The shape of a micro-batch, padding included."""
+
+    num_sequences: int
+    length: int
+
+    @property
+    def num_tokens(self) -> int:
+        """What most activations grow with."""
+        return self.num_sequences * self.length
+
+    @property
+    def num_pairs(self) -> int:
+        """What scores of attention grow with, where they are kept."""
+        return self.num_sequences * self.length**2
+
+    def covers(self, other: "InputSize") -> bool:
+        """Whether nothing takes more memory at the other size than at this one."""
+        return self.num_sequences >= other.num_sequences and self.length >= other.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    """One micro-batch in the memory of a stage, from its forward to the end of its backward."""
+
+    recomputed: frozenset[int] = frozenset()
+    """Layers, by their number in the model, that compute again."""
+    meter: Meter | None = None
+    """Measures this forward, where that is wanted."""
+    measured: Callable[[Meter], None] = field(default=lambda _: None)
+    """To be called with the meter when the forward has ended."""
+    end: Callable[[], None] = field(default=lambda: None)
+    """To be called when the backward has ended."""
+
+
+class Recompute(Protocol):
+    """Chooses for each micro-batch."""
+
+    def begin(self, size: InputSize, *, window: int) -> Stay:
+        """Let a micro-batch in, where at most `window` of them are in flight at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The same layers whatever comes."""
+
+    layers: frozenset[int] = frozenset()
+
+    def begin(self, size: InputSize, *, window: int) -> Stay:  # noqa: ARG002 a budget does
+        """Let a micro-batch in."""
+        return Stay(recomputed=self.layers)
+
+
+_ALIGNMENT_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The integers of a micro-batch: they ride with its first message; stages rebuild masks from them.
+
+    All but the labels are of shape (batch, tokens). Labels are so for language models and token
+    classification, (batch,) for sequence classification, (batch, 2) for an answer's first and last token.
+    """
+
+    ids: Tensor
+    num_targets: int
+    """How many labels count, as `Head.num_targets` says."""
+    mask: Tensor | None = None
+    """1 for a token, 0 for padding; None where nothing is padded."""
+    position_ids: Tensor | None = None
+    token_type_ids: Tensor | None = None
+    labels: Tensor | None = None
+    """Needed by the last stage alone."""
+
+    def arguments(self) -> dict[str, Any]:
+        """What a model of transformers is called with."""
+        optional = {"position_ids": self.position_ids, "token_type_ids": self.token_type_ids}
+        given = {name: value for name, value in optional.items() if value is not None}
+        return {"input_ids": self.ids, "attention_mask": self.mask, "use_cache": False, **given}
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on another device; the host does not wait for the copies."""
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        moved = {name: _moved(value, device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **(values | moved))
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor where torch itself would place it: BLAS may add in another order at an odd address.
+
+    What comes out of a message lies anywhere; a copy is made only where it lies badly, and on the host alone.
+    """
+    lies_well = tensor.device.type != "cpu" or tensor.data_ptr() % _ALIGNMENT_BYTES == 0
+    return tensor if lies_well else tensor.clone()
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device or device.type == "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageInput:
+    """A micro-batch for one stage, with what crossed the cut before it; nothing did for the first stage."""
+
+    batch: Batch
+    crossing: Tensor | None = None
+    moment: Moment | None = None
+    """Needed while training, for dropout."""
+    is_warming_up: bool = False
+    """Whether hidden states still cross as they are where a bottleneck is to begin; in both directions."""
+    window: int = 1
+    """The most micro-batches that are in flight at a time, this one included."""
+    on_near_end: Callable[[], None] | None = None
+    """Called when its forward, and later its backward, has come to the last of several layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutput:
+    """What a stage made of a micro-batch; losses are sums over its targets, to be averaged over a step."""
+
+    crossing: Tensor | None = None
+    """What crosses the next cut; None from the last stage."""
+    loss: Tensor | None = None
+    """The loss of the head; from the last stage only."""
+    balance: Tensor | None = None
+    """The loss that balances the experts of this stage's layers, as if summed over targets."""
+    num_correct: Tensor | None = None
+    """Targets with the highest score; from the last stage, and only in evaluation."""
+    stay: Stay = field(default_factory=Stay)
+    """What the micro-batch keeps in memory until its backward has ended."""
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether the gradient of what crosses is to come back; not from behind frozen layers."""
+        return self.crossing is not None and self.crossing.requires_grad
+
+    def backward(self, *, grad: Tensor | None = None, loss_weight: float = 1.0) -> None:
+        """Back-propagate the gradient that came back over the cut, and this stage's own losses."""
+        roots: list[Tensor] = []
+        grads: list[Tensor] = []
+        if self.crossing is not None and self.wants_gradient:
+            if grad is None:
+                raise ValueError("a stage that is not the last needs the gradient of what crossed")
+            roots.append(self.crossing)
+            grads.append(aligned(grad))
+        for loss in (self.loss, self.balance):
+            if loss is not None and loss.requires_grad:
+                roots.append(loss)
+                grads.append(torch.full_like(loss, loss_weight))
+        if roots:
+            torch.autograd.backward(roots, grads)
+        self.stay.end()
 
 
 class Stage(nn.Module):
@@ -196,9 +351,9 @@ class Stage(nn.Module):
             return None
         if self.up is None or inputs.is_warming_up:
             # A view: autocast casts a leaf once for all its readers, and would add gradients in bfloat16.
-            hidden = inputs.crossing.view_as(inputs.crossing)
+            hidden = aligned(inputs.crossing.view_as(inputs.crossing))
             return hidden if self.stream_dtype is None else hidden.to(self.stream_dtype)
-        widened: Tensor = self.up(inputs.crossing, inputs.batch.ids)
+        widened: Tensor = self.up(aligned(inputs.crossing), inputs.batch.ids)
         return widened.to(self.stream_dtype or self.model.dtype)
 
     def _depart(self, passage: Passage, inputs: StageInput) -> Tensor | None:
@@ -216,15 +371,9 @@ class Stage(nn.Module):
         return passage.departed
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"input_ids": batch.ids, "attention_mask": batch.mask, "use_cache": False}
-        if batch.position_ids is not None:
-            arguments["position_ids"] = batch.position_ids
-        if batch.token_type_ids is not None:
-            arguments["token_type_ids"] = batch.token_type_ids
-        if self._router is not None:
-            # The model's own balancing loss spans all layers, which no stage has.
-            arguments["output_router_logits"] = False
-        return arguments
+        # The model's own balancing loss spans all layers, which no stage has.
+        without_balance = {} if self._router is None else {"output_router_logits": False}
+        return batch.arguments() | without_balance
 
     def _balance(self, batch: Batch, router_logits: list[Tensor]) -> Tensor | None:
         if self._router is None or not router_logits:
@@ -248,3 +397,29 @@ def _seeded(moment: Moment | None, device: torch.device) -> Iterator[None]:
     with generators_kept(device):
         moment.seed_place("embedding", device)
         yield
+
+
+def freeze_below(stage: Stage, num_layers: int) -> None:
+    """Freeze a stage's share of the embedding and of the model's first layers; 0 freezes nothing.
+
+    Frozen modules draw no dropout, whichever stage holds them. A stage of nothing else, with its halves of
+    bottlenecks, does not learn at all.
+    """
+    if not 0 <= num_layers <= stage.num_layers:
+        raise UserError(
+            f"{num_layers} layers cannot be frozen in a model of {stage.num_layers}",
+            hint=f"freeze 0 to {stage.num_layers} of them",
+        )
+    if num_layers == 0:
+        return
+    is_whole = stage.layers.stop <= num_layers and not stage.is_last
+    modules = list(stage.children()) if is_whole else _below(stage, num_layers)
+    stage.freeze(modules, num_layers=num_layers)
+
+
+def _below(stage: Stage, num_layers: int) -> list[nn.Module]:
+    present = dict(stage.model.base_model.named_modules())
+    first = stage.family.first if stage.is_first else ()
+    frozen_layers = range(stage.layers.start, min(stage.layers.stop, num_layers))
+    paths = [*first, *(f"{stage.family.layers}.{index}" for index in frozen_layers)]
+    return [present[path] for path in paths if path in present]

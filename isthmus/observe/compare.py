@@ -21,7 +21,7 @@ from isthmus.observe.timeline import (
 )
 from isthmus.observe.waits import Waits, waits_of
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.simulate import simulate
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from isthmus.plan.simulation.timeline import Timeline
 
 _KINDS: Final = ("forward", "backward", "optimize", "encode", "transfer", "decode")
@@ -72,7 +72,7 @@ class Comparison:
 def compare(recorded: Recorded) -> Comparison:
     """Lay what was measured over what the plan's scenario predicts."""
     scenario = None if recorded.planned is None else recorded.planned.scenario
-    timeline = None if scenario is None else simulate(scenario, num_steps=_NUM_PREDICTED_STEPS)
+    timeline = None if scenario is None else simulate_scenario(scenario, num_steps=_NUM_PREDICTED_STEPS)
     clouds = _clouds(recorded, scenario)
     measured = _measured_spans(recorded.spans)
     predicted = _measured_spans(timeline.spans) if timeline is not None else []

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from isthmus.events import COMPUTE_KINDS, Span
@@ -87,7 +87,7 @@ def chart_of_step(timeline: Timeline, *, max_ranks: int = 2) -> Chart:
 
 def shifted(spans: Iterable[Span], by_s: float) -> list[Span]:
     """The same spans at other times."""
-    return [replace(span, start_s=span.start_s + by_s, end_s=span.end_s + by_s) for span in spans]
+    return [span._replace(start_s=span.start_s + by_s, end_s=span.end_s + by_s) for span in spans]
 
 
 def step_bounds(spans: Iterable[Span], *, track: str) -> list[Interval]:

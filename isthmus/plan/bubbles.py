@@ -7,7 +7,7 @@ p stages, m micro-batches; a stage computes `t = tf + tb` per micro-batch; a mes
 import math
 from collections.abc import Sequence
 
-from isthmus.plan.window import Hop
+from isthmus.plan.scenario import Hop
 
 
 def fill_bubble(*, num_stages: int, num_microbatches: int) -> float:

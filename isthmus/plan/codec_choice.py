@@ -8,10 +8,12 @@ planned figures, the workers with measured ones; the same figures give the same 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final
+
+from pydantic import ConfigDict
 
 from isthmus.job.codec import CodecSpec
-from isthmus.plan.ladder import Crossing, Loss, Pair, Rung
+from isthmus.plan.ladder import CodecText, Crossing, Loss, Pair, Rung
 from isthmus.units import format_duration
 
 HEADROOM: Final = 0.9
@@ -42,10 +44,13 @@ class Figures:
 class Bounds:
     """What a choice must keep to."""
 
+    # The bounds may be infinite, and cross between clouds.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
+
     loss: Loss = Loss.SLIGHT
-    forward: CodecSpec | None = None
+    forward: CodecText | None = None
     """The job's own codec of activations, None where it is free."""
-    backward: CodecSpec | None = None
+    backward: CodecText | None = None
     least_forward_bytes: int = 0
     """Where the guard has found codecs with fewer bytes too strong."""
     least_backward_bytes: int = 0

@@ -4,12 +4,16 @@ A basis that has to be sent counts by the steps that it serves.
 """
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
-from isthmus.job.codec import CodecSpec, gradient_codec, gradient_wire_bytes, parse_codec
+from pydantic import BeforeValidator, PlainSerializer
+
+from isthmus.errors import FrameError
+from isthmus.job.codec import CodecSpec, gradient_codec, gradient_wire_bytes, parse_codec, read_codec
 from isthmus.job.codec_steps import SameBasis, SameIndices, Subspace
 from isthmus.job.findings import FieldError
 from isthmus.job.subspace_sizes import TAG_BYTES, edition_bytes, num_editions
@@ -74,12 +78,16 @@ class Crossing:
     """None for a run without end, in which editions count for nothing."""
 
 
+CodecText = Annotated[CodecSpec, BeforeValidator(read_codec), PlainSerializer(str, return_type=str)]
+"""A codec that crosses and is kept as its text."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """The codecs of a link."""
 
-    forward: CodecSpec
-    backward: CodecSpec
+    forward: CodecText
+    backward: CodecText
 
     @property
     def is_possible(self) -> bool:
@@ -135,6 +143,34 @@ class Pair:
     def bytes_both_ways(self, crossing: Crossing) -> int:
         """Bytes of an activation and its gradient."""
         return self.forward_bytes(crossing) + self.backward_bytes(crossing)
+
+
+RAW: Final = parse_codec("raw")
+RAW_PAIR: Final = Pair(forward=RAW, backward=RAW)
+
+
+def texts_of(pair: Pair) -> tuple[str, str]:
+    """The codec of activations and that of gradients, as one-line texts."""
+    return str(pair.forward), str(pair.backward)
+
+
+def read_pair(texts: object) -> Pair:
+    """The codecs that a peer or a checkpoint names."""
+    match texts:
+        case [str(forward), str(backward)]:
+            return _parse_pair(forward, backward)
+    raise FrameError(f"no two codecs of a link are named by {str(texts)[:100]}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse_pair(forward: str, backward: str) -> Pair:
+    try:
+        pair = Pair(forward=parse_codec(forward), backward=parse_codec(backward))
+    except ValueError as error:
+        raise FrameError(f"a codec that cannot be: {str(error)[:200]}") from error
+    if not pair.is_possible:
+        raise FrameError(f"gradients by {backward[:100]!r} cannot follow activations by {forward[:100]!r}")
+    return pair
 
 
 def num_learners(num_senders: int, num_receivers: int) -> int:

@@ -4,7 +4,7 @@ from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, PipelineStrategy
-from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import Policy
 
 OPEN: Final = "auto"
 """The policy of a job that leaves it to the plan."""

@@ -1,4 +1,4 @@
-"""The schedule of one pipeline stage: GPipe, 1F1B, lock-step or WAN-1F1B, in training and in evaluation.
+"""The schedule of a pipeline over clouds: GPipe, 1F1B, lock-step or WAN-1F1B, and all that surrounds passes.
 
 A micro-batch is in flight at a stage from the start of its forward to the end of its backward. Its
 activations are kept that long, so the window, the number that may be in flight, also bounds the memory. The
@@ -8,221 +8,606 @@ four policies are two rules and that number:
                               F0 F1 F2 F3 B0 B1 B2 B3
     1F1B       window p - i   the same rule; with window 2: warm-up, one forward one backward, drain
                               F0 F1 B0 F2 B1 F3 B2 B3
-    lock-step  round trip     the same rule: the order of passes is fixed, and so all ranks of a cloud keep it
-    WAN-1F1B   round trip     a gradient if one has come, else a forward if the window is open, else wait
+    lock-step  round trip     the same rule: the order of passes is fixed, so all ranks of a cloud keep it
+    WAN-1F1B   round trip     a gradient if one has arrived, else a forward if the window is open, else wait
 
 Every stage runs its forwards and its backwards in the order of the micro-batches, whatever the order in which
 they arrive, so gradients are summed as one process would sum them and the weights are equal to the bit.
-Forwards must keep the order too: one that overtook would hold the place that the overtaken one needs in the
-window, and the backward that could free it would not be its turn.
+Forwards must keep the order too: one that overtook would take the slot that the overtaken one needs in the
+window, and the backward that could free it would not be the next one.
 
 Where no gradient comes back, in evaluation and before the first trained stage, a micro-batch is in flight
 until the link has taken its activation over, so a slow link or a slow peer slows this stage down.
+
+One step, and one evaluation before it where it is due, is a turn:
+
+    FIT (once) → READ → passes → REDUCE → tally up, verdict down → UPDATE → Save      a step
+                 READ → passes → SCORE at the last stage → result up                  an evaluation
 """
 
-import enum
-from bisect import bisect_left
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Final, TypeVar
 
-from isthmus.plan.arrivals import Arrivals
+from isthmus.plan.end_of_step import (
+    Evaluated,
+    Note,
+    Observed,
+    Read,
+    Reduced,
+    Scored,
+    StepEnded,
+    Updated,
+    Verdict,
+    evaluations,
+)
+from isthmus.plan.ladder import RAW_PAIR, texts_of
+from isthmus.plan.pipeline_parts import (
+    GRADIENT,
+    HIDDEN,
+    RECEIVING_HALF,
+    SENDING_HALF,
+    Arrivals,
+    EndOfStep,
+    Phase,
+    Pipeline,
+    PipelineState,
+    Turn,
+)
 from isthmus.plan.types import (
     Action,
     Arrived,
+    Carried,
     Done,
     Event,
+    Facts,
+    Gathered,
+    Interrupted,
     Lost,
-    Optimize,
-    Pass,
-    Report,
-    Resized,
+    Member,
+    Message,
+    MessageKind,
+    Outcome,
+    Priority,
+    Ran,
     Run,
+    Save,
+    Saved,
     ScheduleError,
     Send,
+    Sent,
     Started,
     Stop,
+    Tell,
+    Work,
+    WorkKind,
 )
 
+F = TypeVar("F", bound=Facts)
 
-class Policy(enum.Enum):
-    """Which pass goes first where there is a choice."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    LOCK_STEP = "lock-step"
-    WAN_ONE_F_ONE_B = "wan-1f1b"
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether passes have one order, whatever arrives when."""
-        return self is not Policy.WAN_ONE_F_ONE_B
-
-    @property
-    def hides_round_trips(self) -> bool:
-        """Whether windows are as large as measured round trips ask for."""
-        return self in (Policy.LOCK_STEP, Policy.WAN_ONE_F_ONE_B)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Step:
-    """How far a step, or its evaluation, has come at this stage; a pass counts when it has ended."""
-
-    started: Started
-    has_backwards: bool
-    num_forwards: int = 0
-    num_backwards: int = 0
-
-    @property
-    def has_forwards_left(self) -> bool:
-        return self.num_forwards < len(self.started.microbatches)
-
-    @property
-    def is_complete(self) -> bool:
-        num_ended = self.num_backwards if self.has_backwards else self.num_forwards
-        return num_ended == len(self.started.microbatches)
+_RAW: Final = texts_of(RAW_PAIR)
+_NO_CODECS: Final[tuple[tuple[str, str], ...]] = ()
+_NOTHING: Final = Carried()
 
 
 class PipelineScheduler:
-    """Decides what one stage runs and sends; compute is one resource, and sends never delay it.
+    """Decides what one member of a pipeline runs, sends and saves; computing is one resource.
 
-    Steps follow each other without a barrier: a stage goes on as soon as its own weights are updated, and
-    holds what arrives before its turn. Stages before `first_trained` are frozen: they run forwards only, and
-    no gradient is sent to them.
+    Steps follow each other without a barrier: a member continues as soon as its own weights are updated, and
+    keeps what arrives before its turn.
     """
 
-    def __init__(
-        self, *, stage: int, num_stages: int, policy: Policy, window: int, first_trained: int = 0
-    ) -> None:
-        if not 0 <= stage < num_stages or not 0 <= first_trained < num_stages:
-            raise ValueError(f"no stage {stage} or first trained stage {first_trained} among {num_stages}")
-        if window < 1:
-            raise ValueError(f"a window of {window} micro-batches")
-        self._is_first = stage == 0
-        self._is_last = stage == num_stages - 1
-        self._is_trained = stage >= first_trained
-        self._sends_gradients = stage > first_trained
-        self._policy = policy
-        self._window = window
-        self._queue: deque[Started] = deque()
-        self._step: _Step | None = None
-        self._arrivals = Arrivals()
-        self._running: Run | Optimize | Report | None = None
-        self._sending: set[Send] = set()
+    def __init__(self, pipeline: Pipeline, member: Member) -> None:
+        self._pipeline = pipeline
+        self._member = member
+        self._index = pipeline.stage_of(member)
+        self._group = pipeline.stages[self._index]
+        self._pass_group = self._group if self._index in pipeline.grouped_stages else ()
+        self._routing = pipeline.routing
+        self._is_leader = member == self._group[0]
+        self._is_first = self._index == 0
+        self._is_last = self._index == len(pipeline.stages) - 1
+        self._before = () if self._is_first else pipeline.stages[self._index - 1]
+        self._behind = () if self._is_last else pipeline.stages[self._index + 1]
+        self._is_trained = self._index >= pipeline.first_trained
+        self._sends_gradients = self._index > pipeline.first_trained
+        self._keeps_order = pipeline.policy.keeps_order
+        self._windows = pipeline.first_windows()
+        self._codecs = pipeline.codecs
+        self._end = EndOfStep(pipeline, self._index)
+        self._turns: Iterator[tuple[int, bool]] = iter(())
+        self._turn: Turn | None = None
+        self._arrivals = Arrivals(pipeline)
+        self._has_basis = False
+        self._early = Observed()
+        self._running: Work | None = None
+        self._sending: list[Message] = []
+        self._results_due: set[tuple[int, bool]] = set()
+        """Evaluations whose result has not come from behind: the step, and whether it is plain."""
+        self._saving: set[int] = set()
+        self._wants_stop = False
+        self.stopped_at: int | None = None
+        """The step that is saved where an orderly stop was asked for."""
         self._is_stopped = False
+        self._actions: list[Action] = []
 
-    def on(self, event: Event) -> tuple[Action, ...]:
+    def on(self, event: Event, now_s: float) -> tuple[Action, ...]:
         """Take in what happened and say what to do now; once stopped, nothing more."""
         if self._is_stopped:
             return ()
-        sends: tuple[Send, ...] = ()
+        self._actions = []
         match event:
-            case Started():
-                self._arrivals.open(event)
-                self._queue.append(event)
             case Arrived():
-                self._check_awaited(event)
-                self._arrivals.hold(event)
-            case Done(action=action):
-                sends = self._finish(action)
-            case Resized(window=window):
-                self._resize(window)
-            case Lost(peer=peer):
-                self._is_stopped = True
-                return (Stop(peer=peer),)
-        return (*sends, *self._next())
+                self._arrive(event)
+            case Done(work=work, facts=facts):
+                self._finish(work, facts, now_s)
+            case Sent(message=message, facts=facts):
+                self._note_sent(message, facts)
+                if self._turn is not None and self._turn.has_passes_left:
+                    # Passes of a trained stage do not wait for the link.
+                    return ()
+            case Started():
+                self._start(event, now_s)
+            case Interrupted():
+                self._wants_stop = True
+            case Saved(step=step):
+                self._note_saved(step)
+            case Lost(member=lost, final=True):
+                self._stop(Outcome.FAILED, f"cloud {lost.cloud!r} left the pipeline")
+        self._next(now_s)
+        return tuple(self._actions)
 
-    # What to compute now.
+    # From turn to turn.
 
-    def _next(self) -> tuple[Action, ...]:
-        if self._step is None and self._queue:
-            self._step = self._begin(self._queue.popleft())
-        if self._step is None or self._running is not None:
-            return ()
-        self._running = self._end(self._step) if self._step.is_complete else self._choose(self._step)
-        return () if self._running is None else (self._running,)
+    def _start(self, started: Started, now_s: float) -> None:
+        if self._arrivals.has_started or not 0 <= started.step <= self._pipeline.num_steps:
+            raise ScheduleError(f"a pipeline of {self._pipeline.num_steps} steps starts at {started.step}")
+        self._arrivals.start(started.step)
+        self._turns = self._all_turns(started.step)
+        self._end.start(now_s)
+        if isinstance(started.facts, PipelineState):
+            self._restore(started.facts, started.step)
 
-    def _begin(self, started: Started) -> _Step:
-        return _Step(started=started, has_backwards=self._is_trained and not started.evaluation)
+    def _restore(self, state: PipelineState, step: int) -> None:
+        """Continue with the codecs of a checkpoint, but for cuts to which the job gives others now."""
+        if len(state.codecs) != len(self._codecs):
+            return
+        own = list(zip(self._pipeline.cuts, state.asked, state.codecs, strict=True))
+        self._codecs = tuple(
+            codecs if asked == texts_of(cut.codecs) else texts_of(cut.codecs) for cut, asked, codecs in own
+        )
+        if self._end.steering is not None:
+            asked = [one == texts_of(cut.codecs) for cut, one, _ in own]
+            self._end.steering.restore(state.standings, is_same=asked, step=step)
+            self._tell_notes()
 
-    def _end(self, step: _Step) -> Optimize | Report:
-        started = step.started
-        return Report(step=started.step) if started.evaluation else Optimize(step=started.step)
+    def _all_turns(self, first_step: int) -> Iterator[tuple[int, bool]]:
+        """Every step, an evaluation before each so many, and one at the end: (step, is evaluation)."""
+        pipeline = self._pipeline
+        evaluates = bool(pipeline.evaluate_every and pipeline.num_validation_microbatches)
+        for step in range(first_step, pipeline.num_steps):
+            if evaluates and step > first_step and step % (pipeline.evaluate_every or 1) == 0:
+                yield step, True
+            yield step, False
+        if evaluates:
+            yield pipeline.num_steps, True
 
-    def _choose(self, step: _Step) -> Run | None:
-        if self._policy.keeps_order:
-            return self._forward(step) if self._may_forward(step) else self._backward(step)
-        return self._backward(step) or self._forward(step)
+    def _next(self, now_s: float) -> None:
+        """Choose what to run now, if nothing runs."""
+        while self._running is None and not self._is_stopped:
+            turn = self._turn
+            if turn is None:
+                if not self._begin(now_s):
+                    return
+                continue
+            work = self._choose(turn, now_s)
+            if work is not None:
+                self._running = work
+                self._actions.append(Run(work))
+            elif self._turn is not None:
+                return
 
-    def _may_forward(self, step: _Step) -> bool:
-        return step.has_forwards_left and self._num_in_flight(step) < self._window
+    def _begin(self, now_s: float) -> bool:
+        found = None if self.stopped_at is not None else next(self._turns, None)
+        if found is None:
+            self._end_run()
+            return False
+        step, is_evaluation = found
+        self._turn = Turn(
+            step=step,
+            is_evaluation=is_evaluation,
+            has_backwards=self._is_trained and not is_evaluation,
+            microbatches=self._microbatches(step, is_evaluation),
+            takers=self._takers(step, is_evaluation),
+            started_s=now_s,
+        )
+        if is_evaluation:
+            self._expect_results(step)
+        else:
+            self._turn.observed, self._early = self._early, Observed()
+            if step == self._pipeline.fit_step:
+                self._turn.phase = Phase.FIT_SENDING
+        self._arrivals.open(self._turn)
+        return True
 
-    def _num_in_flight(self, step: _Step) -> int:
-        if step.has_backwards:
-            return step.num_forwards - step.num_backwards
-        return sum(send.kind is not Pass.BACKWARD for send in self._sending)
+    def _microbatches(self, step: int, is_evaluation: bool) -> tuple[int, ...]:
+        share = self._routing.share(self._index, self._member.rank, step=step, is_evaluation=is_evaluation)
+        if not is_evaluation:
+            return share
+        number = self._pipeline.num_validation_microbatches
+        rounds = range(1 + self._pipeline.evaluates_plain)
+        return tuple(one * number + microbatch for one in rounds for microbatch in share)
 
-    def _forward(self, step: _Step) -> Run | None:
-        if not self._may_forward(step):
+    def _takers(self, step: int, is_evaluation: bool) -> dict[int, tuple[int, ...]]:
+        last = len(self._pipeline.stages) - 1
+        near = range(max(0, self._index - 1), min(last, self._index + 1) + 1)
+        return {one: self._routing.ranks(one, step=step, is_evaluation=is_evaluation) for one in near}
+
+    def _expect_results(self, step: int) -> None:
+        if self._is_leader and not self._is_last:
+            self._results_due.update((step, bool(one)) for one in range(1 + self._pipeline.evaluates_plain))
+
+    def _end_run(self) -> None:
+        """Stop when all is saved, all that was sent is taken over and every evaluation is passed on."""
+        if self._sending or self._saving or self._results_due or not self._arrivals.has_started:
+            return
+        if self.stopped_at is None:
+            self._stop(Outcome.FINISHED)
+        else:
+            self._stop(Outcome.INTERRUPTED, f"stopped; step {self.stopped_at} is saved on every cloud")
+
+    def _stop(self, outcome: Outcome, reason: str = "", hint: str = "") -> None:
+        self._is_stopped = True
+        self._actions.append(Stop(outcome, reason, hint))
+
+    # What to run in a turn.
+
+    def _choose(self, turn: Turn, now_s: float) -> Work | None:
+        """The next work of a turn, None to wait; a turn whose last phase is over ends here."""
+        match turn.phase:
+            case Phase.PASSES:
+                return self._end_passes(turn) if turn.are_passes_over else self._choose_pass(turn)
+            case Phase.FIT_SENDING:
+                return self._fit(turn, SENDING_HALF, Phase.FIT_RECEIVING)
+            case Phase.FIT_RECEIVING:
+                return self._fit(turn, RECEIVING_HALF, Phase.READ)
+            case Phase.READ:
+                return self._group_work(WorkKind.READ, turn)
+            case Phase.SETTLE:
+                return self._settle(turn, now_s)
+            case _:
+                return None
+
+    def _tell_notes(self) -> None:
+        if self._end.steering is not None and self._is_leader:
+            self._actions += [Tell(Note(text=text)) for text in self._end.steering.notes]
+            self._end.steering.notes.clear()
+
+    def _group_work(self, kind: WorkKind, turn: Turn, facts: Facts | None = None, item: int = 0) -> Work:
+        item = int(turn.is_evaluation) if kind is WorkKind.READ else item
+        return Work(kind, turn.step, item, facts, self._group)
+
+    def _fit(self, turn: Turn, half: int, following: Phase) -> Work | None:
+        cut = self._index if half == SENDING_HALF else self._index - 1
+        if cut not in self._pipeline.bottlenecks:
+            turn.phase = following
+            return self._choose(turn, turn.started_s)
+        if half == RECEIVING_HALF and self._is_leader and not self._has_basis:
             return None
-        kind = Pass.EVALUATION if step.started.evaluation else Pass.FORWARD
-        return self._run(kind, step, step.num_forwards, needs_arrival=not self._is_first)
+        return self._group_work(WorkKind.FIT, turn, item=half)
 
-    def _backward(self, step: _Step) -> Run | None:
-        if not step.has_backwards or step.num_backwards == step.num_forwards:
-            return None
-        return self._run(Pass.BACKWARD, step, step.num_backwards, needs_arrival=not self._is_last)
+    def _choose_pass(self, turn: Turn) -> Work | None:
+        if self._keeps_order:
+            return self._forward(turn) if self._may_forward(turn) else self._backward(turn)
+        return self._backward(turn) or self._forward(turn)
 
-    def _run(self, kind: Pass, step: _Step, position: int, *, needs_arrival: bool) -> Run | None:
-        number, microbatch = step.started.step, step.started.microbatches[position]
-        if needs_arrival and Arrived(kind=kind, step=number, microbatch=microbatch) not in self._arrivals:
+    def _may_forward(self, turn: Turn) -> bool:
+        if turn.num_forwards == len(turn.microbatches):
+            return False
+        if turn.has_backwards:
+            num_in_flight = turn.num_forwards - turn.num_backwards
+        else:
+            num_in_flight = sum(message.kind in _ACTIVATIONS for message in self._sending)
+        return num_in_flight < self._windows[self._index]
+
+    def _forward(self, turn: Turn) -> Work | None:
+        if not self._may_forward(turn):
             return None
-        return Run(kind=kind, step=number, microbatch=microbatch)
+        microbatch = turn.microbatches[turn.num_forwards]
+        message, work = _FORWARD[turn.is_evaluation]
+        if not self._is_first and not self._arrivals.has(message, turn.step, microbatch):
+            return None
+        return self._pass(work, turn, microbatch)
+
+    def _backward(self, turn: Turn) -> Work | None:
+        if not turn.has_backwards or turn.num_backwards == turn.num_forwards:
+            return None
+        microbatch = turn.microbatches[turn.num_backwards]
+        if not self._is_last and not self._arrivals.has(MessageKind.GRADIENT, turn.step, microbatch):
+            return None
+        return self._pass(WorkKind.BACKWARD, turn, microbatch)
+
+    def _pass(self, kind: WorkKind, turn: Turn, microbatch: int) -> Work:
+        return Work(kind, turn.step, microbatch, None, self._pass_group)
+
+    def _end_passes(self, turn: Turn) -> Work | None:
+        if turn.is_evaluation:
+            if self._is_last:
+                return self._group_work(WorkKind.SCORE, turn)
+            self._close(turn)
+            return None
+        if any(message.kind is MessageKind.GRADIENT for message in self._sending):
+            # The last gradients are still being coded, and their errors belong to this step.
+            return None
+        seen = turn.observed.seen(wants_stop=self._wants_stop)
+        return self._group_work(WorkKind.REDUCE, turn, seen)
+
+    def _settle(self, turn: Turn, now_s: float) -> Work | None:
+        """Update once the verdict is known; the other members of the group get it from their leader."""
+        if not self._is_leader:
+            return self._group_work(WorkKind.UPDATE, turn)
+        verdict = self._end.settle(turn.step, turn.reduced, now_s)
+        for kind, stage, facts in self._end.outgoing:
+            self._send(kind, turn.step, stage, facts=facts)
+        self._end.outgoing.clear()
+        self._tell_notes()
+        if self._end.failure is not None:
+            self._is_stopped = True
+            self._actions.append(self._end.failure)
+        if verdict is None:
+            return None
+        turn.verdict = verdict
+        return self._group_work(WorkKind.UPDATE, turn, verdict)
 
     # What has happened, and whether it can be.
 
-    def _finish(self, action: Action) -> tuple[Send, ...]:
-        if isinstance(action, Send) and action in self._sending:
-            self._sending.remove(action)
-            return ()
-        if self._step is None or action != self._running:
-            raise ScheduleError(f"{action} is reported as done but is not under way")
+    def _finish(self, work: Work, facts: Facts | None, now_s: float) -> None:
+        turn = self._turn
+        if turn is None or work != self._running:
+            raise ScheduleError(f"{work.name} is reported as done but does not run")
         self._running = None
-        if isinstance(action, Run):
-            return self._pass_on(action, self._step)
-        self._arrivals.close(self._step.started)
-        self._step = None
-        return ()
+        if isinstance(facts, Ran):
+            turn.observed.busy_s += facts.busy_s
+        match work.kind:
+            case WorkKind.FORWARD | WorkKind.EVALUATE:
+                self._forward_done(turn, work)
+            case WorkKind.BACKWARD:
+                self._backward_done(turn, work)
+            case WorkKind.READ:
+                turn.read = _first_of(Read, work, facts) if self._is_first else None
+                turn.phase = Phase.PASSES
+            case WorkKind.FIT:
+                self._fitted(turn, work.item)
+            case WorkKind.REDUCE:
+                turn.reduced = _all_of(Reduced, work, facts) if self._is_leader else ()
+                turn.phase = Phase.SETTLE
+            case WorkKind.SCORE:
+                self._scored(turn, _all_of(Scored, work, facts))
+            case WorkKind.UPDATE:
+                self._updated(turn, _first_of(Updated, work, facts), now_s)
 
-    def _pass_on(self, run: Run, step: _Step) -> tuple[Send, ...]:
-        if run.kind is Pass.BACKWARD:
-            step.num_backwards += 1
-            has_receiver = self._sends_gradients
+    def _forward_done(self, turn: Turn, work: Work) -> None:
+        turn.num_forwards += 1
+        if self._is_last:
+            return
+        kind = MessageKind.EVALUATION if turn.is_evaluation else MessageKind.ACTIVATION
+        self._send_tensor(kind, turn, work, self._index + 1)
+
+    def _backward_done(self, turn: Turn, work: Work) -> None:
+        turn.num_backwards += 1
+        if self._sends_gradients:
+            self._send_tensor(MessageKind.GRADIENT, turn, work, self._index - 1)
+
+    def _fitted(self, turn: Turn, half: int) -> None:
+        if half == RECEIVING_HALF:
+            turn.phase = Phase.READ
+            return
+        turn.phase = Phase.FIT_RECEIVING
+        if self._is_leader:
+            self._send(MessageKind.BASIS, turn.step, self._index + 1, priority=Priority.NORMAL)
+
+    def _scored(self, turn: Turn, members: tuple[Scored, ...]) -> None:
+        if any(len(one.rounds) != 1 + self._pipeline.evaluates_plain for one in members):
+            raise ScheduleError(f"the evaluation of step {turn.step} has another number of rounds")
+        if self._is_leader:
+            for found in evaluations(turn.step, members):
+                self._pass_evaluation_on(found)
+        self._close(turn)
+
+    def _pass_evaluation_on(self, found: Evaluated) -> None:
+        if self._is_first:
+            self._actions.append(Tell(found))
         else:
-            step.num_forwards += 1
-            has_receiver = not self._is_last
-        if not has_receiver:
-            return ()
-        send = Send(kind=run.kind, step=run.step, microbatch=run.microbatch)
-        self._sending.add(send)
-        return (send,)
+            self._send(MessageKind.EVALUATED, found.step, self._index - 1, facts=found)
 
-    def _check_awaited(self, arrived: Arrived) -> None:
-        is_gradient = arrived.kind is Pass.BACKWARD
-        is_awaited = self._awaits_gradient(arrived) if is_gradient else not self._is_first
+    def _updated(self, turn: Turn, updated: Updated, now_s: float) -> None:
+        verdict = turn.verdict or updated.verdict
+        if verdict is None:
+            raise ScheduleError(f"the update of step {turn.step} ended without a verdict")
+        self._actions.append(Tell(self._step_ended(turn, verdict, updated, now_s)))
+        self._windows = verdict.windows
+        self._codecs = verdict.codecs or self._codecs
+        if verdict.save:
+            asked = self._pipeline.codecs
+            state = PipelineState(asked=asked, codecs=self._codecs, standings=self._end.standings)
+            self._saving.add(turn.step + 1)
+            self._actions.append(Save(turn.step + 1, state))
+        if verdict.stop:
+            self.stopped_at = turn.step + 1
+        self._close(turn)
+
+    def _step_ended(self, turn: Turn, verdict: Verdict, updated: Updated, now_s: float) -> StepEnded:
+        num_targets = 0 if turn.read is None else turn.read.num_targets
+        tally = self._end.take_tally() if self._is_leader else None
+        return StepEnded(
+            step=turn.step,
+            loss=0.0 if tally is None else tally.loss_sum / max(num_targets, 1),
+            norm=verdict.norm,
+            learning_rate=updated.learning_rate,
+            num_tokens=0 if turn.read is None else turn.read.num_tokens,
+            duration_s=now_s - turn.started_s,
+            busy_s=() if tally is None else tally.busy_s,
+            windows=self._windows,
+            num_elements=turn.observed.num_elements,
+            num_bytes=turn.observed.num_bytes,
+        )
+
+    def _close(self, turn: Turn) -> None:
+        """End a turn: nothing more may arrive for it."""
+        self._arrivals.close()
+        if turn.is_evaluation:
+            # What an evaluation sent counts for the step behind it.
+            self._early.num_elements += turn.observed.num_elements
+            self._early.num_bytes += turn.observed.num_bytes
+        self._turn = None
+
+    def _note_saved(self, step: int) -> None:
+        if step not in self._saving:
+            raise ScheduleError(f"step {step} is reported as saved but was not being saved")
+        self._saving.remove(step)
+
+    def _note_sent(self, message: Message, facts: Facts | None) -> None:
+        try:
+            self._sending.remove(message)
+        except ValueError:
+            raise ScheduleError(f"{message.name} is reported as sent but was not being sent") from None
+        turn = self._turn
+        if turn is None or not isinstance(facts, Carried):
+            return
+        if message.kind is MessageKind.GRADIENT:
+            turn.observed.gradient_sent(facts)
+        elif message.kind is MessageKind.ACTIVATION or (
+            message.kind is MessageKind.EVALUATION and not self._pipeline.is_plain(message)
+        ):
+            turn.observed.activation_sent(facts)
+
+    # What arrives.
+
+    def _arrive(self, event: Arrived) -> None:
+        message = event.message
+        match message.kind:
+            case MessageKind.ACTIVATION | MessageKind.EVALUATION | MessageKind.GRADIENT:
+                self._tensor_arrived(message, event)
+            case MessageKind.TALLY if self._is_from_leader(message, 1):
+                self._end.tally_arrived(message, step=self._step_at_hand(message))
+            case MessageKind.VERDICT if self._is_from_leader(message, -1):
+                self._end.verdict_arrived(message, step=self._step_at_hand(message))
+            case MessageKind.EVALUATED if self._is_from_leader(message, 1):
+                self._result_arrived(message)
+            case MessageKind.BASIS if self._is_from_leader(message, -1):
+                self._basis_arrived(message)
+            case _:
+                raise _not_awaited(message)
+
+    def _is_from_leader(self, message: Message, direction: int) -> bool:
+        """Whether this is a leader, to whom that of the stage before (-1) or behind (1) speaks."""
+        stage, stages = self._index + direction, self._pipeline.stages
+        is_known = 0 <= stage < len(stages) and message.sender == stages[stage][0]
+        return self._is_leader and is_known
+
+    def _step_at_hand(self, message: Message) -> int | None:
+        """The step of a message, None where this member is not in its training."""
+        is_due = self._turn is not None and self._turn.place == (message.step, True)
+        return message.step if is_due else None
+
+    def _result_arrived(self, message: Message) -> None:
+        facts = message.facts
+        if not isinstance(facts, Evaluated) or facts.step != message.step:
+            raise _not_awaited(message)
+        if (facts.step, facts.is_plain) not in self._results_due:
+            raise _not_awaited(message)
+        self._results_due.remove((facts.step, facts.is_plain))
+        self._pass_evaluation_on(facts)
+
+    def _basis_arrived(self, message: Message) -> None:
+        turn, step = self._turn, message.step
+        is_due = turn is not None and step == self._pipeline.fit_step and turn.place <= (step, True)
+        if not is_due or self._has_basis or self._index - 1 not in self._pipeline.bottlenecks:
+            raise _not_awaited(message)
+        self._has_basis = True
+
+    def _tensor_arrived(self, message: Message, event: Arrived) -> None:
+        is_gradient = message.kind is MessageKind.GRADIENT
+        is_awaited = (
+            self._awaits_gradient(message) if is_gradient else _is_among(self._before, message.sender)
+        )
         if not is_awaited:
-            raise ScheduleError(f"{arrived} is not awaited here")
+            raise _not_awaited(message)
+        is_early = self._arrivals.keep(message.kind, message.step, message.item)
+        observed = self._early if is_early or self._turn is None else self._turn.observed
+        facts = event.facts if isinstance(event.facts, Carried) else _NOTHING
+        if is_gradient:
+            observed.gradient_arrived(facts, event.travel_s)
+        elif message.kind is MessageKind.ACTIVATION:
+            observed.activation_arrived(facts, event.travel_s)
 
-    def _awaits_gradient(self, arrived: Arrived) -> bool:
-        step = self._step
-        if self._is_last or step is None or not step.has_backwards or arrived.step != step.started.step:
+    def _awaits_gradient(self, message: Message) -> bool:
+        turn = self._turn
+        if turn is None or not turn.has_backwards or message.step != turn.step:
             return False
-        microbatches = step.started.microbatches
-        place = bisect_left(microbatches, arrived.microbatch, hi=step.num_forwards)
-        return place < step.num_forwards and microbatches[place] == arrived.microbatch
+        is_known = _is_among(self._behind, message.sender)
+        return is_known and turn.has(message.item, among=turn.num_forwards)
 
-    def _resize(self, window: int) -> None:
-        if not self._policy.hides_round_trips:
-            raise ScheduleError(f"the window of {self._policy.value} is fixed")
-        if window < 1:
-            raise ScheduleError(f"a window of {window} micro-batches")
-        self._window = window
+    # What is sent.
+
+    def _send_tensor(self, kind: MessageKind, turn: Turn, work: Work, stage: int) -> None:
+        takers = turn.takers[stage]
+        to = (self._pipeline.stages[stage][takers[work.item % len(takers)]],)
+        codecs = self._codecs_of(kind, work, min(stage, self._index)) if self._codecs else _NO_CODECS
+        self._put(Message(kind, work.step, work.item, self._member, to, None, codecs))
+
+    def _codecs_of(self, kind: MessageKind, work: Work, cut: int) -> tuple[tuple[str, str], ...]:
+        is_raw = self._pipeline.is_plain(work) or work.step < self._pipeline.cuts[cut].num_warmup_steps
+        forward, backward = _RAW if is_raw else self._codecs[cut]
+        if kind is MessageKind.GRADIENT:
+            return ((HIDDEN, backward),)
+        return ((HIDDEN, forward), (GRADIENT, backward))
+
+    def _send(
+        self,
+        kind: MessageKind,
+        step: int,
+        stage: int,
+        *,
+        facts: Facts | None = None,
+        priority: Priority = Priority.URGENT,
+    ) -> None:
+        to = (self._pipeline.stages[stage][0],)
+        self._put(Message(kind, step, 0, self._member, to, facts, _NO_CODECS, priority))
+
+    def _put(self, message: Message) -> None:
+        self._sending.append(message)
+        self._actions.append(Send(message))
+
+
+_ACTIVATIONS: Final = frozenset({MessageKind.ACTIVATION, MessageKind.EVALUATION})
+_FORWARD: Final = {
+    False: (MessageKind.ACTIVATION, WorkKind.FORWARD),
+    True: (MessageKind.EVALUATION, WorkKind.EVALUATE),
+}
+
+
+def _of(facts: Facts | None) -> tuple[Facts | None, ...]:
+    return facts.of if isinstance(facts, Gathered) else (facts,)
+
+
+def _is_among(members: tuple[Member, ...], one: Member) -> bool:
+    """Whether a member has its place in a stage, by its rank."""
+    return 0 <= one.rank < len(members) and members[one.rank] == one
+
+
+def _first_of(kind: type[F], work: Work, facts: Facts | None) -> F:
+    for one in _of(facts):
+        if isinstance(one, kind):
+            return one
+    raise ScheduleError(f"{work.name} ended without {kind.__name__}")
+
+
+def _all_of(kind: type[F], work: Work, facts: Facts | None) -> tuple[F, ...]:
+    found = tuple(one for one in _of(facts) if isinstance(one, kind))
+    if not found:
+        raise ScheduleError(f"{work.name} ended without {kind.__name__}")
+    return found
+
+
+def _not_awaited(message: Message) -> ScheduleError:
+    return ScheduleError(f"{message.name} from {message.sender} is not awaited here")

@@ -1,95 +1,133 @@
-"""The whole state of one cloud at the start of a step, on disk: written whole or not at all, never pickled.
+"""The checkpoints of a run: the state of all clouds at the start of a step, addressed by parameter name.
 
-    checkpoints/step-00000120/<cloud>/weights.safetensors
-                                      optimizer.safetensors
-                                      codecs.safetensors     codecs, and what their next message depends on
-                                      codecs-1.safetensors   the same of rank 1, and so on
-                                      state.json             step, layers, where the data goes on
-                                      COMPLETE               written last
+Each cloud keeps a record of its own, `checkpoints/step-00000120/<cloud>/`, as `store.py` describes it:
 
-Rank 0 of a cloud writes and reads for all its ranks, so only its disk counts. What ranks hold shares of is
-written whole.
+    model.layers.3.mlp.up_proj.weight                     weights, by Hugging Face's names
+    boundary.4.down.weight                                halves of the bottleneck before layer 4
+    optimizer/exp_avg/model.layers.3.mlp.up_proj.weight   moments, by the names of their parameters
+    wire/0/west/…                                         codec state of rank 0's wire to a peer
+    facts                                                 step, cloud, job, layers, cursor, scheduler, wires
+
+A stage asks for the names that it owns, and takes them from whichever record of the step has them, so a run
+that is cut otherwise loads what all records together hold. Rank 0 of a cloud writes and reads for all its
+ranks, so only its disk counts; what ranks hold shards of is written whole.
 
 Dropout is drawn from seed, step, micro-batch and layer, and the learning rate follows from the step, so
 there is no generator and no schedule to save.
 """
 
-import contextlib
-import json
-import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from isthmus.errors import FrameError, UserError
-from isthmus.job.write import sync
+from isthmus.errors import UserError
 from isthmus.model.stage import Stage
-from isthmus.train.crossing.cut import SavedCuts, read_pair, texts_of
-from isthmus.train.crossing.steering import Standing
+from isthmus.plan.ladder import read_pair, texts_of
+from isthmus.plan.types import Member
+from isthmus.train.coding import CodecState
 from isthmus.train.data.order import Cursor
+from isthmus.train.members import SavedSteps
 from isthmus.train.optimize.optimizer import Optimizer
+from isthmus.train.ranks.sharding import whole
+from isthmus.train.ranks.world import World
+from isthmus.train.store import DiskStore, Facts, Manifest, Store
 
 CHECKPOINTS_FOLDER: Final = "checkpoints"
-COMPLETE: Final = "COMPLETE"
-_PREFIX: Final = "step-"
-_WEIGHTS: Final = "weights.safetensors"
-_OPTIMIZER: Final = "optimizer.safetensors"
-_STATE: Final = "state.json"
-_VERSION: Final = 4
+_RECORD: Final = re.compile(r"step-([0-9]{8,18})/([a-z0-9-]+)(\.aside)?")
+_ASIDE: Final = ".aside"
+_OPTIMIZER: Final = "optimizer/"
+_WIRE: Final = "wire/"
+_MAX_TOLD: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireState:
+    """What one end of a wire must know to go on: plain facts, such as its codecs, and tensors by name."""
+
+    facts: Facts = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What is saved beside weights; `step` is the next one, `cursor` is where its data begins.
+    """What is saved of a rank beside weights and moments; `step` is the next one, and begins at `cursor`.
 
-    `standings` of all cuts are at the first stage, which chooses codecs.
+    `layers` are told for people, and `facts` are those of the scheduler. Peers name the other ends of wires
+    in the words of whoever runs the wires, without a slash.
     """
 
     step: int
     layers: tuple[int, int]
     cursor: Cursor | None = None
-    cuts: SavedCuts = field(default_factory=SavedCuts)
-    standings: tuple[Standing, ...] = ()
-    other_cuts: tuple[SavedCuts, ...] = ()
+    facts: Facts = field(default_factory=dict)
+    wires: Mapping[str, WireState] = field(default_factory=dict)
+    other_wires: tuple[Mapping[str, WireState], ...] = ()
     """Of the ranks behind rank 0, in order."""
 
 
 class Checkpoints:
-    """The checkpoints of one cloud in a run."""
+    """The checkpoints of one cloud in a run; `job` is the digest of what the job means."""
 
-    def __init__(self, run: Path, *, cloud: str, keep: int = 2) -> None:
-        self._folder = run / CHECKPOINTS_FOLDER
+    def __init__(
+        self, run: Path, *, cloud: str, keep: int = 2, job: str = "", store: Store | None = None
+    ) -> None:
+        self._store = store or DiskStore(run / CHECKPOINTS_FOLDER)
         self._cloud = cloud
         self._keep = keep
+        self._job = job
+        self._damaged: set[int] = set()
+        self._written: set[int] = set()
+        self._began_from: int | None = None
 
     def steps(self) -> tuple[int, ...]:
-        """The steps whose checkpoint is complete here, in order."""
-        found = (
-            path.parent.parent.name for path in self._folder.glob(f"{_PREFIX}*/{self._cloud}/{COMPLETE}")
-        )
-        return tuple(sorted(int(name.removeprefix(_PREFIX)) for name in found))
+        """The steps whose checkpoint was written to its end here, in order."""
+        return tuple(step for step, cloud, _ in self._records() if cloud == self._cloud)
 
-    def save(self, state: State, *, stage: Stage, optimizer: Optimizer) -> Path:
-        """Write a checkpoint of a whole stage, then delete those that are not to be kept."""
-        return self.write(state, weights=stage.tensors_by_name(), moments=optimizer.tensors())
+    def inspect(self, note: Callable[[str], None]) -> SavedSteps:
+        """Read all that is here: what was cut short is removed, what is damaged is named and not counted."""
+        for name in self._store.unfinished():
+            if self._is_own(name):
+                self._store.remove(name)
+                note(f"removed {name}, a checkpoint that was cut short")
+        for step in self.steps():
+            reason = self._store.check(self._name(step))
+            if reason is not None:
+                self._damaged.add(step)
+                note(f"the checkpoint {self._name(step)} is left out: {reason}")
+        whole = tuple(step for step in self.steps() if step not in self._damaged)
+        return SavedSteps(whole=whole, damaged=tuple(sorted(self._damaged)))
 
-    def write(self, state: State, *, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> Path:
-        """Write a checkpoint, then delete those that are not to be kept."""
-        folder = self._place(state.step)
+    def begin_from(self, step: int) -> None:
+        """Go on from a step: what was saved of later ones no longer counts, once a new one is saved."""
+        self._began_from = step
+
+    def save(self, state: State, *, stage: Stage, optimizer: Optimizer) -> None:
+        """Write a checkpoint of a whole stage, then remove those that are not to be kept."""
+        self.write(state, weights=stage.tensors_by_name(), moments=optimizer.tensors())
+
+    def write(self, state: State, *, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """Write a checkpoint, then remove those that are not to be kept."""
+        name = self._name(state.step)
+        tensors = dict(_named_tensors(state, weights, moments))
         try:
-            _write(folder, state, weights, moments)
-        except OSError as error:
+            self._store.put(name, tensors, self._facts(state))
+        except (OSError, SafetensorError) as error:
+            reason = error.strerror if isinstance(error, OSError) else None
             raise UserError(
-                f"the checkpoint {folder} cannot be written: {error.strerror or error}",
+                f"the checkpoint {name} cannot be written: {reason or error}",
                 hint="make room on the disk and start again: the run goes on from the one before",
             ) from error
-        self._prune(newest=state.step)
-        return folder
+        self._written.add(state.step)
+        self._damaged.discard(state.step)
+        self._retire(newest=state.step)
 
     def load(self, step: int, *, stage: Stage, optimizer: Optimizer) -> State:
         """Bring stage and optimizer back to where they were."""
@@ -100,101 +138,360 @@ class Checkpoints:
         return state
 
     def read(self, step: int, *, stage: Stage) -> tuple[State, dict[str, Tensor], dict[str, Tensor]]:
-        """A checkpoint of this stage: its state, weights, and the optimizer's moments, on the host."""
-        folder = self._place(step)
-        try:
-            weights, moments = load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER)
-            state = _read_state(folder)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError, FrameError) as error:
-            raise _unusable(folder, str(error)) from error
-        if state.layers != (stage.layers.start, stage.layers.stop):
-            raise _unusable(folder, f"it holds layers {state.layers}")
-        if weights.keys() != stage.tensors_by_name().keys():
-            raise _unusable(folder, "it is of another model")
-        return state, weights, moments
+        """A stage's state, weights and moments at a step, on the host, from the records that have them."""
+        own = {_saved_name(name, stage.layers): name for name in stage.tensors_by_name()}
+        found = self._manifests(step, own.keys())
+        sources = _find(own, found, step=step)
+        _check_shapes({_saved_name(name, stage.layers): one for name, one in _shapes(stage)}, sources)
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
+        for cloud, manifest in found.items():
+            names = {name for name in own if sources[name] is manifest}
+            about = [name for name in manifest.tensors if _parameter_of(name) in names]
+            tensors = self._store.get(self._name(step, cloud), [*names, *about])
+            weights |= {own[name]: tensors[name] for name in names}
+            moments |= {f"{_moment_of(name)}/{own[_parameter_of(name)]}": tensors[name] for name in about}
+        return self._state(step, found, stage.layers), weights, moments
 
-    def _prune(self, *, newest: int) -> None:
-        """Delete what is too old, and what was lost when the run went on from an older step."""
-        kept = [step for step in self.steps() if step <= newest][-self._keep :]
-        for step in set(self.steps()).difference(kept):
-            self._delete(step)
+    def _state(self, step: int, found: Mapping[str, Manifest], layers: range) -> State:
+        own = found.get(self._cloud)
+        is_same_cut = own is not None and list(own.facts["layers"]) == [layers.start, layers.stop]
+        every = [own] if own is not None and is_same_cut else list(found.values())
+        cursor = next((one.facts["cursor"] for one in every if one.facts["cursor"]), None)
+        wires: tuple[Mapping[str, WireState], ...] = ({},)
+        if own is not None and is_same_cut:
+            wires = self._wires(step, own)
+        return State(
+            step=step,
+            layers=(layers.start, layers.stop),
+            cursor=None if cursor is None else Cursor(epoch=cursor["epoch"], position=cursor["position"]),
+            facts=next((one.facts["scheduler"] for one in every if one.facts["scheduler"]), {}),
+            wires=wires[0],
+            other_wires=wires[1:],
+        )
 
-    def _place(self, step: int) -> Path:
-        return self._folder / f"{_PREFIX}{step:08d}" / self._cloud
+    def _wires(self, step: int, own: Manifest) -> tuple[Mapping[str, WireState], ...]:
+        names = [name for name in own.tensors if name.startswith(_WIRE)]
+        tensors = self._store.get(self._name(step), names)
+        return tuple(
+            {
+                peer: WireState(facts=facts, tensors=_below(f"{_WIRE}{rank}/{peer}/", tensors))
+                for peer, facts in peers.items()
+            }
+            for rank, peers in enumerate(own.facts["wires"])
+        )
 
-    def _delete(self, step: int) -> None:
-        folder = self._place(step)
-        _remove(folder)
-        # The last cloud to delete its own takes the folder of the step along.
-        with contextlib.suppress(OSError):
-            folder.parent.rmdir()
+    def _facts(self, state: State) -> dict[str, Any]:
+        return {
+            "step": state.step,
+            "cloud": self._cloud,
+            "job": self._job,
+            "layers": list(state.layers),
+            "cursor": None if state.cursor is None else asdict(state.cursor),
+            "scheduler": dict(state.facts),
+            "wires": [
+                {peer: dict(wire.facts) for peer, wire in wires.items()}
+                for wires in (state.wires, *state.other_wires)
+            ],
+        }
+
+    def _manifests(self, step: int, wanted: Set[str]) -> dict[str, Manifest]:
+        """The manifest of our own record, where that has all that is wanted, or those of all records here."""
+        here = [cloud for one, cloud, _ in self._records() if one == step]
+        found: dict[str, Manifest] = {}
+        for cloud in sorted(here, key=lambda one: (one != self._cloud, one)):
+            found[cloud] = self._manifest(self._name(step, cloud))
+            if cloud == self._cloud and wanted <= found[cloud].tensors.keys():
+                break
+        return found
+
+    def _manifest(self, name: str) -> Manifest:
+        manifest = self._store.manifest(name)
+        match manifest.facts:
+            case {
+                "layers": [int(), int()],
+                "cursor": None | {"epoch": int(), "position": int()},
+                "scheduler": dict(),
+                "wires": [dict(), *_],
+                "job": str(job),
+            }:
+                reason = "it is of another job" if self._job not in ("", job) else None
+            case _:
+                reason = "its facts make no sense"
+        if reason is not None:
+            raise UserError(
+                f"the checkpoint {name} cannot be used: {reason}",
+                hint="put that of this run in its place, or start again with --resume never",
+            )
+        return manifest
+
+    def _retire(self, *, newest: int) -> None:
+        """Now that a checkpoint is whole, set aside what lost steps have left, and remove what is too old.
+
+        What is set aside is kept until its step is reached again.
+        """
+        base = newest if self._began_from is None else self._began_from
+        for step in self.steps():
+            if step > newest or (step > base and step not in self._written):
+                self._store.rename(self._name(step), f"{self._name(step)}{_ASIDE}")
+        for name, step in self._aside():
+            if step <= newest:
+                self._store.remove(name)
+        whole = [step for step in self.steps() if step not in self._damaged]
+        for step in set(self.steps()).difference(whole[-self._keep :]):
+            self._store.remove(self._name(step))
+
+    def _records(self, *, aside: bool = False) -> Iterator[tuple[int, str, str]]:
+        for name in self._store.names():
+            match = _RECORD.fullmatch(name)
+            if match is not None and (match[3] is not None) == aside:
+                yield int(match[1]), match[2], name
+
+    def _aside(self) -> list[tuple[str, int]]:
+        return [(name, step) for step, cloud, name in self._records(aside=True) if cloud == self._cloud]
+
+    def _is_own(self, name: str) -> bool:
+        match = _RECORD.fullmatch(name)
+        return match is not None and match[2] == self._cloud
+
+    def _name(self, step: int, cloud: str | None = None) -> str:
+        return f"step-{step:08d}/{cloud or self._cloud}"
 
 
-def _write(folder: Path, state: State, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-    new = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    save_file(_contiguous(weights), new / _WEIGHTS)
-    save_file(_contiguous(moments), new / _OPTIMIZER)
-    for rank, cuts in enumerate((state.cuts, *state.other_cuts)):
-        save_file(_contiguous(cuts.tensors()), new / _codecs_file(rank))
-    (new / _STATE).write_text(json.dumps(_state_values(state)))
-    for path in new.iterdir():
-        sync(path)
-    (new / COMPLETE).touch()
-    sync(new)
-    if folder.exists():
-        _remove(folder)
-    new.rename(folder)
-    sync(folder.parent)
+def _named_tensors(
+    state: State, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    layers = range(*state.layers)
+    for name, tensor in weights.items():
+        yield _saved_name(name, layers), tensor
+    for name, tensor in moments.items():
+        moment, _, parameter = name.partition("/")
+        yield f"{_OPTIMIZER}{moment}/{_saved_name(parameter, layers)}", tensor
+    for rank, wires in enumerate((state.wires, *state.other_wires)):
+        for peer, wire in wires.items():
+            for name, tensor in wire.tensors.items():
+                yield f"{_WIRE}{rank}/{peer}/{name}", tensor
 
 
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint; where that is cut short, what is left does not pass for a whole one."""
-    (folder / COMPLETE).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+def _saved_name(name: str, layers: range) -> str:
+    """The name of a stage's tensor that no other stage has: halves of bottlenecks go by their cut's layer."""
+    half, _, _ = name.partition(".")
+    cut = {"down": layers.stop, "up": layers.start}.get(half)
+    return name if cut is None else f"boundary.{cut}.{name}"
 
 
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+def _moment_of(name: str) -> str:
+    return name.removeprefix(_OPTIMIZER).partition("/")[0]
 
 
-def _codecs_file(rank: int) -> str:
-    return f"codecs-{rank}.safetensors" if rank else "codecs.safetensors"
+def _parameter_of(name: str) -> str:
+    """The parameter that a moment belongs to; nothing for other names."""
+    return name.removeprefix(_OPTIMIZER).partition("/")[2] if name.startswith(_OPTIMIZER) else ""
 
 
-def _state_values(state: State) -> dict[str, object]:
+def _find(names: Mapping[str, str], found: Mapping[str, Manifest], *, step: int) -> dict[str, Manifest]:
+    """The record that each name is taken from: the first that has it."""
+    sources: dict[str, Manifest] = {}
+    for manifest in found.values():
+        for name in manifest.tensors.keys() & names.keys():
+            sources.setdefault(name, manifest)
+    missing = [name for name in names if name not in sources]
+    if missing:
+        more = f" and {len(missing) - _MAX_TOLD} more" if len(missing) > _MAX_TOLD else ""
+        here = ", ".join(f"{cloud!r} (layers {_range_of(one)})" for cloud, one in found.items())
+        raise UserError(
+            f"the checkpoint of step {step} lacks {', '.join(missing[:_MAX_TOLD])}{more}, "
+            f"in the records that are here: {here or 'none'}",
+            hint="copy the records of the other clouds here, or start again with --resume never",
+        )
+    return sources
+
+
+def _range_of(manifest: Manifest) -> str:
+    start, stop = manifest.facts["layers"]
+    return f"{start} to {stop - 1}"
+
+
+def _shapes(stage: Stage) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, tensor in stage.tensors_by_name().items():
+        yield name, tuple(tensor.shape)
+
+
+def _check_shapes(own: Mapping[str, tuple[int, ...]], sources: Mapping[str, Manifest]) -> None:
+    for name, shape in own.items():
+        manifest = sources[name]
+        saved = manifest.tensors[name].shape
+        # What every rank has seen for itself is stacked.
+        if saved not in {shape, (len(manifest.facts["wires"]), *shape)}:
+            raise UserError(
+                f"{name} has shape {saved} in the checkpoint, and {shape} in the model",
+                hint="set the model back to what the run began with, or start again with --resume never",
+            )
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+
+
+_Wires = Mapping[str, WireState]
+_CODECS: Final = "codecs"
+
+
+def pack_wires(states: Mapping[Member, CodecState]) -> dict[str, WireState]:
+    """The codec states of a member's wires, as a checkpoint holds them."""
     return {
-        "version": _VERSION,
-        "step": state.step,
-        "layers": state.layers,
-        "cursor": None if state.cursor is None else asdict(state.cursor),
-        "num_ranks": 1 + len(state.other_cuts),
-        "standings": [{**asdict(standing), "pair": texts_of(standing.pair)} for standing in state.standings],
+        _wire_name(peer): WireState(facts={_CODECS: texts_of(one.pair)}, tensors=one.tensors)
+        for peer, one in states.items()
     }
 
 
-def _read_state(folder: Path) -> State:
-    values = json.loads((folder / _STATE).read_bytes())
-    if values.get("version") != _VERSION:
-        raise ValueError("another version of Isthmus has written it")
-    start, stop = values["layers"]
-    cursor = values["cursor"]
-    cuts, *others = (
-        SavedCuts.from_tensors(load_file(folder / _codecs_file(rank))) for rank in range(values["num_ranks"])
-    )
-    return State(
-        step=int(values["step"]),
-        layers=(int(start), int(stop)),
-        cursor=None if cursor is None else Cursor(**{key: int(value) for key, value in cursor.items()}),
-        cuts=cuts,
-        standings=tuple(Standing(**{**one, "pair": read_pair(one["pair"])}) for one in values["standings"]),
-        other_cuts=tuple(others),
-    )
+def unpack_wires(saved: Mapping[str, WireState], peers: Iterable[Member]) -> dict[Member, CodecState]:
+    """The codec states that `pack_wires` was given, of those of these peers that a checkpoint knows."""
+    found = {peer: saved[_wire_name(peer)] for peer in peers if _wire_name(peer) in saved}
+    return {
+        peer: CodecState(pair=read_pair(one.facts.get(_CODECS)), tensors=one.tensors)
+        for peer, one in found.items()
+    }
 
 
-def _unusable(folder: Path, reason: str) -> UserError:
-    return UserError(
-        f"the checkpoint {folder} cannot be used: {reason}",
-        hint="delete it, or start anew with --resume never",
-    )
+def _wire_name(peer: Member) -> str:
+    return f"{peer.cloud}.{peer.rank}"
+
+
+class Keeper:
+    """The checkpoints of a cloud, as one of its ranks sees them; all ranks save and load together."""
+
+    def __init__(self, checkpoints: Checkpoints, world: World, *, stage: Stage, optimizer: Optimizer) -> None:
+        self._checkpoints = checkpoints
+        self._world = world
+        self._stage = stage
+        self._optimizer = optimizer
+
+    def save(self, state: State) -> None:
+        """Write a checkpoint; `state` is this rank's, and all but its wires is the leader's to say."""
+        if self._world.seat.num_ranks == 1:
+            self._checkpoints.save(state, stage=self._stage, optimizer=self._optimizer)
+            return
+        others = self._gather_wires(state.wires)
+        weights = self._together(self._stage.tensors_by_name()) | self._observed_by_rank()
+        moments = self._together(self._optimizer.tensors())
+        if others is not None:
+            self._checkpoints.write(replace(state, other_wires=others), weights=weights, moments=moments)
+
+    def load(self, step: int) -> State:
+        """Bring stage and optimizer back to where they were; gives this rank's state."""
+        self._checkpoints.begin_from(step)
+        if self._world.seat.num_ranks == 1:
+            return self._checkpoints.load(step, stage=self._stage, optimizer=self._optimizer)
+        state = State(step=step, layers=(0, 0))
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
+        if self._world.seat.is_leader:
+            state, weights, moments = self._checkpoints.read(step, stage=self._stage)
+        own = self._stage.tensors_by_name()
+        for name, tensor in self._dealt(weights, own).items():
+            is_by_rank = tensor.ndim > own[name].ndim
+            own[name].copy_(tensor[self._world.seat.rank] if is_by_rank else tensor)
+        parameters = self._stage.parameters_by_name()
+        like = {name: parameters[name.partition("/")[2]] for name in self._names(moments)}
+        self._optimizer.load_tensors(self._dealt(moments, like))
+        cursor = self._world.spread(None if state.cursor is None else asdict(state.cursor))
+        return replace(
+            state,
+            cursor=None if cursor is None else Cursor(**cursor),
+            facts=self._world.spread(state.facts),
+            wires=self._own_wires((state.wires, *state.other_wires)),
+            other_wires=(),
+        )
+
+    def export(self) -> dict[str, Tensor] | None:
+        """The model's weights by its own names, where ranks hold shares of them; None where they do not."""
+        own = dict(self._stage.model.state_dict())
+        return self._together(own) if any(isinstance(one, DTensor) for one in own.values()) else None
+
+    def _observed_by_rank(self) -> dict[str, Tensor]:
+        """What each rank has seen for a bottleneck that is still to begin, stacked at the leader."""
+        down = self._stage.down
+        if down is None or down.has_begun:
+            return {}
+        own = {f"down.observed.{name}": one.cpu() for name, one in down.observed.named_buffers()}
+        found = [load(one) for one in self._world.gather_bytes(save(own)) or ()]
+        return {name: torch.stack([one[name] for one in found]) for name in own} if found else {}
+
+    def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors on the host at the leader, none elsewhere."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            full = whole(tensor)
+            if self._world.seat.is_leader:
+                found[name] = full.detach().to("cpu", copy=isinstance(tensor, DTensor))
+        return found
+
+    def _names(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        return list(self._world.spread(list(tensors)))
+
+    def _dealt(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The leader's tensors at every rank, or its share of them where `like` is dealt out."""
+        about = {name: [list(one.shape), str(one.dtype).partition(".")[2]] for name, one in tensors.items()}
+        found: dict[str, Tensor] = {}
+        for name, (shape, dtype) in self._world.spread(about).items():
+            full = tensors[name] if name in tensors else torch.empty(shape, dtype=getattr(torch, dtype))
+            # A count of steps stays on the host.
+            is_alike = list(like[name].shape) == shape
+            full = full.to(_device_of(like[name])) if is_alike else full.clone()
+            self._world.copy_from_leader(full)
+            found[name] = _shared_out(full, like[name]) if is_alike else full
+        return found
+
+    def _gather_wires(self, wires: _Wires) -> tuple[_Wires, ...] | None:
+        """The wires of all ranks but the first, at the leader; None elsewhere."""
+        facts = self._world.gather({peer: dict(wire.facts) for peer, wire in wires.items()})
+        blobs = self._world.gather_bytes(save(_flat(wires)))
+        if facts is None or blobs is None:
+            return None
+        return tuple(_unflat(one, load(blob)) for one, blob in zip(facts[1:], blobs[1:], strict=True))
+
+    def _own_wires(self, wires: Sequence[_Wires]) -> _Wires:
+        """Of the leader's wires of all ranks, those of this one."""
+        found: _Wires = {}
+        for rank in range(self._world.seat.num_ranks):
+            # A run whose layers lie elsewhere now has none.
+            leaders = wires[rank] if rank < len(wires) else {}
+            facts = self._world.spread({peer: dict(wire.facts) for peer, wire in leaders.items()})
+            blob = self._world.spread_bytes(save(_flat(leaders)))
+            if rank == self._world.seat.rank:
+                found = _unflat(facts, load(blob))
+        return found
+
+
+def _flat(wires: _Wires) -> dict[str, Tensor]:
+    return {
+        f"{peer}/{name}": one.contiguous()
+        for peer, wire in wires.items()
+        for name, one in wire.tensors.items()
+    }
+
+
+def _unflat(facts: Mapping[str, Facts], tensors: Mapping[str, Tensor]) -> _Wires:
+    return {
+        peer: WireState(
+            facts=about,
+            tensors={
+                name.removeprefix(f"{peer}/"): one
+                for name, one in tensors.items()
+                if name.startswith(f"{peer}/")
+            },
+        )
+        for peer, about in facts.items()
+    }
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    return tensor.to_local().device if isinstance(tensor, DTensor) else tensor.device
+
+
+def _shared_out(full: Tensor, like: Any) -> Tensor:
+    if not isinstance(like, DTensor):
+        return full
+    # Every rank has the whole already, and takes its own part of it.
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,14 +1,15 @@
 """The device that a cloud computes on, and work beside the computation: codecs, and copies to the host."""
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from isthmus.errors import UserError
+from isthmus.events import Span, steady_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Mark:
 
     event: torch.Event | None = None
     """None on the CPU, where everything is done at once."""
-    made_s: float = field(default_factory=time.time)
+    made_s: float = field(default_factory=steady_s)
 
     def wait(self) -> None:
         """Wait on the host; work beside the computation is not waited for."""
@@ -135,3 +136,79 @@ def _find(kind: str) -> torch.device:
             hint=f'set device = "{found.type if found else "cpu"}", or install torch for {kind}',
         )
     return torch.device(kind)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnderWay:
+    kind: str
+    name: str
+    begun: Mark
+    ended: Mark
+
+
+class PassClock:
+    """Runs passes so that an accelerator never waits for the host between two of them.
+
+    The host goes on as soon as a pass has come to its last layers: what has arrived by then decides what
+    follows, and the device finds it queued when it is done. When a pass ran, by the host's clock, is told one
+    pass later.
+    """
+
+    def __init__(self, device: Device, *, track: str, on_span: Callable[[Span], None]) -> None:
+        self._busy_s = 0.0
+        self._device = device
+        self._track = track
+        self._on_span = on_span
+        self._origin = Mark()
+        self._origin_s = 0.0
+        self._near_end: Mark | None = None
+        self._under_way: _UnderWay | None = None
+
+    def begin(self) -> None:
+        """Set the device's clock by the host's; a turn begins."""
+        self._origin = self._device.mark(is_timed=True)
+        self._origin.wait()
+        self._origin_s = steady_s()
+        self._busy_s = 0.0
+
+    def near_end(self) -> None:
+        """The pass under way has come to its last layers."""
+        if self._device.is_accelerator:
+            self._near_end = self._device.mark()
+
+    def run(self, kind: str, name: str, work: Callable[[], T]) -> tuple[T, Mark]:
+        """Start work on the device; gives its result, and the mark at which that is there."""
+        self._near_end = None
+        begun = self._device.mark(is_timed=True)
+        result = work()
+        ended = self._device.mark(is_timed=True)
+        before, self._under_way = self._under_way, _UnderWay(kind=kind, name=name, begun=begun, ended=ended)
+        if self._near_end is not None:
+            self._near_end.wait()
+        self._settle(before)
+        if self._near_end is None:
+            self.settle()
+        return result, ended
+
+    def take_busy_s(self) -> float:
+        """How long the passes took that were told since this was last asked."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    def settle(self) -> None:
+        """Wait for what is under way, and tell of it."""
+        before, self._under_way = self._under_way, None
+        self._settle(before)
+
+    def _settle(self, lap: _UnderWay | None) -> None:
+        if lap is not None:
+            lap.ended.wait()
+            start_s, end_s = self._time_s(lap.begun), self._time_s(lap.ended)
+            self._busy_s += end_s - start_s
+            self._on_span(Span(track=self._track, name=lap.name, kind=lap.kind, start_s=start_s, end_s=end_s))
+
+    def _time_s(self, mark: Mark) -> float:
+        return self._origin_s + mark.since_s(self._origin)

@@ -1,26 +1,25 @@
-"""What one cloud notes while it trains: events on disk, words for the display, and checkpoints in time."""
+"""What one cloud notes while it trains: events on disk, and records for the display and for trackers."""
 
 import json
 import math
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 
-from isthmus.events import COMPUTE_KINDS, MEASURED_KIND, EventLog, Span
+from isthmus.events import COMPUTE_KINDS, MEASURED_KIND, EventLog, Span, steady_s
 from isthmus.intervals import shared_s, total_s, union
 from isthmus.observe.trackers import Tracker
-from isthmus.train.crossing.bench import Measured
-from isthmus.train.crossing.words import Evaluated
-from isthmus.train.observer import StepEnded
+from isthmus.plan.end_of_step import Evaluated, Note, StepEnded
+from isthmus.plan.types import Facts, Message
 from isthmus.wan.link import Link
 
 Report = Callable[[str], None]
 
 
 class Journal:
-    """An observer of the worker; `save` is called where the verdict on a step says so."""
+    """Takes in what a member's scheduler, actor and wires tell."""
 
     def __init__(
         self,
@@ -29,14 +28,12 @@ class Journal:
         is_first: bool,
         links: Sequence[Link],
         report: Report,
-        save: Callable[[StepEnded], None],
         trackers: Sequence[Tracker] = (),
     ) -> None:
         self._log = log
         self._is_first = is_first
         self._links = links
         self._report = report
-        self._save = save
         self._trackers = trackers
         self._spans: list[Span] = []
         self._lock = threading.Lock()
@@ -47,44 +44,60 @@ class Journal:
         with self._lock:
             self._spans.append(span)
 
-    def measured(self, found: Measured) -> None:
+    def measured(self, *, track: str, message: Message, relative_error: float, cosine: float) -> None:
         """Write what coding has changed of a message."""
-        # JSON has no word for what is not finite: all is lost then.
-        error = found.relative_error if math.isfinite(found.relative_error) else None
-        self._log.fact(MEASURED_KIND, {**asdict(found), "relative_error": error})
+        self._log.fact(
+            MEASURED_KIND,
+            {
+                "track": track,
+                "step": message.step,
+                "microbatch": message.item,
+                # JSON has no word for what is not finite: all is lost then.
+                "relative_error": relative_error if math.isfinite(relative_error) else None,
+                "cosine": cosine,
+            },
+        )
 
-    def step_ended(self, ended: StepEnded) -> None:
-        """Tell how the step went, and save if it is time."""
-        values = {**self._traffic(), "step": ended.step}
-        if ended.sent.num_elements:
-            self._log.fact("sent", {"step": ended.step, **asdict(ended.sent)})
-        if self._is_first:
-            values |= _figures(ended)
-            self._log.fact("step", values)
-            self._track(ended.step, values)
-        self._tell("step", values)
-        if ended.save:
-            started_s = time.time()
-            self._save(ended)
-            name = f"save {ended.step + 1}"
-            self.span(Span(track="disk", name=name, kind="save", start_s=started_s, end_s=time.time()))
+    def tell(self, fact: Facts) -> None:
+        """Write a fact of the scheduler."""
+        match fact:
+            case StepEnded():
+                self._step_ended(fact)
+            case Evaluated():
+                self._evaluated(fact)
+            case Note(text=text):
+                self.note(text)
 
-    def evaluated(self, found: Evaluated) -> None:
-        """Tell what an evaluation gave."""
-        values = {
-            **asdict(found),
-            "loss": found.loss,
-            "accuracy": found.num_correct / max(found.num_targets, 1),
-        }
-        self._log.fact("evaluation", values)
-        self._tell("evaluation", values)
-        where = "validation/plain" if found.is_plain else "validation"
-        self._track(found.step, {f"{where}/{key}": values[key] for key in ("loss", "accuracy")})
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Note how long the state of a step takes to be saved."""
+        started_s = steady_s()
+        yield
+        self.span(Span(track="disk", name=f"save {step}", kind="save", start_s=started_s, end_s=steady_s()))
 
     def note(self, text: str) -> None:
         """Tell something in words."""
         self._log.fact("note", {"text": text})
         self._tell("note", {"text": text})
+
+    def _step_ended(self, ended: StepEnded) -> None:
+        values = {**self._traffic(), "step": ended.step}
+        if ended.num_elements:
+            sent = {"num_elements": ended.num_elements, "num_bytes": ended.num_bytes}
+            self._log.fact("sent", {"step": ended.step, **sent})
+        if self._is_first:
+            values |= _figures(ended)
+            self._log.fact("step", values)
+            self._track(ended.step, values)
+        self._tell("step", values)
+
+    def _evaluated(self, found: Evaluated) -> None:
+        accuracy = found.num_correct / max(found.num_targets, 1)
+        values = {**asdict(found), "loss": found.loss, "accuracy": accuracy}
+        self._log.fact("evaluation", values)
+        self._tell("evaluation", values)
+        where = "validation/plain" if found.is_plain else "validation"
+        self._track(found.step, {f"{where}/{key}": values[key] for key in ("loss", "accuracy")})
 
     def _traffic(self) -> dict[str, object]:
         """What crossed this cloud's links so far, and how much of this turn's incoming was hidden."""

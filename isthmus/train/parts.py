@@ -1,17 +1,26 @@
 """The stages' weights on their way to the first cloud, which joins them into one model."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Final
 
 from isthmus.errors import FrameError
+from isthmus.plan.types import Priority
+from isthmus.wan.frames import Packet
 from isthmus.wan.link import Link
-from isthmus.wan.outbox import Priority
-from isthmus.wan.packet import Packet
 
 _PART: Final = "part"
 _PIECE_BYTES: Final = 8 * 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def fresh_folder(folder: Path) -> Path:
+    """An empty folder to gather parts in, whatever an export that was stopped has left there."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    return folder
 
 
 def gather_parts(folder: Path, *, up: Link | None, down: Link | None) -> tuple[Path, ...]:

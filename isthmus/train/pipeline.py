@@ -1,219 +1,429 @@
-"""The pipeline strategy: who does what at one stage of one cloud, put together."""
+"""The actor of a pipeline: passes of one stage, what they need and what they give, and the end of a step."""
 
-from collections.abc import Callable
-from typing import Final
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Final, Protocol
 
 import torch
+from torch import Tensor
 
-from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
-from isthmus.codec.meter import Meter
-from isthmus.model.randomness import seed_from
-from isthmus.model.stage import Stage
-from isthmus.plan.ladder import Pair
-from isthmus.plan.pipeline import PipelineScheduler
-from isthmus.plan.types import Event
-from isthmus.train.course import Course, Post
-from isthmus.train.crossing.bench import Bench
-from isthmus.train.crossing.cache import Admission, Cache, Foresight
-from isthmus.train.crossing.courier import Mailbox
-from isthmus.train.crossing.cut import Codebook
-from isthmus.train.crossing.ends import DownCut, UpCut
-from isthmus.train.crossing.settlement import Settlement, Terms
-from isthmus.train.crossing.traffic import Delivery, Ends, Traffic
-from isthmus.train.crossing.words import Tally
-from isthmus.train.device import Device, Lane
-from isthmus.train.observer import Observer
+from isthmus.errors import FrameError
+from isthmus.events import WAITING_KIND, Span, steady_s
+from isthmus.model.cut import seed_from
+from isthmus.model.stage import Batch, Stage
+from isthmus.plan.end_of_step import (
+    Read,
+    Reduced,
+    Round,
+    Scored,
+    Seen,
+    Updated,
+    Verdict,
+    condensed,
+)
+from isthmus.plan.facts import pack_facts, unpack_facts
+from isthmus.plan.pipeline_parts import FACTS, HIDDEN, SENDING_HALF
+from isthmus.plan.types import Facts, Gathered, Member, Message, MessageKind, Ran, Work, WorkKind
+from isthmus.train.coding import CutCoding, CutEnd
+from isthmus.train.device import Device, Mark, PassClock
+from isthmus.train.frozen_cache import HELD, Admission, Cache, Foresight, held_of
+from isthmus.train.integers import IDS, MASK
 from isthmus.train.optimize.optimizer import Optimizer
 from isthmus.train.passes import Passes
-from isthmus.train.ranks.reduction import NoReduction, Reduction
-from isthmus.train.ranks.world import Alone, World
-from isthmus.train.reading import Reader, Source
-from isthmus.train.worker import Role, Worker
+from isthmus.train.ranks.beginning import begin_down, begin_up
+from isthmus.train.ranks.world import Alone, NoReduction, Reduction, World
+from isthmus.train.rows import mask_of, valid_rows
+from isthmus.train.run_config import RunConfig
+from isthmus.train.wire import Inbox, Wire, WireObserver
 from isthmus.wan.link import Link
 
+TARGETS: Final = "targets"
+"""How many targets a micro-batch has, and how many its whole step has."""
 _FLOAT32_BYTES: Final = 4
+# Shorter waits for data are not told.
+_LEAST_WAIT_S: Final = 0.001
+_MAX_GATHERED_BYTES: Final = 16 * 1024 * 1024
+_NEEDED_BY: Final = {
+    WorkKind.FORWARD: MessageKind.ACTIVATION,
+    WorkKind.EVALUATE: MessageKind.EVALUATION,
+    WorkKind.BACKWARD: MessageKind.GRADIENT,
+}
+
+Key = tuple[MessageKind, int, int]
 
 
-def pipeline_worker(
+class Source(Protocol):
+    """Where the first stage gets its micro-batches from."""
+
+    def training(self, step: int) -> Sequence[Batch]:
+        """The micro-batches of a step."""
+
+    def validation(self) -> Sequence[Batch]:
+        """The micro-batches of every evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Microbatch:
+    """A micro-batch at a stage: integers on the host, hidden states on the device."""
+
+    batch: Batch
+    num_step_targets: int
+    hidden: Tensor | None = None
+    held: tuple[int, ...] | None = None
+    """The sequences that the cache of the first trained stage holds; None where nothing is cached."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether there is nothing to compute below the first trained stage."""
+        return self.held is not None and len(self.held) == len(self.batch.ids)
+
+
+class PipelineActor:
+    """Computes the works of one member of a pipeline."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        member: Member,
+        *,
+        stage: Stage,
+        optimizer: Optimizer,
+        device: Device,
+        on_span: Callable[[Span], None],
+        source: Source | None = None,
+        autocast: torch.dtype | None = None,
+        world: World | None = None,
+        reduction: Reduction | None = None,
+    ) -> None:
+        pipeline = config.pipeline
+        self._config = config
+        self._index = pipeline.stage_of(member)
+        self._is_frozen = self._index < pipeline.first_trained
+        self._stage = stage
+        self._optimizer = optimizer
+        self._source = source
+        self._world = world or Alone()
+        self._reduction = reduction or NoReduction()
+        self._on_span = on_span
+        self._track = member.cloud if len(pipeline.stages[self._index]) == 1 else str(member)
+        self._clock = PassClock(device, track=self._track, on_span=on_span)
+        self._passes = Passes(
+            stage,
+            device=device.torch_device,
+            seed=config.seed,
+            autocast=autocast,
+            is_frozen=self._is_frozen,
+            sends_gradients=self._index > pipeline.first_trained,
+            num_warmup_steps=config.num_warmup_steps,
+            on_near_end=self._clock.near_end,
+        )
+        self._passes.window = pipeline.first_windows()[self._index]
+        self._foresight = _foresight(config, stage) if source is not None else None
+        self._microbatches: dict[Key, _Microbatch] = {}
+        self._gradients: dict[Key, Tensor] = {}
+        self._outgoing: dict[Key, tuple[Mapping[str, Tensor], Mark]] = {}
+        self._basis: Mapping[str, Tensor] = {}
+        self._basis_to_send: Mapping[str, Tensor] = {}
+        self._losses: list[Tensor] = []
+        self._num_correct: list[Tensor] = []
+        self._evaluated: list[tuple[bool, int]] = []
+        """Of each evaluated micro-batch: whether it belongs to the plain round, and its targets."""
+
+    def run(self, work: Work) -> Facts | None:
+        """Carry out a work; only REDUCE and SCORE read the device."""
+        match work.kind:
+            case WorkKind.FORWARD | WorkKind.EVALUATE:
+                return self._pass(work, self._forward)
+            case WorkKind.BACKWARD:
+                return self._pass(work, self._backward)
+            case WorkKind.READ:
+                return self._begin(work)
+            case WorkKind.FIT:
+                self._fit(work)
+                return None
+            case WorkKind.REDUCE:
+                return self._reduce(work)
+            case WorkKind.UPDATE:
+                return self._update(work)
+            case WorkKind.SCORE:
+                return self._score()
+            case _:
+                raise ValueError(f"a pipeline does not {work.kind.value}")
+
+    def tensors(self, message: Message) -> tuple[Mapping[str, Tensor], Mark]:
+        """What a message carries, and when it is ready on the device."""
+        if message.kind is MessageKind.BASIS:
+            return self._basis_to_send, Mark()
+        return self._outgoing.pop((message.kind, message.step, message.item), ({}, Mark()))
+
+    def take(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
+        """Keep what has arrived until a pass needs it."""
+        key = message.kind, message.step, message.item
+        match message.kind:
+            case MessageKind.GRADIENT:
+                self._gradients[key] = tensors[HIDDEN]
+            case MessageKind.ACTIVATION | MessageKind.EVALUATION:
+                self._microbatches[key] = _read_microbatch(tensors)
+            case MessageKind.BASIS:
+                self._basis = tensors
+
+    # The start of a step or of an evaluation.
+
+    def _begin(self, work: Work) -> Facts | None:
+        is_evaluation = bool(work.item)
+        self._clock.begin()
+        self._reduction.begin(is_training=not is_evaluation)
+        self._passes.train(not is_evaluation)
+        self._losses.clear()
+        self._num_correct.clear()
+        self._evaluated.clear()
+        return None if self._source is None else self._read(self._source, work.step, is_evaluation)
+
+    def _read(self, source: Source, step: int, is_evaluation: bool) -> Read:
+        """Wait for the micro-batches of this member; an evaluation has them once in each of its rounds."""
+        asked_s = steady_s()
+        batches = source.validation() if is_evaluation else source.training(step)
+        now_s = steady_s()
+        if now_s - asked_s >= _LEAST_WAIT_S:
+            self._on_span(
+                Span(track=self._track, name=f"data {step}", kind=WAITING_KIND, start_s=asked_s, end_s=now_s)
+            )
+        own = (sum(batch.num_targets for batch in batches), sum(_num_tokens(batch) for batch in batches))
+        num_targets, num_tokens = self._world.totals(own)
+        self._lay_out(batches, step, is_evaluation, num_targets)
+        return Read(num_targets=num_targets, num_tokens=num_tokens)
+
+    def _lay_out(
+        self, batches: Sequence[Batch], step: int, is_evaluation: bool, num_step_targets: int
+    ) -> None:
+        pipeline, rank = self._config.pipeline, self._world.seat.rank
+        share = pipeline.routing.share(0, rank, step=step, is_evaluation=is_evaluation)
+        kind = MessageKind.EVALUATION if is_evaluation else MessageKind.ACTIVATION
+        num_rounds = 1 + (is_evaluation and pipeline.evaluates_plain)
+        for number in range(num_rounds):
+            for microbatch, batch in zip(share, batches, strict=True):
+                item = number * pipeline.num_validation_microbatches + microbatch
+                held = None
+                if self._foresight is not None and not number:
+                    held = self._foresight.held(_integers(batch))
+                self._microbatches[kind, step, item] = _Microbatch(
+                    batch=batch, num_step_targets=num_step_targets, held=held
+                )
+
+    def _fit(self, work: Work) -> None:
+        """Fit one half of a bottleneck; the leader of the sending half has the basis for the other one."""
+        if work.item == SENDING_HALF:
+            if self._stage.down is None:
+                raise ValueError("a bottleneck is fitted that this stage does not have")
+            basis = begin_down(self._stage.down, self._world)
+            self._basis_to_send = {name: tensor.detach().cpu() for name, tensor in basis.items()}
+        elif self._stage.up is not None:
+            begin_up(self._stage.up, self._world, lambda: self._basis)
+
+    # Passes.
+
+    def _pass(self, work: Work, compute: Callable[[Work], Mapping[str, Tensor] | None]) -> Ran:
+        tensors, mark = self._clock.run(work.kind.value, work.name, lambda: compute(work))
+        if tensors is not None:
+            self._outgoing[_NEEDED_BY[work.kind], work.step, work.item] = tensors, mark
+        return Ran(busy_s=self._clock.take_busy_s())
+
+    def _forward(self, work: Work) -> Mapping[str, Tensor] | None:
+        found = self._microbatches.pop((_NEEDED_BY[work.kind], work.step, work.item))
+        if work.kind is WorkKind.EVALUATE:
+            self._evaluated.append((self._config.pipeline.is_plain(work), found.batch.num_targets))
+        if self._is_frozen and found.is_held:
+            return self._carried(found, None)
+        output = self._passes.forward(
+            found.batch,
+            found.hidden,
+            step=work.step,
+            item=work.item,
+            num_step_targets=found.num_step_targets,
+            is_evaluation=work.kind is WorkKind.EVALUATE,
+        )
+        if output.loss is not None:
+            self._losses.append(output.loss.detach())
+        if output.num_correct is not None:
+            self._num_correct.append(output.num_correct)
+        return None if output.crossing is None else self._carried(found, output.crossing.detach())
+
+    def _carried(self, found: _Microbatch, hidden: Tensor | None) -> dict[str, Tensor]:
+        """What the next stage gets with a micro-batch."""
+        tensors = _integers(found.batch)
+        tensors[TARGETS] = torch.tensor([found.batch.num_targets, found.num_step_targets])
+        if found.held is not None and self._is_frozen:
+            # Behind the first trained stage there is nothing more to leave out.
+            tensors[HELD] = torch.tensor(found.held, dtype=torch.int64)
+        return tensors if hidden is None else {**tensors, HIDDEN: hidden}
+
+    def _backward(self, work: Work) -> Mapping[str, Tensor] | None:
+        arrived = self._gradients.pop((MessageKind.GRADIENT, work.step, work.item), None)
+        gradient = self._passes.backward(step=work.step, item=work.item, gradient=arrived)
+        return None if gradient is None else {HIDDEN: gradient}
+
+    # The end of a step or of an evaluation.
+
+    def _reduce(self, work: Work) -> Gathered:
+        self._clock.settle()
+        self._reduction.reduce()
+        losses = torch.stack(self._losses).tolist() if self._losses else []
+        norms = self._reduction.squared_norms(self._optimizer.squared_norms())
+        own = Reduced(
+            seen=work.facts if isinstance(work.facts, Seen) else Seen(),
+            loss_sum=math.fsum(losses),
+            squared_norms=condensed(norms),
+            busy_s=self._clock.take_busy_s(),
+        )
+        return self._gather(own)
+
+    def _update(self, work: Work) -> Gathered:
+        text = None if work.facts is None else pack_facts(work.facts)
+        verdict = unpack_facts(self._world.spread(text), Verdict)
+
+        def update() -> None:
+            self._optimizer.update(work.step, norm=verdict.norm)
+
+        self._clock.run(work.kind.value, work.name, update)
+        self._passes.window = verdict.windows[self._index]
+        learning_rate = self._optimizer.schedule.at(work.step)
+        return Gathered(of=(Updated(verdict=verdict, learning_rate=learning_rate),))
+
+    def _score(self) -> Gathered:
+        self._clock.settle()
+        losses = torch.stack(self._losses).tolist() if self._losses else []
+        correct = torch.stack(self._num_correct).tolist() if self._num_correct else []
+        found = list(zip(self._evaluated, losses, correct, strict=True))
+        rounds = []
+        for is_plain in (False, True)[: 1 + self._config.pipeline.evaluates_plain]:
+            own = [one for one in found if one[0][0] == is_plain]
+            rounds.append(
+                Round(
+                    losses=tuple(loss for _, loss, _ in own),
+                    num_correct=sum(number for *_, number in own),
+                    num_targets=sum(targets for (_, targets), *_ in own),
+                )
+            )
+        return self._gather(Scored(rounds=tuple(rounds)))
+
+    def _gather(self, own: Reduced | Scored) -> Gathered:
+        """The facts of all ranks of this cloud at its leader; those of this rank elsewhere."""
+        if self._world.seat.num_ranks == 1:
+            return Gathered(of=(own,))
+        found = self._world.gather(pack_facts(own, max_bytes=_MAX_GATHERED_BYTES))
+        texts = found if found is not None else [pack_facts(own, max_bytes=_MAX_GATHERED_BYTES)]
+        return Gathered(
+            of=tuple(unpack_facts(one, type(own), max_bytes=_MAX_GATHERED_BYTES) for one in texts)
+        )
+
+
+def pipeline_wires(
+    config: RunConfig,
+    member: Member,
+    links: Mapping[Member, Link],
     *,
-    course: Course,
-    post: Post,
-    stage: Stage,
-    optimizer: Optimizer,
+    hidden_width: int,
     device: Device,
-    source: Source | None,
-    observer: Observer,
-    autocast: torch.dtype | None = None,
-    should_save: Callable[[int], bool] = lambda _: False,
-    steer: Callable[[Tally], tuple[Pair, ...]] = lambda _: (),
-    world: World | None = None,
-    reduction: Reduction | None = None,
-) -> tuple[Worker, Traffic]:
-    """The worker of one rank of a stage, and its traffic, within which it runs."""
-    world = world or Alone()
-    width = stage.model.config.hidden_size
-    window = course.first_windows()[post.index]
-    role = _role(course, post, world)
-    events: Mailbox[Event | Delivery] = Mailbox()
-    traffic = Traffic(
-        cloud=post.cloud,
-        index=post.index,
-        rank=post.rank,
-        ends=_ends(course, post, device, width, observer),
-        routing=course.routing,
-        events=events,
-        settlement=Settlement(terms=_terms(course, should_save, steer), world=world),
-        on_span=observer.span,
-        on_evaluated=observer.evaluated,
-    )
-    worker = Worker(
-        role,
-        passes=_passes(course, role, stage, device, autocast),
-        optimizer=optimizer,
-        scheduler=_scheduler(course, post, window),
-        window=window,
-        traffic=traffic,
-        events=events,
+    inbox: Inbox,
+    observer: WireObserver,
+) -> dict[Member, Wire]:
+    """The wires of a member to all members of the neighbouring stages that it speaks to."""
+    pipeline = config.pipeline
+    index = pipeline.stage_of(member)
+    return {
+        peer: Wire(
+            link,
+            here=member,
+            peer=peer,
+            inbox=inbox,
+            observer=observer,
+            facts=FACTS,
+            cut=cut_end(
+                config, min(index, pipeline.stage_of(peer)), device, hidden_width, is_sender=peer_is_behind
+            ),
+        )
+        for peer, link in links.items()
+        for peer_is_behind in [pipeline.stage_of(peer) > index]
+    }
+
+
+def cut_end(config: RunConfig, cut: int, device: Device, hidden_width: int, *, is_sender: bool) -> CutEnd:
+    """One end of the cut behind a stage, with codec state of its own."""
+    pipeline = config.pipeline
+    receives_from_frozen = config.is_cached and cut + 1 == pipeline.first_trained
+    boundary = config.boundary(cut)
+    terms = pipeline.cuts[cut] if pipeline.cuts else None
+
+    def rows(integers: Mapping[str, Tensor]) -> Tensor | None:
+        ids, mask = integers[IDS], integers.get(MASK)
+        held = held_of(integers) if HELD in integers else None
+        if receives_from_frozen and held:
+            return valid_rows(mask_of(ids, mask, keeps_padding=config.keeps_padding), without=held)
+        return valid_rows(None if config.keeps_padding else mask)
+
+    return CutEnd(
+        coding=CutCoding(
+            hidden_width=hidden_width,
+            crossing_width=boundary.crossing_width(hidden_width),
+            num_warmup_steps=config.num_warmup_steps if cut in pipeline.bottlenecks else 0,
+            # Cuts round by themselves, or their errors would add up.
+            seed=seed_from("cut", config.seed, cut),
+            guard_every=0 if terms is None else terms.guard_every,
+            num_microbatches=pipeline.num_microbatches,
+            returns_gradients=cut >= pipeline.first_trained,
+            max_rows=None if terms is None else terms.crossing.num_rows,
+            may_omit=config.is_cached and cut + 1 < pipeline.first_trained,
+            rows=rows,
+            allows=(lambda _: True) if terms is None else terms.allows,
+        ),
         device=device,
-        reader=_reader(course, role, source, width, observer, world) if source is not None else None,
-        observer=observer,
-        world=world,
-        reduction=reduction or NoReduction(),
-    )
-    return worker, traffic
-
-
-def _terms(
-    course: Course, should_save: Callable[[int], bool], steer: Callable[[Tally], tuple[Pair, ...]]
-) -> Terms:
-    return Terms(
-        num_microbatches=course.num_microbatches,
-        max_in_flight=course.max_in_flight,
-        policy=course.policy,
-        should_save=should_save,
-        steer=steer,
-        num_ranks=course.routing.num_ranks,
+        is_sender=is_sender,
+        cache=_cache(config, hidden_width) if receives_from_frozen and not is_sender else None,
     )
 
 
-def _passes(course: Course, role: Role, stage: Stage, device: Device, autocast: torch.dtype | None) -> Passes:
-    return Passes(
-        stage,
-        device=device.torch_device,
-        seed=course.seed,
-        autocast=autocast,
-        is_frozen=role.is_frozen,
-        sends_gradients=role.index > course.first_trained,
-        num_warmup_steps=course.num_warmup_steps,
+def _cache(config: RunConfig, hidden_width: int) -> Cache:
+    return Cache(_admission(config, hidden_width), keeps_padding=config.keeps_padding)
+
+
+def _foresight(config: RunConfig, stage: Stage) -> Foresight | None:
+    if not config.is_cached:
+        return None
+    admission = _admission(config, stage.model.config.hidden_size)
+    return Foresight(admission=admission, keeps_padding=config.keeps_padding)
+
+
+def _admission(config: RunConfig, hidden_width: int) -> Admission:
+    return Admission(max_bytes=config.cache_bytes, row_bytes=_FLOAT32_BYTES * hidden_width)
+
+
+def _integers(batch: Batch) -> dict[str, Tensor]:
+    values = {one.name: getattr(batch, one.name) for one in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _read_microbatch(tensors: Mapping[str, Tensor]) -> _Microbatch:
+    """The micro-batch that a peer has sent, checked."""
+    ids, targets = tensors.get(IDS), tensors.get(TARGETS)
+    if ids is None or ids.ndim != 2 or targets is None or targets.shape != (2,):
+        raise FrameError("a micro-batch without ids or targets")
+    num_targets, num_step_targets = (int(one) for one in targets)
+    if min(num_targets, num_step_targets) < 0:
+        raise FrameError("a micro-batch with fewer than no targets")
+    names = {one.name for one in fields(Batch)} - {"num_targets"}
+    planes = {name: tensors[name] for name in names if name in tensors}
+    for name, plane in planes.items():
+        own, whole = (plane.shape[:1], ids.shape[:1]) if name == "labels" else (plane.shape, ids.shape)
+        if plane.is_floating_point() or own != whole:
+            raise FrameError(f"a micro-batch whose {name} do not fit its ids")
+    return _Microbatch(
+        batch=Batch(num_targets=num_targets, **planes),
+        num_step_targets=num_step_targets,
+        hidden=tensors.get(HIDDEN),
+        held=held_of(tensors) if HELD in tensors else None,
     )
 
 
-def _role(course: Course, post: Post, world: World) -> Role:
-    return Role(
-        track=f"{post.cloud}/{post.rank}" if world.seat.num_ranks > 1 else post.cloud,
-        index=post.index,
-        is_last=post.index == course.num_stages - 1,
-        is_frozen=post.index < course.first_trained,
-        begins_at=course.num_warmup_steps or None,
-        evaluates_plain=course.evaluates_plain,
-        is_plain=course.is_plain,
-    )
-
-
-def _scheduler(course: Course, post: Post, window: int) -> PipelineScheduler:
-    return PipelineScheduler(
-        stage=post.index,
-        num_stages=course.num_stages,
-        policy=course.policy,
-        window=window,
-        first_trained=course.first_trained,
-    )
-
-
-def _ends(course: Course, post: Post, device: Device, width: int, observer: Observer) -> Ends:
-    ups, downs = post.up_links, post.down_links
-    return Ends(
-        up={peer: (link, _up_cut(course, post, link, device, width, observer)) for peer, link in ups.items()},
-        down={
-            peer: (link, _down_cut(course, post, link, device, width, observer))
-            for peer, link in downs.items()
-        },
-    )
-
-
-def _down_cut(
-    course: Course, post: Post, link: Link, device: Device, width: int, observer: Observer
-) -> DownCut:
-    cut = course.cut(post.index)
-    lane = device.lane()
-
-    def make(codecs: Codecs) -> SendingEnd:
-        with lane.work():
-            return sending_end(codecs, device=lane.torch_device)
-
-    return DownCut(
-        book=Codebook(cut, hidden_width=width, make=make, seed=_cut_seed(course, post.index)),
-        bench=_bench(post, link, lane, width, observer),
-        meter=Meter(every=cut.guard_every, num_microbatches=course.num_microbatches),
-        is_plain=course.is_plain,
-        keeps_padding=course.keeps_padding,
-        awaits_gradients=post.index >= course.first_trained,
-        drops_held=course.is_cached and post.index + 1 == course.first_trained,
-    )
-
-
-def _up_cut(course: Course, post: Post, link: Link, device: Device, width: int, observer: Observer) -> UpCut:
-    cut = course.cut(post.index - 1)
-    lane = device.lane()
-
-    def make(codecs: Codecs) -> ReceivingEnd:
-        with lane.work():
-            return receiving_end(codecs, device=lane.torch_device)
-
-    caches = course.is_cached and post.index == course.first_trained
-    return UpCut(
-        book=Codebook(cut, hidden_width=width, make=make, seed=_cut_seed(course, post.index - 1)),
-        bench=_bench(post, link, lane, width, observer),
-        meter=Meter(every=cut.guard_every, num_microbatches=course.num_microbatches),
-        is_plain=course.is_plain,
-        keeps_padding=course.keeps_padding,
-        sends_gradients=post.index > course.first_trained,
-        cache=Cache(_admission(course, width)) if caches else None,
-    )
-
-
-def _bench(post: Post, link: Link, lane: Lane, width: int, observer: Observer) -> Bench:
-    peer = link.peer.cloud
-    return Bench(
-        lane=lane,
-        leaves=f"{post.cloud}→{peer}",
-        arrives=f"{peer}→{post.cloud}",
-        hidden_width=width,
-        on_span=observer.span,
-        on_measured=observer.measured,
-    )
-
-
-def _cut_seed(course: Course, number: int) -> int:
-    """Cuts round by themselves, or their errors would add up."""
-    return seed_from("cut", course.seed, number)
-
-
-def _admission(course: Course, width: int) -> Admission:
-    return Admission(max_bytes=course.cache_bytes, row_bytes=_FLOAT32_BYTES * width)
-
-
-def _reader(
-    course: Course, role: Role, source: Source, width: int, observer: Observer, world: World
-) -> Reader:
-    foresight = None
-    if course.is_cached:
-        foresight = Foresight(admission=_admission(course, width), keeps_padding=course.keeps_padding)
-    return Reader(
-        source=source,
-        world=world,
-        track=role.track,
-        on_span=observer.span,
-        is_plain=course.is_plain,
-        foresight=foresight,
-    )
+def _num_tokens(batch: Batch) -> int:
+    return batch.ids.numel() if batch.mask is None else int(batch.mask.sum())

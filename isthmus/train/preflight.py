@@ -1,46 +1,63 @@
 """What is found out before any cloud starts: which run to go on with, and all that is wrong with a job."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job
-from isthmus.job.write import replace_file
+from isthmus.job.boundary import BottleneckSpec
+from isthmus.job.rundir import choosing, lock_run
+from isthmus.model.blueprint import Blueprint
 from isthmus.model.source import Checkpoint, Source
 from isthmus.plan.cuts import check_cuts, links_along, num_frozen_layers
-from isthmus.plan.search.choice import Decisions
+from isthmus.plan.search.choice import Decisions, Plan
 from isthmus.plan.search.plan_file import PLAN_FILE, decisions_of, plan_to_json
+from isthmus.train.build import blueprint_of
 from isthmus.train.data.columns import read_texts
 from isthmus.train.data.corpus import open_rows
 from isthmus.train.data.token_files import TokenFiles, tokens_of
 from isthmus.train.data.training_data import open_data
 from isthmus.train.fitting import check_fits
-from isthmus.train.runs import TOKENIZER_FOLDER, find_unfinished, start_run
-from isthmus.train.setup import Setup, blueprint_of, set_up
+from isthmus.train.runs import TOKENIZER_FOLDER, find_unfinished, go_on, refuse_changed, start_run
+from isthmus.train.setup import Setup, set_up
 from isthmus.wan.devices import Devices, require_kind, require_one_each
-from isthmus.wan.seat import Seat
+from isthmus.wan.handshake import Seat
 
 
-def choose_run(job: Job, *, root: Path, resume: bool, note: Callable[[str], None]) -> Path:
-    """Find all that is wrong with job, model and data; then give the run to go on with, or a new one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a job that can run comes to: its plan, where one was made, and the digest of its data."""
 
-    The tokens that are made for this are those that the run reads.
+    plan: Plan | None
+    data_sha256: str
+
+
+@contextmanager
+def choose_run(
+    job: Job, *, root: Path, resume: bool, note: Callable[[str], None], is_shared: bool = False
+) -> Iterator[Path]:
+    """Find all that is wrong with job, model and data; then hold the run to go on with, or a new one.
+
+    The tokens that are made for this are those that the run reads. With `is_shared` other clouds of the run
+    may be run from this disk, too.
     """
-    tokens = tokens_of(job, root=root, note=note)
-    run = find_unfinished(root, job) if resume else None
-    if run is not None and (run / TOKENIZER_FOLDER).exists():
-        folder = run / TOKENIZER_FOLDER
-        check_job(job, tokenizer_folder=folder, tokens=tokens, decisions=read_decisions(run))
-        return run
-    with tempfile.TemporaryDirectory() as scratch:
-        setup = check_job(job, tokenizer_folder=Path(scratch) / TOKENIZER_FOLDER, tokens=tokens)
-        run = start_run(root, job, tokenizer=Path(scratch) / TOKENIZER_FOLDER)
-    if setup.plan is not None:
-        replace_file(run / PLAN_FILE, plan_to_json(setup.plan))
-    return run
+    with ExitStack() as held:
+        with choosing(root, job, note=note):
+            run = find_unfinished(root, job) if resume else None
+            if run is not None:
+                held.enter_context(lock_run(run, note=note, is_shared=is_shared))
+                _go_on(run, job, root=root, note=note)
+            else:
+                if resume:
+                    refuse_changed(root, job)
+                run = _start(job, root=root, note=note)
+                held.enter_context(lock_run(run, note=note, is_shared=is_shared))
+        yield run
 
 
 def read_decisions(run: Path) -> Decisions | None:
@@ -55,11 +72,13 @@ def check_job(
     tokenizer_folder: Path,
     tokens: TokenFiles | None = None,
     decisions: Decisions | None = None,
-) -> Setup:
+    plans: bool = True,
+) -> Checked:
     """Refuse a job that cannot run, in one sentence, before any cloud starts."""
-    setup = set_up(job, decisions=decisions)
+    setup = set_up(job, decisions=decisions, plans=plans)
     data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
+    check_export(job, setup, blueprint)
     check_fits(job, setup, blueprint)
     stage_layers = setup.stage_layers(blueprint.num_layers)
     check_cuts(
@@ -70,7 +89,45 @@ def check_job(
         num_steps=job.train.steps,
     )
     data.steps(setup.layout).close()
-    return setup
+    return Checked(plan=setup.plan, data_sha256=data.sha256)
+
+
+def _go_on(run: Path, job: Job, *, root: Path, note: Callable[[str], None]) -> None:
+    """Check a job against a run that was stopped; what was planned for it holds, and is not planned again."""
+    checked = check_job(
+        job,
+        tokenizer_folder=run / TOKENIZER_FOLDER,
+        tokens=tokens_of(job, root=root, note=note),
+        decisions=read_decisions(run),
+        plans=False,
+    )
+    go_on(run, job, data_sha256=checked.data_sha256, note=note)
+
+
+def _start(job: Job, *, root: Path, note: Callable[[str], None]) -> Path:
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = Path(scratch) / TOKENIZER_FOLDER
+        checked = check_job(job, tokenizer_folder=tokenizer, tokens=tokens_of(job, root=root, note=note))
+        plan = None if checked.plan is None else plan_to_json(checked.plan)
+        return start_run(root, job, tokenizer=tokenizer, data_sha256=checked.data_sha256, plan=plan)
+
+
+def check_export(job: Job, setup: Setup, blueprint: Blueprint) -> None:
+    """Refuse to train what no exported model could hold."""
+    bottlenecks = [
+        link for link in links_along(job, setup.clouds) if isinstance(link.boundary, BottleneckSpec)
+    ]
+    lora = None if job.model is None else job.model.lora
+    if bottlenecks and lora is not None and not lora.merge:
+        raise UserError(
+            f"an adapter alone cannot hold {bottlenecks[0].boundary}, which would be trained with it",
+            hint="set model.lora.merge = true, so that the whole model is exported",
+        )
+    if bottlenecks and blueprint.brings_code:
+        raise UserError(
+            f"a model with code of its own cannot be exported with {bottlenecks[0].boundary}",
+            hint='leave link.boundary at "hidden", and set link.codec instead',
+        )
 
 
 def check_all_devices(job: Job) -> None:

@@ -12,20 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, PipelineStrategy
-from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import Blueprint
-from isthmus.model.boundary import Batch
-from isthmus.model.heads import HEADS, Head
-from isthmus.model.stage import Stage
+from isthmus.model.families import HEADS, Head
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, Stage
 from isthmus.plan.costs.activations import Precision
 from isthmus.plan.costs.profile import NO_TIME, PassTimes, Profile, Sample
-from isthmus.plan.types import Pass, Run
-from isthmus.train.crossing.messages import Microbatch
+from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device
 from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.passes import Passes
-from isthmus.train.ranks.reduction import NoReduction, Reduction
-from isthmus.train.setup import blueprint_of
+from isthmus.train.ranks.world import NoReduction, Reduction
 
 _NUM_WARM_UPS: Final = 3
 _NUM_REPEATS: Final = 10
@@ -66,7 +63,7 @@ class Rig:
             autocast=AUTOCAST[size.precision] if stage.stream_dtype is None else None,
             sends_gradients=stage.sends_gradient,
         )
-        self._passes.set_training(True)
+        self._passes.train(True)
         schedule = Schedule(peak=1e-6, num_steps=1)
         self._optimizer = Optimizer(stage.parameters_by_name(), schedule=schedule, max_norm=1.0)
 
@@ -78,13 +75,12 @@ class Rig:
         """Run a micro-batch, and keep what its backward needs."""
         batch = _batch(self.stage.head, self.stage.model.config.vocab_size, self._size, self._generator)
         arrived = None if self.stage.is_first else self._hidden()
-        content = Microbatch(batch=batch, num_step_targets=batch.num_targets, crossing=arrived)
-        self._passes.forward(Run(kind=Pass.FORWARD, step=step, microbatch=microbatch), content)
+        self._passes.forward(batch, arrived, step=step, item=microbatch, num_step_targets=batch.num_targets)
 
     def backward(self, microbatch: int, *, step: int = 0) -> None:
         """Run a micro-batch back, with a made-up gradient where one would come from behind."""
         gradient = None if self.stage.is_last else self._hidden()
-        self._passes.backward(Run(kind=Pass.BACKWARD, step=step, microbatch=microbatch), gradient)
+        self._passes.backward(step=step, item=microbatch, gradient=gradient)
 
     def update(self) -> None:
         """Update the weights, and clear the gradients."""

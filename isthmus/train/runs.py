@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,68 +13,62 @@ from typing import Final
 from safetensors import SafetensorError
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus.job import Job, create_run_directory, dump_job, load_job
-from isthmus.job.findings import Tables, entries, entry_name
-from isthmus.job.rundir import JOB_FILE
+from isthmus.job import Job, create_run_directory, dump_job
+from isthmus.job.roles import KeyRole
+from isthmus.job.rundir import JOB_FILE, changed_meaning, job_of, told_changes
 from isthmus.job.write import replace_file
+from isthmus.plan.search.plan_file import PLAN_FILE
 from isthmus.train.checkpoint import Checkpoints
 
 MODEL_FOLDER: Final = "model"
 TOKENIZER_FOLDER: Final = "tokenizer"
+DATA_FILE: Final = "data.json"
 PARTS_PREFIX: Final = ".parts-"
-_MAX_TOLD: Final = 3
 _DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 def find_unfinished(root: Path, job: Job) -> Path | None:
-    """The newest run of this very job that has not come to its end."""
+    """The newest run that means what this job means and has not come to its end."""
     for run in _unfinished(root, job):
-        there = _job_of(run)
-        if there is not None and there.digest == job.digest:
+        there = job_of(run)
+        if there is not None and there.meaning_digest == job.meaning_digest:
             return run
     return None
 
 
-def describe_other(root: Path, job: Job) -> str | None:
-    """What to tell before a new run: which one of another job of this name could be gone on with, and how.
-
-    None where a run of this very job goes on, or none of another was left with anything saved.
-    """
-    if find_unfinished(root, job) is not None:
-        return None
+def refuse_changed(root: Path, job: Job) -> None:
+    """Refuse to leave behind a run with something saved because the job means something else now."""
     for run in _unfinished(root, job):
-        there = _job_of(run)
+        there = job_of(run)
         step = None if there is None else _saved_step(run, there)
         if there is not None and step is not None:
-            return (
-                f"{run} was left unfinished at step {step} with another job: "
-                f"{_told(there, job)}; set that back to go on there"
-            )
-    return None
+            raise changed_meaning(f"{run}, which was stopped after step {step},", there, job)
 
 
-def start_run(root: Path, job: Job, *, tokenizer: Path) -> Path:
-    """A new run, with the tokenizer that was made for it."""
-    run = create_run_directory(root, job, now=datetime.now(UTC))
-    shutil.copytree(tokenizer, run / TOKENIZER_FOLDER)
-    return run
+def start_run(root: Path, job: Job, *, tokenizer: Path, data_sha256: str, plan: str | None) -> Path:
+    """A new run, with the tokenizer and the plan that were made for it, and the digest of its data."""
+
+    def fill(run: Path) -> None:
+        shutil.copytree(tokenizer, run / TOKENIZER_FOLDER)
+        replace_file(run / DATA_FILE, json.dumps({"sha256": data_sha256}) + "\n")
+        if plan is not None:
+            replace_file(run / PLAN_FILE, plan)
+
+    return create_run_directory(root, job, now=datetime.now(UTC), fill=fill)
 
 
-def join_run(root: Path, job: Job, run_id: str) -> Path:
-    """The directory of a run that the first cloud has named."""
-    if run_id != Path(run_id).name or run_id in {"", ".", ".."}:
-        raise UserError(f"{run_id!r} is no name of a run")
-    run = root / job.name / run_id
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"no run directory can be made in {root}: {error.strerror}",
-            hint="name a folder that can be written to, with --runs",
-        ) from None
-    if not (run / JOB_FILE).exists():
+def go_on(run: Path, job: Job, *, data_sha256: str, note: Callable[[str], None]) -> None:
+    """Make a run go on with a job that means the same; its data must be what it was."""
+    _check_data(run, data_sha256)
+    for left in run.glob(f".{MODEL_FOLDER}.*/"):
+        # An export was killed here.
+        shutil.rmtree(left)
+    there = job_of(run)
+    changes = () if there is None else job.changes_from(there, KeyRole.OPERATION)
+    if changes:
+        note(f"the run goes on with changed keys: {told_changes(changes)}")
+    if there != job:
         replace_file(run / JOB_FILE, dump_job(job))
-    return run
 
 
 @contextmanager
@@ -100,18 +94,11 @@ def _disk_reason(error: Exception) -> str | None:
 
 
 def _unfinished(root: Path, job: Job) -> Iterator[Path]:
-    """Runs of a job of this name without a model, the newest first."""
+    """Runs of a job of this name that began here and have no model yet, the newest first."""
     for run in sorted((root / job.name).glob("*/"), reverse=True):
-        if not (run / MODEL_FOLDER).exists():
+        # Only the first cloud of a run has its tokenizer.
+        if (run / TOKENIZER_FOLDER).exists() and not (run / MODEL_FOLDER).exists():
             yield run
-
-
-def _job_of(run: Path) -> Job | None:
-    try:
-        return load_job(run / JOB_FILE)
-    except UserError:
-        # Another version's job, or no run at all.
-        return None
 
 
 def _saved_step(run: Path, job: Job) -> int | None:
@@ -121,34 +108,17 @@ def _saved_step(run: Path, job: Job) -> int | None:
     return max(set.intersection(*saved), default=None) if saved else None
 
 
-def _told(there: Job, here: Job) -> str:
-    found = list(_differences(_agreed(there), _agreed(here)))
-    more = [f"and {len(found) - _MAX_TOLD} more"] if len(found) > _MAX_TOLD else []
-    return "; ".join([*found[:_MAX_TOLD], *more]) or "its clouds or links come in another order"
-
-
-def _agreed(job: Job) -> dict[str, object]:
-    """What a run is known by, with clouds and links under their names."""
-    tables = job.agreed()
-    return tables | {section: _by_name(section, tables) for section in ("cloud", "link")}
-
-
-def _by_name(section: str, tables: Tables) -> dict[str, object]:
-    return {entry_name(section, entry) or "": entry for entry in entries(tables, section)}
-
-
-def _differences(there: object, here: object, key: str = "") -> Iterator[str]:
-    if isinstance(there, dict) and isinstance(here, dict):
-        for name in there | here:
-            yield from _differences(there.get(name), here.get(name), f"{key}.{name}".removeprefix("."))
-    elif there != here:
-        yield f"{key} {_shown(there)}, now {_shown(here)}"
-
-
-def _shown(value: object) -> str:
-    match value:
-        case None:
-            return "unset"
-        case dict():
-            return "there"
-    return json.dumps(value, ensure_ascii=False)
+def _check_data(run: Path, sha256: str) -> None:
+    try:
+        before = json.loads((run / DATA_FILE).read_text(encoding="utf-8"))["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{run / DATA_FILE} cannot be read, so nothing tells whether the data is what it was",
+            hint="put the file back, or start anew with --resume never",
+        ) from None
+    if before != sha256:
+        raise UserError(
+            f"the data has changed since {run} began: its tokens have SHA-256 {sha256[:12]}, "
+            f"and had {str(before)[:12]}",
+            hint="put back what it was, or start anew with --resume never",
+        )

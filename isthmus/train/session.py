@@ -1,4 +1,4 @@
-"""What one cloud does from its job to the trained model.
+"""What one rank of one cloud does from its job to the trained model.
 
 meet the neighbours → agree on run, model and step → build the stage → train → bring the stages together
 """
@@ -7,45 +7,52 @@ import functools
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from isthmus.errors import UserError
-from isthmus.events import EVENTS_FOLDER, STARTED_KIND, EventLog
-from isthmus.job import Job
+from isthmus.events import EVENTS_FOLDER, STARTED_KIND, EventLog, StopRequest
+from isthmus.job import Job, stage_order
+from isthmus.job.rundir import join_run
 from isthmus.model.export import merge, write_part
+from isthmus.model.exported import describe_exported
 from isthmus.observe.trackers import Tracker
+from isthmus.plan.facts import pack_facts, unpack_facts
 from isthmus.plan.lock_step import common_ranks
-from isthmus.plan.search.plan_file import decisions_from_dict
-from isthmus.train.agreement import Offer, Start
-from isthmus.train.checkpoint import Checkpoints
-from isthmus.train.course import Course, Post, course_of
+from isthmus.plan.pipeline import PipelineScheduler
+from isthmus.plan.pipeline_parts import PipelineState
+from isthmus.plan.types import Facts, Member, Outcome
+from isthmus.train.build import AUTOCAST, Build, Built, blueprint_of
+from isthmus.train.checkpoint import Checkpoints, Keeper, State, pack_wires, unpack_wires
+from isthmus.train.data.batches import Layout, divide_batch
 from isthmus.train.data.feed import Feed, Share
 from isthmus.train.data.order import Cursor
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import TrainingData, open_data
 from isthmus.train.device import Device
-from isthmus.train.equipment import AUTOCAST, Equipment, Equipped, make_steering
 from isthmus.train.journal import Journal, Report
-from isthmus.train.keeping import Keeper, SaveInterval
-from isthmus.train.neighbours import Neighbours
-from isthmus.train.observer import StepEnded
-from isthmus.train.parts import gather_parts
-from isthmus.train.pipeline import pipeline_worker
+from isthmus.train.loop import Loop
+from isthmus.train.members import Neighbours, Offer, SavedSteps, Start
+from isthmus.train.parts import fresh_folder, gather_parts
+from isthmus.train.pipeline import PipelineActor, pipeline_wires
 from isthmus.train.preflight import read_decisions
 from isthmus.train.ranks.world import World, join_world
-from isthmus.train.runs import MODEL_FOLDER, PARTS_PREFIX, TOKENIZER_FOLDER, join_run
-from isthmus.train.setup import Setup, blueprint_of, set_up
+from isthmus.train.run_config import RunConfig, pack_config, run_config, unpack_config
+from isthmus.train.runs import MODEL_FOLDER, PARTS_PREFIX, TOKENIZER_FOLDER
+from isthmus.train.setup import Setup, set_up
+from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.seat import Seat
+from isthmus.wan.handshake import Seat
+from isthmus.wan.link import Link
 
 # Links are served by Python threads beside the one that computes; neither may hold the other up for long.
 SWITCH_INTERVAL_S: Final = 0.0005
+_SCHEDULER: Final = "state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,14 @@ class Place:
     num_threads: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a rank came to: its run directory, and the step at which it was stopped, if it was."""
+
+    run: Path
+    stopped_at: int | None = None
+
+
 def train_cloud(
     job: Job,
     endpoint: Endpoint,
@@ -66,18 +81,34 @@ def train_cloud(
     report: Report,
     place: Place,
     seat: Seat | None = None,
-) -> Path:
-    """Be one rank of one cloud of a job from the start to the exported model; gives the run's directory."""
+    stop: StopRequest | None = None,
+) -> Trained:
+    """Be one rank of one cloud of a job from the start to the exported model, or to an orderly stop."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if place.num_threads is not None:
         torch.set_num_threads(place.num_threads)
     seat = seat or Seat()
-    decisions = read_decisions(place.root / job.name / place.run_id) if place.run_id is not None else None
-    setup = set_up(job, decisions=decisions, plans=False)
     device = Device(job.cloud_named(cloud).device, local_rank=seat.local_rank if seat.num_ranks > 1 else None)
     try:
-        with join_world(seat, device, cloud=cloud, end=endpoint.abort) as world:
-            return _Session(job, setup, cloud, endpoint, device, world, report, place).run()
+        with join_world(
+            seat,
+            device,
+            cloud=cloud,
+            secret=endpoint.inside_secret if seat.num_ranks > 1 else b"",
+            end=endpoint.abort,
+        ) as world:
+            session = _Session(
+                job=job,
+                clouds=stage_order(job),
+                member=Member(cloud, seat.rank),
+                endpoint=endpoint,
+                device=device,
+                world=world,
+                report=report,
+                place=place,
+                stop=stop or StopRequest(),
+            )
+            return session.run()
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"the stage of cloud {cloud!r} does not fit into the memory of its device",
@@ -85,200 +116,269 @@ def train_cloud(
         ) from error
 
 
+@dataclass(slots=True, kw_only=True)
 class _Session:
-    """One rank's run, step by step; `data` is at the first cloud only."""
+    """One rank's run, from start to end; `data` is at the first cloud only."""
 
-    def __init__(
-        self,
-        job: Job,
-        setup: Setup,
-        cloud: str,
-        endpoint: Endpoint,
-        device: Device,
-        world: World,
-        report: Report,
-        place: Place,
-    ) -> None:
-        self._job = job
-        self._setup = setup
-        self._cloud = cloud
-        self._device = device
-        self._world = world
-        self._report = report
-        self._place = place
-        self._neighbours = Neighbours(endpoint, world, clouds=setup.clouds, cloud=cloud)
-        self._is_first = self._neighbours.index == 0
+    job: Job
+    clouds: tuple[str, ...]
+    """Those of the stages, in order."""
+    member: Member
+    endpoint: Endpoint
+    device: Device
+    world: World
+    report: Report
+    place: Place
+    stop: StopRequest
+    setup: Setup | None = None
+    """At the leader of the first cloud only."""
+    neighbours: Neighbours = field(init=False)
 
-    def run(self) -> Path:
+    def __post_init__(self) -> None:
+        self.neighbours = Neighbours(self.endpoint, self.world, clouds=self.clouds, cloud=self.member.cloud)
+
+    def run(self) -> Trained:
         """Agree, build, train, export."""
-        data = self._open_data(self._place.run_id) if self._is_first and self._is_leader else None
-        self._neighbours.meet(self._job, note=self._note)
-        offer = self._neighbours.agree_on_offer(self._offer(data))
-        if offer.decisions is not None:
-            self._setup = set_up(self._job, decisions=decisions_from_dict(offer.decisions))
-        run = join_run(self._place.root, self._job, offer.run_id)
+        data = self._open_data(self.place.run_id) if self._is_first and self._is_leader else None
+        self.neighbours.meet(self.job, note=self._note)
+        offer = self.neighbours.agree_on_offer(self._offer(data))
+        config = unpack_config(offer.config, member=self.member)
+        run = join_run(self.place.root, self.job, offer.run_id)
         if self._is_first and data is None:
             data = self._open_data(offer.run_id)
-        checkpoints = Checkpoints(run, cloud=self._cloud, keep=self._job.checkpoint.keep)
-        start = self._neighbours.agree_on_start(checkpoints.steps())
-        course, equipped = self._equip(offer)
-        keeper = Keeper(checkpoints, self._world, stage=equipped.stage, optimizer=equipped.optimizer)
-        self._train(course, equipped, keeper, start, data, run)
-        self._export(equipped, keeper, run)
-        return run
+        checkpoints = Checkpoints(
+            run, cloud=self.member.cloud, keep=self.job.checkpoint.keep, job=self.job.meaning_digest
+        )
+        saved = checkpoints.inspect(self._note) if self._is_leader else SavedSteps()
+        start = self.neighbours.agree_on_start(saved, num_steps=self.job.train.steps)
+        built = self._build(offer, config)
+        keeper = Keeper(checkpoints, self.world, stage=built.stage, optimizer=built.optimizer)
+        stopped_at = self._train(config, built, keeper, start, data, run)
+        if stopped_at is None:
+            self._export(built, keeper, run)
+            if data is not None and self._is_leader:
+                self._tell_exported(data, config, run)
+        return Trained(run=run, stopped_at=stopped_at)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.neighbours.index == 0
 
     @property
     def _is_leader(self) -> bool:
-        return self._world.seat.is_leader
+        return self.world.seat.is_leader
 
     def _note(self, text: str) -> None:
-        self._report(json.dumps({"kind": "note", "text": text}))
+        self.report(json.dumps({"kind": "note", "text": text}))
+
+    # The start.
 
     def _open_data(self, run_id: str | None) -> TrainingData:
         if run_id is None:
             raise ValueError("the first cloud chooses the run")
-        run = join_run(self._place.root, self._job, run_id)
-        tokens = tokens_of(self._job, root=self._place.root, note=self._note)
-        return open_data(self._job, tokenizer_folder=run / TOKENIZER_FOLDER, tokens=tokens)
+        run = join_run(self.place.root, self.job, run_id)
+        tokens = tokens_of(self.job, root=self.place.root, note=self._note)
+        return open_data(self.job, tokenizer_folder=run / TOKENIZER_FOLDER, tokens=tokens)
 
     def _offer(self, data: TrainingData | None) -> Offer | None:
-        if data is None or self._place.run_id is None:
+        """What the first cloud, which has the data and the plan, tells all others."""
+        if data is None or self.place.run_id is None:
             return None
+        self.setup = setup = self._set_up()
         held_out = data.validation_batches(
-            num_sequences=self._setup.layout.num_sequences, multiple_of=self._num_in_step
+            num_sequences=setup.layout.num_sequences, multiple_of=common_ranks(setup.followed(self.job))
         )
-        decisions = self._setup.decisions
-        return Offer(
-            run_id=self._place.run_id,
-            config=dict(data.facts.config),
-            num_labels=data.facts.num_labels,
+        model = dict(data.facts.config)
+        config = run_config(
+            self.job,
+            setup,
+            blueprint_of(self.job, config=model, num_labels=data.facts.num_labels),
             num_validation_microbatches=sum(1 for _ in held_out),
-            decisions=None if decisions is None else asdict(decisions),
+        )
+        return Offer(
+            run_id=self.place.run_id,
+            model=model,
+            num_labels=data.facts.num_labels,
+            config=pack_config(config),
         )
 
-    def _equip(self, offer: Offer) -> tuple[Course, Equipped]:
-        blueprint = blueprint_of(self._job, config=offer.config, num_labels=offer.num_labels)
-        course = course_of(
-            self._job,
-            self._setup,
-            blueprint,
-            num_validation_microbatches=offer.num_validation_microbatches,
+    def _set_up(self) -> Setup:
+        """What was planned when the run started, which is never planned again."""
+        decisions = None
+        if self.place.run_id is not None:
+            decisions = read_decisions(self.place.root / self.job.name / self.place.run_id)
+        return set_up(self.job, decisions=decisions, plans=False)
+
+    def _build(self, offer: Offer, config: RunConfig) -> Built:
+        build = Build(
+            job=self.job,
+            config=config,
+            cloud=self.member.cloud,
+            blueprint=blueprint_of(self.job, config=offer.model, num_labels=offer.num_labels),
+            device=self.device,
+            world=self.world,
         )
-        job = self._setup.followed(self._job)
-        equipment = Equipment(
-            job=job,
-            cloud=job.cloud_named(self._cloud),
-            setup=self._setup,
-            blueprint=blueprint,
-            device=self._device,
-            world=self._world,
-        )
-        return course, equipment.make(course)
+        return build.make()
+
+    # Training.
 
     def _train(
         self,
-        course: Course,
-        equipped: Equipped,
+        config: RunConfig,
+        built: Built,
         keeper: Keeper,
         start: Start,
         data: TrainingData | None,
         run: Path,
-    ) -> None:
+    ) -> int | None:
+        """Train to the end, or to the step at which an orderly stop was asked for."""
         state = keeper.load(start.step) if start.step else None
-        post = self._neighbours.post(course)
+        links = self.neighbours.links(config.pipeline)
         with ExitStack() as stack:
             cursor = None if state is None else state.cursor
-            feed = stack.enter_context(self._feed(data, course, start, cursor)) if data else None
-
-            def save(ended: StepEnded) -> None:
-                standings = steering.standings if feed else ()
-                keeper.save_after(ended, cursor=feed.cursor if feed else None, standings=standings)
-
-            journal = stack.enter_context(self._journal(run, start, save, post))
-            steering = make_steering(self._job, self._setup, course, equipped.stage, note=journal.note)
-            self._tell_beginning(journal, equipped, start)
-            worker, traffic = pipeline_worker(
-                course=course,
-                post=post,
-                stage=equipped.stage,
-                optimizer=equipped.optimizer,
-                device=self._device,
-                source=feed,
+            feed = stack.enter_context(self._feed(data, config, start, cursor)) if data else None
+            journal = stack.enter_context(self._journal(run, start, links))
+            self._tell_start(journal, built, start)
+            inbox = Inbox()
+            wires = pipeline_wires(
+                config,
+                self.member,
+                links,
+                hidden_width=built.stage.model.config.hidden_size,
+                device=self.device,
+                inbox=inbox,
                 observer=journal,
-                autocast=AUTOCAST[self._job.train.precision],
-                should_save=SaveInterval(self._job.checkpoint.every_s, last_step=course.num_steps - 1),
-                steer=steering,
-                world=self._world,
-                reduction=equipped.reduction,
             )
-            with traffic:
-                if state is not None:
-                    traffic.restore(state.cuts, step=start.step)
-                    steering.restore(state.standings or steering.standings)
-                worker.run(course.turns(start.step, stage=post.index, rank=post.rank))
-                self._neighbours.agree_on_end()
-            for cut in traffic.up_cuts:
-                if cut.cache is not None:
-                    journal.note(cut.cache.describe())
+            actor = PipelineActor(
+                config,
+                self.member,
+                stage=built.stage,
+                optimizer=built.optimizer,
+                device=self.device,
+                on_span=journal.span,
+                source=feed,
+                autocast=AUTOCAST[self.job.train.precision],
+                world=self.world,
+                reduction=built.reduction,
+            )
 
-    def _feed(self, data: TrainingData, course: Course, start: Start, cursor: Cursor | None) -> Feed:
-        share = functools.partial(course.routing.share, 0, self._world.seat.rank)
+            def save(step: int, facts: Facts | None) -> None:
+                with journal.saving(step):
+                    keeper.save(self._state(step, facts, built, feed, wires))
+
+            scheduler = PipelineScheduler(config.pipeline, self.member)
+            loop = Loop(scheduler, actor, wires, inbox, tell=journal.tell, save=save)
+            facts = None if state is None else _restore(state, wires)
+            with loop, self.stop.honoured_by(lambda: loop.interrupt("the user or the system asked for it")):
+                ended = loop.run(start.step, facts)
+                self.neighbours.agree_on_end()
+            for wire in wires.values():
+                if wire.cache is not None:
+                    journal.note(wire.cache.describe())
+        return scheduler.stopped_at if ended.outcome is Outcome.INTERRUPTED else None
+
+    def _state(
+        self,
+        step: int,
+        facts: Facts | None,
+        built: Built,
+        feed: Feed | None,
+        wires: Mapping[Member, Wire],
+    ) -> State:
+        layers = built.stage.layers
+        states = {peer: wire.state(step) for peer, wire in wires.items()}
+        return State(
+            step=step,
+            layers=(layers.start, layers.stop),
+            cursor=feed.cursor if feed is not None else None,
+            facts={} if facts is None else {_SCHEDULER: pack_facts(facts)},
+            wires=pack_wires({peer: one for peer, one in states.items() if one is not None}),
+        )
+
+    def _feed(self, data: TrainingData, config: RunConfig, start: Start, cursor: Cursor | None) -> Feed:
+        share = functools.partial(config.pipeline.routing.share, 0, self.world.seat.rank)
         held_out = share(step=0, is_evaluation=True)
         return Feed(
             data,
-            self._setup.layout,
+            self._layout(config),
             cursor=cursor,
             share=Share(training=lambda step: share(step=step), validation=held_out),
             first_step=start.step,
-            num_in_step=self._num_in_step,
+            num_in_step=config.common_ranks,
         )
 
-    @property
-    def _num_in_step(self) -> int:
-        """Ranks of a cloud that run one sequence of passes, and so need as many micro-batches each."""
-        return common_ranks(self._setup.followed(self._job))
+    def _layout(self, config: RunConfig) -> Layout:
+        """How the batch of a step is divided into micro-batches."""
+        return divide_batch(
+            batch_tokens=self.job.train.batch_tokens,
+            sequence_length=1 if self.job.data is None else self.job.data.sequence_length,
+            num_microbatches=config.pipeline.num_microbatches,
+        )
 
-    def _tell_beginning(self, journal: Journal, equipped: Equipped, start: Start) -> None:
+    def _tell_start(self, journal: Journal, built: Built, start: Start) -> None:
         if not self._is_leader:
             return
-        for note in (*(self._setup.notes if self._is_first else ()), *equipped.stage.notes):
+        for note in (*(() if self.setup is None else self.setup.notes), *built.stage.notes):
             journal.note(note)
         if start.step:
             journal.note(f"resumed after step {start.step}")
+        if start.note is not None:
+            journal.note(start.note)
 
     @contextmanager
-    def _journal(
-        self, run: Path, start: Start, save: Callable[[StepEnded], None], post: Post
-    ) -> Iterator[Journal]:
+    def _journal(self, run: Path, start: Start, links: Mapping[Member, Link]) -> Iterator[Journal]:
         is_first = self._is_first and self._is_leader
-        opens = self._place.open_trackers if is_first else None
+        opens = self.place.open_trackers if is_first else None
         trackers = opens(run) if opens is not None else ()
-        name = self._cloud if self._is_leader else f"{self._cloud}.{post.rank}"
-        path = run / EVENTS_FOLDER / f"{name}.jsonl"
+        cloud, rank = self.member
+        path = run / EVENTS_FOLDER / f"{cloud if self._is_leader else f'{cloud}.{rank}'}.jsonl"
         try:
             with EventLog(path, clock_offset_s=start.clock_offset_s) as log:
                 log.fact(STARTED_KIND, {"step": start.step})
                 yield Journal(
                     log,
                     is_first=is_first,
-                    links=[*post.up_links.values(), *post.down_links.values()],
-                    report=self._report,
-                    save=save,
+                    links=list(links.values()),
+                    report=self.report,
                     trackers=trackers,
                 )
         finally:
             for tracker in trackers:
                 tracker.close()
 
-    def _export(self, equipped: Equipped, keeper: Keeper, run: Path) -> None:
+    # The end.
+
+    def _export(self, built: Built, keeper: Keeper, run: Path) -> None:
         tensors = keeper.export()
         if not self._is_leader:
             return
-        own = run / f"{PARTS_PREFIX}{self._cloud}"
-        write_part(equipped.stage, own / self._cloud, tensors=tensors)
-        parts = gather_parts(own, up=self._neighbours.up, down=self._neighbours.down)
+        own = fresh_folder(run / f"{PARTS_PREFIX}{self.member.cloud}")
+        write_part(built.stage, own / self.member.cloud, tensors=tensors)
+        parts = gather_parts(own, up=self.neighbours.up, down=self.neighbours.down)
         if self._is_first:
             companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
             for note in merge(parts, run / MODEL_FOLDER, companions=companions):
                 self._note(note)
         shutil.rmtree(own)
+
+    def _tell_exported(self, data: TrainingData, config: RunConfig, run: Path) -> None:
+        if not self.job.train.evaluate_every or self.job.model is None:
+            return
+        note = describe_exported(
+            run / MODEL_FOLDER,
+            head=data.head,
+            batches=data.validation_batches(num_sequences=self._layout(config).num_sequences),
+            device=self.device.torch_device,
+            autocast=AUTOCAST[self.job.train.precision],
+            trust_remote_code=self.job.model.trust_remote_code,
+        )
+        if note is not None:
+            self._note(note)
+
+
+def _restore(state: State, wires: Mapping[Member, Wire]) -> Facts | None:
+    """Give wires their codec state; gives the facts of the scheduler."""
+    for peer, saved in unpack_wires(state.wires, wires).items():
+        wires[peer].load(saved)
+    text = state.facts.get(_SCHEDULER)
+    return None if text is None else unpack_facts(text, PipelineState)

@@ -1,24 +1,21 @@
 """From a job to what every stage must know, and all that can be wrong with it before anything starts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.job import Job, PipelineStrategy, parse_codec
+from isthmus.job import Job, PipelineStrategy, parse_codec, stage_order
 from isthmus.job.sections import why_not_run
-from isthmus.model.anatomy import split_layers
-from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
-from isthmus.model.heads import HEADS
+from isthmus.model.blueprint import split_layers
 from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.following import follow
 from isthmus.plan.ladder import Pair
 from isthmus.plan.lock_step import OPEN, check_even, check_lock_step, common_ranks, policy_of
-from isthmus.plan.pipeline import Policy
 from isthmus.plan.planner import plan
-from isthmus.plan.scenario import Caps
+from isthmus.plan.scenario import Caps, Policy
 from isthmus.plan.search.choice import Decisions, PipelineSettings, Plan
 from isthmus.plan.search.facts import model_config
 from isthmus.plan.search.study import check_lists
@@ -192,30 +189,6 @@ def _why_not_planned(job: Job) -> str | None:
     return None
 
 
-def stage_order(job: Job) -> tuple[str, ...]:
-    """The clouds in a row, each linked to the next: in the job's order, else along the links."""
-    names = tuple(cloud.name for cloud in job.cloud)
-    linked = {frozenset(link.between) for link in job.link}
-    given = job.strategy.clouds if isinstance(job.strategy, PipelineStrategy) else None
-    for order in (names, _along_links(names, linked)) if given is None else (given,):
-        if len(order) == len(names) and all(frozenset(pair) in linked for pair in pairwise(order)):
-            return order
-    raise UserError(
-        "the links do not join the clouds in a row, which a pipeline needs",
-        hint="list the clouds in the order of their stages, and give each a [[link]] to the next",
-    )
-
-
-def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None) -> Blueprint:
-    """The job's model, with what its configuration takes from the data."""
-    if job.model is None or job.data is None:
-        raise UserError("the job has no [model] or no [data] section")
-    head = HEADS[job.data.task]
-    if job.model.source is not None:
-        return pretrained_blueprint(job.model.source, head=head, num_labels=num_labels)
-    return fresh_blueprint({**(job.model.config or {}), **config}, head=head, num_labels=num_labels)
-
-
 def _pipeline(job: Job) -> PipelineStrategy:
     why_not = why_not_run(job.strategy.kind)
     if why_not is not None:
@@ -236,15 +209,3 @@ def _choose_microbatches(job: Job, num_stages: int, notes: list[str]) -> int:
         f"that divide the {num_sequences} sequences of a step"
     )
     return chosen
-
-
-def _along_links(names: Sequence[str], linked: set[frozenset[str]]) -> tuple[str, ...]:
-    """Follow the links from the first cloud that has only one."""
-    ends = [name for name in names if sum(name in pair for pair in linked) <= 1]
-    order = ends[:1]
-    while order:
-        following = [name for name in names if name not in order and frozenset((order[-1], name)) in linked]
-        if len(following) != 1:
-            break
-        order.append(following[0])
-    return tuple(order)

@@ -20,6 +20,7 @@ from isthmus.errors import CertificateError, UserError
 from isthmus.job import Address, CloudSpec, Job
 from isthmus.units import format_bytes
 from isthmus.wan.devices import Devices, require_kind, require_one_each
+from isthmus.wan.relays.sockets import own_address
 from isthmus.wan.trust.certificates import CertificateFacts, inspect_folder, read_identity
 
 MIN_PYTHON = (3, 11)
@@ -128,15 +129,16 @@ def check_devices_of_all(clouds: Sequence[CloudSpec], find_devices: Callable[[],
 
 
 def check_port(listen: Address) -> Finding:
-    """Check that the cloud's gateway can take its port here."""
-    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    """Check that the cloud's gateway can take its port here, and tell where it will be open."""
+    host = own_address(listen.host)
+    family = socket.AF_INET6 if ":" in (host or listen.host) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", listen.port))
+            probe.bind((host or "", listen.port))
         except OSError as error:
             return _taken(listen.port, error)
-    return _ok("port", f"{listen.port} is free here")
+    return _ok("port", f"{listen.port} is free here, at {host or 'all interfaces'}")
 
 
 def check_peer(peer: CloudSpec, address: Address, *, proxy: Address | None) -> Finding:

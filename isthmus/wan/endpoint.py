@@ -12,11 +12,15 @@ from typing import Self
 from isthmus.errors import Aborted, IsthmusError, Refused, Terminated, UserError
 from isthmus.job import Address, CloudSpec, Job, LinkSpec
 from isthmus.job.address import format_proxy
-from isthmus.wan.handshake import Hello, Member, mismatch
+from isthmus.wan.exchange import FIRST_STRIPE
+from isthmus.wan.flight import LARGE_BYTES
+from isthmus.wan.handshake import Hello, Member, mismatch, server_name
 from isthmus.wan.link import Connection, Dial, Link, LinkSettings
+from isthmus.wan.ports import ConnectionLimiter
 from isthmus.wan.relays.registration import Entry, Registration
+from isthmus.wan.relays.sockets import own_address
 from isthmus.wan.transport import Dialer, Listener, process_loop
-from isthmus.wan.trust.certificates import Identity, server_name
+from isthmus.wan.trust.certificates import Identity
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +60,34 @@ def link_settings(link: LinkSpec, *, sender: str, num_sharing: int = 1) -> LinkS
     return LinkSettings(
         num_stripes=max(math.ceil(num_stripes(link) / num_sharing), min(num_stripes(link), MIN_STRIPES)),
         heartbeat_timeout_s=link.heartbeat_timeout_s,
-        stream_window_bytes=max(MIN_STREAM_WINDOW_BYTES, int(3 * product_bytes)),
+        stream_window_bytes=min(max(MIN_STREAM_WINDOW_BYTES, int(3 * product_bytes)), LARGE_BYTES),
         bandwidth_bps=bandwidth_bps,
         rtt_s=link.rtt_s,
     )
+
+
+def num_sharing(job: Job, link: LinkSpec) -> int:
+    """How many pairs of ranks share the line of a link at once."""
+    return max(job.cloud_named(name).ranks for name in link.between)
+
+
+def num_connections(job: Job, cloud: str) -> int:
+    """How many connections all ranks of other clouds together open to one rank of a cloud."""
+    count = 0
+    for link in job.links_of(cloud):
+        dialer = job.dialer(link)
+        if dialer.name != cloud:
+            settings = link_settings(link, sender=dialer.name, num_sharing=num_sharing(job, link))
+            count += dialer.ranks * (FIRST_STRIPE + settings.num_stripes)
+    return count
+
+
+def listening_host(listen: Address) -> str:
+    """Where to listen for an address that other clouds dial; empty for all interfaces of this machine."""
+    host = own_address(listen.host)
+    if host is None:
+        log.warning("%s is no one address of this machine: listening on all its interfaces", listen.host)
+    return host or ""
 
 
 class Endpoint:
@@ -88,9 +116,14 @@ class Endpoint:
         self._registration: Registration | None = None
         self.port: int | None = None
         if self._cloud.listen is not None:
-            self._listen(self._site.bind or self._usual_bind())
+            self._listen(self._site.bind or self._usual_bind(self._cloud.listen))
         if self._is_behind_gateway and self._cloud.gateway is not None:
             self._register(self._cloud.gateway)
+
+    @property
+    def inside_secret(self) -> bytes:
+        """What only ranks of this cloud know, to know each other by."""
+        return self._identity.secret("ranks")
 
     def link(self, cloud: str, rank: int = 0) -> Link:
         """The link to a rank of another cloud, opened when it is first asked for."""
@@ -143,9 +176,12 @@ class Endpoint:
         several = self._cloud.ranks > 1 or self._cloud.gateway != self._cloud.listen
         return self._cloud.listen is not None and several and self._site.bind is None
 
-    def _usual_bind(self) -> Address:
-        port = 0 if self._is_behind_gateway or self._cloud.listen is None else self._cloud.listen.port
-        return Address(host="0.0.0.0", port=port)  # noqa: S104 (it is there to be reached)
+    def _usual_bind(self, listen: Address) -> Address:
+        """The gateway's side of this machine behind a gateway, else what the job says."""
+        if self._is_behind_gateway and self._cloud.gateway is not None:
+            return Address(host=_host_seen_by(self._cloud.gateway), port=0)
+        everywhere = "::" if ":" in listen.host else "0.0.0.0"  # noqa: S104 (it is there to be reached)
+        return Address(host=listening_host(listen) or everywhere, port=listen.port)
 
     def _register(self, gateway: Address) -> None:
         log.info("%s registers at its gateway %s", self.here, gateway)
@@ -160,7 +196,15 @@ class Endpoint:
 
     def _listen(self, bind: Address) -> None:
         async def start() -> tuple[Listener, int]:
-            listener = Listener(identity=self._identity, greet=self._greet, accept=self._accept)
+            listener = Listener(
+                identity=self._identity,
+                greet=self._greet,
+                accept=self._accept,
+                limiter=ConnectionLimiter(
+                    num_expected=num_connections(self._job, self._cloud.name),
+                    is_behind_gateway=self._is_behind_gateway,
+                ),
+            )
             return listener, await listener.start(str(bind))
 
         try:
@@ -185,14 +229,11 @@ class Endpoint:
         return Link(
             here=self.here,
             peer=Member(cloud=cloud, rank=rank),
-            settings=link_settings(spec, sender=self._cloud.name, num_sharing=self._num_sharing(spec)),
+            settings=link_settings(spec, sender=self._cloud.name, num_sharing=num_sharing(self._job, spec)),
             loop=self._loop,
             dial=self._dialer(self._job.cloud_named(cloud), rank) if self._dials(spec) else None,
             on_abort=self._pass_on,
         )
-
-    def _num_sharing(self, spec: LinkSpec) -> int:
-        return max(self._job.cloud_named(name).ranks for name in spec.between)
 
     def _dials(self, spec: LinkSpec) -> bool:
         return self._job.dialer(spec).name == self._cloud.name
@@ -214,7 +255,7 @@ class Endpoint:
 
     def _greet(self, hello: Hello) -> Hello:
         """Our answer to a caller, or Refused with the sentence that both sides will read."""
-        here = Hello.of(self.here, session="")
+        here = Hello.of(self.here, peer=Member(cloud=hello.cloud, rank=hello.rank), session="")
         reason = mismatch(here, hello)
         if reason is not None:
             raise Refused(reason)
@@ -250,5 +291,11 @@ def _host_seen_by(gateway: Address) -> str:
     """Our own address on the way to the gateway; nothing is sent."""
     family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((gateway.host, gateway.port))
+        try:
+            probe.connect((gateway.host, gateway.port))
+        except OSError as error:
+            raise UserError(
+                f"there is no way to the gateway {gateway}: {error.strerror}",
+                hint="correct `gateway`, or `listen`, of this cloud in the job",
+            ) from error
         return str(probe.getsockname()[0])

@@ -1,11 +1,128 @@
-"""How many bytes may be under way: enough to fill the pipe, too few to build a queue in it.
+"""What is under way on a link: counters, the peer's clock, what the receiver may hold, the flight window."""
 
-The window is twice the bandwidth-delay product as measured from acknowledgements: the highest delivery rate
-and the lowest round trip of the last seconds. A window that is too small doubles every round trip, because
-each measured rate is then the window itself over the round trip; once the line is the limit, it stays.
-"""
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Final
 
-from dataclasses import dataclass
+from isthmus.wan.frames import Pong
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """One stream in one direction.
+
+    Wire bytes hold headers, encryption and whatever was sent twice; `queued_s` is summed over packets, from
+    `send` to the last chunk's departure.
+    """
+
+    packets: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    queued_s: float = 0.0
+
+    def copy(self) -> "StreamCounters":
+        """A snapshot."""
+        return replace(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCounters:
+    """A link's figures at one moment."""
+
+    sent: dict[str, StreamCounters]
+    received: dict[str, StreamCounters]
+    rtt_s: float | None
+    clock_offset_s: float | None
+    reconnects: int
+    queued_bytes: int
+    in_flight_bytes: int
+
+
+NUM_SAMPLES_KEPT = 32
+
+
+class PeerClock:
+    """Round trip and clock offset from pings; the sample with the shortest round trip is the most exact."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=NUM_SAMPLES_KEPT)
+        self.num_samples = 0
+
+    def observe(self, pong: Pong, *, received_ns: int) -> float | None:
+        """Take an answer in and give its round trip; one that contradicts itself is not believed."""
+        waited_ns = received_ns - pong.sent_ns
+        rtt_s = (waited_ns - (pong.answered_ns - pong.received_ns)) / 1e9
+        if waited_ns < 0 or not 0 <= rtt_s <= waited_ns / 1e9:
+            return None
+        offset_s = (pong.received_ns - pong.sent_ns + pong.answered_ns - received_ns) / 2e9
+        self._samples.append((rtt_s, offset_s))
+        self.num_samples += 1
+        return rtt_s
+
+    @property
+    def rtt_s(self) -> float | None:
+        """The shortest of the latest round trips."""
+        return min(self._samples)[0] if self._samples else None
+
+    @property
+    def offset_s(self) -> float | None:
+        """What to add to our clock to get the peer's."""
+        return min(self._samples)[1] if self._samples else None
+
+    @property
+    def rtts_s(self) -> list[float]:
+        """The latest round trips, oldest first."""
+        return [rtt_s for rtt_s, _ in self._samples]
+
+
+BUDGET_BYTES: Final = 512 * 1024**2
+LARGE_BYTES: Final = 256 * 1024**2
+SMALL_BYTES: Final = 64 * 1024
+# Python objects of a packet: without them, packets of no bytes could fill the memory.
+OVERHEAD_BYTES: Final = 512
+
+
+def cost_bytes(packet_bytes: int) -> int:
+    """The bytes for which a packet of that size counts."""
+    return packet_bytes + OVERHEAD_BYTES
+
+
+class Room:
+    """Counts what is buffered, in costs."""
+
+    def __init__(self, *, budget_bytes: int = BUDGET_BYTES, large_bytes: int = LARGE_BYTES) -> None:
+        self._budget_bytes = budget_bytes
+        self._large_bytes = large_bytes
+        self._buffered_bytes = 0
+        self._num_large = 0
+
+    def fits(self, num_bytes: int, *, stream_bytes: int) -> bool:
+        """Whether a sender may add a packet to a stream of which `stream_bytes` are buffered."""
+        if num_bytes > self._large_bytes:
+            return not self._num_large
+        is_small = stream_bytes + num_bytes <= SMALL_BYTES
+        return is_small or self._buffered_bytes + num_bytes <= self._budget_bytes
+
+    def is_fair(self, num_bytes: int, *, num_streams: int) -> bool:
+        """Whether a sender that obeys `fits` can have added a packet, whatever the order of arrival."""
+        if num_bytes > self._large_bytes:
+            return not self._num_large
+        return self._buffered_bytes + num_bytes <= self._budget_bytes + num_streams * SMALL_BYTES
+
+    def add(self, num_bytes: int) -> None:
+        """Count a packet that is buffered from now on."""
+        self._count(num_bytes, 1)
+
+    def remove(self, num_bytes: int) -> None:
+        """Count a packet that is buffered no longer."""
+        self._count(num_bytes, -1)
+
+    def _count(self, num_bytes: int, sign: int) -> None:
+        if num_bytes > self._large_bytes:
+            self._num_large += sign
+        else:
+            self._buffered_bytes += sign * num_bytes
+
 
 GAIN = 2.0
 MIN_CHUNK_BYTES = 16 * 1024

@@ -2,15 +2,41 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Final
 
 from isthmus import __version__
 from isthmus.errors import FrameError
+from isthmus.job.address import Address
 from isthmus.wan.frames import PROTOCOL_VERSION
+
+EXIT_LOST: Final = 75
+"""The exit code of a process that could not end by itself after a sibling was lost: worth another try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One rank of a cloud; `master` is where the ranks of the cloud find each other.
+
+    Where `is_served`, the launcher has something listening at the master's address already; else rank 0 does.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    master: Address | None = None
+    is_served: bool = False
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its cloud."""
+        return self.rank == 0
+
 
 _PREFIX = "isthmus-"
 _MAX_TEXT = 128
 # Links of protocol 1 did not say their release.
 _UNNAMED = "of an early release"
+_WRONG_DOOR = "look whether `listen`, and what forwards its port, lead to that cloud and its gateway"
 VERSION_KEY = _PREFIX + "version"
 MAX_NUM_LANES = 66
 
@@ -30,7 +56,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What each end says of itself before anything else; `session` names one life of one end of the link."""
+    """What each end says before anything else: who it is, and whom it means to speak to.
+
+    `session` names one life of one end of the link.
+    """
 
     version: int = PROTOCOL_VERSION
     release: str = __version__
@@ -38,17 +67,21 @@ class Hello:
     cloud: str
     rank: int
     epoch: int
+    peer_cloud: str
+    peer_rank: int
     session: str
     lane: int = 0
 
     @classmethod
-    def of(cls, member: Member, *, session: str) -> "Hello":
-        """The hello of a member."""
+    def of(cls, member: Member, *, peer: Member, session: str) -> "Hello":
+        """The hello of a member to a peer."""
         return cls(
             job_digest=member.job_digest,
             cloud=member.cloud,
             rank=member.rank,
             epoch=member.epoch,
+            peer_cloud=peer.cloud,
+            peer_rank=peer.rank,
             session=session,
         )
 
@@ -56,6 +89,11 @@ class Hello:
     def who(self) -> str:
         """The speaker as a log names it."""
         return f"{self.cloud} rank {self.rank}"
+
+    @property
+    def whom(self) -> str:
+        """The member that the speaker means, as a log names it."""
+        return f"{self.peer_cloud} rank {self.peer_rank}"
 
     def on_lane(self, lane: int) -> "Hello":
         """The same hello for another connection of the link."""
@@ -80,6 +118,8 @@ def read_hello(metadata: Iterable[tuple[str, str | bytes]]) -> Hello:
         cloud=_text(found, "cloud"),
         rank=_number(found, "rank"),
         epoch=_number(found, "epoch"),
+        peer_cloud=_text(found, "peer_cloud"),
+        peer_rank=_number(found, "peer_rank"),
         session=_text(found, "session"),
         lane=_number(found, "lane"),
     )
@@ -101,6 +141,10 @@ def mismatch(here: Hello, there: Hello) -> str | None:
         return (
             f"{there.who} is in epoch {there.epoch}, {here.who} in epoch {here.epoch}: restart the older one"
         )
+    if there.who != here.whom:
+        return f"{here.who} has dialled {here.whom}, and {there.who} has answered: {_WRONG_DOOR}"
+    if there.whom != here.who:
+        return f"{there.who} has dialled {there.whom} and reached {here.who}: {_WRONG_DOOR}"
     if not 0 <= there.lane < MAX_NUM_LANES:
         return f"{there.who} asks for connection number {there.lane}, beyond {MAX_NUM_LANES - 1}"
     return None
@@ -115,6 +159,8 @@ def _read_stranger(found: Mapping[str, str | bytes]) -> Hello:
         rank=_number(found, "rank"),
         job_digest="",
         epoch=0,
+        peer_cloud="",
+        peer_rank=0,
         session="",
     )
 
@@ -140,3 +186,8 @@ def _number(found: Mapping[str, str | bytes], name: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) <= 18):
         raise FrameError(f"a handshake whose {name} is no number")
     return int(value)
+
+
+def server_name(cloud: str, rank: int) -> str:
+    """Return the TLS server name of one rank of a cloud."""
+    return f"rank-{rank}.{cloud}.isthmus"

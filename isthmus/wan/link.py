@@ -26,14 +26,26 @@ from random import uniform
 from typing import Protocol
 
 from isthmus.errors import Aborted, FrameError, LinkClosed, LinkError, PeerLost, Refused
-from isthmus.wan.counters import LinkCounters
-from isthmus.wan.exchange import CONTROL_LANE, FIRST_STRIPE, Exchange
-from isthmus.wan.flight import Flight
-from isthmus.wan.frames import Abort, Ack, Chunk, Close, Frame, Ping, Pong, check_stream_name, decode, encode
+from isthmus.events import steady_ns
+from isthmus.plan.types import Priority
+from isthmus.wan.exchange import CONTROL_LANE, FIRST_STRIPE, Exchange, LoopThread
+from isthmus.wan.flight import Flight, LinkCounters
+from isthmus.wan.frames import (
+    Abort,
+    Ack,
+    Chunk,
+    Close,
+    Frame,
+    Packet,
+    Ping,
+    Pong,
+    check_stream_name,
+    decode,
+    encode,
+    wire_bytes,
+)
 from isthmus.wan.handshake import Hello, Member
-from isthmus.wan.loop import LoopThread
-from isthmus.wan.outbox import Priority
-from isthmus.wan.packet import Packet
+from isthmus.wan.relays.strangers import Complaints
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +109,7 @@ class Link:
         self.here = here
         self.peer = peer
         self.settings = settings
-        self.hello = Hello.of(here, session=secrets.token_hex(8))
+        self.hello = Hello.of(here, peer=peer, session=secrets.token_hex(8))
         self._loop = loop
         self._on_abort = on_abort
         self._dials = dial is not None
@@ -112,6 +124,7 @@ class Link:
         self._is_hasty = False
         self._lanes: dict[int, _Lane] = {}
         self._complaint = ""
+        self._complaints: Complaints | None = None
         self._met = asyncio.Event()
         self._ended = asyncio.Event()
         self._parted = asyncio.Event()
@@ -128,11 +141,15 @@ class Link:
         *,
         priority: Priority = Priority.NORMAL,
         timeout_s: float | None = None,
-    ) -> None:
-        """Queue a packet; waits while the stream's window is full. Its buffers must not change any more."""
+    ) -> int:
+        """Queue a packet and give its bytes on the line; waits while its stream's window is full.
+
+        Its buffers must not change any more.
+        """
         check_stream_name(stream)
-        self._exchange.put(stream, packet, priority, timeout_s)
+        num_bytes = self._exchange.put(stream, packet, priority, timeout_s)
         self._loop.call(self._wake_all)
+        return wire_bytes(num_bytes)
 
     def receive(self, stream: str, *, timeout_s: float | None = None) -> Packet:
         """The stream's next packet; waits for it."""
@@ -198,6 +215,9 @@ class Link:
         if self._exchange.failure is not None and not self._needs(hello.lane):
             return f"{self.here} has ended its link: {self._exchange.failure.message}"
         if self._peer_session not in (None, hello.session):
+            # A process that has ended leaves no control connection, and one that is silent is hung up.
+            if CONTROL_LANE in self._lanes:
+                return f"{self.peer} is already connected to {self.here}: end one of its two processes"
             self._fail(PeerLost(self.peer.cloud, f"{self.peer} has restarted"))
             return f"{self.peer} has restarted while {self.here} has not: restart both"
         self._peer_session = hello.session
@@ -329,7 +349,14 @@ class Link:
 
     def _explain(self, number: int, outcome: object) -> None:
         if isinstance(outcome, FrameError):
-            log.warning("link to %s, connection %d dropped: %s", self.peer, number, outcome.message)
+            self._complaints = self._complaints or Complaints()
+            words = self._complaints.tell(str(self.peer), outcome.message, kind="frame")
+            if words is not None:
+                log.warning("link to %s, connection %d dropped: %s", self.peer, number, words)
+        elif isinstance(outcome, LinkError):
+            # A new error, as for a refusal.
+            error = LinkError(outcome.message, hint=outcome.hint)
+            self._finish(error, Abort(self.here.cloud, error.message))
         elif isinstance(outcome, Exception) and not isinstance(outcome, ConnectionError):
             raise outcome
 
@@ -383,7 +410,7 @@ class Link:
 
     async def _read(self, lane: _Lane) -> None:
         while (data := await lane.connection.read()) is not None:
-            received_ns = time.time_ns()
+            received_ns = steady_ns()
             self._heard_s = lane.heard_s = time.monotonic()
             self._is_known = True
             self._handle(decode(data), len(data), received_ns)

@@ -9,10 +9,10 @@ from typing import Self
 from isthmus.job import Address, Job, LinkSpec
 from isthmus.plan.faults import Fault
 from isthmus.wan.endpoint import Site
+from isthmus.wan.handshake import Seat, server_name
 from isthmus.wan.relays.relay import RelayThread
 from isthmus.wan.relays.shaping import Shape
-from isthmus.wan.seat import Seat
-from isthmus.wan.trust.certificates import Identity, server_name, throwaway
+from isthmus.wan.trust.certificates import Identity, throwaway
 
 _HOST = "127.0.0.1"
 

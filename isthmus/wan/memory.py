@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Self
 
 from isthmus.errors import Refused
+from isthmus.wan.exchange import LoopThread
 from isthmus.wan.frames import MAX_FRAME_BYTES
 from isthmus.wan.handshake import Hello, Member, mismatch
 from isthmus.wan.link import Connection, Link, LinkSettings
-from isthmus.wan.loop import LoopThread
 from isthmus.wan.relays.shaping import End, Flow, Line, Shape
 
 

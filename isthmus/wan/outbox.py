@@ -2,30 +2,21 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 from isthmus.errors import FrameError
-from isthmus.wan.counters import StreamCounters
-from isthmus.wan.flight import Departure, Flight
-from isthmus.wan.frames import MAX_CHUNK_BYTES, Ack, encode_chunk, wire_bytes
-from isthmus.wan.packet import Body
-
-
-class Priority(IntEnum):
-    """Who goes first; background gets only what the others leave."""
-
-    URGENT = 0
-    NORMAL = 1
-    BACKGROUND = 2
+from isthmus.plan.types import Priority
+from isthmus.wan.flight import Departure, Flight, Room, StreamCounters, cost_bytes
+from isthmus.wan.frames import MAX_CHUNK_BYTES, Ack, Body, encode_chunk, wire_bytes
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """One stream as its sender sees it."""
+    """One stream as its sender sees it; `costs_bytes` are of the packets that were not consumed yet."""
 
     next_packet: int = 0
     put_bytes: int = 0
     consumed_bytes: int = 0
+    costs_bytes: deque[int] = field(default_factory=deque)
     counters: StreamCounters = field(default_factory=StreamCounters)
 
     @property
@@ -80,9 +71,10 @@ class _Lane:
 class Outbox:
     """Orders packets by priority, cuts them into chunks and keeps each chunk until it was acknowledged."""
 
-    def __init__(self, flight: Flight, *, stream_window_bytes: int) -> None:
+    def __init__(self, flight: Flight, *, stream_window_bytes: int, room: Room | None = None) -> None:
         self.flight = flight
         self._stream_window_bytes = stream_window_bytes
+        self._room = room or Room()
         self._streams: dict[str, _Outgoing] = {}
         self._queues: tuple[deque[_Queued], ...] = tuple(deque() for _ in Priority)
         self._lost: deque[_UnderWay] = deque()
@@ -101,16 +93,24 @@ class Outbox:
         return sum(queued.body.num_bytes - queued.offset for queue in self._queues for queued in queue)
 
     def has_room(self, stream: str, num_bytes: int) -> bool:
-        """Whether a packet of that size may be put now: one always fits into an idle stream."""
+        """Whether a packet of that size may be put now: into an idle stream, or within its window.
+
+        In any case the receiver must have room for it.
+        """
         outstanding_bytes = self._streams.setdefault(stream, _Outgoing()).outstanding_bytes
-        return not outstanding_bytes or outstanding_bytes + num_bytes <= self._stream_window_bytes
+        cost = cost_bytes(num_bytes)
+        is_within = not outstanding_bytes or outstanding_bytes + cost <= self._stream_window_bytes
+        return is_within and self._room.fits(cost, stream_bytes=outstanding_bytes)
 
     def put(self, stream: str, body: Body, priority: Priority, *, now_s: float) -> None:
         """Queue a packet."""
         outgoing = self._streams.setdefault(stream, _Outgoing())
         self._queues[priority].append(_Queued(stream, outgoing.next_packet, priority, body, now_s))
+        cost = cost_bytes(body.num_bytes)
         outgoing.next_packet += 1
-        outgoing.put_bytes += body.num_bytes
+        outgoing.put_bytes += cost
+        outgoing.costs_bytes.append(cost)
+        self._room.add(cost)
         outgoing.counters.packets += 1
         outgoing.counters.payload_bytes += body.payload_bytes
 
@@ -171,7 +171,10 @@ class Outbox:
         outgoing = self._streams.get(stream)
         if outgoing is None or consumed_bytes > outgoing.put_bytes:
             raise FrameError(f"the peer consumed more of {stream!r} than was sent")
-        outgoing.consumed_bytes = max(outgoing.consumed_bytes, consumed_bytes)
+        while outgoing.costs_bytes and outgoing.consumed_bytes + outgoing.costs_bytes[0] <= consumed_bytes:
+            cost = outgoing.costs_bytes.popleft()
+            outgoing.consumed_bytes += cost
+            self._room.remove(cost)
 
     def _next_item(self, lane: int, *, now_s: float) -> _UnderWay | None:
         last = self._lowest_priority(self._lanes[lane])

@@ -8,8 +8,8 @@ from random import Random
 
 from isthmus.job import Job, LinkSpec
 from isthmus.wan.endpoint import Endpoint
+from isthmus.wan.frames import Packet
 from isthmus.wan.link import Link
-from isthmus.wan.packet import Packet
 
 _BULK = "probe/bulk"
 _ANSWER = "probe/answer"

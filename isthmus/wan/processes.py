@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -14,12 +16,15 @@ from typing import Any, Protocol
 from isthmus.errors import CloudFailed, IsthmusError, LinkError, RankLost
 from isthmus.job import Job
 from isthmus.wan.endpoint import Endpoint, Site
+from isthmus.wan.handshake import EXIT_LOST, Seat
 from isthmus.wan.local import LocalWan
-from isthmus.wan.seat import EXIT_LOST, Seat
 from isthmus.wan.trust.certificates import Identity
 
 _POLL_S = 0.2
 _LAST_WORDS_S = 3.0
+
+STOP_SIGNAL = signal.SIGUSR1
+"""Asks a rank's process for an orderly stop."""
 
 Report = Callable[[str], None]
 
@@ -36,6 +41,13 @@ class RankWork(Protocol):
 
     def __call__(self, job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat) -> Any:
         """Do it and give the result."""
+
+
+class Stoppable(Protocol):
+    """A request to stop in order, which the first process can honour while ranks run."""
+
+    def honoured_by(self, honour: Callable[[], None]) -> AbstractContextManager[None]:
+        """Within the block a request calls this, from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +91,17 @@ def run_clouds(
 
 
 def run_ranks(
-    job: Job, work: RankWork, wan: LocalWan, *, on_report: Callable[[str, str], None]
+    job: Job,
+    work: RankWork,
+    wan: LocalWan,
+    *,
+    on_report: Callable[[str, str], None],
+    stop: Stoppable | None = None,
 ) -> dict[tuple[str, int], Any]:
-    """Have every rank of every cloud do its work here and give the results; a failure of one ends all."""
+    """Have every rank of every cloud do its work here and give the results; a failure of one ends all.
+
+    A request to stop goes to the first process, as `STOP_SIGNAL`.
+    """
     context = multiprocessing.get_context("spawn")
     messages: Queue[_Message] = context.Queue()
     processes: dict[_Place, BaseProcess] = {}
@@ -102,7 +122,9 @@ def run_ranks(
                 process = context.Process(target=_be_rank, args=arguments, daemon=True)
                 process.start()
                 processes[_Place(cloud.name, rank)] = process
-        return _collect(processes, messages, on_report, several)
+        first = next(iter(processes.values()))
+        with nullcontext() if stop is None else stop.honoured_by(lambda: _ask(first)):
+            return _collect(processes, messages, on_report, several)
     finally:
         _end(list(processes.values()))
 
@@ -141,6 +163,11 @@ def _be_rank(
         # A link or a world that ended is mostly the echo of what ended another process.
         is_echo = isinstance(error, LinkError | RankLost)
         messages.put(_Failed(place, error.message, error.hint, is_echo))
+
+
+def _ask(process: BaseProcess) -> None:
+    if process.pid is not None and process.exitcode is None:
+        os.kill(process.pid, STOP_SIGNAL)
 
 
 def _end_with_parent() -> None:
@@ -208,11 +235,8 @@ def _crashed(processes: dict[_Place, BaseProcess], heard: set[_Place]) -> dict[_
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Tell all to end, and wait for them; one that is frozen is not asked twice."""
+    """End all that still run; ranks ignore the signals that reach a whole process group."""
     for process in processes:
-        process.terminate()
+        process.kill()
     for process in processes:
-        process.join(_LAST_WORDS_S)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        process.join()

@@ -11,10 +11,12 @@ import grpc
 import grpc.aio
 
 from isthmus.errors import FrameError, Refused
+from isthmus.wan.exchange import LoopThread
 from isthmus.wan.frames import MAX_FRAME_BYTES
 from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
 from isthmus.wan.link import Connection
-from isthmus.wan.loop import LoopThread
+from isthmus.wan.ports import ConnectionLimiter, place_of
+from isthmus.wan.relays.strangers import Complaints
 from isthmus.wan.trust.certificates import Identity
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,14 @@ _OPTIONS = [
     ("grpc.enable_retries", 0),
     # Two runs must not share a port unnoticed.
     ("grpc.so_reuseport", 0),
+]
+# A connection carries one call. One that shows no certificate, or makes no call, is ended in the time that a
+# dialler has.
+_SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.max_concurrent_streams", 1),
+    ("grpc.server_handshake_timeout_ms", int(1000 * _DIAL_TIMEOUT_S)),
+    ("grpc.max_connection_idle_ms", int(1000 * _DIAL_TIMEOUT_S)),
 ]
 
 
@@ -171,12 +181,23 @@ Accept = Callable[[Hello, Connection], Awaitable[None]]
 
 
 class Listener:
-    """Takes connections on one port and hands those with a good handshake on."""
+    """Accepts connections on one port and passes those with a valid handshake on; a limiter limits others."""
 
-    def __init__(self, *, identity: Identity, greet: Callable[[Hello], Hello], accept: Accept) -> None:
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        greet: Callable[[Hello], Hello],
+        accept: Accept,
+        limiter: ConnectionLimiter | None = None,
+    ) -> None:
         self._greet = greet
         self._accept = accept
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._limiter = limiter or ConnectionLimiter(num_expected=0)
+        self._watching: asyncio.Task[None] | None = None
+        self._complaints = Complaints()
+        max_num = ("grpc.max_allowed_incoming_connections", self._limiter.max_num_connections)
+        self._server = grpc.aio.server(options=[*_SERVER_OPTIONS, max_num])
         handler = grpc.stream_stream_rpc_method_handler(self._connect)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),)
@@ -189,22 +210,35 @@ class Listener:
         """Listen at host:port, 0 for any free port; gives the port."""
         port: int = self._server.add_secure_port(address, self._credentials)
         await self._server.start()
+        self._watching = asyncio.create_task(self._limiter.watch(port))
         return port
 
     async def close(self) -> None:
         """Stop listening and end all calls."""
+        if self._watching is not None:
+            self._watching.cancel()
         await self._server.stop(_GRACE_S)
 
     async def _connect(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        place = place_of(context.peer())
         try:
             hello = read_hello(context.invocation_metadata())
             _check_certificate(hello, context)
             answer = self._greet(hello)
         except (FrameError, Refused) as error:
-            log.warning("refused %s: %s", context.peer(), error.message)
+            self._complain(place[0], error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
-        await context.send_initial_metadata(answer.to_metadata())
-        await self._accept(hello, _ServerConnection(context))
+        self._limiter.authenticated(place)
+        try:
+            await context.send_initial_metadata(answer.to_metadata())
+            await self._accept(hello, _ServerConnection(context))
+        finally:
+            self._limiter.closed(place)
+
+    def _complain(self, host: str, error: FrameError | Refused) -> None:
+        words = self._complaints.tell(host, error.message, kind=type(error).__name__)
+        if words is not None:
+            log.warning("refused %s: %s", host, words)
 
 
 def _check_certificate(hello: Hello, context: grpc.aio.ServicerContext) -> None:

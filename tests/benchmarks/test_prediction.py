@@ -5,7 +5,7 @@ import pytest
 from predicted.cases import QUICK_WANS, sleeping_cases
 from predicted.stages import SleepingStages
 
-from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import Policy
 
 
 @pytest.mark.parametrize("number", [0, 2])

@@ -68,17 +68,17 @@ def test_streams_are_told_apart_by_what_runs_on_them(tmp_path: Path) -> None:
     assert kinds(rows["host: send"]) == ["send"]
 
 
-def test_gathering_before_the_first_pass_is_no_coding_that_was_not_hidden(tmp_path: Path) -> None:
+def test_gathering_before_the_first_pass_is_no_coding(tmp_path: Path) -> None:
     step = read_step(trace_of(EVENTS, tmp_path), SPANS)
-    assert step.hidden_share({"codec", "copy", "send"}) == pytest.approx(1.0)
+    assert step.overlapped_share({"codec", "copy", "send"}) == pytest.approx(1.0)
     assert step.busy_share == pytest.approx(1.0, abs=1e-3)
 
 
-def test_what_nothing_hides_counts(tmp_path: Path) -> None:
+def test_what_is_not_overlapped_counts(tmp_path: Path) -> None:
     gap = [*EVENTS[:2], event("kernel", "gemm", 7, 0, 10), event("kernel", "gemm", 7, 14, 30), *EVENTS[5:]]
     spans = [one for one in SPANS if one.kind in ("forward", "backward")]
     step = read_step(trace_of(gap, tmp_path), spans)
-    assert step.hidden_share({"codec", "copy"}) == 0.0
+    assert step.overlapped_share({"codec", "copy"}) == 0.0
     assert step.busy_share == pytest.approx(26 / 30, abs=1e-3)
 
 
@@ -103,14 +103,14 @@ def test_events_of_the_device_make_the_same_rows() -> None:
     step = step_of(SPANS, lanes)
     names = ["device: passes", "device: encode, copy", "device: copy, decode", "host: send"]
     assert [row.name for row in step.rows] == names
-    assert step.hidden_share({"codec", "send"}) == pytest.approx(1.0)
-    assert step.hidden_share({"decode"}) == 0.0
+    assert step.overlapped_share({"codec", "send"}) == pytest.approx(1.0)
+    assert step.overlapped_share({"decode"}) == 0.0
 
 
 @pytest.mark.parametrize("step", [Step(rows=()), Step(rows=(Row(name="compute stream", pieces=()),))])
 def test_nothing_is_drawn_as_nothing(step: Step) -> None:
     assert step.busy_share == 0.0
-    assert step.hidden_share({"codec"}) == 1.0
+    assert step.overlapped_share({"codec"}) == 1.0
     ElementTree.fromstring(draw_step(step, title="nothing"))
 
 

@@ -1,10 +1,8 @@
 from stages.watched import WatchedDevice
 
-from isthmus.train.device import Device
-
 
 def test_lanes_note_what_they_did_in_order() -> None:
-    device = WatchedDevice(Device("cpu"))
+    device = WatchedDevice("cpu")
     lane = device.lane()
     with lane.work():
         pass

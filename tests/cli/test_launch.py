@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from isthmus.cli.launch import find_seat, first_host
 from isthmus.errors import UserError
 from isthmus.job import Address, CloudSpec, load_job
-from isthmus.wan.seat import Seat
+from isthmus.wan.handshake import Seat
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = {

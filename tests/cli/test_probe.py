@@ -40,9 +40,9 @@ def test_the_demo_measures_what_was_set_and_writes_it(tmp_path: Path) -> None:
     out, err = finish(isthmus("probe", str(job), "--seconds", "1", "--write", "--json"))
     (found,) = json.loads(out)
     assert found["between"] == ["east", "west"]
-    # A busy machine may be slower than the line; nothing may be faster.
+    # A busy machine may be slower than the line, but not faster, within the emulator's bound of 2 ms.
     assert all(60e6 < bps < 220e6 for bps in found["bandwidth_bps"])
-    assert 0.04 <= found["rtt_s"] < 0.2
+    assert 0.038 <= found["rtt_s"] < 0.2
     assert "now holds these figures" in err
     (link,) = load_job(job).link
     assert link.bandwidth_bps is not None

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from isthmus.cli.main import app as isthmus
 from isthmus.cli.report import report
 from isthmus.errors import UserError
-from isthmus.plan.simulate import simulate
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from tests.observe.test_compare import SCENARIO, write_run
 
 
@@ -21,7 +21,7 @@ def invoke(*arguments: object) -> Any:
 
 
 def test_measured_beside_predicted_and_a_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path, simulate(SCENARIO, num_steps=4), slower=1.25)
+    run = write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=4), slower=1.25)
     result = invoke(run)
     assert result.exit_code == 0, result.output
     for words in ("-20.0%", "forward cloud0", "for gradients", "cloud1→cloud0", "latency"):
@@ -34,7 +34,7 @@ def test_measured_beside_predicted_and_a_page(tmp_path: Path) -> None:
 
 
 def test_a_run_without_plan_reports_what_was_measured(tmp_path: Path) -> None:
-    run = write_run(tmp_path, simulate(SCENARIO, num_steps=2), scenario=None)
+    run = write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=2), scenario=None)
     page = tmp_path / "elsewhere.html"
     result = invoke(run, "--html", page)
     assert result.exit_code == 0, result.output
@@ -44,7 +44,7 @@ def test_a_run_without_plan_reports_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_json_is_all_of_it(tmp_path: Path) -> None:
-    run = write_run(tmp_path, simulate(SCENARIO, num_steps=4), slower=2.0)
+    run = write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=4), slower=2.0)
     found = json.loads(invoke(run, "--json").stdout)
     assert found["errors"]["forward"] == 0.5
     assert found["step"]["error"] == -0.5

@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 from isthmus.cli.run import run
 from isthmus.events import Fact, Span, read_events
 from isthmus.job import load_job
-from isthmus.model.assembly import build_stage
+from isthmus.model.load import build_stage
+from isthmus.train.build import blueprint_of
 from isthmus.train.data.feed import Feed
 from isthmus.train.data.training_data import open_data
-from isthmus.train.equipment import make_optimizer
-from isthmus.train.setup import blueprint_of, set_up
+from isthmus.train.optimize.optimizer import Schedule
+from isthmus.train.setup import set_up
 from isthmus.wan.trust.certificates import make_authority, make_request, sign_request
 from tests.train.reference import train_alone
 from tests.train.test_setup import TINY, clouds, links
@@ -83,7 +84,12 @@ def train_here(job_file: Path, tmp_path: Path) -> dict[str, Tensor]:
     stage = build_stage(blueprint, range(blueprint.num_layers), seed=job.seed)
     with Feed(data, setup.layout) as feed:
         steps: Sequence[Any] = [feed.training(step) for step in range(NUM_STEPS)]
-    rates = [make_optimizer(job, stage).schedule.at(step) for step in range(NUM_STEPS)]
+    schedule = Schedule(
+        peak=job.train.learning_rate,
+        num_steps=job.train.steps,
+        num_warmup_steps=round(job.train.warmup_share * job.train.steps),
+    )
+    rates = [schedule.at(step) for step in range(NUM_STEPS)]
     torch.set_num_threads(1)
     train_alone(stage, steps, seed=job.seed, learning_rates=rates, weight_decay=0.1, max_norm=1.0)
     return dict(stage.model.state_dict())
@@ -105,7 +111,20 @@ def test_the_run_directory_tells_what_happened(finished: dict[str, Any]) -> None
     assert all(0 <= one["hidden_share"] <= 1 for one in finished["clouds"])
     assert AutoTokenizer.from_pretrained(folder / "model").vocab_size <= 300
     assert not list(folder.glob(".parts*"))
-    assert len(list((folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}/*/COMPLETE"))) == 2
+    assert len(list((folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}/*/manifest.json"))) == 2
+
+
+@pytest.mark.slow
+def test_a_model_with_a_bottleneck_is_exported_with_the_loss_that_it_had(
+    job_file: Path, tmp_path: Path
+) -> None:
+    narrow = ["link.0.boundary=bottleneck(8, warmup=4)", "link.0.codec=int8", "link.0.rtt=5 ms"]
+    changes = [*CHANGES, *narrow, "train.evaluate_without_codec=true"]
+    result = invoke(job_file, "--runs", str(tmp_path), changes=changes)
+    assert result.exit_code == 0, result.output
+    (told,) = re.findall(r"the exported model has a validation loss of ([0-9.]+)", result.output)
+    assert float(told) == pytest.approx(json.loads(result.stdout)["plain_validation_loss"], abs=1e-3)
+    assert "trust_remote_code=True" in result.output
 
 
 def test_a_run_that_was_cut_short_goes_on_where_all_clouds_had_saved(
@@ -262,7 +281,7 @@ def test_ranks_of_a_cloud_train_one_model_and_a_killed_one_does_not_end_the_run(
     assert expected["model.embed_tokens.weight"].shape == (300, 32)
 
     def kill() -> None:
-        while len(list((tmp_path / "killed").glob("tiny/*/checkpoints/*/*/COMPLETE"))) < 2:
+        while len(list((tmp_path / "killed").glob("tiny/*/checkpoints/*/*/manifest.json"))) < 2:
             time.sleep(0.02)
         ranks = [one for one in psutil.Process().children() if is_rank(one)]
         ranks[1].kill()

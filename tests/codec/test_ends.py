@@ -100,12 +100,14 @@ def test_a_payload_of_other_things_than_bytes_is_refused() -> None:
         cut.receiving.decode((torch.zeros(16, dtype=torch.int8),), key=KEY, num_rows=2)
 
 
-def test_bytes_at_an_odd_address_are_read() -> None:
-    for text in ("raw", "fp16", "int8", "int8(scale=tensor)"):
-        cut = make_cut(text, width=6)
-        payload, arrived = cut.send(noise(4, 6))
-        shifted = tuple(torch.cat([part[:1], part])[1:] for part in payload)
-        assert torch.equal(cut.receiving.decode(shifted, key=KEY, num_rows=4), arrived)
+@pytest.mark.parametrize("text", ["raw", "fp16", "int8", "int8(scale=tensor)", "svd(0.5)", "subspace(5)"])
+@pytest.mark.parametrize("num_skipped", [1, 4, 8])
+def test_bytes_at_an_odd_address_are_read_like_others(text: str, num_skipped: int) -> None:
+    for shape in ((4, 6), (3, 40), (60, 9), (2, 96)):
+        payload, arrived = make_cut(text, width=shape[1]).send(noise(*shape))
+        shifted = tuple(torch.cat([part.new_zeros(num_skipped), part])[num_skipped:] for part in payload)
+        receiving = make_cut(text, width=shape[1]).receiving
+        assert torch.equal(receiving.decode(shifted, key=KEY, num_rows=shape[0]), arrived)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -214,6 +216,34 @@ def test_the_same_message_is_coded_alike_and_others_are_not() -> None:
 def test_a_matrix_need_not_be_contiguous(text: str) -> None:
     x_ND = noise(96, 20).T  # noqa: N806
     expect_equal(make_cut(text, width=96).send(x_ND), make_cut(text, width=96).send(x_ND.contiguous()))
+
+
+@pytest.mark.parametrize(
+    "text", ["svd(0.2)", "svd(0.6)", "svd(0.9)", "subspace(8)", "center | rotate | int4"]
+)
+@pytest.mark.parametrize("shape", [(20, 96), (96, 20), (64, 64), (130, 70), (257, 33)])
+def test_products_of_matrices_do_not_show_how_a_matrix_lies_in_memory(
+    text: str, shape: tuple[int, int]
+) -> None:
+    """BLAS adds in another order where an operand is transposed, or has gaps between its rows."""
+    backward = "svd(0.5)" if text.startswith("svd") else "raw"
+    expected = make_cut(text, backward, width=shape[1])
+    cuts = [make_cut(text, backward, width=shape[1]) for _ in range(2)]
+    for step in range(3):
+        key = Key(step=step, microbatch=0)
+        x_ND, g_ND = noise(*shape, seed=step), noise(*shape, seed=9 + step)  # noqa: N806
+        wanted, wanted_back = expected.send(x_ND, key), expected.send_back(g_ND, key)
+        for cut, strided in zip(cuts, (transposed, with_gaps), strict=True):
+            expect_equal(cut.send(strided(x_ND), key), wanted)
+            expect_equal(cut.send_back(strided(g_ND), key), wanted_back)
+
+
+def transposed(x_ND: Tensor) -> Tensor:  # noqa: N803
+    return x_ND.T.contiguous().T
+
+
+def with_gaps(x_ND: Tensor) -> Tensor:  # noqa: N803
+    return torch.cat((x_ND, torch.ones(len(x_ND), 3)), dim=1)[:, :-3]
 
 
 def test_a_tensor_of_another_width_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Integers: error bounds, unbiased rounding, levels, and what is not finite."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from isthmus.codec.packing import pack_codes, unpack_codes
 from isthmus.job import parse_codec
-from isthmus.model.boundary import Batch
-from isthmus.plan.types import Pass, Send
-from isthmus.train.crossing.coded import Coded
-from isthmus.train.crossing.messages import Microbatch, pack_gradient, pack_microbatch
-from isthmus.wan.packet import pack
+from isthmus.plan.ladder import Pair
+from isthmus.plan.types import MessageKind
+from isthmus.wan.frames import pack
 from tests.codec.cuts import KEY, activations, make_cut, noise
+from tests.train.chain import CutCase, config
+from tests.train.wires import Joined
 
 LAST_CODE = {8: 127, 4: 7}
 # How much coarser steps are than the largest element asks for: room for a bf16 scale, rounded either way.
@@ -155,18 +156,23 @@ def test_bits_on_the_wire(text: str, most: float) -> None:
 
 @pytest.mark.parametrize(("text", "most"), [("rotate | int8", 8.4), ("rotate | int4", 4.35)])
 def test_bits_on_the_wire_with_all_that_is_around_them(text: str, most: float) -> None:
-    payload, _ = make_cut(text, width=768).send(noise(256, 768))
-    coded = Coded(codec=text, dtype=torch.float32, num_rows=256, parts=payload)
+    codec = parse_codec(text)
+    agreed = config(2, 128, cuts=(CutCase(codecs=Pair(forward=codec, backward=codec)),))
     ids = torch.arange(256).view(1, 256) + 150_000
-    microbatch = Microbatch(batch=Batch(ids=ids, labels=ids, num_targets=255), num_step_targets=524_288)
-    down = Send(kind=Pass.FORWARD, step=123_456, microbatch=127)
-    up = Send(kind=Pass.BACKWARD, step=123_456, microbatch=127)
-    for packet in (
-        pack_microbatch(microbatch, coded, about=down, sent_s=1_763_251_234.567891),
-        pack_gradient(coded, about=up, sent_s=1_763_251_234.567891),
-    ):
+    hidden = noise(256, 768).view(1, 256, 768)
+    down = {"ids": ids, "labels": ids, "targets": torch.tensor([255, 524_288]), "hidden": hidden}
+    place: dict[str, Any] = {"step": 123_456, "item": 127}
+    with Joined(agreed, hidden_width=768) as wires:
+        _, stream, activation = wires.before.send(
+            MessageKind.ACTIVATION, down, codecs=(("hidden", text), ("gradient", text)), **place
+        )
+        wires.behind.receive(stream, activation)
+        _, _, gradient = wires.behind.send(
+            MessageKind.GRADIENT, {"hidden": hidden}, codecs=(("hidden", text),), **place
+        )
+    for packet in (activation, gradient):
         num_bytes = pack(packet).num_bytes
-        assert num_bytes > coded.num_bytes
+        assert num_bytes > 256 * 768 * codec.bits_per_element(256, 768) / 8
         assert 8 * num_bytes / (256 * 768) <= most
 
 

@@ -7,7 +7,7 @@ from isthmus.errors import UserError
 from isthmus.job import ModelSpec
 from isthmus.job.model_keys import MODEL_KEYS
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.heads import HEADS
+from isthmus.model.families import HEADS
 from isthmus.plan.costs.families import FAMILIES
 
 

@@ -213,6 +213,7 @@ def test_what_a_site_sets_or_measures_is_not_in_the_digest(override: str) -> Non
         "link.0.guard_every=0",
         "model.frozen_layers=2",
         "model.cache_frozen=0",
+        "model.trust_remote_code=true",
         "train.evaluate_without_codec=true",
         "strategy.microbatches=15",
         "train.steps=11",

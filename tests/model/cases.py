@@ -1,18 +1,17 @@
 """Tiny models of every tested family, batches for every head, and a pass through stages by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import Blueprint, fresh_blueprint
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.heads import HEADS, IGNORED, Head
-from isthmus.model.randomness import Moment
-from isthmus.model.stage import Stage
+from isthmus.model.cut import Moment
+from isthmus.model.families import HEADS, IGNORED, Head
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, Stage, StageInput
 
 VOCABULARY_SIZE = 53
 NUM_LABELS = 3
@@ -125,19 +124,28 @@ class Pass:
     balance: float
 
 
-def run_pass(stages: Sequence[Stage], batch: Batch, *, moment: Moment = MOMENT) -> Pass:
-    """Forward through all stages, detached at each cut, then backward with the gradients handed back."""
+def run_pass(
+    stages: Sequence[Stage],
+    batch: Batch,
+    *,
+    moment: Moment = MOMENT,
+    place: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Pass:
+    """Forward through all stages, detached at each cut, then backward with the gradients handed back.
+
+    `place` is where what crosses lies in memory.
+    """
     crossings: list[Tensor | None] = [None]
     outputs = []
     for stage in stages:
         output = stage(StageInput(batch=batch, crossing=crossings[-1], moment=moment))
         outputs.append(output)
         if output.crossing is not None:
-            crossings.append(output.crossing.detach().requires_grad_())
+            crossings.append(place(output.crossing.detach()).requires_grad_())
     grad = None
     for output, crossing in zip(reversed(outputs), reversed(crossings), strict=True):
-        output.backward(grad=grad, loss_weight=1 / batch.num_targets)
-        grad = None if crossing is None else crossing.grad
+        output.backward(grad=grad, loss_weight=1 / max(batch.num_targets, 1))
+        grad = None if crossing is None or crossing.grad is None else place(crossing.grad)
     assert outputs[-1].loss is not None
     return Pass(
         loss=outputs[-1].loss.detach(),

@@ -1,19 +1,33 @@
 """What can be cut, where its layers lie, and what a user is told when it cannot."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.model.anatomy import split_layers
-from isthmus.model.assembly import build_stage
-from isthmus.model.blueprint import fresh_blueprint, pretrained_blueprint
-from isthmus.model.heads import HEADS
-from tests.model.cases import CASES, COMMON, CONFIGS, SEED, blueprint
+from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint, split_layers
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
+from isthmus.model.stage import StageInput
+from tests.model.cases import (
+    CASES,
+    COMMON,
+    CONFIGS,
+    ENCODERS,
+    SEED,
+    blueprint,
+    build,
+    make_batch,
+    scores_of,
+)
+from tests.model.test_weights import save_model
+from tests.model.tiny import heads_of, planned_types, tiny_blueprint
 
 CAUSAL = HEADS["causal-lm"]
 
@@ -41,6 +55,53 @@ def test_every_parameter_has_one_owner(model_type: str, head: str) -> None:
     for index, layer in enumerate(plan.anatomy.layers):
         assert layer
         assert all(f".{index}." in name for name in layer)
+
+
+@pytest.mark.parametrize("model_type", sorted(ENCODERS))
+def test_encoders_are_not_shown_their_targets(model_type: str) -> None:
+    with pytest.raises(UserError, match=f"{model_type} is an encoder") as caught:
+        blueprint(model_type, CAUSAL)
+    assert 'data.task = "masked-lm"' in str(caught.value.hint)
+    assert blueprint(model_type, CAUSAL, is_decoder=True).head is CAUSAL
+
+
+def test_a_pretrained_encoder_is_refused_too(tmp_path: Path) -> None:
+    save_model("bert", tmp_path)
+    with pytest.raises(UserError, match="is an encoder"):
+        pretrained_blueprint(str(tmp_path), head=CAUSAL)
+
+
+def changes_what_lies_before(plan: Blueprint) -> bool:
+    """Whether another last token changes the scores of the tokens before it."""
+    (stage,) = build(plan, [range(plan.num_layers)])
+    batch = make_batch(plan.head, lengths=(7, 7))
+    other = replace(batch, ids=batch.ids.clone().index_fill_(1, torch.tensor(6), 5))
+    with torch.no_grad():
+        one, two = (scores_of(stage.eval(), StageInput(batch=each))[:, :6] for each in (batch, other))
+    return not torch.allclose(one, two, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_what_is_trained_for_the_next_token_does_not_see_it(model_type: str) -> None:
+    is_decoder = {"is_decoder": True} if model_type in ENCODERS else {}
+    assert not changes_what_lies_before(blueprint(model_type, CAUSAL, **is_decoder))
+    if model_type in ENCODERS:
+        assert changes_what_lies_before(blueprint(model_type))
+
+
+@pytest.mark.slow
+def test_no_family_with_a_pipeline_plan_sees_the_next_token() -> None:
+    seeing: list[str] = []
+    blind: list[str] = []
+    for model_type in (one for one in planned_types() if CAUSAL in heads_of(one)):
+        try:
+            sees = changes_what_lies_before(tiny_blueprint(model_type, CAUSAL))
+        except UserError:
+            continue
+        (seeing if sees else blind).append(model_type)
+    # The router of Doge's experts mixes the tokens of a batch, in transformers itself.
+    assert seeing == ["doge"]
+    assert len(blind) > 60
 
 
 @pytest.mark.parametrize("num_stages", [0, 5, -1])

@@ -1,24 +1,18 @@
-"""Stages with bottlenecks between them: warm-up, switch, exactness, state and export."""
+"""Stages with bottlenecks between them: warm-up, switch, exactness and state."""
 
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.job.boundary import Anchor, BottleneckSpec, BoundarySpec, HiddenSpec
-from isthmus.model.anatomy import split_layers
-from isthmus.model.assembly import build_stage
-from isthmus.model.blueprint import Blueprint
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.export import merge, write_part
-from isthmus.model.stage import Stage
+from isthmus.model.blueprint import Blueprint, split_layers
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, Stage, StageInput
 from tests.model.cases import MOMENT, SEED, assert_identical, blueprint, make_batch
 
 SPEC = BottleneckSpec(rank=6)
@@ -210,43 +204,6 @@ def test_names_are_hugging_faces_and_those_of_the_halves() -> None:
     assert {"down.anchors.table", "down.observed.scatter_DD"} < set(first.tensors_by_name())
     assert {"down.weight", "up.weight", "up.anchors.table"} < set(middle.parameters_by_name())
     assert not [name for name in last.tensors_by_name() if name.startswith("down.")]
-
-
-def test_the_export_leaves_bottlenecks_out_and_writes_them_beside_it(tmp_path: Path) -> None:
-    plan = blueprint("llama")
-    stages = build_cut(plan, 3)
-    warm_up(stages, plan)
-    parts = [tmp_path / f"part-{index}" for index in range(3)]
-    for stage, part in zip(stages, parts, strict=True):
-        write_part(stage, part)
-    notes = merge(parts, tmp_path / "model")
-    assert [note.split(", which")[0] for note in notes] == [
-        f"the model was trained with {SPEC} before layer {layer}" for layer in (2, 3)
-    ]
-    _, report = plan.head.auto_class.from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    written = load_file(tmp_path / "model" / "boundary-1.safetensors")
-    assert stages[0].down is not None
-    assert stages[1].up is not None
-    assert_identical(
-        written,
-        {
-            **{f"down.{name}": one for name, one in stages[0].down.values().items()},
-            **{f"up.{name}": one for name, one in stages[1].up.values().items()},
-        },
-    )
-    assert {"up.anchors.unit", "down.anchors.unit"} < set(written)
-    with safe_open(tmp_path / "model" / "boundary-2.safetensors", framework="pt") as file:
-        assert file.metadata() == {"boundary": str(SPEC), "note": notes[1]}
-
-
-def test_a_bottleneck_that_never_began_is_not_exported(tmp_path: Path) -> None:
-    stages = build_cut(blueprint("llama"), 2)
-    for index, stage in enumerate(stages):
-        write_part(stage, tmp_path / str(index))
-    assert merge([tmp_path / "0", tmp_path / "1"], tmp_path / "model") == ()
-    assert not list((tmp_path / "model").glob("boundary*"))
 
 
 def test_bottlenecks_that_make_no_sense_are_refused() -> None:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.model.anatomy import split_layers
+from isthmus.model.blueprint import split_layers
 from tests.model.cases import CONFIGS, blueprint, build, make_batch, run_pass
 
 

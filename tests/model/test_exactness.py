@@ -1,27 +1,23 @@
 """A model that is cut trains to the bit like the one that is not."""
 
-import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from isthmus.model.anatomy import split_layers
-from isthmus.model.blueprint import Blueprint
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.heads import HEADS
-from isthmus.model.randomness import Moment, generators_kept
+from isthmus.errors import UserError
+from isthmus.model.blueprint import split_layers
+from isthmus.model.cut import Moment
+from isthmus.model.families import HEADS
+from isthmus.model.stage import Batch, StageInput
 from tests.model.cases import (
     CASES,
     CONFIGS,
     MOMENT,
-    Pass,
     assert_identical,
     blueprint,
     build,
@@ -29,43 +25,8 @@ from tests.model.cases import (
     parameters,
     run_pass,
 )
-
-CPU = torch.device("cpu")
-
-
-def plain_model(plan: Blueprint, values: dict[str, Tensor]) -> PreTrainedModel:
-    """The model as transformers builds it, without a line of ours in it, untied."""
-    config = copy.deepcopy(plan.config)
-    config.tie_word_embeddings = False
-    model: PreTrainedModel = plan.head.auto_class.from_config(config)
-    model.load_state_dict(values, strict=False)
-    model.train()
-    return model
-
-
-def seed_layers(model: PreTrainedModel, path: str, moment: Moment) -> None:
-    def seeding(place: str) -> Callable[..., None]:
-        def seed(_module: nn.Module, _args: object) -> None:
-            moment.seed_place(place, CPU)
-
-        return seed
-
-    for index, layer in enumerate(model.base_model.get_submodule(path).children()):
-        layer.register_forward_pre_hook(seeding(f"layer {index}"))
-
-
-def plain_pass(plan: Blueprint, batch: Batch, values: dict[str, Tensor]) -> Pass:
-    model = plain_model(plan, values)
-    seed_layers(model, plan.family.layers, MOMENT)
-    assert batch.labels is not None
-    extra: dict[str, Any] = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-    with generators_kept(CPU):
-        MOMENT.seed_place("embedding", CPU)
-        output = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False, **extra)
-        loss = plan.head.loss(plan.head.scores(output), batch.labels)
-    torch.autograd.backward(loss, torch.full_like(loss, 1 / batch.num_targets))
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return Pass(loss=loss.detach(), grads=grads, balance=0.0)
+from tests.model.plain import plain_pass
+from tests.model.tiny import planned_types, tiny_blueprint
 
 
 @pytest.mark.parametrize(("model_type", "head"), CASES)
@@ -81,6 +42,29 @@ def test_every_family_and_head_is_cut_without_a_trace(model_type: str, head: str
         found = run_pass(stages, batch)
         assert torch.equal(found.loss, expected.loss)
         assert_identical(found.grads, expected.grads)
+
+
+@pytest.mark.slow
+def test_every_family_with_a_pipeline_plan_is_transformers_own() -> None:
+    same: list[str] = []
+    different: dict[str, str] = {}
+    for model_type in planned_types():
+        try:
+            plan = tiny_blueprint(model_type)
+            values = parameters(build(plan, [range(plan.num_layers)], untie=True))
+            found = run_pass(build(plan, split_layers(plan.num_layers, 3), untie=True), make_batch(plan.head))
+        except UserError:
+            continue
+        expected = plain_pass(plan, make_batch(plan.head), values)
+        try:
+            assert torch.equal(found.loss, expected.loss)
+            assert_identical(found.grads, expected.grads)
+        except AssertionError as error:
+            different[model_type] = str(error)
+        else:
+            same.append(model_type)
+    assert different == {}
+    assert len(same) > 70
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -107,6 +91,24 @@ def test_any_cut_and_any_lengths(cuts_at: set[int], lengths: list[int]) -> None:
     found = run_pass(build(plan, ranges), batch)
     assert torch.equal(found.loss, expected.loss)
     assert_identical(found.grads, expected.grads)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "electra", "llama", "mixtral"])
+def test_where_a_message_lies_in_memory_changes_nothing(model_type: str) -> None:
+    """At an odd address BLAS adds in another order, for some shapes: those of an encoder's first product."""
+    plan = blueprint(model_type, hidden_size=104, intermediate_size=180)
+    cuts = split_layers(plan.num_layers, 3)
+    for seed, length in itertools.product(range(2), (2, 3, 9)):
+        batch = make_batch(plan.head, lengths=(length,), seed=seed)
+        expected = run_pass(build(plan, cuts), batch)
+        found = run_pass(build(plan, cuts), batch, place=at_an_odd_address)
+        assert torch.equal(found.loss, expected.loss)
+        assert_identical(found.grads, expected.grads)
+
+
+def at_an_odd_address(tensor: Tensor) -> Tensor:
+    shifted = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return shifted.copy_(tensor)
 
 
 def test_positions_that_start_anew_are_rebuilt_at_every_stage() -> None:

@@ -10,13 +10,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from isthmus.errors import UserError
-from isthmus.model.anatomy import split_layers
-from isthmus.model.blueprint import Blueprint, pretrained_blueprint
-from isthmus.model.boundary import StageInput
+from isthmus.model.blueprint import Blueprint, pretrained_blueprint, split_layers
 from isthmus.model.export import merge, write_part
-from isthmus.model.heads import HEADS
+from isthmus.model.families import HEADS
 from isthmus.model.source import INDEX_FILE
-from isthmus.model.stage import Stage
+from isthmus.model.stage import Stage, StageInput
 from tests.model.cases import (
     CONFIGS,
     assert_identical,
@@ -27,6 +25,7 @@ from tests.model.cases import (
     parameters,
     scores_of,
 )
+from tests.model.test_weights import save_model
 
 FAMILIES_AND_HEADS = [
     *[(model_type, language_head(model_type).name) for model_type in CONFIGS],
@@ -66,6 +65,18 @@ def write_parts(stages: list[Stage], folder: Path, *, max_file_bytes: int = 10**
 def test_the_joined_model_gives_the_scores_of_its_stages(model_type: str, head: str, tmp_path: Path) -> None:
     plan = blueprint(model_type, HEADS[head])
     stages = build(plan, split_layers(plan.num_layers, 2))
+    merge(write_parts(stages, tmp_path), tmp_path / "model")
+    assert torch.equal(loaded_scores(tmp_path / "model", plan), stage_scores(stages, plan))
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta", "electra", "qwen3"])
+def test_ties_of_a_pretrained_model_are_no_loss(model_type: str, tmp_path: Path) -> None:
+    save_model(model_type, tmp_path / "origin")
+    plan = pretrained_blueprint(str(tmp_path / "origin"), head=language_head(model_type))
+    stages = build(plan, split_layers(plan.num_layers, 2))
+    with torch.no_grad():
+        for number, parameter in enumerate(stages[-1].parameters()):
+            parameter.add_(number)
     merge(write_parts(stages, tmp_path), tmp_path / "model")
     assert torch.equal(loaded_scores(tmp_path / "model", plan), stage_scores(stages, plan))
 

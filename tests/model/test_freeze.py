@@ -8,11 +8,9 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.job.boundary import BottleneckSpec
-from isthmus.model.anatomy import split_layers
-from isthmus.model.assembly import build_stage
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.freeze import freeze_below
-from isthmus.model.stage import Stage
+from isthmus.model.blueprint import split_layers
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, Stage, StageInput, freeze_below
 from tests.model.cases import MOMENT, SEED, assert_identical, blueprint, build, make_batch
 
 

@@ -10,15 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isthmus.model.anatomy import split_layers
-from isthmus.model.boundary import Batch, StageInput, StageOutput
+from isthmus.model.blueprint import split_layers
 from isthmus.model.budget import Budgeted
 from isthmus.model.cheapest import Saving, cheapest, whole_costs
+from isthmus.model.cut import Moment
 from isthmus.model.growth import Growth
 from isthmus.model.meter import LayerReading, Meter
-from isthmus.model.randomness import Moment
-from isthmus.model.recompute import Fixed, InputSize, Stay
-from isthmus.model.stage import Stage
+from isthmus.model.stage import Batch, Fixed, InputSize, Stage, StageInput, StageOutput, Stay
 from tests.model.cases import (
     CONFIGS,
     MOMENT,

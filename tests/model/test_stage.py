@@ -8,13 +8,11 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from isthmus.errors import UserError
-from isthmus.model.anatomy import split_layers
-from isthmus.model.assembly import build_stage
-from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.heads import HEADS, IGNORED
-from isthmus.model.layer_call import LayerCall
-from isthmus.model.seam import Departure, Passage, Seam
+from isthmus.model.blueprint import fresh_blueprint, split_layers
+from isthmus.model.cut import Departure, LayerCall, Passage, Seam
+from isthmus.model.families import HEADS, IGNORED
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, StageInput
 from tests.model.cases import (
     CASES,
     CONFIGS,

@@ -8,9 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
 
-from isthmus.model.boundary import Batch, StageInput, StageOutput
-from isthmus.model.stage import Stage
-from isthmus.model.waits import one_sequence_a_row
+from isthmus.model.stage import Batch, Stage, StageInput, StageOutput
+from isthmus.model.transformers_calls import one_sequence_a_row
 from tests.model.cases import MOMENT, blueprint, build, make_batch
 
 _READING = {"__bool__", "__contains__", "__int__", "item", "tolist"}

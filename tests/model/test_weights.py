@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from isthmus.errors import UserError
 from isthmus.model import source
-from isthmus.model.anatomy import split_layers
-from isthmus.model.assembly import build_stage
-from isthmus.model.blueprint import pretrained_blueprint
-from isthmus.model.heads import HEADS
+from isthmus.model.blueprint import pretrained_blueprint, split_layers
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
 from isthmus.model.source import INDEX_FILE, WEIGHTS_FILE, LazyTensor
 from tests.model.cases import (
     CONFIGS,
@@ -53,6 +52,16 @@ def test_pretrained_weights_arrive_where_they_belong(model_type: str, tmp_path: 
     plan = pretrained_blueprint(str(tmp_path), head=language_head(model_type))
     stages = build(plan, split_layers(plan.num_layers, 3))
     assert_identical(parameters(stages), expected_values(model))
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_no_two_parameters_share_memory_once_they_are_untied(model_type: str, tmp_path: Path) -> None:
+    save_model(model_type, tmp_path)
+    plan = pretrained_blueprint(str(tmp_path), head=language_head(model_type))
+    cuts = split_layers(plan.num_layers, 2)
+    tensors = [one for stage in build(plan, [*cuts, *cuts]) for one in stage.tensors_by_name().values()]
+    places = [one.untyped_storage().data_ptr() for one in tensors]
+    assert len(set(places)) == len(places)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "bert", "mixtral"])

@@ -12,7 +12,7 @@ from isthmus.observe.compare import compare
 from isthmus.observe.recorded import find_run, read_run
 from isthmus.observe.waits import waits_of
 from isthmus.plan.scenario import Scenario, scenario_to_dict
-from isthmus.plan.simulate import simulate
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from isthmus.plan.simulation.timeline import Timeline
 from tests.plan.scenarios import pipeline
 
@@ -58,7 +58,7 @@ def _stretched(span: Span, factor: float) -> Span:
 
 
 def test_a_run_as_predicted_has_no_error(tmp_path: Path) -> None:
-    found = compare(read_run(write_run(tmp_path, simulate(SCENARIO, num_steps=4))))
+    found = compare(read_run(write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=4))))
     assert found.clouds == ("cloud0", "cloud1")
     assert found.step.error == pytest.approx(0.0, abs=1e-6)
     for kind in ("forward", "backward", "transfer"):
@@ -72,7 +72,7 @@ def test_a_run_as_predicted_has_no_error(tmp_path: Path) -> None:
 
 
 def test_a_run_that_took_twice_as_long_was_predicted_at_half(tmp_path: Path) -> None:
-    found = compare(read_run(write_run(tmp_path, simulate(SCENARIO, num_steps=3), slower=2.0)))
+    found = compare(read_run(write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=3), slower=2.0)))
     assert found.step.error == pytest.approx(-0.5)
     assert found.error_of("forward") == pytest.approx(0.5)
     assert found.measured_chart is not None
@@ -84,7 +84,7 @@ def test_a_run_that_took_twice_as_long_was_predicted_at_half(tmp_path: Path) -> 
 
 
 def test_a_run_without_a_plan_still_has_its_measured_part(tmp_path: Path) -> None:
-    found = compare(read_run(write_run(tmp_path, simulate(SCENARIO, num_steps=3), scenario=None)))
+    found = compare(read_run(write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=3), scenario=None)))
     assert found.step.predicted is None
     assert found.step.error is None
     assert found.step.measured is not None
@@ -95,7 +95,7 @@ def test_a_run_without_a_plan_still_has_its_measured_part(tmp_path: Path) -> Non
 
 
 def test_a_plan_of_another_format_is_said_in_one_sentence(tmp_path: Path) -> None:
-    run = write_run(tmp_path, simulate(SCENARIO))
+    run = write_run(tmp_path, simulate_scenario(SCENARIO))
     (run / "plan.json").write_text('{"version": 9, "scenario": null}')
     with pytest.raises(UserError, match="format 9"):
         read_run(run)
@@ -103,7 +103,7 @@ def test_a_plan_of_another_format_is_said_in_one_sentence(tmp_path: Path) -> Non
 
 def test_a_folder_of_runs_stands_for_its_newest(tmp_path: Path) -> None:
     for name in ("2026a", "2026b"):
-        write_run(tmp_path / name, simulate(SCENARIO))
+        write_run(tmp_path / name, simulate_scenario(SCENARIO))
     assert find_run(tmp_path) == tmp_path / "2026b"
     assert find_run(tmp_path / "2026a") == tmp_path / "2026a"
     with pytest.raises(UserError, match="holds no run"):

@@ -15,8 +15,8 @@ from isthmus.observe.page import Section, Table, to_html
 from isthmus.observe.png import to_png
 from isthmus.observe.svg import to_svg
 from isthmus.observe.timeline import Chart, chart_of_step
-from isthmus.plan.pipeline import Policy
-from isthmus.plan.simulate import simulate
+from isthmus.plan.scenario import Policy
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from tests.plan.scenarios import pipeline, stage
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -25,7 +25,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.fixture(scope="module")
 def chart() -> Chart:
     """F0 F1 B0 B1 on two stages, 12 s long; transfers take 1.5 s."""
-    return chart_of_step(simulate(pipeline(2, 2, serialise_s=0.5, latency_s=1.0, policy=Policy.GPIPE)))
+    return chart_of_step(
+        simulate_scenario(pipeline(2, 2, serialise_s=0.5, latency_s=1.0, policy=Policy.GPIPE))
+    )
 
 
 def test_the_terminal_tells_all_kinds_apart_without_colour(chart: Chart) -> None:
@@ -79,7 +81,7 @@ def test_boxes_lie_within_the_picture_and_as_long_as_their_spans(chart: Chart) -
 
 
 def test_numbers_are_left_out_where_boxes_are_too_narrow() -> None:
-    chart = chart_of_step(simulate(pipeline(2, 200, serialise_s=0.1, latency_s=0.5)))
+    chart = chart_of_step(simulate_scenario(pipeline(2, 200, serialise_s=0.1, latency_s=0.5)))
     labels = [one for one in draw_chart(chart, width=400).shapes if isinstance(one, Label)]
     assert not any(one.text == "150" for one in labels)
 
@@ -87,7 +89,7 @@ def test_numbers_are_left_out_where_boxes_are_too_narrow() -> None:
 def test_an_update_without_length_is_not_drawn(chart: Chart) -> None:
     assert "update" not in draw_text(chart, width=80).plain
     scenario = replace(pipeline(1, 2), stages=(stage(0, update_s=0.5),))
-    assert "update" in draw_text(chart_of_step(simulate(scenario)), width=80).plain
+    assert "update" in draw_text(chart_of_step(simulate_scenario(scenario)), width=80).plain
 
 
 def test_a_page_holds_its_pictures_and_tables_and_no_foreign_markup(chart: Chart) -> None:

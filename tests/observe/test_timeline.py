@@ -8,7 +8,7 @@ from isthmus.intervals import total_s, union
 from isthmus.observe.timeline import chart_of_step, clouds_in_order, lay_out, microbatch_of, step_bounds
 from isthmus.plan.faults import CloudFault, CloudFaultKind
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.simulate import simulate
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from tests.plan.scenarios import pipeline, scenarios
 
 
@@ -17,7 +17,7 @@ def span(kind: str, start_s: float, end_s: float, *, track: str = "east", name: 
 
 
 def test_tracks_follow_the_pipeline_with_the_lines_between_them() -> None:
-    timeline = simulate(pipeline(3, 4, serialise_s=0.1, latency_s=0.5))
+    timeline = simulate_scenario(pipeline(3, 4, serialise_s=0.1, latency_s=0.5))
     assert [track.name for track in chart_of_step(timeline).tracks] == [
         "cloud0",
         "cloud0→cloud1",
@@ -30,7 +30,7 @@ def test_tracks_follow_the_pipeline_with_the_lines_between_them() -> None:
 
 
 def test_of_many_ranks_some_are_shown_and_the_rest_counted() -> None:
-    timeline = simulate(pipeline(2, 22, serialise_s=0.1, latency_s=0.5, num_ranks=11))
+    timeline = simulate_scenario(pipeline(2, 22, serialise_s=0.1, latency_s=0.5, num_ranks=11))
     chart = chart_of_step(timeline, max_ranks=3)
     names = [track.name for track in chart.tracks if not track.is_line]
     assert names == [f"cloud{cloud}/{rank}" for cloud in (0, 1) for rank in (0, 1, 2)]
@@ -39,7 +39,7 @@ def test_of_many_ranks_some_are_shown_and_the_rest_counted() -> None:
 
 @given(scenarios(max_ranks=2))
 def test_boxes_of_a_row_do_not_overlap_and_bubbles_fill_the_rest(scenario: Scenario) -> None:
-    chart = chart_of_step(simulate(scenario, num_steps=2))
+    chart = chart_of_step(simulate_scenario(scenario, num_steps=2))
     for track in (one for one in chart.tracks if not one.is_line):
         (spans,) = track.rows or ((),)
         busy = union(
@@ -79,7 +79,7 @@ def test_a_box_shows_its_microbatch_and_an_update_shows_none() -> None:
 
 def test_a_run_that_ended_in_its_first_step_is_shown_as_far_as_it_came() -> None:
     gone = CloudFault(at_s=3.5, kind=CloudFaultKind.GONE, cloud="cloud1")
-    chart = chart_of_step(simulate(pipeline(2, 4), faults=[gone]))
+    chart = chart_of_step(simulate_scenario(pipeline(2, 4), faults=[gone]))
     assert (chart.start_s, chart.end_s) == (0.0, 3.0)
 
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from isthmus.plan.pipeline import Policy
-from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
+from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad
 
 BYTES_PER_S = 1_000_000
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.pipeline import Policy
-from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
-from isthmus.plan.simulate import simulate
+from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from isthmus.plan.simulation.alike import one_for_all
 
 TIMES = st.floats(0.01, 0.2)
@@ -58,7 +57,7 @@ def hops(draw: st.DrawFn) -> HopLoad:
 def test_it_takes_as_long(scenario: Scenario) -> None:
     one = one_for_all(scenario)
     assert [stage.num_ranks for stage in one.stages] == [1] * scenario.num_stages
-    together, alone = (simulate(which, num_steps=2) for which in (scenario, one))
+    together, alone = (simulate_scenario(which, num_steps=2) for which in (scenario, one))
     assert alone.step_s == pytest.approx(together.step_s, rel=1e-6)
     for first, second in zip(together.traffic, alone.traffic, strict=True):
         assert (first.down_bytes, first.up_bytes) == (second.down_bytes, second.up_bytes)

@@ -8,10 +8,10 @@ import torch
 
 from isthmus.errors import UserError
 from isthmus.job.boundary import BottleneckSpec, parse_boundary
-from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.bottleneck import Down, Half, Up
-from isthmus.model.heads import HEADS
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
 from isthmus.plan.costs.activations import Arithmetic, Precision
 from isthmus.plan.costs.bottlenecks import HalfCosts, bottleneck_costs
 from isthmus.plan.costs.memory import Memory, OptimizerState, Savers, Sharding, stage_memory

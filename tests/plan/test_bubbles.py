@@ -15,7 +15,7 @@ from isthmus.plan.bubbles import (
     overlapped_bubble,
     overlapped_step_s,
 )
-from isthmus.plan.window import Hop
+from isthmus.plan.scenario import Hop
 
 
 def equal_hops(num_stages: int, on_line_s: float, latency_s: float) -> list[Hop]:

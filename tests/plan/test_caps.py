@@ -10,11 +10,10 @@ from isthmus.errors import UserError
 from isthmus.job import Job, PipelineStrategy, load_job, update_job_sections
 from isthmus.plan.following import planned_changes
 from isthmus.plan.planner import plan
-from isthmus.plan.rank_windows import expected, first_windows, next_windows
-from isthmus.plan.scenario import Scenario
+from isthmus.plan.scenario import Scenario, expected, first_windows, next_windows
 from isthmus.plan.search.choice import Decisions, PipelineSettings
 from isthmus.plan.search.plan_file import decisions_from_dict, decisions_of, plan_to_json, scenario_of
-from isthmus.plan.simulate import simulate
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 from tests.plan.scenarios import hop, stage
 
@@ -56,9 +55,9 @@ def test_a_plan_bounds_each_stage_by_its_own_memory() -> None:
     assert isinstance(caps, tuple)
     assert caps[1] < chosen.stages[0].window
     assert chosen.scenario is not None
-    timeline = simulate(chosen.scenario, num_steps=3)
+    timeline = simulate_scenario(chosen.scenario, num_steps=3)
     assert all(one <= cap for one, cap in zip(timeline.steps[-1].windows, caps, strict=True))
-    bound_alike = simulate(replace(chosen.scenario, max_in_flight=caps[1]), num_steps=3)
+    bound_alike = simulate_scenario(replace(chosen.scenario, max_in_flight=caps[1]), num_steps=3)
     assert timeline.step_s < 0.95 * bound_alike.step_s
     assert all(one.memory_bytes <= 0.9 * (one.capacity_bytes or 0) for one in chosen.stages)
 

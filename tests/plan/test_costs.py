@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.errors import UserError
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.heads import HEADS
+from isthmus.model.families import HEADS
+from isthmus.model.stage import Batch, StageInput
 from isthmus.plan.costs.activations import Arithmetic, Precision
 from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.parts import ModelCosts, Workload, model_costs

@@ -33,7 +33,7 @@ class Traffic:
         return Flow(
             self.clock,
             bandwidth_bps=8.0,
-            latency_s=latency_s,
+            delay_s=latency_s,
             jitter_s=jitter_s,
             seed=seed,
             slowdowns=slowdowns,
@@ -178,7 +178,7 @@ def test_nothing_passes_while_a_line_is_down(loses: bool, first_s: float) -> Non
 def test_a_whisper_takes_no_room_but_waits_for_a_line_that_is_down() -> None:
     clock = Clock()
     heard: list[float] = []
-    flow = Flow(clock, bandwidth_bps=8.0, latency_s=1.0, outages=[Outage(start_s=5.0, end_s=9.0, loses=True)])
+    flow = Flow(clock, bandwidth_bps=8.0, delay_s=1.0, outages=[Outage(start_s=5.0, end_s=9.0, loses=True)])
     flow.send("a", 100, sent=lambda: None, arrived=lambda: None)
     for at_s in (0.0, 4.5, 6.0):
         clock.at(at_s, lambda: flow.whisper(lambda: heard.append(clock.now_s)))

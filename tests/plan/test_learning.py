@@ -15,9 +15,9 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.load import parse_job
 from isthmus.job.lora import LoraSpec
-from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import Blueprint, fresh_blueprint
-from isthmus.model.heads import HEADS
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
 from isthmus.plan.costs.activations import Precision
 from isthmus.plan.costs.devices import CATALOGUE
 from isthmus.plan.costs.families import FAMILIES, Product

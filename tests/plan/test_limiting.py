@@ -9,7 +9,7 @@ from isthmus.job import load_job
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
 from isthmus.plan.search.limiting import by_formula, limiting, reliefs
-from isthmus.plan.simulate import simulate
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from tests.plan.jobs import two_clouds
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -32,7 +32,7 @@ def scenario(*, bandwidth_bps: float = 1e9, latency_s: float = 0.01, cap: int | 
 
 
 def simulated_s(one: Scenario) -> float:
-    return simulate(one, num_steps=2).step_s
+    return simulate_scenario(one, num_steps=2).step_s
 
 
 @pytest.mark.parametrize("timed", [by_formula, simulated_s])

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from isthmus.job.lora import LoraSpec
-from isthmus.model.assembly import build_stage
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.heads import HEADS
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
 from isthmus.plan.costs.activations import Arithmetic, Precision
 from isthmus.plan.costs.learning import Learning, read_adapters
@@ -21,9 +21,8 @@ from isthmus.plan.costs.parts import Workload, model_costs
 from isthmus.plan.costs.shapes import Task, read_shape
 from isthmus.train.device import Device
 from isthmus.train.profiling import AUTOCAST, Rig, Size
-from isthmus.train.ranks.reduction import Reduction
 from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, shard
-from isthmus.train.ranks.world import Alone
+from isthmus.train.ranks.world import Alone, Reduction
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1024,

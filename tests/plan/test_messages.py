@@ -6,24 +6,27 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.model.anatomy import split_layers
-from isthmus.model.blueprint import Blueprint, fresh_blueprint
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.heads import HEADS
+from isthmus.job.codec import parse_codec
+from isthmus.model.blueprint import Blueprint, fresh_blueprint, split_layers
+from isthmus.model.families import HEADS
+from isthmus.model.stage import Batch, StageInput
 from isthmus.plan.costs.activations import Arithmetic, Precision
 from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.messages import Messages, framed_bytes, messages_of, stream_bytes
 from isthmus.plan.costs.shapes import Task, read_shape
+from isthmus.plan.ladder import Crossing, Pair
 from isthmus.plan.planner import plan
 from isthmus.plan.search.choice import Plan
-from isthmus.plan.types import Pass, Send
-from isthmus.train.crossing.coded import Coded
-from isthmus.train.crossing.messages import Microbatch, pack_gradient, pack_microbatch
+from isthmus.plan.types import Carried, MessageKind, Sent
 from isthmus.wan.frames import wire_bytes
-from isthmus.wan.packet import Packet, pack
 from tests.model.cases import COMMON, CONFIGS, MOMENT, blueprint, build, language_head, make_batch
 from tests.plan.jobs import two_clouds
-from tests.train.chain import Given, chain, course
+from tests.train.chain import CutCase, Given, chain, config
+from tests.train.wires import Joined
+
+ACTIVATION, GRADIENT = MessageKind.ACTIVATION, MessageKind.GRADIENT
+CODED = Pair(forward=parse_codec("rotate | int4"), backward=parse_codec("rotate | int4(stochastic)"))
+WIDTH = 64
 
 ON_CPU = Arithmetic(precision=Precision.BFLOAT16, on_accelerator=False)
 ON_GPU = Arithmetic(precision=Precision.BFLOAT16)
@@ -84,33 +87,42 @@ def test_integers_and_headers_are_those_of_real_packets(vocab_size: int, task: s
         ),
         "token-classification": ids % 5,
     }[task]
-    coded = Coded(
-        codec="rotate | int4", dtype=torch.float32, num_rows=ids.numel(), parts=(torch.zeros(99_999).byte(),)
-    )
-    about = Send(kind=Pass.FORWARD, step=1234, microbatch=56)
-    batch = Batch(ids=ids, labels=labels, num_targets=3210)
-    down = pack_microbatch(Microbatch(batch=batch, num_step_targets=98765), coded, about=about, sent_s=1.7e9)
-    up = pack_gradient(coded, about=about, sent_s=1.7e9)
-    shape = read_shape({"model_type": "bert", "vocab_size": vocab_size}, task=Task(task))
-    found = messages_of(shape)
-    expected = found.forward_bytes(coded.num_bytes, num_tokens=ids.numel())
+    integers = {"ids": ids, "labels": labels, "targets": torch.tensor([3210, 98765])}
+    hidden = torch.randn(*ids.shape, WIDTH)
+    codecs = (("hidden", str(CODED.forward)), ("gradient", str(CODED.backward)))
+    with Joined(config(2, 64, cuts=(CutCase(codecs=CODED),)), hidden_width=WIDTH) as wires:
+        about: dict[str, Any] = {"step": 1234, "item": 56}
+        down, stream, packet = wires.before.send(
+            ACTIVATION, {**integers, "hidden": hidden}, codecs=codecs, **about
+        )
+        wires.behind.receive(stream, packet)
+        up, *_ = wires.behind.send(
+            GRADIENT, {"hidden": hidden}, codecs=(("hidden", str(CODED.backward)),), **about
+        )
+    found = messages_of(read_shape({"model_type": "bert", "vocab_size": vocab_size}, task=Task(task)))
+    crossing = Crossing(num_rows=ids.numel(), width=WIDTH)
+    expected = found.forward_bytes(CODED.forward_bytes(crossing), num_tokens=ids.numel())
     assert on_line(down) == pytest.approx(expected, abs=64)
-    assert on_line(up) == pytest.approx(found.backward_bytes(coded.num_bytes), abs=64)
+    assert on_line(up) == pytest.approx(found.backward_bytes(CODED.backward_bytes(crossing)), abs=64)
 
 
-def on_line(packet: Packet) -> int:
-    return wire_bytes(pack(packet).num_bytes)
+def on_line(sent: Sent) -> int:
+    assert isinstance(sent.facts, Carried)
+    return sent.facts.num_bytes
 
 
+@pytest.mark.parametrize("codec", ["raw", "rotate | int8"])
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("precision", Precision)
-def test_a_run_sends_what_was_planned(precision: Precision, num_stages: int) -> None:
+def test_a_run_sends_what_was_planned(precision: Precision, num_stages: int, codec: str) -> None:
     model = fresh_blueprint(TINY, head=HEADS["causal-lm"])
-    with chain(model, course(num_stages, NUM_MICROBATCHES, num_steps=2)) as found:
+    pair = Pair(forward=parse_codec(codec), backward=parse_codec(codec))
+    cuts = (CutCase(codecs=pair),) * (num_stages - 1)
+    with chain(model, config(num_stages, NUM_MICROBATCHES, num_steps=2, cuts=cuts)) as found:
         autocast = torch.bfloat16 if precision is Precision.BFLOAT16 else None
         found.run(Given(steps(model)), autocast=autocast)
-    sent_bytes = sum(record.steps[-1].sent.num_bytes for record in found.records)
-    planned = planned_tiny(f"train.precision={precision.value}")
+    sent_bytes = sum(record.steps[-1].num_bytes for record in found.records)
+    planned = planned_tiny(f"train.precision={precision.value}", f"link.0.codec={codec}")
     assert (num_stages - 1) * planned.estimate.wan_bytes == pytest.approx(sent_bytes, rel=0.002)
 
 
@@ -147,7 +159,7 @@ def _batch(model: Blueprint, ids: torch.Tensor) -> Batch:
 
 
 def planned_tiny(*overrides: str) -> Plan:
-    config = [f"model.config.{key}={value}" for key, value in TINY.items()]
+    keys = [f"model.config.{key}={value}" for key, value in TINY.items()]
     given: Sequence[str] = (
         f"data.sequence_length={LENGTH}",
         f"train.batch_tokens={NUM_MICROBATCHES * NUM_SEQUENCES * LENGTH}",
@@ -155,4 +167,4 @@ def planned_tiny(*overrides: str) -> Plan:
         f"strategy.microbatches={NUM_MICROBATCHES}",
         "link.0.codec=raw",
     )
-    return plan(two_clouds(*config, *given, *overrides), is_quick=True)
+    return plan(two_clouds(*keys, *given, *overrides), is_quick=True)

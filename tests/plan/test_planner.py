@@ -13,7 +13,7 @@ from isthmus.plan.ladder import Loss
 from isthmus.plan.planner import plan
 from isthmus.plan.search.choice import DataSettings, Form, PipelineSettings, Plan
 from isthmus.plan.search.plan_file import decisions_of, plan_to_json, scenario_of
-from isthmus.plan.simulate import simulate
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,7 +38,7 @@ def test_what_it_says_is_what_the_simulator_finds() -> None:
     chosen = plan(two_clouds(PIPELINE))
     assert chosen.scenario is not None
     assert chosen.estimate.is_simulated
-    timeline = simulate(chosen.scenario, num_steps=4)
+    timeline = simulate_scenario(chosen.scenario, num_steps=4)
     assert chosen.estimate.step_s == pytest.approx(timeline.step_s, rel=0.02)
     assert chosen.estimate.bubble.total == pytest.approx(timeline.bubble, abs=0.02)
     crossed = sum(one.down_bytes + one.up_bytes for one in timeline.traffic) / 4

@@ -1,42 +1,31 @@
 """The windows of a simulation are those of the workers, and with several ranks they keep every rank busy."""
 
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.pipeline import Policy
+from isthmus.plan.end_of_step import Reduced, Seen, joined, stage_tally
 from isthmus.plan.planner import plan
-from isthmus.plan.rank_windows import Measured, at_worst, expected, first_windows, next_windows
-from isthmus.plan.scenario import Scenario
-from isthmus.plan.simulate import simulate
-from isthmus.plan.window import Hop
-from isthmus.train.course import Course
-from isthmus.train.crossing.courier import Courier
-from isthmus.train.crossing.settlement import Seen, Settlement, Terms
-from isthmus.train.crossing.words import Tally, pack_tally
+from isthmus.plan.scenario import (
+    Hop,
+    Measured,
+    Policy,
+    Scenario,
+    at_worst,
+    expected,
+    first_windows,
+    next_windows,
+)
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from tests.plan.jobs import two_clouds
+from tests.plan.one_member import pipeline_of, tally_of
 from tests.plan.scenarios import hop, pipeline, stage
 
 # Sums and differences of these are exact.
 times = st.integers(1, 600).map(lambda number: number / 64)
-
-
-@dataclass
-class Behind:
-    """The stage behind, as far as the first stage sees it."""
-
-    rtt_s: float
-    sent: list[str] = field(default_factory=list)
-
-    def send(self, stream: str, _make: object, **_: object) -> None:
-        self.sent.append(stream)
-
-
-def tally(busy_s: tuple[float, ...], hops: tuple[Hop, ...] = (), travel_s: float = 0.0) -> Tally:
-    return Tally(step=0, loss_sum=1.0, squared_norms=(1.0,), busy_s=busy_s, hops=hops, travel_s=travel_s)
 
 
 @settings(deadline=None, max_examples=60)
@@ -45,28 +34,33 @@ def tally(busy_s: tuple[float, ...], hops: tuple[Hop, ...] = (), travel_s: float
     st.lists(st.tuples(times, times), min_size=3, max_size=3),
     st.integers(1, 64),
 )
-def test_windows_are_those_that_workers_settle_on(
+def test_windows_are_those_that_the_first_stage_concludes_from_all_tallies(
     busy_s: list[float], found: list[tuple[float, float]], num_microbatches: int
 ) -> None:
     hops = [Hop(forward_s=one, backward_s=one, latency_s=other) for one, other in found][: len(busy_s) - 1]
     first, *behind = hops
-    down = Behind(rtt_s=2 * first.latency_s)
-    settlement = Settlement(terms=Terms(num_microbatches=num_microbatches, max_in_flight=num_microbatches))
     travel_s = first.forward_s + first.latency_s
-    settlement.on_tally(pack_tally(tally(tuple(busy_s[1:]), tuple(behind), travel_s)))
-    _, verdict = settlement.settle(
-        tally((busy_s[0],)), seen=Seen(gradient_travel_s=travel_s), up=None, down=cast("Courier", down)
-    )
+    members = [reduced(busy_s[0], backward_travel_s=travel_s, rtt_s=2 * first.latency_s)]
+    others = tally_of(len(busy_s) - 1, busy_s=tuple(busy_s[1:]), hops=tuple(behind), travel_s=travel_s)
+    tally = joined(stage_tally(0, members), members, others)
+    assert tally.hops == tuple(hops)
     measured = Measured(pass_s=tuple(one / num_microbatches for one in busy_s), hops=tuple(hops))
     scenario = pipeline(len(busy_s), num_microbatches)
-    assert next_windows(scenario, measured) == verdict.windows
-    assert down.sent == ["verdict"]
+    chosen = pipeline_of((1,) * len(busy_s), num_microbatches=num_microbatches).next_windows(tally)
+    assert next_windows(scenario, measured) == chosen
 
 
-@given(st.integers(1, 5), st.integers(1, 20), st.sampled_from(list(Policy)))
-def test_first_windows_are_those_that_workers_begin_with(p: int, m: int, policy: Policy) -> None:
-    course = Course(num_stages=p, num_steps=1, num_microbatches=m, seed=0, max_in_flight=m, policy=policy)
-    assert first_windows(pipeline(p, m, policy=policy)) == course.first_windows()
+def reduced(busy_s: float, **seen: Any) -> Reduced:
+    return Reduced(seen=Seen(busy_s=busy_s, **seen), loss_sum=1.0, squared_norms=(1.0,))
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.integers(1, 20), st.sampled_from(list(Policy)))
+def test_first_windows_are_those_that_members_begin_with(ranks: list[int], m: int, policy: Policy) -> None:
+    scenario = pipeline(len(ranks), m, policy=policy)
+    loads = zip(scenario.stages, ranks, strict=True)
+    scenario = replace(scenario, stages=tuple(replace(one, num_ranks=number) for one, number in loads))
+    chosen = pipeline_of(tuple(ranks), num_microbatches=m, policy=policy).first_windows()
+    assert first_windows(scenario) == chosen
 
 
 @pytest.mark.parametrize("ranks", [(2, 2, 2), (4, 1, 2), (1, 4, 1), (2, 3, 1)])
@@ -81,8 +75,8 @@ def test_ranks_with_measured_windows_are_as_busy_as_with_all_in_flight(ranks: tu
             for one, number in loads
         ),
     )
-    found = simulate(scenario, num_steps=3).steps[-1]
-    unbounded = simulate(replace(scenario, windows=(48, 48, 48))).steps[-1]
+    found = simulate_scenario(scenario, num_steps=3).steps[-1]
+    unbounded = simulate_scenario(replace(scenario, windows=(48, 48, 48))).steps[-1]
     assert found.duration_s <= 1.02 * unbounded.duration_s
     assert found.windows[0] * ranks[0] < 48
 
@@ -91,7 +85,10 @@ def test_what_is_expected_is_what_is_measured() -> None:
     coded = replace(pipeline(3, 24), hops=(hop(0.5, 1.0, coding_s=2.0),) * 2)
     slow = replace(coded.hops[0], line=replace(coded.hops[0].line, handling_s=0.25))
     scenario = replace(coded, hops=(slow, *coded.hops[1:]))
-    assert next_windows(scenario, expected(scenario)) == simulate(scenario, num_steps=2).steps[-1].windows
+    assert (
+        next_windows(scenario, expected(scenario))
+        == simulate_scenario(scenario, num_steps=2).steps[-1].windows
+    )
 
 
 @pytest.mark.parametrize("ranks", [(4, 4), (8, 2), (2, 8), (16, 16)])
@@ -107,9 +104,9 @@ def test_ranks_that_meet_on_the_line_have_what_hides_it(ranks: tuple[int, int]) 
     )
     planned = next_windows(scenario, expected(scenario))
     most = next_windows(scenario, at_worst(scenario))
-    found = simulate(scenario, num_steps=3).steps[-1]
-    widest = simulate(replace(scenario, windows=(64, 64))).steps[-1].duration_s
-    as_planned = simulate(replace(scenario, windows=planned)).steps[-1].duration_s
+    found = simulate_scenario(scenario, num_steps=3).steps[-1]
+    widest = simulate_scenario(replace(scenario, windows=(64, 64))).steps[-1].duration_s
+    as_planned = simulate_scenario(replace(scenario, windows=planned)).steps[-1].duration_s
     assert as_planned <= 1.02 * widest
     assert found.duration_s <= 1.02 * widest
     assert all(one <= other for one, other in zip(found.windows, most, strict=True))
@@ -133,7 +130,7 @@ def test_nobody_waits_for_what_cannot_come(
         policy=policy,
         max_in_flight=caps[: len(ranks)] if isinstance(caps, tuple) else caps,
     )
-    steps = simulate(scenario, num_steps=2).steps
+    steps = simulate_scenario(scenario, num_steps=2).steps
     assert len(steps) == 2
     each = caps if isinstance(caps, tuple) else (caps,) * 3
     assert all(window <= cap for window, cap in zip(steps[-1].windows, each, strict=False))
@@ -148,7 +145,7 @@ def test_plan_and_simulation_take_the_same_time(ranks: tuple[int, int], memory: 
     assert chosen.scenario is not None
     assert chosen.decisions is not None
     assert chosen.scenario.max_in_flight == chosen.decisions.max_in_flight, "workers are bound alike"
-    timeline = simulate(chosen.scenario, num_steps=4)
+    timeline = simulate_scenario(chosen.scenario, num_steps=4)
     assert chosen.estimate.step_s == pytest.approx(timeline.step_s, rel=1e-3)
     for step in timeline.steps:
         caps = chosen.scenario.max_in_flight or 64

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.routing import Routing, route, shares
+from isthmus.plan.pipeline_parts import Routing, route, shares
 
 speeds = st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 4.0]), min_size=1, max_size=5)
 
@@ -68,7 +68,7 @@ def test_who_is_sent_a_micro_batch_is_started_with_it_and_knows_the_sender(
     for is_evaluation, count in ((False, num_microbatches), (True, 3)):
         for number in range(count):
             way = [
-                found.rank(stage, step=step, microbatch=number, is_evaluation=is_evaluation)
+                found.ranks(stage, step=step, is_evaluation=is_evaluation)[number]
                 for stage in range(len(num_ranks))
             ]
             for stage, rank in enumerate(way):
@@ -84,12 +84,3 @@ def test_peers_know_each_other_and_leaders_always_do() -> None:
         assert forth == (rank in found.peers(1, other, neighbour=0))
     assert routing(4, 4).peers(0, 2, neighbour=1) == (2,)
     assert 0 in routing(2, 2, num_microbatches=1).peers(0, 0, neighbour=1)
-
-
-def test_the_plain_round_of_an_evaluation_goes_the_same_ways() -> None:
-    found = routing(2, 3)
-    for number in range(3):
-        first, second = (
-            found.rank(1, step=9, microbatch=one, is_evaluation=True) for one in (number, number + 3)
-        )
-        assert first == second

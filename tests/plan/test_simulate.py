@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.plan.faults import CloudFault, CloudFaultKind, Fault, FaultKind
-from isthmus.plan.pipeline import Policy
-from isthmus.plan.routing import route
-from isthmus.plan.scenario import Scenario, scenario_from_dict, scenario_to_dict
-from isthmus.plan.simulate import simulate
-from isthmus.plan.simulation.copies import Checkpointing
+from isthmus.plan.pipeline_parts import route
+from isthmus.plan.scenario import Hop, Policy, Scenario, scenario_from_dict, scenario_to_dict, windows
+from isthmus.plan.simulated_pipeline import Checkpointing, simulate_scenario
 from isthmus.plan.simulation.timeline import Timeline
-from isthmus.plan.window import Hop, windows
 from tests.plan.scenarios import hop, pipeline, scenarios, stage
 
 modest = settings(deadline=None, max_examples=60)
@@ -62,8 +59,10 @@ def test_published_bubbles_come_out(
         policy=Policy.WAN_ONE_F_ONE_B, num_microbatches=num_microbatches, hops=hops, interval_s=3.0
     )
     assert chosen[0] == in_flight
-    assert simulate(replace(scenario, windows=chosen)).bubble == pytest.approx(wan, abs=0.001)
-    assert simulate(replace(scenario, policy=Policy.ONE_F_ONE_B)).bubble == pytest.approx(plain, abs=0.001)
+    assert simulate_scenario(replace(scenario, windows=chosen)).bubble == pytest.approx(wan, abs=0.001)
+    assert simulate_scenario(replace(scenario, policy=Policy.ONE_F_ONE_B)).bubble == pytest.approx(
+        plain, abs=0.001
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_measured_windows_are_as_good_from_the_second_step_on(
     num_stages: int, num_microbatches: int, serialise_s: float, latency_s: float, wan: float
 ) -> None:
     scenario = pipeline(num_stages, num_microbatches, serialise_s=serialise_s, latency_s=latency_s)
-    first, *others = simulate(scenario, num_steps=3).steps
+    first, *others = simulate_scenario(scenario, num_steps=3).steps
     assert first.bubble > 2 * wan
     assert [step.bubble for step in others] == pytest.approx([wan] * 2, abs=0.001)
 
@@ -82,14 +81,14 @@ def test_measured_windows_are_as_good_from_the_second_step_on(
 @modest
 @given(p=st.integers(1, 5), m=st.integers(1, 12), policy=st.sampled_from(list(Policy)))
 def test_without_communication_every_policy_leaves_the_classic_bubble(p: int, m: int, policy: Policy) -> None:
-    assert simulate(pipeline(p, m, policy=policy)).bubble == pytest.approx((p - 1) / (m + p - 1))
+    assert simulate_scenario(pipeline(p, m, policy=policy)).bubble == pytest.approx((p - 1) / (m + p - 1))
 
 
 # Cases solved by hand: a message takes half a second on the line and arrives a second later.
 
 
 def test_gpipe_of_two_stages_and_two_microbatches() -> None:
-    timeline = simulate(pipeline(2, 2, serialise_s=0.5, latency_s=1.0, policy=Policy.GPIPE))
+    timeline = simulate_scenario(pipeline(2, 2, serialise_s=0.5, latency_s=1.0, policy=Policy.GPIPE))
     assert times_of(timeline, "forward", track="cloud0") == [(0, 1), (1, 2)]
     assert times_of(timeline, "transfer", track="cloud0→cloud1") == [(1, 2.5), (2, 3.5)]
     assert times_of(timeline, "forward", track="cloud1") == [(2.5, 3.5), (3.5, 4.5)]
@@ -101,7 +100,7 @@ def test_gpipe_of_two_stages_and_two_microbatches() -> None:
 
 
 def test_1f1b_of_two_stages_and_two_microbatches() -> None:
-    timeline = simulate(pipeline(2, 2, serialise_s=0.5, latency_s=1.0, policy=Policy.ONE_F_ONE_B))
+    timeline = simulate_scenario(pipeline(2, 2, serialise_s=0.5, latency_s=1.0, policy=Policy.ONE_F_ONE_B))
     assert times_of(timeline, "forward", track="cloud1") == [(2.5, 3.5), (5.5, 6.5)]
     assert times_of(timeline, "backward", track="cloud1") == [(3.5, 5.5), (6.5, 8.5)]
     assert times_of(timeline, "backward", track="cloud0") == [(7, 9), (10, 12)]
@@ -111,7 +110,7 @@ def test_wan_1f1b_of_unequal_stages_with_a_window_that_binds() -> None:
     scenario = Scenario(
         stages=(stage(0), stage(1, 2.0, 3.0)), hops=(hop(0.5, 1.0),), num_microbatches=3, windows=(2, 1)
     )
-    timeline = simulate(scenario)
+    timeline = simulate_scenario(scenario)
     assert times_of(timeline, "forward", track="cloud0") == [(0, 1), (1, 2), (11, 12)]
     assert times_of(timeline, "backward", track="cloud0") == [(9, 11), (14, 16), (20, 22)]
     assert times_of(timeline, "forward", track="cloud1") == [(2.5, 4.5), (7.5, 9.5), (13.5, 15.5)]
@@ -124,7 +123,7 @@ def test_two_pairs_of_ranks_share_their_line() -> None:
         hops=(hop(1.0, 0.5),),
         num_microbatches=2,
     )
-    timeline = simulate(scenario)
+    timeline = simulate_scenario(scenario)
     assert times_of(timeline, "transfer", track="cloud0→cloud1") == [(1, 3.5)] * 2
     assert times_of(timeline, "transfer", track="cloud1→cloud0") == [(5.5, 8)] * 2
     assert times_of(timeline, "backward", track="cloud0/1") == [(8, 9)]
@@ -133,7 +132,7 @@ def test_two_pairs_of_ranks_share_their_line() -> None:
 
 def test_coding_delays_messages_one_after_the_other_and_no_pass() -> None:
     scenario = replace(pipeline(2, 2, policy=Policy.GPIPE), hops=(hop(0.0, 1.0, coding_s=2.0),))
-    timeline = simulate(scenario)
+    timeline = simulate_scenario(scenario)
     assert times_of(timeline, "encode", track="cloud0→cloud1") == [(1, 3), (3, 5)]
     assert times_of(timeline, "forward", track="cloud1") == [(4, 5), (6, 7)]
 
@@ -141,7 +140,7 @@ def test_coding_delays_messages_one_after_the_other_and_no_pass() -> None:
 def test_handling_delays_each_message_and_word_by_itself() -> None:
     plain = pipeline(2, 2, serialise_s=0.5, latency_s=1.0, policy=Policy.GPIPE)
     slow = replace(plain.hops[0], line=replace(plain.hops[0].line, handling_s=0.25))
-    timeline = simulate(replace(plain, hops=(slow,)))
+    timeline = simulate_scenario(replace(plain, hops=(slow,)))
     assert times_of(timeline, "transfer", track="cloud0→cloud1") == [(1, 2.75), (2, 3.75)]
     assert times_of(timeline, "optimize", track="cloud1") == [(13.75, 13.75)]
 
@@ -151,7 +150,7 @@ def test_windows_count_handling_and_coding_as_workers_do() -> None:
         one = hop(0.5, 1.0, coding_s=coding_s)
         line = replace(one.line, handling_s=handling_s)
         scenario = replace(pipeline(2, 16), hops=(replace(one, line=line),))
-        return simulate(scenario, num_steps=2).steps[-1].windows
+        return simulate_scenario(scenario, num_steps=2).steps[-1].windows
 
     assert sizes(0.0, 0.0) == (4, 1)
     assert sizes(1.0, 0.0) == sizes(0.0, 1.0) == (5, 1)
@@ -166,7 +165,7 @@ def test_a_step_ends_with_a_verdict_and_an_update_that_may_delay_the_next(
         hops=(hop(0.5, 1.0),),
         num_microbatches=1,
     )
-    timeline = simulate(scenario, num_steps=2)
+    timeline = simulate_scenario(scenario, num_steps=2)
     assert times_of(timeline, "optimize", track="cloud1")[0] == (10.0, 10.0 + update_s)
     assert tuple(step.end_s for step in timeline.steps) == ends_s
 
@@ -197,7 +196,7 @@ def critical_path_s(scenario: Scenario) -> float:
 @modest
 @given(scenarios(), st.integers(0, 3))
 def test_no_run_is_shorter_than_its_critical_path(scenario: Scenario, seed: int) -> None:
-    timeline = simulate(scenario, seed=seed)
+    timeline = simulate_scenario(scenario, seed=seed)
     last_s = max(span.end_s for span in timeline.spans)
     assert last_s >= critical_path_s(scenario) * (1 - 1e-9)
 
@@ -205,18 +204,20 @@ def test_no_run_is_shorter_than_its_critical_path(scenario: Scenario, seed: int)
 @modest
 @given(scenarios(), st.integers(0, 3))
 def test_the_seed_decides_everything(scenario: Scenario, seed: int) -> None:
-    assert simulate(scenario, num_steps=2, seed=seed) == simulate(scenario, num_steps=2, seed=seed)
+    assert simulate_scenario(scenario, num_steps=2, seed=seed) == simulate_scenario(
+        scenario, num_steps=2, seed=seed
+    )
 
 
 def test_another_seed_is_another_run() -> None:
     scenario = replace(pipeline(2, 4), hops=(hop(0.5, 1.0, jitter_s=1.0),))
-    assert simulate(scenario, seed=1).spans != simulate(scenario, seed=2).spans
+    assert simulate_scenario(scenario, seed=1).spans != simulate_scenario(scenario, seed=2).spans
 
 
 @modest
 @given(scenarios())
 def test_every_byte_and_every_pass_is_there_once(scenario: Scenario) -> None:
-    timeline = simulate(scenario, num_steps=2)
+    timeline = simulate_scenario(scenario, num_steps=2)
     num_passes = 2 * scenario.num_microbatches
     for index, (one, traffic) in enumerate(zip(scenario.hops, timeline.traffic, strict=True)):
         up_bytes = one.backward_bytes if index >= scenario.first_trained else 0
@@ -235,7 +236,7 @@ def test_every_byte_and_every_pass_is_there_once(scenario: Scenario) -> None:
 @modest
 @given(scenarios())
 def test_a_rank_computes_one_thing_at_a_time(scenario: Scenario) -> None:
-    timeline = simulate(scenario, num_steps=2)
+    timeline = simulate_scenario(scenario, num_steps=2)
     free_s: dict[str, float] = {}
     for span in sorted(timeline.spans, key=lambda one: (one.start_s, one.end_s)):
         if span.kind in ("forward", "backward", "optimize"):
@@ -246,7 +247,7 @@ def test_a_rank_computes_one_thing_at_a_time(scenario: Scenario) -> None:
 def test_windows_that_cannot_work_are_refused() -> None:
     scenario = pipeline(2, 4, policy=Policy.GPIPE, windows=(1, 4))
     with pytest.raises(ValueError, match="wait for each other"):
-        simulate(scenario)
+        simulate_scenario(scenario)
 
 
 @given(scenarios())
@@ -283,14 +284,14 @@ def on_line(kind: FaultKind, at_s: float, duration_s: float, factor: float = 1.0
     ],
 )
 def test_a_fault_costs_what_it_costs_by_hand(fault: Fault | CloudFault, step_s: float) -> None:
-    timeline = simulate(HAND, faults=[fault])
+    timeline = simulate_scenario(HAND, faults=[fault])
     assert timeline.step_s == step_s
     assert timeline.stopped is None
 
 
 def test_a_cloud_that_is_gone_ends_the_run_and_loses_what_was_not_saved() -> None:
     gone = CloudFault(at_s=40.0, kind=CloudFaultKind.GONE, cloud="cloud1")
-    timeline = simulate(HAND, num_steps=9, faults=[gone])
+    timeline = simulate_scenario(HAND, num_steps=9, faults=[gone])
     assert len(timeline.steps) == 3
     assert max(span.end_s for span in timeline.spans) <= 40.0
     assert timeline.stopped is not None
@@ -299,7 +300,7 @@ def test_a_cloud_that_is_gone_ends_the_run_and_loses_what_was_not_saved() -> Non
 
 def test_a_run_that_ends_in_its_first_step_has_no_step_time() -> None:
     gone = CloudFault(at_s=1.0, kind=CloudFaultKind.GONE, cloud="cloud0")
-    timeline = simulate(HAND, faults=[gone])
+    timeline = simulate_scenario(HAND, faults=[gone])
     assert not timeline.steps
     assert math.isnan(timeline.step_s)
 
@@ -307,7 +308,7 @@ def test_a_run_that_ends_in_its_first_step_has_no_step_time() -> None:
 def test_a_copy_at_another_cloud_bounds_what_is_lost() -> None:
     gone = CloudFault(at_s=40.0, kind=CloudFaultKind.GONE, cloud="cloud1")
     saving = Checkpointing(every_s=20.0, stage_bytes=(1_000_000, 2_000_000))
-    timeline = simulate(HAND, num_steps=9, faults=[gone], checkpoint=saving)
+    timeline = simulate_scenario(HAND, num_steps=9, faults=[gone], checkpoint=saving)
     assert timeline.stopped is not None
     assert (timeline.stopped.safe_step, timeline.stopped.lost_s) == (2, 40.0 - timeline.steps[1].end_s)
     assert timeline.traffic[0].checkpoint_bytes == 3_000_000
@@ -319,7 +320,10 @@ def test_a_copy_at_another_cloud_bounds_what_is_lost() -> None:
 
 def test_copies_take_their_share_of_the_line() -> None:
     saving = Checkpointing(every_s=0.0, stage_bytes=(10_000_000, 10_000_000), share=0.5)
-    slowed, plain = simulate(HAND, num_steps=2, checkpoint=saving), simulate(HAND, num_steps=2)
+    slowed, plain = (
+        simulate_scenario(HAND, num_steps=2, checkpoint=saving),
+        simulate_scenario(HAND, num_steps=2),
+    )
     assert slowed.steps[0] == plain.steps[0]
     assert slowed.steps[1].duration_s == plain.steps[1].duration_s + 1.0
 
@@ -328,7 +332,7 @@ def test_windows_follow_what_is_measured() -> None:
     """A line that becomes slow makes the windows of the next step larger, and it ends no later for it."""
     scenario = pipeline(2, 32, serialise_s=0.3, latency_s=1.0)
     slow = on_line(FaultKind.SLOW_DOWN, 150.0, 1e6, factor=8.0)
-    steps = simulate(scenario, num_steps=5, faults=[slow]).steps
+    steps = simulate_scenario(scenario, num_steps=5, faults=[slow]).steps
     assert steps[1].windows < steps[-1].windows
     assert steps[-1].duration_s <= steps[-2].duration_s
 

@@ -15,8 +15,8 @@ from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.following import follow, planned_changes
 from isthmus.plan.levers import levers
 from isthmus.plan.lock_step import check_lock_step
-from isthmus.plan.pipeline import Policy
 from isthmus.plan.planner import plan
+from isthmus.plan.scenario import Policy
 from isthmus.plan.search.choice import Form, PipelineSettings, Plan
 from isthmus.plan.search.facts import cloud_facts
 from isthmus.plan.search.inside import exchange_s

@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.pipeline import Policy
-from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
-from isthmus.plan.simulate import simulate
-from isthmus.plan.window import Hop, window, windows
+from isthmus.plan.scenario import Hop, HopLoad, Line, Policy, Scenario, StageLoad, window, windows
+from isthmus.plan.simulated_pipeline import simulate_scenario
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 COMPUTE_S = FORWARD_S + BACKWARD_S
@@ -34,7 +32,7 @@ def step_s(
         windows=tuple(stage_windows),
         policy=policy,
     )
-    return simulate(scenario).step_s
+    return simulate_scenario(scenario).step_s
 
 
 def _load(hop: Hop) -> HopLoad:

@@ -11,23 +11,24 @@ import torch
 from torch import Tensor
 
 from isthmus.events import Span
-from isthmus.job.boundary import HiddenSpec
+from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
 from isthmus.job.lora import LoraSpec
-from isthmus.model.anatomy import split_layers
-from isthmus.model.assembly import build_stage
-from isthmus.model.blueprint import Blueprint
-from isthmus.model.boundary import Batch, StageOutput
-from isthmus.model.stage import Stage
-from isthmus.plan.ladder import Pair
-from isthmus.train.checkpoint import State
-from isthmus.train.course import Course, Post
-from isthmus.train.crossing.bench import Measured
-from isthmus.train.crossing.traffic import Traffic
-from isthmus.train.crossing.words import Evaluated, Tally
+from isthmus.model.blueprint import Blueprint, split_layers
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, Stage, StageOutput
+from isthmus.plan.end_of_step import Evaluated, StepEnded, Tally
+from isthmus.plan.ladder import RAW_PAIR, Crossing, Pair
+from isthmus.plan.pipeline import PipelineScheduler
+from isthmus.plan.pipeline_parts import Pipeline
+from isthmus.plan.steering import Cut
+from isthmus.plan.types import Action, Event, Facts, Member, Message, Scheduler, Stop
+from isthmus.train.coding import CodecState
 from isthmus.train.device import Device
-from isthmus.train.observer import StepEnded
+from isthmus.train.loop import Loop
 from isthmus.train.optimize.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import pipeline_worker
+from isthmus.train.pipeline import PipelineActor, pipeline_wires
+from isthmus.train.run_config import RunConfig, warmup_of
+from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.relays.shaping import Shape
 from tests.model.cases import SEED
@@ -35,6 +36,26 @@ from tests.model.cases import SEED
 CLOUDS = ("north", "east", "south", "west")
 SCHEDULE = Schedule(peak=3e-3, num_steps=5, num_warmup_steps=2)
 WEIGHT_DECAY = 0.1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a sender measured of one message."""
+
+    track: str
+    step: int
+    microbatch: int
+    relative_error: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one member saved beside weights and moments: scheduler facts, and wires by their peers."""
+
+    step: int
+    facts: Facts | None
+    wires: dict[Member, CodecState]
 
 
 @dataclass
@@ -45,20 +66,52 @@ class Record:
     steps: list[StepEnded] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)
     measurements: list[Measured] = field(default_factory=list)
+    saves: list[Saved] = field(default_factory=list)
+    log: list[tuple[Event, float, tuple[Action, ...]]] = field(default_factory=list)
+    """What its scheduler was told, when, and what it answered."""
+    told: list[Facts] = field(default_factory=list)
     on_step: Callable[[StepEnded], None] = lambda _: None
+    on_save: Callable[[Saved], None] = lambda _: None
 
     def span(self, span: Span) -> None:
         self.spans.append(span)
 
-    def measured(self, found: Measured) -> None:
-        self.measurements.append(found)
+    def measured(self, *, track: str, message: Message, relative_error: float, cosine: float) -> None:
+        self.measurements.append(Measured(track, message.step, message.item, relative_error, cosine))
 
-    def step_ended(self, ended: StepEnded) -> None:
-        self.steps.append(ended)
-        self.on_step(ended)
+    def tell(self, fact: Facts) -> None:
+        self.told.append(fact)
+        if isinstance(fact, StepEnded):
+            self.steps.append(fact)
+            self.on_step(fact)
+        elif isinstance(fact, Evaluated):
+            self.evaluations.append(fact)
 
-    def evaluated(self, found: Evaluated) -> None:
-        self.evaluations.append(found)
+    def save(self, saved: Saved) -> None:
+        self.saves.append(saved)
+        self.on_save(saved)
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A scheduler that keeps a log."""
+
+    scheduler: Scheduler
+    record: Record
+
+    def on(self, event: Event, now_s: float) -> Sequence[Action]:
+        actions = tuple(self.scheduler.on(event, now_s))
+        self.record.log.append((event, now_s, actions))
+        return actions
+
+
+def assert_pure(pipeline: Pipeline, member: Member, record: Record) -> None:
+    """Tell a fresh scheduler all that a member was told, and compare what it answers."""
+    fresh = PipelineScheduler(pipeline, member)
+    assert record.log
+    for event, now_s, actions in record.log:
+        # What is not a number equals nothing, so that texts are compared.
+        assert repr(fresh.on(event, now_s)) == repr(actions)
 
 
 @dataclass(frozen=True)
@@ -109,18 +162,53 @@ class LockedOutput:
             self.output.backward(grad=grad, loss_weight=loss_weight)
 
 
+@dataclass(frozen=True)
+class CutCase:
+    """One cut of a chain."""
+
+    codecs: Pair = RAW_PAIR
+    boundary: BoundarySpec = field(default_factory=HiddenSpec)
+    guard_every: int = 0
+    guard_cosine: float = 0.98
+    is_free: bool = False
+    """Whether `auto` chooses its codecs."""
+    num_rows: int = 8192
+    """The most tokens of a micro-batch."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        return warmup_of((self.boundary,))
+
+
+@dataclass
+class Steer:
+    """Stands for the steering of a scheduler: changes codecs when the test says so."""
+
+    choose: Callable[[Tally], tuple[Pair, ...]]
+    notes: list[str] = field(default_factory=list)
+    standings: tuple[Any, ...] = ()
+
+    def __call__(self, tally: Tally) -> tuple[Pair, ...]:
+        return self.choose(tally)
+
+    def restore(self, saved: Sequence[Any], *, is_same: Sequence[bool], step: int) -> None:
+        """Nothing was saved."""
+
+
 @dataclass
 class Chain:
     """Stages with their optimizers, ready to run."""
 
-    course: Course
+    config: RunConfig
     stages: list[Stage]
     optimizers: list[Optimizer]
     links: list[MemoryLink]
     records: list[Record]
-    traffics: dict[int, Traffic] = field(default_factory=dict)
-    courses: Mapping[int, Course] = field(default_factory=dict)
+    configs: Mapping[int, RunConfig] = field(default_factory=dict)
     device: str = "cpu"
+    wires: dict[int, dict[Member, Wire]] = field(default_factory=dict)
+    loops: dict[int, Loop] = field(default_factory=dict)
+    stops: dict[int, Stop] = field(default_factory=dict)
 
     def run(
         self,
@@ -128,11 +216,11 @@ class Chain:
         *,
         first_step: int = 0,
         autocast: torch.dtype | None = None,
-        states: Sequence[State] = (),
-        steer: Callable[[Tally], tuple[Pair, ...]] = lambda _: (),
-        courses: Mapping[int, Course] | None = None,
+        states: Sequence[Saved] = (),
+        steer: Callable[[Tally], tuple[Pair, ...]] | None = None,
+        configs: Mapping[int, RunConfig] | None = None,
     ) -> None:
-        self.courses = courses or {}
+        self.configs = configs or {}
         with ThreadPoolExecutor(len(self.stages)) as pool:
             lock = threading.Lock()
             futures = [
@@ -149,56 +237,130 @@ class Chain:
         first_step: int,
         autocast: torch.dtype | None,
         lock: threading.Lock,
-        states: Sequence[State],
-        steer: Callable[[Tally], tuple[Pair, ...]],
+        states: Sequence[Saved],
+        steer: Callable[[Tally], tuple[Pair, ...]] | None,
     ) -> None:
+        config, record = self.configs.get(index, self.config), self.records[index]
         stage: Any = TakingTurns(self.stages[index], lock)
-        worker, traffic = pipeline_worker(
-            course=self.courses.get(index, self.course),
-            post=Post(
-                cloud=CLOUDS[index],
-                index=index,
-                up=self._link(index - 1, index),
-                down=self._link(index, index),
-            ),
+        scheduler = PipelineScheduler(config.pipeline, Member(CLOUDS[index]))
+        if steer is not None and index == 0:
+            scheduler._end.steering = Steer(steer)  # type: ignore[assignment]
+        loop, wires = make_loop(
+            config,
+            Member(CLOUDS[index]),
+            scheduler=scheduler,
             stage=stage,
-            optimizer=self.optimizers[index],
+            links=self._links(index),
+            record=record,
             device=Device(self.device),
+            optimizer=self.optimizers[index],
             source=source if index == 0 else None,
-            observer=self.records[index],
             autocast=autocast,
-            should_save=lambda _: True,
-            steer=steer,
         )
-        self.traffics[index] = traffic
+        self.wires[index], self.loops[index] = wires, loop
+        facts = None
         if states:
-            traffic.restore(states[index].cuts, step=first_step)
+            facts = states[index].facts
+            for peer, state in states[index].wires.items():
+                wires[peer].load(state)
         try:
-            with traffic:
-                worker.run(self.course.turns(first_step))
+            with loop:
+                self.stops[index] = loop.run(first_step, facts)
         except BaseException as error:
             for number, link in enumerate(self.links):
                 for name in link_ends(number):
                     link.end(name).abort(repr(error))
             raise
 
-    def _link(self, number: int, index: int) -> Any:
-        return self.links[number].end(CLOUDS[index]) if 0 <= number < len(self.links) else None
+    def _links(self, index: int) -> dict[Member, Any]:
+        near = {index - 1: index - 1, index + 1: index}
+        return {
+            Member(CLOUDS[stage]): self.links[number].end(CLOUDS[index])
+            for stage, number in near.items()
+            if 0 <= number < len(self.links)
+        }
+
+
+def make_loop(
+    config: RunConfig,
+    member: Member,
+    *,
+    scheduler: PipelineScheduler,
+    stage: Stage,
+    links: Mapping[Member, Any],
+    record: Record,
+    device: Device,
+    **options: Any,
+) -> tuple[Loop, dict[Member, Wire]]:
+    """A member ready to run, and its wires."""
+    inbox = Inbox()
+    actor = PipelineActor(config, member, stage=stage, device=device, on_span=record.span, **options)
+    wires = pipeline_wires(
+        config,
+        member,
+        links,
+        hidden_width=stage.model.config.hidden_size,
+        device=device,
+        inbox=inbox,
+        observer=record,
+    )
+
+    def save(step: int, facts: Facts | None) -> None:
+        states = {peer: wire.state(step) for peer, wire in wires.items()}
+        found = {peer: state for peer, state in states.items() if state is not None}
+        record.save(Saved(step, facts, found))
+
+    loop = Loop(Logged(scheduler, record), actor, wires, inbox, tell=record.tell, save=save)
+    return loop, wires
 
 
 def link_ends(number: int) -> tuple[str, str]:
     return CLOUDS[number], CLOUDS[number + 1]
 
 
-def course(num_stages: int, num_microbatches: int, **changes: Any) -> Course:
-    values: dict[str, Any] = {"num_steps": 5, "seed": 11, "max_in_flight": 64, **changes}
-    return Course(num_stages=num_stages, num_microbatches=num_microbatches, **values)
+def config(num_stages: int, num_microbatches: int, **changes: Any) -> RunConfig:
+    """The config of a chain of clouds; cuts are `CutCase`s."""
+    values: dict[str, Any] = {"num_steps": 5, "max_in_flight": 64, "save_every_s": 0.0, **changes}
+    cuts: Sequence[CutCase] = values.pop("cuts", ())
+    num_ranks = values.pop("num_ranks", ()) or (1,) * num_stages
+    boundaries = tuple(cut.boundary for cut in cuts)
+    bottlenecks = [number for number, one in enumerate(boundaries) if isinstance(one, BottleneckSpec)]
+    seed, keeps_padding = values.pop("seed", 11), values.pop("keeps_padding", False)
+    cache_bytes = values.pop("cache_bytes", 0)
+    pipeline = Pipeline(
+        stages=tuple(
+            tuple(Member(cloud, rank) for rank in range(number))
+            for cloud, number in zip(CLOUDS, num_ranks, strict=False)
+        ),
+        num_microbatches=num_microbatches,
+        fit_step=warmup_of(boundaries) or None,
+        bottlenecks=frozenset(bottlenecks),
+        cuts=tuple(
+            Cut(
+                crossing=Crossing(num_rows=cut.num_rows, width=16),
+                codecs=cut.codecs,
+                is_free=cut.is_free,
+                num_warmup_steps=cut.num_warmup_steps,
+                guard_every=cut.guard_every,
+                guard_cosine=cut.guard_cosine,
+            )
+            for cut in cuts
+        ),
+        **values,
+    )
+    return RunConfig(
+        pipeline=pipeline,
+        seed=seed,
+        boundaries=boundaries,
+        keeps_padding=keeps_padding,
+        cache_bytes=cache_bytes,
+    )
 
 
 @contextmanager
 def chain(
     plan: Blueprint,
-    agreed: Course,
+    agreed: RunConfig,
     *,
     shape: Shape | None = None,
     recompute: bool = False,
@@ -206,7 +368,7 @@ def chain(
     num_frozen_layers: int = 0,
     device: str = "cpu",
 ) -> Iterator[Chain]:
-    num_stages = agreed.num_stages
+    num_stages = len(agreed.pipeline.stages)
     stages = make_stages(plan, agreed, recompute=recompute, num_frozen_layers=num_frozen_layers)
     for stage in stages:
         stage.to(Device(device).torch_device)
@@ -216,7 +378,7 @@ def chain(
             for index in range(num_stages - 1)
         ]
         yield Chain(
-            course=agreed,
+            config=agreed,
             stages=stages,
             optimizers=[make_optimizer(stage, max_norm) for stage in stages],
             links=links,
@@ -227,13 +389,14 @@ def chain(
 
 def make_stages(
     plan: Blueprint,
-    agreed: Course,
+    agreed: RunConfig,
     *,
     recompute: bool = False,
     num_frozen_layers: int = 0,
     lora: LoraSpec | None = None,
 ) -> list[Stage]:
-    boundaries = [agreed.cut(number).boundary for number in range(agreed.num_stages - 1)]
+    num_stages = len(agreed.pipeline.stages)
+    boundaries = [agreed.boundary(number) for number in range(num_stages - 1)]
     ends = [HiddenSpec(), *boundaries, HiddenSpec()]
     return [
         build_stage(
@@ -247,7 +410,7 @@ def make_stages(
             num_frozen_layers=num_frozen_layers,
             lora=lora,
         )
-        for index, layers in enumerate(split_layers(plan.num_layers, agreed.num_stages))
+        for index, layers in enumerate(split_layers(plan.num_layers, num_stages))
     ]
 
 

@@ -2,7 +2,7 @@
 
 import multiprocessing
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -21,27 +21,36 @@ from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
 from isthmus.job.lora import LoraSpec
 from isthmus.model.blueprint import Blueprint
-from isthmus.model.boundary import Batch
 from isthmus.model.budget import Budgeted
+from isthmus.model.stage import Batch
 from isthmus.plan.costs.memory import OptimizerState, Sharding
 from isthmus.plan.ladder import Pair
-from isthmus.plan.pipeline import Policy
-from isthmus.train.checkpoint import Checkpoints, State
-from isthmus.train.course import Course, Post
-from isthmus.train.crossing.cut import Cut
+from isthmus.plan.pipeline import PipelineScheduler
+from isthmus.plan.scenario import Policy
+from isthmus.plan.types import Member, Outcome
+from isthmus.train.checkpoint import Checkpoints, Keeper
 from isthmus.train.device import Device
-from isthmus.train.keeping import Keeper
-from isthmus.train.observer import StepEnded
-from isthmus.train.pipeline import pipeline_worker
-from isthmus.train.ranks.reduction import NoReduction, PlainReduction, Reduction
-from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, coming_bytes, shard
-from isthmus.train.ranks.world import World, join_world
+from isthmus.train.members import Neighbours
+from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, coming_bytes, shard, whole
+from isthmus.train.ranks.world import NoReduction, PlainReduction, Reduction, World, join_world
+from isthmus.train.run_config import RunConfig
 from isthmus.wan.endpoint import Endpoint, Site
+from isthmus.wan.handshake import Seat
 from isthmus.wan.local import LocalWan
-from isthmus.wan.seat import Seat
 from isthmus.wan.trust.certificates import Identity
 from tests.model.cases import blueprint
-from tests.train.chain import CLOUDS, Given, Record, course, make_optimizer, make_stages
+from tests.train.chain import (
+    CLOUDS,
+    CutCase,
+    Given,
+    Record,
+    assert_pure,
+    config,
+    make_loop,
+    make_optimizer,
+    make_stages,
+)
+from tests.train.resuming import restore, state_of
 from tests.train.test_exactness import batches
 from tests.train.test_setup import TINY, links
 
@@ -58,6 +67,7 @@ class Case:
     num_held_out: int = 0
     policy: Policy = Policy.WAN_ONE_F_ONE_B
     codec: tuple[str, str] | None = None
+    guard_every: int = 0
     boundary: str = "hidden"
     autocast: torch.dtype | None = None
     model: str = "llama"
@@ -70,24 +80,33 @@ class Case:
     """Within which layers recompute, as is measured."""
     folder: Path | None = None
     """Where every step is saved, and the first step is taken from."""
+    interrupted: tuple[str, int, int] | None = None
+    """The cloud and the rank that are asked to stop behind a step."""
 
     @property
     def blueprint(self) -> Blueprint:
         return blueprint(self.model, **self.changes)
 
     @property
-    def course(self) -> Course:
+    def config(self) -> RunConfig:
         forward, backward = map(parse_codec, self.codec or ("raw", "raw"))
-        cut = Cut(codecs=Pair(forward=forward, backward=backward), boundary=parse_boundary(self.boundary))
-        return course(
+        pair = Pair(forward=forward, backward=backward)
+        boundary = parse_boundary(self.boundary)
+        cut = CutCase(codecs=pair, boundary=boundary, guard_every=self.guard_every)
+        is_full = self.sharding is Sharding.FULL
+        return config(
             len(self.ranks),
             self.num_microbatches,
             num_steps=self.num_steps,
             num_ranks=self.ranks,
             policy=self.policy,
             cuts=(cut,) * (len(self.ranks) - 1),
+            grouped_stages=frozenset(
+                stage for stage, ranks in enumerate(self.ranks) if is_full and ranks > 1
+            ),
             evaluate_every=2 if self.num_held_out else None,
             num_validation_microbatches=self.num_held_out,
+            save_every_s=None if self.folder is None else 0.0,
         )
 
     @property
@@ -119,6 +138,8 @@ class Found:
     num_passes: int
     sent_bytes: int
     """On the line, in the last step."""
+    outcome: Outcome
+    saved: list[int]
 
 
 @dataclass(frozen=True)
@@ -213,7 +234,9 @@ def _train(task: Task) -> Found:
         Endpoint(
             task.job, cloud=task.cloud, rank=task.seat.rank, identity=task.identity, site=task.site
         ) as endpoint,
-        join_world(task.seat, device, cloud=task.cloud, end=endpoint.abort) as world,
+        join_world(
+            task.seat, device, cloud=task.cloud, secret=endpoint.inside_secret, end=endpoint.abort
+        ) as world,
     ):
         return _Rank(task, endpoint, world, device).train()
 
@@ -228,8 +251,8 @@ class _Rank:
             device,
         )
         self.index = CLOUDS.index(task.cloud)
-        self.course = self.case.course
-        self.stage = make_stages(self.case.blueprint, self.course, lora=self.case.lora)[self.index]
+        self.config = self.case.config
+        self.stage = make_stages(self.case.blueprint, self.config, lora=self.case.lora)[self.index]
         self.reduction = self._reduction()
         if self.case.budget_bytes is not None:
             is_sharded = isinstance(self.stage, FSDPModule)
@@ -260,57 +283,55 @@ class _Rank:
 
     def train(self) -> Found:
         record = Record()
-        post = self._post()
-        keeper = None
-        if self.case.folder is not None:
-            checkpoints = Checkpoints(self.case.folder, cloud=self.task.cloud, keep=9)
-            keeper = Keeper(checkpoints, self.world, stage=self.stage, optimizer=self.optimizer)
-            record.on_step = self._saver(keeper)
-        worker, traffic = pipeline_worker(
-            course=self.course,
-            post=post,
+        member = Member(self.task.cloud, self.world.seat.rank)
+        clouds = CLOUDS[: len(self.case.ranks)]
+        neighbours = Neighbours(self.endpoint, self.world, clouds=clouds, cloud=self.task.cloud)
+        loop, wires = make_loop(
+            self.config,
+            member,
+            scheduler=PipelineScheduler(self.config.pipeline, member),
             stage=self.stage,
-            optimizer=self.optimizer,
+            links=neighbours.links(self.config.pipeline),
+            record=record,
             device=self.device,
+            optimizer=self.optimizer,
             source=self._source() if self.index == 0 else None,
-            observer=record,
             autocast=self.case.autocast,
-            should_save=lambda _: self.case.folder is not None,
             world=self.world,
             reduction=self.reduction,
         )
-        first = self.case.first_step
-        if keeper is not None and first:
-            traffic.restore(keeper.load(first).cuts, step=first)
-        with traffic, ExitStack() as stack:
-            worker.run(self.course.turns(first, stage=self.index, rank=post.rank))
+        facts = None
+        if self.case.folder is not None:
+            checkpoints = Checkpoints(self.case.folder, cloud=self.task.cloud, keep=9)
+            keeper = Keeper(checkpoints, self.world, stage=self.stage, optimizer=self.optimizer)
+            record.on_save = lambda saved: keeper.save(state_of(saved, self.stage))
+            if self.case.first_step:
+                facts = restore(keeper.load(self.case.first_step), wires)
+        if self.case.interrupted is not None:
+            cloud, rank, step = self.case.interrupted
+            if member == (cloud, rank):
+                record.on_step = lambda ended: loop.interrupt("SIGTERM") if ended.step == step else None
+        with loop:
+            stop = loop.run(self.case.first_step, facts)
             # Nobody closes a link that another still listens to.
-            stack.callback(self._await_all, post)
+            neighbours.agree_on_end()
+        assert_pure(self.config.pipeline, member, record)
         return Found(
             parameters={name: one.numpy() for name, one in self._parameters().items()},
             losses=[one.loss for one in record.steps],
             norms=[one.norm for one in record.steps],
             validation=[(one.loss_sum, one.num_targets) for one in record.evaluations],
             num_passes=sum(span.kind == "forward" for span in record.spans),
-            sent_bytes=record.steps[-1].sent.num_bytes,
+            sent_bytes=record.steps[-1].num_bytes,
+            outcome=stop.outcome,
+            saved=[one.step for one in record.saves],
         )
 
-    def _saver(self, keeper: Keeper) -> Any:
-        layers = (self.stage.layers.start, self.stage.layers.stop)
-
-        def save(ended: StepEnded) -> None:
-            assert ended.cuts is not None
-            keeper.save(State(step=ended.step + 1, layers=layers, cuts=ended.cuts))
-
-        return save
-
     def _parameters(self) -> dict[str, Tensor]:
-        from isthmus.train.ranks.sharding import whole
-
         return {name: whole(one).detach().clone() for name, one in self.stage.tensors_by_name().items()}
 
     def _source(self) -> Given:
-        routing, rank = self.course.routing, self.world.seat.rank
+        routing, rank = self.config.pipeline.routing, self.world.seat.rank
         own = [
             [batch for number, batch in enumerate(step) if number in routing.share(0, rank, step=index)]
             for index, step in enumerate(self.case.steps())
@@ -318,33 +339,6 @@ class _Rank:
         share = routing.share(0, rank, step=0, is_evaluation=True)
         held_out = [batch for number, batch in enumerate(self.case.held_out()) if number in share]
         return Given(own, held_out)
-
-    def _post(self) -> Post:
-        ups, downs = (self._links(stage) for stage in (self.index - 1, self.index + 1))
-        is_leader = self.world.seat.is_leader
-        return Post(
-            cloud=self.task.cloud,
-            index=self.index,
-            rank=self.world.seat.rank,
-            up=ups.get(0) if is_leader else None,
-            down=downs.get(0) if is_leader else None,
-            ups=ups,
-            downs=downs,
-        )
-
-    def _links(self, stage: int) -> dict[int, Any]:
-        if not 0 <= stage < self.course.num_stages:
-            return {}
-        peers = self.course.routing.peers(self.index, self.world.seat.rank, neighbour=stage)
-        return {peer: self.endpoint.link(CLOUDS[stage], peer) for peer in peers}
-
-    def _await_all(self, post: Post) -> None:
-        from isthmus.train.agreement import agree_on_end
-
-        self.world.gather(None)
-        if self.world.seat.is_leader:
-            agree_on_end(up=post.up, down=post.down)
-        self.world.spread(None)
 
 
 def whole_model(found: dict[tuple[str, int], Found], ranks: Sequence[int]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Training in one process, plain and obvious: no scheduler, no links, no messages."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor
 from isthmus.codec.base import Key
 from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
 from isthmus.codec.graph import cross
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.model.randomness import Moment, seed_from
-from isthmus.model.stage import Stage
-from isthmus.train.crossing.cut import Cut
+from isthmus.model.cut import Moment, seed_from
+from isthmus.model.stage import Batch, Stage, StageInput
+from tests.train.chain import CutCase
 
 
 def train_alone(
@@ -58,14 +57,18 @@ def train_across(
     stages: Sequence[Stage],
     steps: Sequence[Sequence[Batch]],
     *,
-    cuts: Sequence[Cut],
+    cuts: Sequence[CutCase],
     seed: int,
     learning_rates: Sequence[float],
     weight_decay: float,
     max_norm: float | None,
     num_warmup_steps: int = 0,
+    changes: Mapping[int, Sequence[CutCase]] | None = None,
 ) -> list[float]:
-    """Train all stages in one graph, with what crosses coded within it; gives the loss of each step."""
+    """Train all stages in one graph, with what crosses coded within it; gives the loss of each step.
+
+    `changes` are the cuts from a step on, with codecs that start afresh.
+    """
     parameters = [one for stage in stages for one in stage.parameters_by_name().values()]
     matrices = [one for one in parameters if one.ndim > 1]
     vectors = [one for one in parameters if one.ndim <= 1]
@@ -75,10 +78,12 @@ def train_across(
         eps=1e-8,
     )
     hidden_width = stages[0].model.config.hidden_size
-    ends = [_ends(cut, hidden_width, seed=seed_from("cut", seed, number)) for number, cut in enumerate(cuts)]
+    ends = _all_ends(cuts, hidden_width, seed=seed)
     losses = []
     for step, batches in enumerate(steps):
         num_targets = sum(batch.num_targets for batch in batches)
+        if changes is not None and step in changes:
+            ends = _all_ends(changes[step], hidden_width, seed=seed)
         if step == num_warmup_steps > 0:
             for before, behind in pairwise(stages):
                 if before.down is not None and behind.up is not None:
@@ -116,7 +121,13 @@ def train_across(
     return losses
 
 
-def _ends(cut: Cut, hidden_width: int, *, seed: int) -> tuple[SendingEnd, ReceivingEnd]:
+def _all_ends(
+    cuts: Sequence[CutCase], hidden_width: int, *, seed: int
+) -> list[tuple[SendingEnd, ReceivingEnd]]:
+    return [_ends(cut, hidden_width, seed=seed_from("cut", seed, number)) for number, cut in enumerate(cuts)]
+
+
+def _ends(cut: CutCase, hidden_width: int, *, seed: int) -> tuple[SendingEnd, ReceivingEnd]:
     codecs = Codecs(
         forward=cut.codecs.forward,
         backward=cut.codecs.backward,

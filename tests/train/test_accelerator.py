@@ -1,22 +1,19 @@
 """What holds on the CPU holds on an accelerator, where codecs have a stream of their own."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from isthmus.model.boundary import Batch, StageInput
-from isthmus.train.crossing.cut import Cut
+from isthmus.model.stage import Batch, StageInput
 from isthmus.train.device import Device
 from tests.model.cases import MOMENT, blueprint, build, make_batch
-from tests.train.chain import Given, chain, course
+from tests.train.chain import CutCase, Given, chain, config
 from tests.train.reference import assert_same, parameters_of
-from tests.train.test_checkpoint import load_all, save_all
+from tests.train.resuming import keep_all, take_up
 from tests.train.test_codecs import BOTTLENECK, cut
 from tests.train.test_exactness import batches
 
 CUTS = {
-    "raw": Cut(),
+    "raw": CutCase(),
     "int4": cut("rotate | int4", "rotate | int4(stochastic)", guard_every=2),
     "topk": cut("topk(0.5) | int8", "topk(0.5) | int8"),
     "subspace": cut("subspace(6, anchor=tokens, every=2) | int8", "int8(stochastic)"),
@@ -38,12 +35,12 @@ def test_on_the_cpu_a_lane_is_no_detour() -> None:
 
 @needs_accelerator
 @pytest.mark.parametrize("between", CUTS.values(), ids=CUTS)
-def test_losses_are_those_of_the_cpu(between: Cut) -> None:
+def test_losses_are_those_of_the_cpu(between: CutCase) -> None:
     plan = blueprint("llama", attention_dropout=0.0)
     steps = batches(plan, 3)
     losses = []
     for device in ("cpu", "auto"):
-        with chain(plan, course(2, 3, cuts=(between,)), device=device) as found:
+        with chain(plan, config(2, 3, cuts=(between,)), device=device) as found:
             found.run(Given(steps))
         losses.append([one.loss for one in found.records[0].steps])
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
@@ -51,19 +48,20 @@ def test_losses_are_those_of_the_cpu(between: Cut) -> None:
 
 @needs_accelerator
 @pytest.mark.parametrize("between", CUTS.values(), ids=CUTS)
-def test_a_resumed_run_equals_one_that_never_stopped(between: Cut, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_one_that_never_stopped(between: CutCase) -> None:
     plan = blueprint("llama")
     steps = batches(plan, 3)
-    with chain(plan, course(2, 3, cuts=(between,)), device="auto") as whole:
-        save_all(whole, tmp_path)
+    with chain(plan, config(2, 3, cuts=(between,)), device="auto") as whole:
+        kept = keep_all(whole)
         whole.run(Given(steps))
-    with chain(plan, course(2, 3, cuts=(between,)), device="auto") as resumed:
-        states = load_all(resumed, tmp_path, 3)
+    with chain(plan, config(2, 3, cuts=(between,)), device="auto") as resumed:
+        states = take_up(resumed, kept, 3)
         resumed.run(Given(steps), first_step=3, states=states)
     assert_same(parameters_of(resumed.stages), parameters_of(whole.stages))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_a_pass_never_waits_for_the_device(name: str) -> None:
     """So that the host is ahead, and the device never waits for it."""

@@ -1,17 +1,33 @@
 """A run that was stopped and resumed at any step ends to the bit like one that never stopped."""
 
 import functools
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.train.checkpoint import COMPLETE, Checkpoints, State
-from isthmus.train.crossing.cut import SavedCuts
+from isthmus.job.boundary import parse_boundary
+from isthmus.job.codec import parse_codec
+from isthmus.model.blueprint import pretrained_blueprint, split_layers
+from isthmus.model.stage import Stage
+from isthmus.plan.facts import pack_facts, unpack_facts
+from isthmus.plan.ladder import Pair
+from isthmus.plan.pipeline_parts import PipelineState
+from isthmus.plan.types import Member
+from isthmus.train.checkpoint import Checkpoints, State, WireState, pack_wires, unpack_wires
 from isthmus.train.data.order import Cursor
-from isthmus.train.observer import StepEnded
-from tests.model.cases import blueprint, build
-from tests.train.chain import CLOUDS, Chain, Given, chain, course, make_optimizer
+from isthmus.train.members import SavedSteps
+from isthmus.train.optimize.optimizer import Optimizer
+from isthmus.train.store import MANIFEST_FILE
+from tests.model.cases import blueprint, build, language_head
+from tests.model.test_weights import save_model
+from tests.train.chain import CLOUDS, Chain, CutCase, Given, Saved, chain, config, make_optimizer
 from tests.train.reference import assert_same, parameters_of
 from tests.train.test_exactness import batches
 
@@ -19,114 +35,321 @@ from tests.train.test_exactness import batches
 def save_all(found: Chain, folder: Path, *, keep: int = 9) -> None:
     """Let every stage save after every step."""
     for index, record in enumerate(found.records):
-        record.on_step = functools.partial(
+        record.on_save = functools.partial(
             save, found, index, Checkpoints(folder, cloud=CLOUDS[index], keep=keep)
         )
 
 
-def save(found: Chain, index: int, checkpoints: Checkpoints, ended: StepEnded) -> None:
+def save(found: Chain, index: int, checkpoints: Checkpoints, saved: Saved) -> None:
     stage = found.stages[index]
     state = State(
-        step=ended.step + 1,
+        step=saved.step,
         layers=(stage.layers.start, stage.layers.stop),
-        cursor=Cursor(epoch=1, position=ended.step),
-        cuts=ended.cuts or SavedCuts(),
+        cursor=Cursor(epoch=1, position=saved.step - 1),
+        facts={} if saved.facts is None else {"state": pack_facts(saved.facts)},
+        wires=pack_wires(saved.wires),
     )
     checkpoints.save(state, stage=stage, optimizer=found.optimizers[index])
 
 
-def load_all(found: Chain, folder: Path, step: int) -> list[State]:
-    return [
-        Checkpoints(folder, cloud=CLOUDS[index]).load(step, stage=stage, optimizer=found.optimizers[index])
-        for index, stage in enumerate(found.stages)
-    ]
+def load_all(found: Chain, folder: Path, step: int) -> list[Saved]:
+    return [load(found, index, folder, step) for index in range(len(found.stages))]
+
+
+def load(found: Chain, index: int, folder: Path, step: int) -> Saved:
+    checkpoints = Checkpoints(folder, cloud=CLOUDS[index])
+    state = checkpoints.load(step, stage=found.stages[index], optimizer=found.optimizers[index])
+    assert state.cursor == Cursor(epoch=1, position=step - 1)
+    peers = [Member(cloud) for cloud in CLOUDS]
+    facts = unpack_facts(state.facts["state"], PipelineState) if state.facts else None
+    return Saved(step, facts, unpack_wires(state.wires, peers))
 
 
 def test_resuming_at_any_step_equals_never_stopping(tmp_path: Path) -> None:
     plan = blueprint("llama")
     steps = batches(plan, 2)
-    with chain(plan, course(2, 2)) as whole:
+    with chain(plan, config(2, 2)) as whole:
         save_all(whole, tmp_path)
         whole.run(Given(steps))
     expected = parameters_of(whole.stages)
     assert Checkpoints(tmp_path, cloud="north").steps() == (1, 2, 3, 4, 5)
     for step in (1, 3, 4):
-        with chain(plan, course(2, 2)) as resumed:
+        with chain(plan, config(2, 2)) as resumed:
             states = load_all(resumed, tmp_path, step)
-            resumed.run(Given(steps), first_step=step)
-        assert [state.cursor for state in states] == [Cursor(epoch=1, position=step - 1)] * 2
+            resumed.run(Given(steps), first_step=step, states=states)
         assert_same(parameters_of(resumed.stages), expected)
+
+
+def alone(model: str = "gpt2") -> tuple[Stage, Optimizer]:
+    (stage,) = build(blueprint(model), [range(4)])
+    return stage, make_optimizer(stage, None)
+
+
+def record(folder: Path, step: int, cloud: str = "north") -> Path:
+    return folder / "checkpoints" / f"step-{step:08d}" / cloud
+
+
+def save_steps(folder: Path, *steps: int, keep: int = 9) -> Checkpoints:
+    stage, optimizer = alone()
+    checkpoints = Checkpoints(folder, cloud="north", keep=keep)
+    for step in steps:
+        checkpoints.save(State(step=step, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    return checkpoints
+
+
+def flip(path: Path, *, at: int = -5) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta"])
+def test_a_pretrained_encoder_whose_head_ties_its_biases(model_type: str, tmp_path: Path) -> None:
+    save_model(model_type, tmp_path / "origin")
+    plan = pretrained_blueprint(str(tmp_path / "origin"), head=language_head(model_type))
+    steps = batches(plan, 2)
+    with chain(plan, config(2, 2)) as whole:
+        save_all(whole, tmp_path)
+        whole.run(Given(steps))
+    with chain(plan, config(2, 2)) as resumed:
+        load_all(resumed, tmp_path, 3)
+        resumed.run(Given(steps), first_step=3)
+    assert_same(parameters_of(resumed.stages), parameters_of(whole.stages))
 
 
 def test_only_the_newest_are_kept_and_only_whole_ones_count(tmp_path: Path) -> None:
     plan = blueprint("gpt2")
-    with chain(plan, course(1, 1)) as found:
+    with chain(plan, config(1, 1)) as found:
         save_all(found, tmp_path, keep=2)
         found.run(Given(batches(plan, 1)))
     checkpoints = Checkpoints(tmp_path, cloud="north")
     assert checkpoints.steps() == (4, 5)
-    (tmp_path / "checkpoints" / "step-00000005" / "north" / COMPLETE).unlink()
+    (record(tmp_path, 5) / MANIFEST_FILE).unlink()
     assert checkpoints.steps() == (4,)
     names = {path.name for path in tmp_path.rglob("*")}
     assert not any(name.startswith(".") for name in names)
 
 
-def test_a_run_that_went_on_from_an_older_step_drops_what_the_lost_steps_left(tmp_path: Path) -> None:
-    """They count neither as newest, for which the new ones would be deleted, nor as another cloud's next."""
-    (stage,) = build(blueprint("gpt2"), [range(4)])
-    optimizer = make_optimizer(stage, None)
-    checkpoints = Checkpoints(tmp_path, cloud="north", keep=2)
-    for step in (20, 30, 27):
-        state = State(step=step, layers=(0, 4))
-        checkpoints.save(state, stage=stage, optimizer=optimizer)
-    assert checkpoints.steps() == (20, 27)
-
-
-def test_what_is_damaged_or_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_tensors_are_saved_by_parameter_name(tmp_path: Path) -> None:
     plan = blueprint("llama")
-    with chain(plan, course(1, 1)) as found:
+    with chain(plan, config(2, 2)) as found:
         save_all(found, tmp_path)
-        found.run(Given(batches(plan, 1)))
-    folder = tmp_path / "checkpoints" / "step-00000005" / "north"
-    with chain(blueprint("qwen2"), course(1, 1)) as other, pytest.raises(UserError, match="cannot be used"):
-        load_all(other, tmp_path, 5)
-    with chain(plan, course(2, 1)) as other, pytest.raises(UserError, match="layers"):
-        load_all(other, tmp_path, 5)
-    (folder / "weights.safetensors").write_bytes(b"\x00" * 64)
-    with chain(plan, course(1, 1)) as other, pytest.raises(UserError, match="cannot be used"):
-        load_all(other, tmp_path, 5)
+        found.run(Given(batches(plan, 2)))
+    first, second = (
+        json.loads((record(tmp_path, 5, cloud) / MANIFEST_FILE).read_text()) for cloud in CLOUDS[:2]
+    )
+    assert (first["facts"]["step"], first["facts"]["cloud"], first["facts"]["layers"]) == (5, "north", [0, 2])
+    weight = "model.layers.3.self_attn.q_proj.weight"
+    shape = list(found.stages[1].tensors_by_name()[weight].shape)
+    for name in (weight, f"optimizer/exp_avg/{weight}", f"optimizer/exp_avg_sq/{weight}"):
+        assert name not in first["tensors"]
+        assert second["tensors"][name]["shape"] == shape
+        assert second["tensors"][name]["dtype"] == "float32"
+    names = first["tensors"].keys() | second["tensors"].keys()
+    assert {name for name in names if "/" not in name} == parameters_of(found.stages).keys()
 
 
-def test_a_save_that_crashed_half_way_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4), (4, 1)])
+def test_a_run_that_is_cut_otherwise_goes_on_to_the_bit(tmp_path: Path, before: int, after: int) -> None:
     plan = blueprint("llama")
-    with chain(plan, course(1, 1)) as found:
+    steps = batches(plan, 2)
+    with chain(plan, config(before, 2)) as whole:
+        save_all(whole, tmp_path)
+        whole.run(Given(steps))
+    with chain(plan, config(after, 2)) as cut:
+        states = load_all(cut, tmp_path, 3)
+        cut.run(Given(steps), first_step=3, states=states)
+    assert_same(parameters_of(cut.stages), parameters_of(whole.stages))
+
+
+def test_what_no_record_has_is_named_with_the_records_that_are_here(tmp_path: Path) -> None:
+    plan = blueprint("llama")
+    with chain(plan, config(2, 2)) as whole:
+        save_all(whole, tmp_path)
+        whole.run(Given(batches(plan, 2)))
+    shutil.rmtree(record(tmp_path, 3, "east"))
+    with chain(plan, config(3, 2)) as cut, pytest.raises(UserError) as error:
+        load_all(cut, tmp_path, 3)
+    assert "the checkpoint of step 3 lacks model.layers.2." in error.value.message
+    assert error.value.message.endswith("in the records that are here: 'north' (layers 0 to 1)")
+    assert error.value.hint is not None
+
+
+def test_halves_of_a_bottleneck_belong_to_their_cut(tmp_path: Path) -> None:
+    """Both have the same names in their stages; what was trained for one cut is nothing to another."""
+    plan = blueprint("llama")
+    agreed = config(3, 2, cuts=(CutCase(boundary=parse_boundary("bottleneck(4, warmup=2)")),) * 2)
+    with chain(plan, agreed) as found:
         save_all(found, tmp_path)
-        found.run(Given(batches(plan, 1)))
-
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("isthmus.train.checkpoint.save_file", full)
-        checkpoints = Checkpoints(tmp_path, cloud="north")
-        state = State(step=5, layers=(0, 4), cursor=None)
-        with pytest.raises(UserError, match="No space left"):
-            checkpoints.save(state, stage=found.stages[0], optimizer=found.optimizers[0])
-    assert checkpoints.steps() == (1, 2, 3, 4, 5)
-    with chain(plan, course(1, 1)) as again:
+        found.run(Given(batches(plan, 2)))
+        expected = parameters_of(found.stages)
+    with chain(plan, agreed) as again:
         load_all(again, tmp_path, 5)
-    assert_same(parameters_of(again.stages), parameters_of(found.stages))
+        middle = again.stages[1]
+        assert middle.up is not None
+        assert middle.down is not None
+        assert torch.equal(middle.up.weight, found.stages[1].up.weight)  # type: ignore[union-attr]
+        assert_same(parameters_of(again.stages), expected)
+    names = json.loads((record(tmp_path, 5, "east") / MANIFEST_FILE).read_text())["tensors"]
+    start, stop = middle.layers.start, middle.layers.stop
+    assert {f"boundary.{start}.up.weight", f"boundary.{stop}.down.weight"} <= names.keys()
+    other = config(2, 2, cuts=(CutCase(boundary=parse_boundary("bottleneck(4, warmup=2)")),))
+    if split_layers(plan.num_layers, 2)[0].stop not in {start, stop}:
+        with chain(plan, other) as cut, pytest.raises(UserError, match="lacks boundary"):
+            load_all(cut, tmp_path, 5)
+
+
+def test_facts_and_wires_come_back_as_they_were(tmp_path: Path) -> None:
+    stage, optimizer = alone()
+    checkpoints = Checkpoints(tmp_path, cloud="north")
+    state = State(
+        step=7,
+        layers=(0, 4),
+        cursor=Cursor(epoch=2, position=9),
+        facts={"standings": [{"since_step": 3}]},
+        wires={"west.0": WireState(facts={"codecs": ["int8", "raw"]}, tensors={"a/b": torch.arange(3.0)})},
+        other_wires=({"west.1": WireState(tensors={"a": torch.ones(2)})}, {}),
+    )
+    checkpoints.save(state, stage=stage, optimizer=optimizer)
+    found = checkpoints.load(7, stage=stage, optimizer=optimizer)
+    assert (found.cursor, found.facts, found.wires.keys()) == (state.cursor, state.facts, state.wires.keys())
+    assert found.wires["west.0"].facts == {"codecs": ["int8", "raw"]}
+    assert torch.equal(found.wires["west.0"].tensors["a/b"], torch.arange(3.0))
+    assert [set(one) for one in found.other_wires] == [{"west.1"}, set()]
+    assert torch.equal(found.other_wires[0]["west.1"].tensors["a"], torch.ones(2))
+
+
+def test_lost_steps_are_set_aside_and_removed_when_they_are_reached_again(tmp_path: Path) -> None:
+    """They count neither as newest, for which the new ones would be deleted, nor as another cloud's next."""
+    save_steps(tmp_path, 20, 30)
+    stage, optimizer = alone()
+    checkpoints = Checkpoints(tmp_path, cloud="north", keep=2)
+    checkpoints.begin_from(20)
+    assert checkpoints.steps() == (20, 30), "nothing is touched before something new is whole"
+    checkpoints.save(State(step=27, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    assert checkpoints.steps() == (20, 27)
+    assert (record(tmp_path, 30, "north.aside") / MANIFEST_FILE).exists()
+    checkpoints.save(State(step=30, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    assert checkpoints.steps() == (27, 30)
+    assert not record(tmp_path, 30, "north.aside").exists()
+
+
+def test_a_step_between_the_start_and_the_first_save_was_lost_too(tmp_path: Path) -> None:
+    """Else it would take the place of the step that all clouds have."""
+    save_steps(tmp_path, 20, 30)
+    stage, optimizer = alone()
+    checkpoints = Checkpoints(tmp_path, cloud="north", keep=2)
+    checkpoints.begin_from(20)
+    checkpoints.save(State(step=34, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    assert checkpoints.steps() == (20, 34)
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "wire.safetensors"])
+def test_a_flipped_bit_is_found(tmp_path: Path, file: str) -> None:
+    plan = blueprint("llama")
+    coded = CutCase(codecs=Pair(forward=parse_codec("subspace(4)"), backward=parse_codec("subspace(4)")))
+    with chain(plan, config(2, 2, cuts=(coded,))) as found:
+        save_all(found, tmp_path)
+        found.run(Given(batches(plan, 2)))
+    flip(record(tmp_path, 5) / file)
+    with chain(plan, config(2, 2, cuts=(coded,))) as again, pytest.raises(UserError) as error:
+        load_all(again, tmp_path, 5)
+    assert f"cannot be used: {file} is not as it was written" in error.value.message
+
+
+@pytest.mark.parametrize("harm", ["flipped", "truncated", "deleted", "manifest"])
+def test_a_damaged_checkpoint_is_left_out_and_removed_once_a_newer_one_is_whole(
+    tmp_path: Path, harm: str
+) -> None:
+    save_steps(tmp_path, 20, 30)
+    weights = record(tmp_path, 30) / "weights.safetensors"
+    match harm:
+        case "flipped":
+            flip(weights)
+        case "truncated":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        case "deleted":
+            weights.unlink()
+        case "manifest":
+            flip(record(tmp_path, 30) / MANIFEST_FILE, at=3)
+    checkpoints, notes = Checkpoints(tmp_path, cloud="north"), list[str]()
+    assert checkpoints.inspect(notes.append) == SavedSteps(whole=(20,), damaged=(30,))
+    (note,) = notes
+    assert note.startswith("the checkpoint step-00000030/north is left out: ")
+    stage, optimizer = alone()
+    checkpoints.begin_from(20)
+    assert record(tmp_path, 30).exists()
+    checkpoints.save(State(step=40, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    assert checkpoints.steps() == (20, 40)
+    assert Checkpoints(tmp_path, cloud="north").inspect(notes.append) == SavedSteps(whole=(20, 40))
+    assert not (tmp_path / "checkpoints" / "step-00000030").exists()
+
+
+def test_what_was_cut_short_is_removed_at_the_start_with_a_word(tmp_path: Path) -> None:
+    save_steps(tmp_path, 20)
+    for name in (".north.new", ".west.new"):
+        (tmp_path / "checkpoints" / "step-00000030" / name).mkdir(parents=True)
+    record(tmp_path, 10).mkdir(parents=True)
+    notes: list[str] = []
+    assert Checkpoints(tmp_path, cloud="north").inspect(notes.append) == SavedSteps(whole=(20,))
+    assert notes == [f"removed step-{step:08d}/north, a checkpoint that was cut short" for step in (10, 30)]
+    left = {
+        path.relative_to(tmp_path / "checkpoints").as_posix() for path in tmp_path.glob("checkpoints/*/*")
+    }
+    assert left == {"step-00000020/north", "step-00000030/.west.new"}, "another cloud's is its own"
+
+
+def test_what_is_of_another_model_or_job_is_refused(tmp_path: Path) -> None:
+    plan = blueprint("llama")
+    with chain(plan, config(1, 1)) as found:
+        save_all(found, tmp_path)
+        found.run(Given(batches(plan, 1)))
+    with (
+        chain(blueprint("qwen2"), config(1, 1)) as other,
+        pytest.raises(UserError, match=r"lacks model\.layers"),
+    ):
+        load_all(other, tmp_path, 5)
+    wide = blueprint("llama", intermediate_size=40)
+    with (
+        chain(wide, config(1, 1)) as other,
+        pytest.raises(UserError, match=r"has shape .* in the checkpoint"),
+    ):
+        load_all(other, tmp_path, 5)
+    checkpoints = Checkpoints(tmp_path, cloud="north", job="1" * 64)
+    with pytest.raises(UserError, match="it is of another job"):
+        checkpoints.load(5, stage=found.stages[0], optimizer=found.optimizers[0])
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device")]
+)
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_of_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    stage, optimizer = alone()
+    checkpoints = save_steps(tmp_path, 5)
+
+    def full(tensors: dict[str, Tensor], file: Path) -> None:
+        if file.name.startswith("optimizer"):
+            raise error
+        save_file(tensors, file)
+
+    optimizer.load_tensors({"exp_avg/transformer.wpe.weight": torch.ones(1)})
+    with monkeypatch.context() as patch:
+        patch.setattr("isthmus.train.store.save_file", full)
+        for step in (5, 6):
+            with pytest.raises(UserError, match="No space left on device"):
+                checkpoints.save(State(step=step, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+    assert [path.name for path in (tmp_path / "checkpoints" / "step-00000005").iterdir()] == ["north"]
+    assert checkpoints.inspect(lambda _: None) == SavedSteps(whole=(5,))
 
 
 def test_a_kill_while_a_step_is_written_again_leaves_nothing_that_passes_for_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (stage,) = build(blueprint("gpt2"), [range(4)])
-    optimizer = make_optimizer(stage, None)
-    checkpoints = Checkpoints(tmp_path, cloud="north")
-    for step in (20, 30):
-        checkpoints.save(State(step=step, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    checkpoints = save_steps(tmp_path, 20, 30)
+    stage, optimizer = alone()
 
     def killed(folder: Path, *, ignore_errors: bool = False) -> None:
         if not ignore_errors:
@@ -134,10 +357,11 @@ def test_a_kill_while_a_step_is_written_again_leaves_nothing_that_passes_for_who
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("isthmus.train.checkpoint.shutil.rmtree", killed)
+        patch.setattr("isthmus.train.store.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.save(State(step=30, layers=(0, 4)), stage=stage, optimizer=optimizer)
     assert checkpoints.steps() == (20,)
+    assert Checkpoints(tmp_path, cloud="north").inspect(lambda _: None) == SavedSteps(whole=(20,))
     checkpoints.save(State(step=30, layers=(0, 4)), stage=stage, optimizer=optimizer)
     assert checkpoints.steps() == (20, 30)
     checkpoints.load(30, stage=stage, optimizer=optimizer)

@@ -1,7 +1,7 @@
 """A pipeline over links trains to the bit like one graph in which what crosses is coded."""
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +10,14 @@ from isthmus.errors import Aborted, FrameError
 from isthmus.job.boundary import parse_boundary
 from isthmus.job.codec import parse_codec
 from isthmus.model.blueprint import Blueprint
+from isthmus.plan.end_of_step import Tally
 from isthmus.plan.ladder import Pair
-from isthmus.train.crossing.coded import Coded, as_buffer
-from isthmus.train.crossing.cut import Cut
+from isthmus.train.coding import Coded, CutEnd
+from isthmus.train.run_config import RunConfig
 from tests.model.cases import blueprint
-from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Given, chain, course, make_stages
+from tests.train.chain import SCHEDULE, WEIGHT_DECAY, CutCase, Given, Record, chain, config, make_stages
 from tests.train.reference import assert_same, parameters_of, train_across
-from tests.train.test_checkpoint import load_all, save_all
+from tests.train.resuming import keep_all, take_up
 from tests.train.test_exactness import batches
 
 CODECS = {
@@ -34,22 +35,30 @@ CODECS = {
 BOTTLENECK = "bottleneck(5, warmup=2)"
 
 
-def cut(forward: str, backward: str, *, boundary: str = "hidden", **changes: Any) -> Cut:
+def cut(forward: str, backward: str, *, boundary: str = "hidden", **changes: Any) -> CutCase:
     pair = Pair(forward=parse_codec(forward), backward=parse_codec(backward))
-    return Cut(codecs=pair, boundary=parse_boundary(boundary), **changes)
+    return CutCase(codecs=pair, boundary=parse_boundary(boundary), **changes)
 
 
-def in_one_graph(plan: Blueprint, agreed: Any, steps: Any) -> tuple[dict[str, Any], list[float]]:
+def in_one_graph(
+    plan: Blueprint,
+    agreed: RunConfig,
+    cuts: Sequence[CutCase],
+    steps: Any,
+    *,
+    changes: Mapping[int, Sequence[CutCase]] | None = None,
+) -> tuple[dict[str, Any], list[float]]:
     stages = make_stages(plan, agreed)
     losses = train_across(
         stages,
         steps,
-        cuts=agreed.cuts,
+        cuts=cuts,
         seed=11,
         learning_rates=[SCHEDULE.at(step) for step in range(len(steps))],
         weight_decay=WEIGHT_DECAY,
         max_norm=0.5,
         num_warmup_steps=agreed.num_warmup_steps,
+        changes=changes,
     )
     return parameters_of(stages), losses
 
@@ -58,8 +67,9 @@ def in_one_graph(plan: Blueprint, agreed: Any, steps: Any) -> tuple[dict[str, An
 def test_every_codec(codecs: tuple[str, str]) -> None:
     plan = blueprint("llama")
     steps = batches(plan, 4)
-    agreed = course(3, 4, cuts=(cut(*codecs), cut(*codecs)))
-    expected, losses = in_one_graph(plan, agreed, steps)
+    cuts = (cut(*codecs), cut(*codecs))
+    agreed = config(3, 4, cuts=cuts)
+    expected, losses = in_one_graph(plan, agreed, cuts, steps)
     with chain(plan, agreed) as found:
         found.run(Given(steps))
     assert_same(parameters_of(found.stages), expected)
@@ -70,10 +80,9 @@ def test_every_codec(codecs: tuple[str, str]) -> None:
 def test_bottlenecks_with_coded_numbers(num_stages: int) -> None:
     plan = blueprint("llama")
     steps = batches(plan, 3)
-    agreed = course(
-        num_stages, 3, cuts=(cut("int4", "int4(stochastic)", boundary=BOTTLENECK),) * (num_stages - 1)
-    )
-    expected, _ = in_one_graph(plan, agreed, steps)
+    cuts = (cut("int4", "int4(stochastic)", boundary=BOTTLENECK),) * (num_stages - 1)
+    agreed = config(num_stages, 3, cuts=cuts)
+    expected, _ = in_one_graph(plan, agreed, cuts, steps)
     with chain(plan, agreed) as found:
         found.run(Given(steps))
     assert_same(parameters_of(found.stages), expected)
@@ -90,15 +99,15 @@ RESUMED = {
 
 
 @pytest.mark.parametrize(("between", "step"), RESUMED.values(), ids=RESUMED)
-def test_a_resumed_run_equals_one_that_never_stopped(between: Cut, step: int, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_one_that_never_stopped(between: CutCase, step: int) -> None:
     plan = blueprint("llama")
     steps = batches(plan, 3)
-    agreed = course(3, 3, cuts=(between, between))
+    agreed = config(3, 3, cuts=(between, between))
     with chain(plan, agreed) as whole:
-        save_all(whole, tmp_path)
+        kept = keep_all(whole)
         whole.run(Given(steps))
     with chain(plan, agreed) as resumed:
-        states = load_all(resumed, tmp_path, step)
+        states = take_up(resumed, kept, step)
         resumed.run(Given(steps), first_step=step, states=states)
     assert_same(parameters_of(resumed.stages), parameters_of(whole.stages))
 
@@ -106,12 +115,16 @@ def test_a_resumed_run_equals_one_that_never_stopped(between: Cut, step: int, tm
 def test_evaluation_is_done_with_codecs_and_without_and_leaves_no_trace() -> None:
     plan = blueprint("llama")
     steps, held_out = batches(plan, 2), batches(plan, 3, num_steps=1)[0]
-    coded = (cut("subspace(6, every=2) | int2", "int8"),)
-    agreed = course(2, 2, cuts=coded, evaluate_every=2, num_validation_microbatches=3, evaluates_plain=True)
+    cuts = (cut("subspace(6, every=2) | int2", "int8"),)
+    agreed = config(2, 2, cuts=cuts, evaluate_every=2, num_validation_microbatches=3, evaluates_plain=True)
     with chain(plan, agreed) as found:
         found.run(Given(steps, held_out))
-    expected, _ = in_one_graph(plan, agreed, steps)
+    with chain(plan, config(2, 2, cuts=cuts)) as without:
+        without.run(Given(steps))
+    expected, _ = in_one_graph(plan, agreed, cuts, steps)
     assert_same(parameters_of(found.stages), expected)
+    for record, other in zip(found.records, without.records, strict=True):
+        assert_same_codec_states(record, other)
     evaluations = found.records[0].evaluations
     assert [(one.step, one.is_plain) for one in evaluations] == [
         (step, is_plain) for step in (2, 4, 5) for is_plain in (False, True)
@@ -120,10 +133,19 @@ def test_evaluation_is_done_with_codecs_and_without_and_leaves_no_trace() -> Non
     assert all(one.loss != other.loss for one, other in pairwise(evaluations))
 
 
+def assert_same_codec_states(found: Record, expected: Record) -> None:
+    assert [one.step for one in found.saves] == [one.step for one in expected.saves] == [1, 2, 3, 4, 5]
+    for one, other in zip(found.saves, expected.saves, strict=True):
+        assert one.wires.keys() == other.wires.keys()
+        for peer, state in other.wires.items():
+            assert one.wires[peer].pair == state.pair
+            assert_same(dict(one.wires[peer].tensors), dict(state.tensors))
+
+
 def test_coding_is_noted_and_what_crossed_is_counted() -> None:
     plan = blueprint("llama")
     steps = batches(plan, 2, num_steps=2)
-    with chain(plan, course(2, 2, num_steps=2, cuts=(cut("int8", "raw"),))) as found:
+    with chain(plan, config(2, 2, num_steps=2, cuts=(cut("int8", "raw"),))) as found:
         found.run(Given(steps))
     north, east = found.records
     encoded = [span for span in north.spans if span.kind == "encode"]
@@ -132,9 +154,9 @@ def test_coding_is_noted_and_what_crossed_is_counted() -> None:
     assert {span.track for span in encoded + decoded} == {"north→east"}
     num_tokens = sum(int(batch.mask.sum()) for step in steps for batch in step if batch.mask is not None)
     assert sum(span.num_bytes for span in encoded) == num_tokens * (16 + 2)
-    sent = [sum(one.sent.num_elements for one in record.steps) for record in (north, east)]
+    sent = [sum(one.num_elements for one in record.steps) for record in (north, east)]
     assert sent == [num_tokens * 16] * 2
-    assert sum(one.sent.num_bytes for one in north.steps) < sum(one.sent.num_bytes for one in east.steps)
+    assert sum(one.num_bytes for one in north.steps) < sum(one.num_bytes for one in east.steps)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +165,16 @@ def test_coding_is_noted_and_what_crossed_is_counted() -> None:
 def test_a_payload_that_was_spoilt_ends_the_run(
     codecs: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def shortened(self: Coded) -> tuple[Any, ...]:
-        return tuple(as_buffer(part[:-1]) for part in self.parts)
+    encode = CutEnd.encode
+
+    def shortened(self: CutEnd, *args: Any, **options: Any) -> Coded:
+        coded = encode(self, *args, **options)
+        return coded._replace(parts=tuple(part[:-1] for part in coded.parts))
 
     plan = blueprint("llama")
-    monkeypatch.setattr(Coded, "buffers", shortened)
+    monkeypatch.setattr(CutEnd, "encode", shortened)
     with (
-        chain(plan, course(2, 2, cuts=(cut(*codecs),))) as found,
+        chain(plan, config(2, 2, cuts=(cut(*codecs),))) as found,
         pytest.raises((FrameError, Aborted)) as caught,
     ):
         found.run(Given(batches(plan, 2)))
@@ -158,7 +183,36 @@ def test_a_payload_that_was_spoilt_ends_the_run(
 
 def test_ends_that_disagree_on_the_codec_are_found_out() -> None:
     plan = blueprint("llama")
-    agreed = course(2, 2, cuts=(cut("int8", "int8"),))
-    other = course(2, 2, cuts=(cut("int4", "int4"),))
-    with chain(plan, agreed) as found, pytest.raises((FrameError, Aborted), match='where "int4" is due'):
-        found.run(Given(batches(plan, 2)), courses={1: other})
+    agreed = config(2, 2, cuts=(cut("int8", "int8"),))
+    other = config(2, 2, cuts=(cut("int4", "int4"),))
+    with chain(plan, agreed) as found, pytest.raises((FrameError, Aborted), match="the job does not allow"):
+        found.run(Given(batches(plan, 2)), configs={1: other})
+
+
+SUBSPACE = cut("subspace(6, every=2) | int8", "int8(stochastic)")
+INT8 = cut("rotate | int8", "rotate | int8(stochastic)")
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_codecs_that_change_and_change_back_start_afresh_at_both_ends(num_stages: int) -> None:
+    plan = blueprint("llama")
+    steps = batches(plan, 4)
+    first, second = (SUBSPACE,) * (num_stages - 1), (INT8,) * (num_stages - 1)
+    agreed = config(num_stages, 4, cuts=first)
+    expected, losses = in_one_graph(plan, agreed, first, steps, changes={2: second, 3: first})
+
+    def steer(tally: Tally) -> tuple[Pair, ...]:
+        return tuple(one.codecs for one in (second if tally.step == 1 else first))
+
+    with chain(plan, agreed) as found:
+        kept = keep_all(found)
+        found.run(Given(steps), steer=steer)
+    assert_same(parameters_of(found.stages), expected)
+    assert [one.loss for one in found.records[0].steps] == pytest.approx(losses, rel=1e-6)
+    with pytest.raises(AssertionError):
+        assert_same(parameters_of(found.stages), in_one_graph(plan, agreed, first, steps)[0])
+    for step in (2, 3, 4):
+        with chain(plan, agreed) as resumed:
+            states = take_up(resumed, kept, step)
+            resumed.run(Given(steps), first_step=step, states=states, steer=steer)
+        assert_same(parameters_of(resumed.stages), expected)

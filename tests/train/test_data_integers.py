@@ -1,6 +1,6 @@
 """Integers over the link: nothing is lost, nothing is sent that need not be."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.errors import FrameError
-from isthmus.model.boundary import Batch
-from isthmus.model.heads import HEADS
-from isthmus.train.crossing.integers import Packed, narrow, pack_batch, unpack_batch
+from isthmus.model.families import HEADS
+from isthmus.model.stage import Batch
 from isthmus.train.data.batches import collate
 from isthmus.train.data.samples import Sample
-from isthmus.wan.packet import Packet, pack, unpack
+from isthmus.train.integers import narrow, pack_integers, unpack_integers
+from isthmus.wan.frames import Packet, pack, unpack
 
 PLANES = ("ids", "mask", "position_ids", "token_type_ids", "labels")
 RIGHT = torch.tensor([[1, 1, 1], [1, 0, 0]])
@@ -30,42 +30,52 @@ def planes(shape: tuple[int, int], elements: st.SearchStrategy[int] = numbers) -
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    """Any micro-batch, padded or not, on whichever side."""
+def microbatches(draw: st.DrawFn) -> dict[str, Tensor]:
+    """The integers of any micro-batch, padded or not, on whichever side, and others beside them."""
     shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 6)))
     lengths = torch.tensor(draw(st.lists(st.integers(0, shape[1]), min_size=shape[0], max_size=shape[0])))
     right = (torch.arange(shape[1]) < lengths[:, None]).long()
     ids = draw(planes(shape))
     mask = draw(st.none() | st.just(right) | planes(shape, st.integers(0, 1)))
     labels = st.none() | st.just(ids) | st.just(torch.where(right == 1, ids, -100)) | planes(shape)
-    return Batch(
-        ids=torch.where(right == 1, ids, 0) if draw(st.booleans()) else ids,
-        num_targets=draw(st.integers(0, 10**6)),
-        mask=mask,
-        position_ids=draw(st.none() | planes(shape)),
-        token_type_ids=draw(st.none() | planes(shape, st.integers(0, 1))),
-        labels=draw(labels | planes((shape[0], 2)) | planes((shape[0], 1)).map(torch.flatten)),
-    )
+    found = {
+        "labels": draw(labels | planes((shape[0], 2)) | planes((shape[0], 1)).map(torch.flatten)),
+        "ids": torch.where(right == 1, ids, 0) if draw(st.booleans()) else ids,
+        "mask": mask,
+        "position_ids": draw(st.none() | planes(shape)),
+        "token_type_ids": draw(st.none() | planes(shape, st.integers(0, 1))),
+        "held": draw(st.none() | st.lists(numbers, max_size=4).map(lambda one: torch.tensor(one).long())),
+        "targets": draw(planes((1, 2)).map(torch.flatten)),
+    }
+    return {name: one for name, one in found.items() if one is not None}
 
 
-def over_the_wire(packed: Packed) -> Batch:
-    body = pack(Packet(packed.header, packed.buffers))
-    packet = unpack(memoryview(b"".join(body.segments)))
-    return unpack_batch(packet.header, packet.buffers)
+def of_batch(batch: Batch) -> dict[str, Tensor]:
+    values = {name: getattr(batch, name) for name in PLANES}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def assert_same(found: Batch, expected: Batch) -> None:
-    assert found.num_targets == expected.num_targets
-    for name in PLANES:
-        one, other = getattr(found, name), getattr(expected, name)
-        assert (one is None) == (other is None), name
-        assert one is None or (one.dtype == torch.int64 and torch.equal(one, other)), name
+def over_the_line(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    planes, buffers = pack_integers(tensors)
+    packet = unpack(memoryview(b"".join(pack(Packet({"integers": planes}, buffers)).segments)))
+    return unpack_integers(packet.header["integers"], packet.buffers)
+
+
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in pack_integers(tensors)[1])
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == torch.int64, name
+        assert torch.equal(found[name], value), name
 
 
 @settings(deadline=None)
-@given(batches())
-def test_every_micro_batch_arrives_as_it_was_sent(batch: Batch) -> None:
-    assert_same(over_the_wire(pack_batch(batch)), batch)
+@given(microbatches())
+def test_every_micro_batch_arrives_as_it_was_sent(tensors: dict[str, Tensor]) -> None:
+    assert_same(over_the_line(tensors), tensors)
 
 
 @settings(deadline=None)
@@ -84,25 +94,26 @@ def test_narrow_integers_are_the_same_and_no_wider_than_need_be(values: list[int
 def test_a_packed_language_model_sends_two_bytes_a_token() -> None:
     ids = np.arange(300, 428)
     batch = collate([Sample(ids=ids, labels=ids)] * 4, head=HEADS["causal-lm"], pad_id=0)
-    packed = pack_batch(batch)
-    assert sum(memoryview(buffer).nbytes for buffer in packed.buffers) == 2 * batch.ids.numel()
+    assert num_bytes(of_batch(batch)) == 2 * batch.ids.numel()
 
 
 def test_padding_does_not_cross() -> None:
     head = HEADS["token-classification"]
     samples = [Sample(ids=np.arange(count), labels=np.arange(count)) for count in (100, 3)]
-    packed = pack_batch(collate(samples, head=head, pad_id=9))
-    assert sum(memoryview(buffer).nbytes for buffer in packed.buffers) == 103 + 2
+    assert num_bytes(of_batch(collate(samples, head=head, pad_id=9))) == 103 + 2
 
 
 def test_labels_of_whole_sequences() -> None:
     samples = [Sample(ids=np.arange(count), labels=np.array(count)) for count in (4, 2)]
     batch = collate(samples, head=HEADS["sequence-classification"], pad_id=0)
-    assert_same(over_the_wire(pack_batch(batch)), batch)
+    assert_same(over_the_line(of_batch(batch)), of_batch(batch))
 
 
-def _change(plane: str, key: str, value: object) -> Callable[[dict[str, Any]], None]:
-    return lambda header: header["planes"][plane].update({key: value})
+Spoil = Callable[[dict[str, Any]], Any]
+
+
+def _change(plane: str, key: str, value: object) -> Spoil:
+    return lambda header: header[plane].update({key: value})
 
 
 @pytest.mark.parametrize(
@@ -126,32 +137,57 @@ def _change(plane: str, key: str, value: object) -> Callable[[dict[str, Any]], N
         _change("labels", "shape", [2, 9]),
         _change("lengths", "type", "<u2"),
         _change("lengths", "type", "|i1"),
-        lambda header: header.update(planes=None),
-        lambda header: header.update(planes={"ids": 1}),
-        lambda header: header["planes"].pop("ids"),
-        lambda header: header["planes"].pop("lengths"),
-        lambda header: header.update(num_targets=-1),
-        lambda header: header.update(num_targets=None),
+        lambda header: header.update(ids=1),
+        lambda header: header.update(labels=None),
+        lambda header: header.pop("ids"),
+        lambda header: header.pop("lengths"),
+        lambda header: header.update({f"more{number}": {"like_ids": True} for number in range(32)}),
     ],
 )
-def test_what_is_no_micro_batch_is_refused(spoil: Callable[[dict[str, Any]], None]) -> None:
-    batch = Batch(ids=torch.tensor([[1, 2, 3], [200, 0, 0]]), num_targets=2, mask=RIGHT, labels=RIGHT * 255)
-    packed = pack_batch(batch)
-    assert_same(unpack_batch(packed.header, packed.buffers), batch)
-    header: Any = packed.header
+def test_what_is_no_micro_batch_is_refused(spoil: Spoil) -> None:
+    tensors = {"ids": torch.tensor([[1, 2, 3], [200, 0, 0]]), "mask": RIGHT, "labels": RIGHT * 255}
+    header, views = pack_integers(tensors)
+    assert_same(unpack_integers(header, views), tensors)
+    buffers = [bytes(view) for view in views]
     spoil(header)
-    buffers = [bytes(buffer) for buffer in packed.buffers]
-    if header.get("planes") and header["planes"].get("lengths", {}).get("type") == "|i1":
+    lengths: Any = header.get("lengths", {})
+    if lengths.get("type") == "|i1":
         buffers[0] = b"\xff\x01"
     with pytest.raises(FrameError):
-        unpack_batch(header, buffers)
+        unpack_integers(header, buffers)
+
+
+def test_a_few_bytes_cannot_ask_for_all_memory() -> None:
+    """Padding need not cross, so a message may be much smaller than its tensors."""
+    header, buffers = pack_integers({"ids": torch.tensor([[1, 2, 0]]), "mask": torch.tensor([[1, 1, 0]])})
+    about = {"shape": [1, 2**23], "fill": 0, "like_ids": True}
+    many = {**header, **{f"plane{number}": about for number in range(9)}}
+    with pytest.raises(FrameError, match="over the limit together"):
+        unpack_integers(many, buffers)
+
+
+@pytest.mark.parametrize("planes", [None, [], "ids", 1, {"ids": 1}])
+def test_a_header_that_lists_no_planes_is_refused(planes: object) -> None:
+    with pytest.raises(FrameError, match="lists no integer tensors"):
+        unpack_integers(planes, [])
+
+
+@pytest.mark.parametrize(
+    "mask", [[[1, 2, 0]], [[0, -1, 1]], [[0, 1]], [[1], [1]], [1, 1, 0], [[0, 1, 1], [0, 1, 1]]], ids=str
+)
+def test_a_mask_that_is_none_is_refused(mask: list[Any]) -> None:
+    """It says how many rows cross, so it must be of the shape of the ids, and of ones and zeros."""
+    header, buffers = pack_integers({"ids": torch.tensor([[1, 2, 3]])})
+    more, other = pack_integers({"other": torch.tensor(mask)})
+    with pytest.raises(FrameError, match="mask"):
+        unpack_integers({**header, "mask": more["other"]}, [*buffers, *other])
 
 
 def test_a_buffer_too_few_or_too_short_is_refused() -> None:
-    packed = pack_batch(Batch(ids=torch.tensor([[1, 300]]), num_targets=2))
-    with pytest.raises(FrameError, match="1 planes in 0 buffers"):
-        unpack_batch(packed.header, [])
+    header, _ = pack_integers({"ids": torch.tensor([[1, 300]])})
+    with pytest.raises(FrameError, match="1 integer tensors in 0 buffers"):
+        unpack_integers(header, [])
     with pytest.raises(FrameError, match="end within a number"):
-        unpack_batch(packed.header, [bytes(3)])
+        unpack_integers(header, [bytes(3)])
     with pytest.raises(FrameError, match="do not have the shape"):
-        unpack_batch(packed.header, [bytes(2)])
+        unpack_integers(header, [bytes(2)])

@@ -11,9 +11,9 @@ import torch
 
 from isthmus.errors import UserError
 from isthmus.job import Job
-from isthmus.model.boundary import Batch
-from isthmus.model.heads import HEADS, IGNORED
-from isthmus.plan.routing import Routing
+from isthmus.model.families import HEADS, IGNORED
+from isthmus.model.stage import Batch
+from isthmus.plan.pipeline_parts import Routing
 from isthmus.train.data.batches import Layout, StepBatches, check_enough, collate, divide_batch
 from isthmus.train.data.feed import Feed
 from isthmus.train.data.order import Cursor

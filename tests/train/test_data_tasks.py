@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec
-from isthmus.model.heads import HEADS, IGNORED
+from isthmus.model.families import HEADS, IGNORED
 from isthmus.train.data.columns import Labels, collect_labels
 from isthmus.train.data.corpus import open_rows
 from isthmus.train.data.order import Pick

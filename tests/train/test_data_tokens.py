@@ -1,5 +1,6 @@
 """Tokenizers: the model's own, named, trained and kept; and those that do not fit."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,32 @@ def test_a_broken_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.fixture
+def _nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(question: str = "") -> str:
+        raise AssertionError(f"asked: {question}")
+
+    monkeypatch.setattr("builtins.input", ask)
+
+
+@pytest.mark.usefixtures("_nobody_is_asked")
+def test_code_that_a_tokenizer_or_model_brings_is_not_run_unasked(model_folder: Path) -> None:
+    bring_code(model_folder / "tokenizer_config.json", {"AutoTokenizer": ["own.OwnTokenizer", None]})
+    (model_folder / "own.py").write_text("raise SystemExit('the code was run')")
+    with pytest.raises(UserError, match="brings Python code of its own") as caught:
+        load_tokenizer(str(model_folder))
+    assert "model.trust_remote_code = true" in str(caught.value.hint)
+    bring_code(model_folder / "config.json", {"AutoConfig": "own.OwnConfig"}, model_type="own")
+    with pytest.raises(UserError, match="brings Python code of its own"):
+        read_limits(ModelSpec(source=str(model_folder)))
+
+
+def bring_code(file: Path, auto_map: dict[str, object], **changes: object) -> None:
+    values = json.loads(file.read_text())
+    values.pop("tokenizer_class", None)
+    file.write_text(json.dumps({**values, "auto_map": auto_map, **changes}))
 
 
 def test_special_tokens_that_the_users_configuration_has_elsewhere() -> None:

@@ -9,20 +9,31 @@ import torch
 from isthmus.errors import FrameError
 from isthmus.job.codec import parse_codec
 from isthmus.model.blueprint import Blueprint
-from isthmus.model.boundary import Batch
+from isthmus.model.stage import Batch
 from isthmus.plan.cuts import first_trained
 from isthmus.plan.ladder import Pair
-from isthmus.train.course import Course
-from isthmus.train.crossing.cache import Admission, Cache, sequences_of
-from isthmus.train.crossing.cut import Cut
+from isthmus.plan.types import Member
+from isthmus.train.frozen_cache import Admission, Cache, sequences_of
+from isthmus.train.run_config import RunConfig
 from tests.model.cases import blueprint, make_batch
-from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Chain, Given, chain, course, make_stages
+from tests.train.chain import (
+    CLOUDS,
+    SCHEDULE,
+    WEIGHT_DECAY,
+    Chain,
+    CutCase,
+    Given,
+    chain,
+    config,
+    make_stages,
+)
 from tests.train.reference import assert_same, parameters_of, train_across
+from tests.train.resuming import keep_all, take_up
 from tests.train.test_exactness import batches
 
 CACHE_BYTES = 1 << 20
 # How many stages, how many layers are frozen, and so how many stages.
-CASES = [(2, 2, 1), (3, 3, 2), (2, 1, 0), (2, 4, 1)]
+CASES = [(2, 2, 1), (3, 3, 2), (3, 2, 1), (4, 2, 2), (4, 1, 1), (2, 1, 0), (2, 4, 1)]
 
 
 def epochs(plan: Blueprint, *, num_steps: int) -> list[list[Batch]]:
@@ -31,19 +42,19 @@ def epochs(plan: Blueprint, *, num_steps: int) -> list[list[Batch]]:
     return [two[step % 2] for step in range(num_steps)]
 
 
-def agreed_on(num_stages: int, num_frozen: int, **changes: Any) -> Course:
-    cuts = (Cut(),) * (num_stages - 1)
-    return course(num_stages, 3, **{"cuts": cuts, "first_trained": num_frozen, **changes})
+def agreed_on(num_stages: int, num_frozen: int, **changes: Any) -> RunConfig:
+    cuts = (CutCase(),) * (num_stages - 1)
+    return config(num_stages, 3, **{"cuts": cuts, "first_trained": num_frozen, **changes})
 
 
 def trained(
-    plan: Blueprint, agreed: Course, steps: Sequence[Sequence[Batch]], num_frozen_layers: int
+    plan: Blueprint, agreed: RunConfig, steps: Sequence[Sequence[Batch]], num_frozen_layers: int
 ) -> Chain:
     with chain(plan, agreed, num_frozen_layers=num_frozen_layers) as found:
         found.run(Given(steps))
         for number, link in enumerate(found.links):
-            streams = link.end(("east", "south")[number]).counters().sent
-            assert ("backward" in streams) == (number >= agreed.first_trained)
+            streams = link.end(CLOUDS[number + 1]).counters().sent
+            assert ("backward" in streams) == (number >= agreed.pipeline.first_trained)
     return found
 
 
@@ -59,7 +70,7 @@ def test_frozen_stages_equal_one_process(
     train_across(
         stages,
         steps,
-        cuts=agreed.cuts,
+        cuts=(CutCase(),) * (num_stages - 1),
         seed=11,
         learning_rates=[SCHEDULE.at(step) for step in range(5)],
         weight_decay=WEIGHT_DECAY,
@@ -67,23 +78,26 @@ def test_frozen_stages_equal_one_process(
     )
     found = trained(plan, agreed, steps, num_layers)
     assert_same(parameters_of(found.stages), parameters_of(stages))
-    crossed = [sum(one.sent.num_elements for one in found.records[0].steps if one.step >= 2)]
+    crossed = [sum(one.num_elements for one in found.records[0].steps if one.step >= 2)]
     assert (crossed == [0]) == (cache_bytes > 0 and num_frozen > 0)
 
 
-def test_a_cache_that_is_full_lets_the_rest_cross() -> None:
+@pytest.mark.parametrize(("num_stages", "num_layers", "num_frozen"), [(2, 2, 1), (3, 2, 1), (4, 2, 2)])
+def test_a_cache_that_is_full_lets_the_rest_cross(num_stages: int, num_layers: int, num_frozen: int) -> None:
     plan = blueprint("llama")
     steps = epochs(plan, num_steps=4)
     row_bytes = 4 * plan.config.hidden_size
-    found = trained(plan, agreed_on(2, 1, cache_bytes=20 * row_bytes, num_steps=4), steps, 2)
-    plain = trained(plan, agreed_on(2, 1, num_steps=4), steps, 2)
+    small = agreed_on(num_stages, num_frozen, cache_bytes=20 * row_bytes, num_steps=4)
+    found = trained(plan, small, steps, num_layers)
+    plain = trained(plan, agreed_on(num_stages, num_frozen, num_steps=4), steps, num_layers)
     assert_same(parameters_of(found.stages), parameters_of(plain.stages))
-    first, *_, last = (one.sent.num_elements for one in found.records[0].steps)
-    assert 0 < last < first
-    (cut,) = found.traffics[1].up_cuts
-    assert cut.cache is not None
-    assert 0 < cut.cache.admission.held_bytes <= 20 * row_bytes
-    assert cut.cache.saved_bytes > 0
+    for record in found.records[:num_frozen]:
+        first, *_, last = (one.num_elements for one in record.steps)
+        assert 0 < last < first
+    cache = found.wires[num_frozen][Member(CLOUDS[num_frozen - 1])].cache
+    assert cache is not None
+    assert 0 < cache.admission.held_bytes <= 20 * row_bytes
+    assert cache.saved_bytes > 0
 
 
 def test_sequences_are_known_wherever_they_come_again() -> None:
@@ -98,7 +112,7 @@ def test_sequences_are_known_wherever_they_come_again() -> None:
     steps = [[both, third, fourth], [mixed(both, third), mixed(third, fourth), mixed(fourth, both)]]
     agreed = agreed_on(2, 1, cache_bytes=CACHE_BYTES, num_steps=2)
     found = trained(plan, agreed, steps, 2)
-    assert [one.sent.num_elements for one in found.records[0].steps] == [30 * 16, 0]
+    assert [one.num_elements for one in found.records[0].steps] == [30 * 16, 0]
 
 
 def test_codecs_and_evaluation_go_with_the_cache() -> None:
@@ -107,7 +121,7 @@ def test_codecs_and_evaluation_go_with_the_cache() -> None:
     held_out = batches(plan, 2, num_steps=1)[0]
     pair = Pair(forward=parse_codec("rotate | int8"), backward=parse_codec("raw"))
     options = {
-        "cuts": (Cut(codecs=pair),),
+        "cuts": (CutCase(codecs=pair),),
         "num_steps": 4,
         "evaluate_every": 2,
         "num_validation_microbatches": 2,
@@ -124,20 +138,38 @@ def test_codecs_and_evaluation_go_with_the_cache() -> None:
 
 
 def trained_with(
-    plan: Blueprint, agreed: Course, steps: Sequence[Sequence[Batch]], held_out: Sequence[Batch]
+    plan: Blueprint, agreed: RunConfig, steps: Sequence[Sequence[Batch]], held_out: Sequence[Batch]
 ) -> Chain:
     with chain(plan, agreed, num_frozen_layers=2) as found:
         found.run(Given(steps, held_out))
     return found
 
 
+@pytest.mark.parametrize(("num_stages", "num_layers", "num_frozen"), [(2, 2, 1), (4, 2, 2)])
+def test_a_resumed_run_starts_with_an_empty_cache_at_both_ends(
+    num_stages: int, num_layers: int, num_frozen: int
+) -> None:
+    plan = blueprint("llama")
+    steps = epochs(plan, num_steps=5)
+    agreed = agreed_on(num_stages, num_frozen, cache_bytes=CACHE_BYTES)
+    with chain(plan, agreed, num_frozen_layers=num_layers) as whole:
+        kept = keep_all(whole)
+        whole.run(Given(steps))
+    with chain(plan, agreed, num_frozen_layers=num_layers) as resumed:
+        resumed.run(Given(steps), first_step=2, states=take_up(resumed, kept, 2))
+    assert_same(parameters_of(resumed.stages), parameters_of(whole.stages))
+    assert [one.num_elements > 0 for one in resumed.records[0].steps] == [True, True, False]
+
+
 def test_the_sender_is_held_to_the_rule() -> None:
     batch = make_batch(blueprint("llama").head, lengths=(3, 2))
-    sequences = sequences_of(batch, keeps_padding=False)
+    assert batch.mask is not None
+    integers = {"ids": batch.ids, "mask": batch.mask}
+    sequences = sequences_of(integers, keeps_padding=False)
     assert sequences.num_rows == (3, 2)
-    assert sequences.keys == sequences_of(batch, keeps_padding=False).keys
-    assert sequences.keys != sequences_of(batch, keeps_padding=True).keys
-    cache = Cache(Admission(max_bytes=100, row_bytes=10))
+    assert sequences.keys == sequences_of(integers, keeps_padding=False).keys
+    assert sequences.keys != sequences_of(integers, keeps_padding=True).keys
+    cache = Cache(Admission(max_bytes=100, row_bytes=10), keeps_padding=False)
     with pytest.raises(FrameError, match="cache"):
         cache.meet(sequences, held=(0,))
 

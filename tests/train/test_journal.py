@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from isthmus.events import EventLog, Span
+from isthmus.plan.end_of_step import StepEnded
 from isthmus.train.journal import Journal
-from isthmus.train.observer import StepEnded
 
 ENDED = StepEnded(
     step=4,
@@ -18,7 +18,6 @@ ENDED = StepEnded(
     duration_s=2.0,
     busy_s=(1.0, 1.5),
     windows=(2, 1),
-    save=False,
 )
 
 
@@ -32,10 +31,10 @@ def link(cloud: str, sent_bytes: int, reconnects: int = 0) -> Any:
 def told(tmp_path: Path, links: list[Any], spans: list[Span]) -> dict[str, Any]:
     words: list[str] = []
     with EventLog(tmp_path / "east.jsonl") as log:
-        journal = Journal(log, is_first=True, links=links, report=words.append, save=lambda _: None)
+        journal = Journal(log, is_first=True, links=links, report=words.append)
         for span in spans:
             journal.span(span)
-        journal.step_ended(ENDED)
+        journal.tell(ENDED)
     found: dict[str, Any] = json.loads(words[-1])
     return found
 

@@ -1,16 +1,32 @@
-"""Devices, models and data that are not here are missed before anything starts."""
+"""Devices, models and data that are not here are missed before anything starts; and the run is chosen."""
 
+import functools
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
 from isthmus.errors import UserError
-from isthmus.train import preflight
-from isthmus.train.preflight import check_all_devices, check_device, look_at_data, look_at_model
+from isthmus.job import Job, load_job
+from isthmus.job.lora import LoraSpec
+from isthmus.plan.search.plan_file import PLAN_FILE
+from isthmus.train import preflight, setup
+from isthmus.train.build import blueprint_of
+from isthmus.train.preflight import (
+    check_all_devices,
+    check_device,
+    check_export,
+    choose_run,
+    look_at_data,
+    look_at_model,
+)
+from isthmus.train.setup import set_up
+from isthmus.train.store import DiskStore
 from isthmus.wan.devices import Devices
-from isthmus.wan.seat import Seat
-from tests.train.test_setup import tiny_job
+from isthmus.wan.handshake import Seat
+from tests.model.test_custom_code import save_own
+from tests.model.test_weights import save_model
+from tests.train.test_setup import FIGURES, tiny_job
 
 
 def find(monkeypatch: pytest.MonkeyPatch, found: Devices) -> None:
@@ -72,6 +88,46 @@ def test_model_and_data_are_looked_at_without_reading_all_of_them(tmp_path: Path
         look_at_data(tiny_job(f"data.source={rows}"))
 
 
+def of_folder(job: Job, folder: Path, **changes: object) -> Job:
+    assert job.model is not None
+    model = job.model.model_copy(update={"source": str(folder), "config": None, **changes})
+    return job.model_copy(update={"model": model})
+
+
+def test_an_adapter_with_a_bottleneck_must_be_merged(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    narrow = tiny_job("link.0.boundary=bottleneck(4)")
+    for job, merges in ((narrow, False), (narrow, True), (tiny_job(), False)):
+        given = of_folder(job, tmp_path, lora=LoraSpec(merge=merges))
+        check = functools.partial(check_export, given, set_up(job, plans=False))
+        blueprint = blueprint_of(given, config={}, num_labels=None)
+        if merges or job is not narrow:
+            check(blueprint)
+            continue
+        with pytest.raises(UserError, match=r"an adapter alone cannot hold bottleneck\(4") as refused:
+            check(blueprint)
+        assert "model.lora.merge = true" in str(refused.value.hint)
+
+
+def test_code_of_a_models_own_runs_by_the_jobs_word_and_goes_with_no_bottleneck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.setenv("CODE_RAN", str(tmp_path / "ran"))
+    save_own(tmp_path / "own")
+    job = tiny_job("link.0.boundary=bottleneck(4)")
+    with pytest.raises(UserError, match="brings Python code of its own"):
+        blueprint_of(of_folder(job, tmp_path / "own"), config={}, num_labels=None)
+    assert not (tmp_path / "ran").exists()
+    given = of_folder(job, tmp_path / "own", trust_remote_code=True)
+    blueprint = blueprint_of(given, config={}, num_labels=None)
+    assert (tmp_path / "ran").exists()
+    with pytest.raises(UserError, match="model with code of its own"):
+        check_export(given, set_up(job, plans=False), blueprint)
+    check_export(tiny_job(), set_up(tiny_job(), plans=False), blueprint)
+
+
 def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     LlamaConfig(num_hidden_layers=2, hidden_size=64).save_pretrained(tmp_path)
     job = tiny_job()
@@ -79,3 +135,73 @@ def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     model = job.model.model_copy(update={"source": str(tmp_path), "config": None})
     with pytest.raises(UserError, match="has no safetensors weights"):
         look_at_model(job.model_copy(update={"model": model}))
+
+
+def chosen(job: Job, root: Path, *, resume: bool = True) -> Path:
+    """The run that is chosen, once it has been left again."""
+    with choose_run(job, root=root, resume=resume, note=lambda _: None) as run:
+        return run
+
+
+def save(run: Path, step: int) -> None:
+    for cloud in ("east", "west"):
+        DiskStore(run / "checkpoints").put(f"step-{step:08d}/{cloud}", {}, {})
+
+
+def never(*_: object) -> None:
+    raise AssertionError("it was planned again")
+
+
+def test_a_run_goes_on_with_the_plan_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = chosen(tiny_job(*FIGURES), tmp_path)
+    plan = (run / PLAN_FILE).read_text()
+    monkeypatch.setattr(setup, "plan", never)
+    job = tiny_job("link.0.rtt=40 ms", "link.0.bandwidth=1 Mbps", "train.steps=9")
+    assert chosen(job, tmp_path) == run
+    assert (run / PLAN_FILE).read_text() == plan
+    assert load_job(run / "job.toml") == job
+
+
+def test_a_run_that_nothing_was_planned_for_goes_on_without_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = chosen(tiny_job(), tmp_path)
+    assert not (run / PLAN_FILE).exists()
+    monkeypatch.setattr(setup, "plan", never)
+    assert chosen(tiny_job(*FIGURES), tmp_path) == run
+
+
+def test_a_job_that_means_something_else_starts_no_run_unless_told_to(tmp_path: Path) -> None:
+    run = chosen(tiny_job(), tmp_path)
+    save(run, 3)
+    with pytest.raises(UserError, match=r"stopped after step 3, began with another job: seed 0, now 5"):
+        chosen(tiny_job("seed=5"), tmp_path)
+    other = chosen(tiny_job("seed=5"), tmp_path, resume=False)
+    assert other != run
+    assert chosen(tiny_job(), tmp_path) == run
+    assert chosen(tiny_job("seed=5"), tmp_path) == other
+
+
+def test_a_run_is_held_while_it_is_used(tmp_path: Path) -> None:
+    job = tiny_job()
+    with choose_run(job, root=tmp_path, resume=True, note=lambda _: None) as run:
+        before = (run / "job.toml").read_text()
+        with pytest.raises(UserError, match=rf"the run {run} is already run by process \d+"):
+            chosen(tiny_job("train.steps=9"), tmp_path)
+        assert (run / "job.toml").read_text() == before
+        assert chosen(job, tmp_path, resume=False) != run
+
+
+def test_a_corpus_that_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:
+    corpus, texts = tmp_path / "corpus.txt", [f"Text {number} of a corpus.\n\n" for number in range(999)]
+    corpus.write_text("".join(texts))
+    job = tiny_job(f"data.source={corpus}")
+    run = chosen(job, tmp_path / "runs")
+    assert chosen(job, tmp_path / "runs") == run
+    corpus.write_text("".join(texts).replace("Text 500", "Text 505"))
+    with pytest.raises(UserError, match="the data has changed since") as error:
+        chosen(job, tmp_path / "runs")
+    assert error.value.hint is not None
+    assert "--resume never" in error.value.hint
+    corpus.write_text("".join(texts))
+    assert chosen(job, tmp_path / "runs") == run

@@ -118,7 +118,7 @@ def test_a_job_without_a_model_is_refused() -> None:
 
 
 def test_a_rig_holds_weights_and_moments() -> None:
-    from isthmus.model.assembly import build_stage
+    from isthmus.model.load import build_stage
     from isthmus.train.device import Device
     from isthmus.train.profiling import Size
     from tests.model.cases import blueprint

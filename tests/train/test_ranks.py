@@ -15,10 +15,14 @@ from isthmus.plan.costs.activations import Arithmetic, Precision
 from isthmus.plan.costs.memory import OptimizerState, Sharding
 from isthmus.plan.costs.messages import messages_of, stream_bytes
 from isthmus.plan.costs.shapes import read_shape
-from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import Policy
+from isthmus.plan.types import Outcome
 from tests.model.cases import blueprint
 from tests.train.ranks import Case, Crew, Found, whole_model
 from tests.train.test_exactness import alone
+
+# Trees of processes.
+pytestmark = pytest.mark.slow
 
 # Sums of float32 in another order; a weight moves by up to 3e-3 a step.
 ATOL = 2e-6
@@ -104,6 +108,19 @@ def test_a_resumed_run_of_several_ranks_ends_the_same_to_the_bit(
     assert all((resumed[name] == value).all() for name, value in expected.items())
 
 
+def test_codecs_that_the_guard_has_changed_are_those_of_all_ranks_and_of_a_resumed_run(
+    crew: Crew, tmp_path: Path
+) -> None:
+    coarse = Case(ranks=(2, 2), codec=("int2", "int4(stochastic)"), num_steps=4)
+    case = replace(coarse, guard_every=1, folder=tmp_path)
+    expected = whole_model(crew.run(case), case.ranks)
+    for first_step in (1, 2):
+        resumed = whole_model(crew.run(replace(case, first_step=first_step)), case.ranks)
+        assert all((resumed[name] == value).all() for name, value in expected.items())
+    unguarded = whole_model(crew.run(coarse), case.ranks)
+    assert not all((unguarded[name] == value).all() for name, value in expected.items())
+
+
 def test_bfloat16_is_gathered_and_float32_is_kept(crew: Crew) -> None:
     case = Case(ranks=(2, 1), sharding=Sharding.OPTIMIZER, autocast=torch.bfloat16)
     found = crew.run(case)
@@ -138,9 +155,9 @@ def test_shared_moments_in_8_bits_are_saved_whole_and_go_on_to_the_bit(crew: Cre
     expected = whole_model(crew.run(case), case.ranks)
     with safe_open(tmp_path / "checkpoints/step-00000001/north/optimizer.safetensors", "pt") as saved:
         shapes = {name: tuple(saved.get_tensor(name).shape) for name in saved.keys()}  # noqa: SIM118
-    assert shapes["exp_avg/model.embed_tokens.weight"] == (80, 96)
-    assert shapes["exp_avg.codes/model.layers.0.mlp.gate_proj.weight"] == (96, 96)
-    assert shapes["exp_avg.scale/model.layers.0.mlp.gate_proj.weight"] == (96 * 96 // 256,)
+    assert shapes["optimizer/exp_avg/model.embed_tokens.weight"] == (80, 96)
+    assert shapes["optimizer/exp_avg.codes/model.layers.0.mlp.gate_proj.weight"] == (96, 96)
+    assert shapes["optimizer/exp_avg.scale/model.layers.0.mlp.gate_proj.weight"] == (96 * 96 // 256,)
     resumed = whole_model(crew.run(replace(case, first_step=1)), case.ranks)
     assert all((resumed[name] == value).all() for name, value in expected.items())
 
@@ -268,3 +285,33 @@ def test_a_budget_is_kept_where_ranks_share_and_changes_nothing(
     for budget_bytes in (1, 10**12):
         found = whole_model(crew.run(replace(case, budget_bytes=budget_bytes)), case.ranks)
         assert all((found[name] == value).all() for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharding", "who"),
+    [
+        ((2, 1), Sharding.NONE, ("north", 1)),
+        ((1, 3), Sharding.OPTIMIZER, ("east", 2)),
+        ((2, 2), Sharding.FULL, ("east", 0)),
+    ],
+    ids=str,
+)
+def test_an_interruption_of_any_rank_saves_a_common_step_at_all(
+    crew: Crew, ranks: tuple[int, ...], sharding: Sharding, who: tuple[str, int], tmp_path: Path
+) -> None:
+    case = Case(
+        ranks=ranks,
+        sharding=sharding,
+        policy=Policy.ONE_F_ONE_B if sharding is Sharding.FULL else Policy.WAN_ONE_F_ONE_B,
+        num_microbatches=4,
+        num_steps=4,
+        codec=CODECS[0],
+        folder=tmp_path,
+    )
+    found = crew.run(replace(case, interrupted=(*who, 0)))
+    assert {one.outcome for one in found.values()} == {Outcome.INTERRUPTED}
+    (step,) = {one.saved[-1] for one in found.values()}
+    assert 1 <= step <= 3
+    resumed = whole_model(crew.run(replace(case, first_step=step)), ranks)
+    expected = whole_model(crew.run(replace(case, folder=None)), ranks)
+    assert all((resumed[name] == value).all() for name, value in expected.items())

@@ -13,7 +13,7 @@ from isthmus.errors import RankLost
 from isthmus.job import Address
 from isthmus.train.device import Device
 from isthmus.train.ranks.world import join_world
-from isthmus.wan.seat import Seat
+from isthmus.wan.handshake import Seat
 
 PATIENCE_S = 60.0
 
@@ -22,7 +22,7 @@ def be(seat: Seat, pipe: Connection) -> None:
     """Be in one world that ends by an error of rank 1, and in a second that ends with its process."""
     for ending in ("fails", "dies"):
         try:
-            with join_world(seat, Device("cpu"), cloud="east") as world:
+            with join_world(seat, Device("cpu"), cloud="east", secret=b"east") as world:
                 pipe.send(world.totals([seat.rank + 1]))
                 if seat.rank == 1:
                     end(ending)

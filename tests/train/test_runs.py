@@ -1,6 +1,7 @@
 """Run directories: which one goes on, and those on disks that are full or in places that are none."""
 
 import errno
+import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,83 +10,140 @@ import pytest
 from safetensors import SafetensorError
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus.job import Job, create_run_directory
-from isthmus.job.rundir import JOB_FILE
-from isthmus.train.checkpoint import COMPLETE
-from isthmus.train.runs import MODEL_FOLDER, describe_other, find_unfinished, join_run, writing_to
+from isthmus.job import Job, create_run_directory, load_job
+from isthmus.job.rundir import JOB_FILE, join_run
+from isthmus.train.runs import (
+    DATA_FILE,
+    MODEL_FOLDER,
+    TOKENIZER_FOLDER,
+    find_unfinished,
+    go_on,
+    refuse_changed,
+    writing_to,
+)
+from isthmus.train.store import DiskStore
 from tests.train.test_setup import clouds, links, tiny_job
+
+SHA256 = "1" * 64
 
 
 def left(root: Path, job: Job, *, second: int = 0, **steps: tuple[int, ...]) -> Path:
-    """A run of a job, with the steps that its clouds have saved."""
-    run = create_run_directory(root, job, now=datetime(2026, 1, 1, second=second, tzinfo=UTC))
+    """A run of a job that was left unfinished, with the steps that its clouds have saved."""
+
+    def fill(run: Path) -> None:
+        (run / TOKENIZER_FOLDER).mkdir()
+        (run / DATA_FILE).write_text(json.dumps({"sha256": SHA256}))
+
+    run = create_run_directory(root, job, now=datetime(2026, 1, 1, second=second, tzinfo=UTC), fill=fill)
     for cloud, saved in steps.items():
         for step in saved:
-            folder = run / "checkpoints" / f"step-{step:08d}" / cloud
-            folder.mkdir(parents=True)
-            (folder / COMPLETE).touch()
+            DiskStore(run / "checkpoints").put(f"step-{step:08d}/{cloud}", {}, {})
     return run
 
 
-def test_the_newest_unfinished_run_of_the_very_job_goes_on(tmp_path: Path) -> None:
+def refusal(root: Path, job: Job) -> str:
+    with pytest.raises(UserError) as error:
+        refuse_changed(root, job)
+    assert error.value.hint == "set that back to go on there, or start anew with --resume never"
+    return error.value.message
+
+
+def test_the_newest_unfinished_run_of_the_same_meaning_goes_on(tmp_path: Path) -> None:
     job = tiny_job()
     older = left(tmp_path, job)
     finished = left(tmp_path, job, second=1)
     (finished / MODEL_FOLDER).mkdir()
     left(tmp_path, tiny_job("seed=3"), second=2, east=(4,))
-    assert find_unfinished(tmp_path, job) == older
-    assert describe_other(tmp_path, job) is None
+    join_run(tmp_path, job, "20260101T000003.000000Z")
+    assert find_unfinished(tmp_path, job) == older, (
+        "a run of which only another cloud is here is none of ours"
+    )
 
 
-def test_a_run_of_another_job_is_named_with_what_differs(tmp_path: Path) -> None:
+def test_a_job_that_means_something_else_is_refused_with_keys_and_values(tmp_path: Path) -> None:
     before = tiny_job("cloud.east.ranks=2")
     left(tmp_path, before, east=(99,), west=(99,))
     run = left(tmp_path, before, second=1, east=(8, 16, 24), west=(8, 16))
-    assert describe_other(tmp_path, tiny_job()) == (
-        f"{run} was left unfinished at step 16 with another job: "
-        "cloud.east.ranks 2, now 1; set that back to go on there"
+    assert find_unfinished(tmp_path, tiny_job()) is None
+    assert refusal(tmp_path, tiny_job()) == (
+        f"{run}, which was stopped after step 16, began with another job: cloud.east.ranks 2, now 1"
     )
 
 
 def test_of_many_keys_that_differ_some_are_told(tmp_path: Path) -> None:
-    changes = ("seed=3", "train.steps=9", "train.optimizer_bits=8", "data.sequence_length=64")
+    changes = ("seed=3", "train.learning_rate=0.1", "train.optimizer_bits=8", "data.sequence_length=64")
     left(tmp_path, tiny_job(*changes), east=(5,))
-    told = describe_other(tmp_path, tiny_job())
-    assert told is not None
-    assert "seed 3, now 0; data.sequence_length 64, now 32; train.steps 9, now 4; and 1 more;" in told
+    told = "seed 3, now 0; data.sequence_length 64, now 32; train.learning_rate 0.1, now 0.0003; and 1 more"
+    assert refusal(tmp_path, tiny_job()).endswith(told)
 
 
 def test_clouds_are_told_by_name(tmp_path: Path) -> None:
-    alone = clouds("east")
     left(tmp_path, tiny_job(), east=(5,))
-    told = describe_other(tmp_path, tiny_job(network=alone))
-    assert told is not None
-    assert "cloud.west there, now unset; link.east-west there, now unset;" in told
+    told = refusal(tmp_path, tiny_job(network=clouds("east")))
+    assert told.endswith("cloud.west there, now unset; link.east-west there, now unset")
     turned = clouds("west", "east") + links(("east", "west"))
-    told = describe_other(
-        tmp_path, tiny_job("cloud.0.listen=127.0.0.1:7601", "cloud.1.listen=127.0.0.1:7600", network=turned)
-    )
-    assert told is not None
-    assert "its clouds or links come in another order" in told
+    assert refusal(tmp_path, tiny_job(network=turned)).endswith("its clouds come in another order")
 
 
-def test_what_was_saved_nowhere_finished_or_cannot_be_read_is_not_named(tmp_path: Path) -> None:
+def test_what_was_saved_nowhere_finished_or_cannot_be_read_is_not_in_the_way(tmp_path: Path) -> None:
     before = tiny_job("cloud.east.ranks=2")
     left(tmp_path, before)
     finished = left(tmp_path, before, second=1, east=(4,))
     (finished / MODEL_FOLDER).mkdir()
     (left(tmp_path, before, second=2, east=(4,)) / JOB_FILE).write_text("name = 1")
-    assert describe_other(tmp_path, tiny_job()) is None
-    assert describe_other(tmp_path / "none", tiny_job()) is None
+    refuse_changed(tmp_path, tiny_job())
+    refuse_changed(tmp_path / "none", tiny_job())
 
 
-def test_figures_of_a_site_make_no_other_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("link.east-west.bandwidth=1 Gbps", None),
+        ("cloud.east.certificates=/elsewhere", None),
+        ("cloud.east.listen=127.0.0.1:9999", 'cloud.east.listen "127.0.0.1:7600", now "127.0.0.1:9999"'),
+        ("checkpoint.every=1 s", 'checkpoint.every "5 min", now "1 s"'),
+        ("train.evaluate_every=3", "train.evaluate_every 100, now 3"),
+        ("train.steps=9", "train.steps 4, now 9"),
+        ("link.east-west.codec=int8", 'link.east-west.codec "raw", now "int8"'),
+    ],
+)
+def test_a_job_that_is_operated_otherwise_goes_on_and_is_kept(
+    tmp_path: Path, change: str, told: str | None
+) -> None:
     run = left(tmp_path, tiny_job(), east=(4,))
-    job = tiny_job("link.east-west.bandwidth=1 Gbps", "cloud.east.certificates=/elsewhere")
+    job, notes = tiny_job(change), list[str]()
     assert find_unfinished(tmp_path, job) == run
-    told = describe_other(tmp_path, tiny_job("link.east-west.bandwidth=1 Gbps", "seed=3"))
-    assert told is not None
-    assert "another job: seed 0, now 3; set" in told
+    go_on(run, job, data_sha256=SHA256, note=notes.append)
+    assert notes == ([] if told is None else [f"the run goes on with changed keys: {told}"])
+    assert load_job(run / JOB_FILE) == job
+
+
+def test_data_that_changed_is_refused(tmp_path: Path) -> None:
+    run = left(tmp_path, tiny_job(), east=(4,))
+    with pytest.raises(UserError, match=r"the data has changed since .* began") as error:
+        go_on(run, tiny_job(), data_sha256="2" * 64, note=lambda _: None)
+    assert error.value.hint == "put back what it was, or start anew with --resume never"
+    (run / DATA_FILE).unlink()
+    with pytest.raises(UserError, match=f"{DATA_FILE} cannot be read"):
+        go_on(run, tiny_job(), data_sha256=SHA256, note=lambda _: None)
+
+
+def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
+    run = left(tmp_path, tiny_job(), east=(4,))
+    (run / ".model.x7" / "new").mkdir(parents=True)
+    go_on(run, tiny_job(), data_sha256=SHA256, note=lambda _: None)
+    assert not list(run.glob(".model*"))
+
+
+def test_another_site_takes_over_what_is_operated_otherwise_and_refuses_another_meaning(
+    tmp_path: Path,
+) -> None:
+    run = join_run(tmp_path, tiny_job(), "20260101T000003.000000Z")
+    job = tiny_job("train.steps=9")
+    assert join_run(tmp_path, job, run.name) == run
+    assert load_job(run / JOB_FILE) == job
+    with pytest.raises(UserError, match=r"the run .* began with another job: seed 0, now 3"):
+        join_run(tmp_path, tiny_job("seed=3"), run.name)
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.job import Job
+from isthmus.job import Job, stage_order
 from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
-from isthmus.plan.ladder import Pair, Stretch
-from isthmus.plan.pipeline import Policy
-from isthmus.train.crossing.cut import texts_of
-from isthmus.train.crossing.wiring import cuts_of, steering_terms
+from isthmus.plan.ladder import Pair, Stretch, texts_of
+from isthmus.plan.scenario import Policy
+from isthmus.plan.steering import Cut
+from isthmus.train.build import blueprint_of
 from isthmus.train.fitting import check_fits
 from isthmus.train.preflight import check_job
-from isthmus.train.setup import blueprint_of, set_up, stage_order
+from isthmus.train.run_config import run_config
+from isthmus.train.setup import set_up
 
 TINY = """
 name = "tiny"
@@ -55,6 +56,14 @@ def links(*pairs: tuple[str, str]) -> str:
 def tiny_job(*overrides: str, network: str | None = None) -> Job:
     network = network or clouds("east", "west") + links(("east", "west"))
     return parse_job(TINY + network, file=Path("tiny.toml"), overrides=overrides)
+
+
+@pytest.mark.parametrize(("model_type", "keeps_padding"), [("llama", False), ("qwen3_moe", True)])
+def test_padding_crosses_where_experts_see_it(model_type: str, keeps_padding: bool) -> None:
+    job = tiny_job(f"model.config.model_type={model_type}")
+    blueprint = blueprint_of(job, config={}, num_labels=None)
+    config = run_config(job, set_up(job, plans=False), blueprint, num_validation_microbatches=0)
+    assert config.keeps_padding == keeps_padding
 
 
 def test_the_order_of_the_job_is_the_order_of_the_stages() -> None:
@@ -172,26 +181,30 @@ def test_bottlenecks_learn_and_begin_together(tmp_path: Path) -> None:
         check_job(tiny_job(*apart, network=network), tokenizer_folder=tmp_path)
 
 
+def cut_of(job: Job, clouds: tuple[str, ...], *, planned: Pair | None = None) -> Cut:
+    setup = replace(set_up(job), clouds=clouds, codecs=None if planned is None else (planned,))
+    blueprint = blueprint_of(job, config={}, num_labels=None)
+    (cut,) = run_config(job, setup, blueprint, num_validation_microbatches=0).pipeline.cuts
+    return cut
+
+
 def test_cuts_take_what_the_job_says_and_else_what_was_planned() -> None:
     planned = Pair(forward=parse_codec("bf16"), backward=parse_codec("rotate | int8"))
     job = tiny_job("link.0.codec={forward='auto', backward='fp16'}", "link.0.bandwidth=['1 Mbps', '2 Mbps']")
-    (open_cut,), (planned_cut,) = (
-        cuts_of(job, ("west", "east")),
-        cuts_of(job, ("east", "west"), planned=[planned]),
-    )
-    assert texts_of(open_cut.codecs) == ("raw", "fp16")
-    assert texts_of(planned_cut.codecs) == ("bf16", "fp16")
-    options = {"num_rows": 8, "num_microbatches": 4, "num_steps": 10, "hidden_width": 32, "trained_from": 0}
-    (down,) = steering_terms(job, ("east", "west"), [open_cut], **options)
-    (up,) = steering_terms(job, ("west", "east"), [open_cut], **options)
+    up = cut_of(job, ("west", "east"))
+    down = cut_of(job, ("east", "west"), planned=planned)
+    assert texts_of(up.codecs) == ("raw", "fp16")
+    assert texts_of(down.codecs) == ("bf16", "fp16")
     assert (down.bandwidths_bps, up.bandwidths_bps) == ((1e6, 2e6), (2e6, 1e6))
     assert down.is_free
     assert down.bounds.backward == parse_codec("fp16")
-    assert down.crossing.stretch == Stretch(num_steps=10, num_microbatches=4)
-    assert down.mildest is None
+    num_microbatches = set_up(job).layout.num_microbatches
+    assert down.crossing.stretch == Stretch(num_steps=4, num_microbatches=num_microbatches)
+    assert (down.crossing.num_rows, down.crossing.width) == (512 // num_microbatches, 32)
+    assert down.least_lossy is None
     budget = ("limits.budget_usd=5", "link.0.usd_per_gib=0.1", "link.0.codec=auto")
-    (paid,) = steering_terms(tiny_job(*budget), ("east", "west"), [planned_cut], **options)
-    assert paid.mildest == planned_cut.codecs
+    paid = cut_of(tiny_job(*budget), ("east", "west"), planned=planned)
+    assert paid.least_lossy == paid.codecs == planned
 
 
 SHARED_OUT = ("cloud.west.ranks=2", "cloud.west.sharding=full")

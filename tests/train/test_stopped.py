@@ -15,8 +15,8 @@ from isthmus.job.load import parse_job
 from isthmus.train.device import Device
 from isthmus.train.ranks.world import join_world
 from isthmus.wan.endpoint import Endpoint, Site
+from isthmus.wan.handshake import EXIT_LOST, Seat
 from isthmus.wan.local import LocalWan
-from isthmus.wan.seat import EXIT_LOST, Seat
 from isthmus.wan.trust.certificates import Identity
 
 NETWORK = """
@@ -57,7 +57,10 @@ def be(rank: Rank, pipe: Connection) -> None:
             pipe.send(reason)
             endpoint.abort(reason)
 
-        with join_world(rank.seat, Device("cpu"), cloud="east", end=end, silence_s=SILENCE_S) as world:
+        secret = endpoint.inside_secret
+        with join_world(
+            rank.seat, Device("cpu"), cloud="east", secret=secret, end=end, silence_s=SILENCE_S
+        ) as world:
             endpoint.link("west").wait_ready(timeout_s=PATIENCE_S)
             world.totals([1])
             if rank.seat.rank == rank.stops:

@@ -91,7 +91,28 @@ def test_kept_tokens_are_those_made_in_memory(task: str, tmp_path: Path) -> None
         assert read_all(mapped.samples) == read_all(in_memory.samples)
         assert read_all(mapped.validation) == read_all(in_memory.validation)
         assert mapped.facts == in_memory.facts
+        assert mapped.sha256 == in_memory.sha256
     assert maker.notes == [f"{MADE}, which are kept in {tmp_path / 'tokens'}"]
+
+
+def test_the_digest_is_of_the_content_and_not_of_names_and_times(tmp_path: Path) -> None:
+    source, tokenizer = tmp_path / "a.txt", tmp_path / "tokenizer"
+    texts = [f"Sentence {number} of a small corpus.\n\n" for number in range(400)]
+
+    def digest(name: str = "a.txt") -> str:
+        tokens = Maker().files(tmp_path / "tokens")
+        job = job_of("causal-lm", source=str(tmp_path / name))
+        return open_data(job, tokenizer_folder=tokenizer, tokens=tokens).sha256
+
+    source.write_text("".join(texts))
+    before = digest()
+    os.utime(source, ns=(1, 1))
+    assert digest() == before
+    source.rename(tmp_path / "b.txt")
+    assert digest("b.txt") == before
+    source.write_text("".join(texts[::-1]))
+    os.utime(source, ns=(1, 1))
+    assert digest() != before
 
 
 def test_what_is_mapped_cannot_be_written(tmp_path: Path) -> None:

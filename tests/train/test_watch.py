@@ -12,14 +12,16 @@ import pytest
 
 from isthmus.job import Address
 from isthmus.train.ranks.watch import Watch
-from isthmus.wan.seat import EXIT_LOST, Seat
+from isthmus.wan.handshake import EXIT_LOST, Seat
 
 PATIENCE_S = 30.0
+SECRET = b"of cloud east"
+PORT = 4711
 
 
 @dataclass
 class Words:
-    """A store of one process."""
+    """A launcher's store, of one process."""
 
     left: dict[str, str] = field(default_factory=dict)
 
@@ -45,8 +47,8 @@ class Post:
 def post(rank: int, **changes: Any) -> Post:
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     exits: queue.SimpleQueue[int] = queue.SimpleQueue()
-    seat = Seat(rank=rank, num_ranks=3, master=Address(host="127.0.0.1", port=1))
-    values: dict[str, Any] = {"end": reasons.put, "exit_process": exits.put, **changes}
+    seat = Seat(rank=rank, num_ranks=3, master=Address(host="127.0.0.1", port=1), is_served=True)
+    values: dict[str, Any] = {"secret": SECRET, "end": reasons.put, "exit_process": exits.put, **changes}
     return Post(Watch(seat, cloud="east", **values), reasons, exits)
 
 
@@ -57,10 +59,18 @@ def ranks(**changes: Any) -> Iterator[list[Post]]:
     yield posts
 
 
-def meet(posts: list[Post], words: Words, *, patience_s: float = PATIENCE_S) -> list[str]:
-    """Let ranks meet at once; gives the token that each was given."""
+def meet(posts: list[Post], words: Words, *, patience_s: float = PATIENCE_S) -> list[int]:
+    """Let ranks meet at once; gives the port that each was told."""
     with ThreadPoolExecutor(len(posts)) as pool:
-        return list(pool.map(lambda one: one.watch.meet(words, patience_s=patience_s), posts))
+        return list(pool.map(lambda one: meet_one(one.watch, words, patience_s), posts))
+
+
+def meet_one(watch: Watch, words: Words, patience_s: float) -> int:
+    watch.meet(words, patience_s=patience_s)
+    if not watch._seat.is_leader:
+        return watch.await_store(patience_s=patience_s)
+    watch.announce_store(PORT)
+    return PORT
 
 
 def leave(posts: list[Post], error: BaseException | None = None) -> None:

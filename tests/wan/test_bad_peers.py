@@ -19,18 +19,17 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from isthmus import __version__
-from isthmus.errors import Aborted, Refused
+from isthmus.errors import Aborted, PeerLost, Refused
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.frames import PROTOCOL_VERSION, Ack, Ping, Pong, encode, encode_chunk
-from isthmus.wan.handshake import Hello, Member
+from isthmus.wan.exchange import LoopThread
+from isthmus.wan.frames import PROTOCOL_VERSION, Ack, Packet, Ping, Pong, encode, encode_chunk
+from isthmus.wan.handshake import Hello, Member, server_name
 from isthmus.wan.link import Connection, Link, LinkSettings
-from isthmus.wan.loop import LoopThread
-from isthmus.wan.packet import Packet
 from isthmus.wan.transport import Dialer, process_loop
 from isthmus.wan.trust.authority import Authority, new_key
-from isthmus.wan.trust.certificates import Identity, server_name, throwaway
+from isthmus.wan.trust.certificates import Identity, throwaway
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 from tests.wan.test_frames import mutated
 
@@ -71,7 +70,8 @@ class Port:
         return self.loop.run(dialer(hello))[0]
 
     def hello(self, **changes: object) -> Hello:
-        hello = Hello(job_digest=self.job.digest, cloud="west", rank=0, epoch=0, session="attacker", lane=0)
+        west, east = (Member(cloud=name, job_digest=self.job.digest) for name in ("west", "east"))
+        hello = Hello.of(west, peer=east, session="attacker")
         return dataclasses.replace(hello, **changes)  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -175,7 +175,8 @@ def test_an_expired_certificate_is_refused(capfd: pytest.CaptureFixture[str]) ->
         dialer = Dialer(
             address=f"127.0.0.1:{endpoint.port}", server_name=server_name("east", 0), identity=west
         )
-        hello = Hello(job_digest=two_clouds().digest, cloud="west", rank=0, epoch=0, session="late")
+        late = Member(cloud="west", job_digest=two_clouds().digest)
+        hello = Hello.of(late, peer=Member(cloud="east"), session="late")
         with pytest.raises(ConnectionError):
             process_loop().run(dialer(hello))
         wait_for_log(capfd, "certificate has expired")
@@ -218,7 +219,7 @@ def test_another_job_is_refused_on_both_sides_with_one_sentence(
     )
     stranger = port.dial(other, port.identities["west"])
     assert refused(stranger.link("east")) == reason
-    assert "refused ipv4:127.0.0.1:" in logged.text
+    assert "refused 127.0.0.1: " in logged.text
     assert reason in logged.text
     stranger.close()
 
@@ -237,6 +238,8 @@ def test_another_job_is_refused_on_both_sides_with_one_sentence(
         ({"release": "x" * 500}, "a handshake with a broken release"),
         ({"epoch": 7}, "west rank 0 is in epoch 7, east rank 0 in epoch 0: restart the older one"),
         ({"rank": 5}, "cloud 'west' has no rank 5 in this job"),
+        ({"peer_rank": 1}, "west rank 0 has dialled east rank 1 and reached east rank 0"),
+        ({"peer_cloud": "north"}, "west rank 0 has dialled north rank 0 and reached east rank 0"),
         ({"lane": 1000}, "west rank 0 asks for connection number 1000"),
         ({"session": "x" * 500}, "a handshake with a broken session"),
         ({"rank": -1}, "a handshake whose rank is no number"),
@@ -248,6 +251,45 @@ def test_a_handshake_that_does_not_fit_is_refused_with_one_sentence(
     with pytest.raises(Refused, match=re.escape(reason)):
         port.attack(port.hello(**changes), port.identities["west"])
     assert reason in logged.text
+
+
+def test_a_second_process_of_a_cloud_is_refused_while_the_first_one_lives(
+    port: Port, logged: pytest.LogCaptureFixture
+) -> None:
+    reason = "west rank 0 is already connected to east rank 0: end one of its two processes"
+    second = port.dial(port.job, port.identities["west"])
+    assert refused(second.link("east")) == reason
+    assert reason in logged.text
+    # Nor does its end reach anybody.
+    second.abort("the second one was refused")
+    second.close()
+
+
+def test_a_process_that_takes_the_place_of_a_dead_one_ends_the_link_at_once(port: Port) -> None:
+    """What was under way to the dead one is gone, so both ends start anew."""
+    connection = port.attack(port.hello(rank=1, session="first"), port.identities["west"])
+    east = port.east.link("west", 1)
+    east.wait_ready(timeout_s=20)
+    with pytest.raises(Refused, match="west rank 1 is already connected"):
+        port.attack(port.hello(rank=1, session="second"), port.identities["west"])
+    east.raise_if_failed()
+    port.loop.run(connection.close())
+    with pytest.raises(Refused, match="west rank 1 has restarted while east rank 0 has not: restart both"):
+        until_heard(port, port.hello(rank=1, session="third"))
+    with pytest.raises(PeerLost, match="west rank 1 has restarted"):
+        east.receive("never", timeout_s=20)
+
+
+def until_heard(port: Port, hello: Hello) -> None:
+    """Dial until the end of the connection before has been noticed."""
+    end_s = time.monotonic() + 20
+    while True:
+        try:
+            port.attack(hello, port.identities["west"])
+        except Refused as error:
+            if "already connected" not in error.message or time.monotonic() > end_s:
+                raise
+        time.sleep(0.02)
 
 
 def test_a_cloud_without_a_link_in_the_job_is_refused(port: Port) -> None:

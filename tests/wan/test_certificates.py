@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import CertificateError
+from isthmus.wan.handshake import server_name
 from isthmus.wan.trust.certificates import (
     Identity,
     gateway_name,
@@ -26,7 +27,6 @@ from isthmus.wan.trust.certificates import (
     make_request,
     parse_server_name,
     read_identity,
-    server_name,
     sign_request,
     throwaway,
 )

@@ -13,17 +13,16 @@ from isthmus.errors import Aborted, LinkClosed, LinkError, PeerLost, Terminated
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.exchange import FIRST_STRIPE
-from isthmus.wan.handshake import Hello, Member
+from isthmus.wan.exchange import FIRST_STRIPE, LoopThread
+from isthmus.wan.frames import Packet
+from isthmus.wan.handshake import Hello, Member, server_name
 from isthmus.wan.link import Connection, Link, LinkSettings
 from isthmus.wan.local import LocalWan
-from isthmus.wan.loop import LoopThread
 from isthmus.wan.memory import MemoryLink
-from isthmus.wan.packet import Packet
 from isthmus.wan.relays.shaping import Shape
 from isthmus.wan.relays.sockets import listen
 from isthmus.wan.transport import Dialer, process_loop
-from isthmus.wan.trust.certificates import Identity, server_name, throwaway
+from isthmus.wan.trust.certificates import Identity, throwaway
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 
 QUICK = LinkSettings(num_stripes=2, heartbeat_timeout_s=1.0)
@@ -146,7 +145,7 @@ def test_an_abort_in_haste_does_not_wait_for_a_peer_that_never_came(loop: LoopTh
 
 def test_a_peer_that_vanishes_within_the_handshake_is_lost(loop: LoopThread) -> None:
     link = Link(here=Member(cloud="east"), peer=Member(cloud="west"), settings=QUICK, loop=loop)
-    loop.call(lambda: link.admit(Hello.of(Member(cloud="west"), session="short")))
+    loop.call(lambda: link.admit(Hello.of(link.peer, peer=link.here, session="short")))
     with pytest.raises(PeerLost, match="'west'"):
         link.receive("never", timeout_s=20)
     link.join()
@@ -308,7 +307,8 @@ def test_a_dialler_that_dies_after_the_handshake_is_lost(
     identities: dict[str, Identity], address: Address
 ) -> None:
     job = two_clouds("heartbeat_timeout='1 s'")
-    hello = Hello(job_digest=job.digest, cloud="west", rank=0, epoch=0, session="short")
+    west = Member(cloud="west", job_digest=job.digest)
+    hello = Hello.of(west, peer=Member(cloud="east"), session="short")
     dialer = Dialer(address=str(address), server_name=server_name("east", 0), identity=identities["west"])
     with endpoint("east", identities, address, job) as east:
         link = east.link("west")

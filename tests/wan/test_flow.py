@@ -1,5 +1,6 @@
 """Outbox and inbox against each other over a line that loses, delays, doubles and reorders; no clock."""
 
+import itertools
 import random
 
 import pytest
@@ -7,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import FrameError
+from isthmus.plan.types import Priority
+from isthmus.wan.exchange import MAX_NUM_OUT_OF_ORDER, Inbox
 from isthmus.wan.flight import GAIN, MIN_CHUNK_BYTES, MIN_WINDOW_BYTES, SLACK_S, Flight
-from isthmus.wan.frames import Ack, Chunk, decode
-from isthmus.wan.inbox import MAX_NUM_OUT_OF_ORDER, Inbox
-from isthmus.wan.outbox import Outbox, Priority
-from isthmus.wan.packet import Packet, pack
+from isthmus.wan.frames import Ack, Chunk, Packet, decode, pack
+from isthmus.wan.outbox import Outbox
 
 STRIPE = 2
 WINDOW_BYTES = 1 << 20
@@ -214,7 +215,9 @@ def chunk(**changes: int) -> Chunk:
     [
         chunk(sequence=1, packet_bytes=30),
         chunk(sequence=MAX_NUM_OUT_OF_ORDER + 2),
-        chunk(sequence=1, packet=1, packet_bytes=1 << 30),
+        chunk(sequence=1, offset=0),
+        chunk(sequence=1, offset=5),
+        chunk(sequence=1, offset=9),
     ],
 )
 def test_chunks_that_contradict_the_others_are_errors(bad: Chunk) -> None:
@@ -222,6 +225,50 @@ def test_chunks_that_contradict_the_others_are_errors(bad: Chunk) -> None:
     inbox.put(chunk(), 50)
     with pytest.raises(FrameError):
         inbox.put(bad, 50)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 12)), min_size=1, max_size=30))
+def test_a_packet_is_delivered_when_every_byte_was_written_once_and_never_else(
+    ranges: list[tuple[int, int]],
+) -> None:
+    inbox, written = Inbox(), bytearray(40)
+    for sequence, (offset, length) in enumerate(ranges):
+        end = min(offset + length, 40)
+        piece = Chunk(sequence, "s", 0, 40, offset, memoryview(bytes([1] * (end - offset))))
+        if any(written[offset:end]):
+            with pytest.raises(FrameError, match="contradict each other"):
+                inbox.put(piece, 50)
+            break
+        written[offset:end] = bytes(range(1, 1 + end - offset))
+        assert inbox.put(piece, 50) == all(written)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(1, 60))
+def test_chunks_of_any_sizes_in_any_order_give_the_packet_to_the_bit(
+    rng: random.Random, num_cuts: int
+) -> None:
+    data = rng.randbytes(1000)
+    body = b"".join(pack(Packet({}, (data,))).segments)
+    cuts = sorted({0, len(body), *(rng.randrange(len(body)) for _ in range(num_cuts))})
+    pieces = list(itertools.pairwise(cuts))
+    rng.shuffle(pieces)
+    inbox = Inbox()
+    for sequence, (start, end) in enumerate(pieces):
+        assert not inbox.has("s")
+        inbox.put(Chunk(sequence, "s", 0, len(body), start, memoryview(body[start:end])), 50)
+    assert take_all(inbox, "s") == [data]
+
+
+def test_gaps_in_a_packet_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus.wan.exchange.MAX_NUM_OUT_OF_ORDER", 8)
+    inbox = Inbox()
+    pieces = [Chunk(number, "s", 0, 100, 2 * number, memoryview(b"x")) for number in range(9)]
+    for piece in pieces[:8]:
+        inbox.put(piece, 50)
+    with pytest.raises(FrameError, match="too many gaps"):
+        inbox.put(pieces[8], 50)
 
 
 def test_a_packet_number_that_was_delivered_cannot_come_again() -> None:

@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 from isthmus.cli.gateway import gateway as gateway_verb
 from isthmus.errors import FrameError, Refused, UserError
 from isthmus.job import Address
+from isthmus.wan.handshake import server_name
 from isthmus.wan.relays.gateway import Gateway, RankChange
+from isthmus.wan.relays.gateway import _limits as gateway_limits
 from isthmus.wan.relays.registration import Entry, KeepAlive, Registration
 from isthmus.wan.trust.certificates import (
     Identity,
     make_authority,
     make_request,
-    server_name,
     sign_request,
     throwaway,
 )
@@ -142,6 +143,43 @@ def test_a_cloud_that_tries_again_and_again_is_logged_once(caplog: pytest.LogCap
 
     run(scenario)
     assert caplog.text.count("rank 2 of east has not registered") == 1
+
+
+def test_names_that_a_stranger_chooses_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with running() as here:
+            for number in range(40):
+                with pytest.raises(OSError, match=r"reset|SSL"):
+                    await say(here.address, f"host-{number}.example.com", b"hello\n")
+
+    run(scenario)
+    assert caplog.text.count("is not the name of a rank") == 1
+
+
+def test_idle_strangers_do_not_close_the_gateway_to_its_own_ranks_or_to_other_clouds() -> None:
+    async def scenario() -> None:
+        async with running() as here, rank_server() as rank:
+            place = (here.address.host, here.address.port)
+            idle = [await asyncio.open_connection(*place) for _ in range(600)]
+            async with here.registration(3, rank):
+                idle += [await asyncio.open_connection(*place) for _ in range(600)]
+                assert await say(here.address, server_name("east", 3), b"hello\n") == (
+                    b"west.isthmus said hello\n"
+                )
+                assert len(here.changes) == 1
+            for _, writer in idle:
+                writer.close()
+
+    run(scenario)
+
+
+def test_a_gateway_keeps_descriptors_for_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
+    for num_ranks, num_expected in ((4, 0), (64, 0), (4, 40), (64, 10_000)):
+        limits = gateway_limits(num_ranks=num_ranks, num_expected=num_expected)
+        strangers = limits.max_num_waiting
+        assert strangers + 2 * limits.max_num_open + 3 * num_ranks + 64 <= 1024 - 64
+        assert limits.max_num_waiting_per_source < strangers < limits.max_num_open
 
 
 def test_a_rank_that_leaves_is_forgotten() -> None:

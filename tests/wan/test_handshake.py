@@ -7,12 +7,13 @@ import pytest
 from isthmus.errors import FrameError
 from isthmus.wan.handshake import Hello, Member, mismatch, read_hello
 
-EAST = Hello.of(Member(cloud="east", job_digest="1" * 64), session="e")
-WEST = Hello.of(Member(cloud="west", job_digest="1" * 64), session="w")
+EAST_0, WEST_0 = (Member(cloud=name, job_digest="1" * 64) for name in ("east", "west"))
+EAST = Hello.of(EAST_0, peer=WEST_0, session="e")
+WEST = Hello.of(WEST_0, peer=EAST_0, session="w")
 
 
 def test_a_hello_crosses_whole() -> None:
-    there = replace(WEST, rank=3, epoch=2).on_lane(5)
+    there = replace(WEST, rank=3, epoch=2, peer_rank=7).on_lane(5)
     assert read_hello(there.to_metadata()) == there
     assert mismatch(EAST, read_hello(WEST.to_metadata())) is None
 
@@ -49,3 +50,17 @@ def test_a_hello_of_this_protocol_has_every_field(name: str) -> None:
     metadata = [pair for pair in WEST.to_metadata() if pair[0] != f"isthmus-{name}"]
     with pytest.raises(FrameError, match=f"a handshake without {name}"):
         read_hello(metadata)
+
+
+def test_a_rank_that_was_not_dialled_is_refused_by_both_ends_with_one_sentence_each() -> None:
+    dialled = replace(WEST, peer_rank=1)
+    here, there = mismatch(dialled, EAST), mismatch(EAST, dialled)
+    assert here is not None
+    assert here.startswith("west rank 0 has dialled east rank 1, and east rank 0 has answered: ")
+    assert there is not None
+    assert there.startswith("west rank 0 has dialled east rank 1 and reached east rank 0: ")
+
+
+def test_a_cloud_that_was_not_dialled_is_refused() -> None:
+    assert mismatch(WEST, replace(EAST, cloud="north")) is not None
+    assert mismatch(EAST, replace(WEST, peer_cloud="north")) is not None

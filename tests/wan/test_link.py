@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 import pytest
 
 from isthmus.errors import Aborted, PeerLost
+from isthmus.plan.types import Priority
 from isthmus.wan.endpoint import Endpoint
+from isthmus.wan.frames import Packet
 from isthmus.wan.local import LocalWan
-from isthmus.wan.outbox import Priority
-from isthmus.wan.packet import Packet
 from isthmus.wan.relays.shaping import Direction
 from tests.wan.clouds import CloudProcess, two_clouds
 
@@ -267,5 +267,6 @@ def test_round_trip_and_clock_offset_are_estimated_by_both_ends() -> None:
     ):
         figures = [east.result(), west.result()]
     for rtt_s, offset_s in figures:
-        assert 0.06 <= rtt_s < 0.2
+        # A time service may slow the wall clock down meanwhile.
+        assert 0.0595 <= rtt_s < 0.2
         assert abs(offset_s) < 0.1

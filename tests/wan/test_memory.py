@@ -7,11 +7,11 @@ import time
 import pytest
 
 from isthmus.errors import Aborted, LinkClosed, LinkError, PeerLost, Refused
+from isthmus.plan.types import Priority
+from isthmus.wan.frames import Packet
 from isthmus.wan.handshake import Member
 from isthmus.wan.link import Link, LinkSettings
 from isthmus.wan.memory import MemoryLink
-from isthmus.wan.outbox import Priority
-from isthmus.wan.packet import Packet
 from isthmus.wan.relays.shaping import Shape
 
 QUICK = LinkSettings(num_stripes=2, heartbeat_timeout_s=1.0)

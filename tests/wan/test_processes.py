@@ -8,8 +8,8 @@ import pytest
 from isthmus.errors import CloudFailed, UserError
 from isthmus.job import Job
 from isthmus.wan.endpoint import Endpoint
+from isthmus.wan.frames import Packet
 from isthmus.wan.local import LocalWan
-from isthmus.wan.packet import Packet
 from isthmus.wan.processes import Report, Work, run_clouds
 from tests.wan.clouds import two_clouds
 

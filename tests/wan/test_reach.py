@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import pytest
 from isthmus.errors import Aborted, Refused, UserError
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
-from isthmus.wan.endpoint import Endpoint, Site, link_settings, num_stripes
-from isthmus.wan.loop import LoopThread
-from isthmus.wan.packet import Packet
+from isthmus.wan.endpoint import Endpoint, Site, link_settings, num_connections, num_stripes
+from isthmus.wan.exchange import LoopThread
+from isthmus.wan.frames import Packet
+from isthmus.wan.ports import own_sockets
 from isthmus.wan.relays.gateway import Gateway
+from isthmus.wan.relays.sockets import own_address
 from isthmus.wan.trust.certificates import throwaway
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 
+MIB = 1024**2
 LOOPBACK = Site(bind=Address(host="127.0.0.1", port=0))
 
 
@@ -108,6 +112,31 @@ def test_a_cloud_dials_out_through_an_http_connect_proxy(loop: LoopThread) -> No
     loop.run(proxy.close())
 
 
+def test_a_dial_that_ends_at_another_rank_is_refused_and_does_not_disturb_that_rank() -> None:
+    identities = throwaway(["east", "west"])
+    job = job_with("cloud.east.ranks=2")
+    with Endpoint(job, cloud="east", rank=0, identity=identities["east"], site=LOOPBACK) as first:
+        site = Site(reach={"east": Address(host="127.0.0.1", port=first.port or 0)})
+        with Endpoint(job, cloud="west", identity=identities["west"], site=site) as west:
+            exchange(west, first)
+            with pytest.raises(Refused, match="west rank 0 has dialled east rank 1 and reached east rank 0"):
+                west.link("east", 1).receive("never", timeout_s=20)
+            exchange(west, first)
+
+
+def test_an_answer_of_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a listener that takes whatever comes."""
+    identities = throwaway(["east", "west"])
+    job = job_with("cloud.east.ranks=2", "link.0.heartbeat_timeout='3 s'")
+    with Endpoint(job, cloud="east", rank=0, identity=identities["east"], site=LOOPBACK) as first:
+        monkeypatch.setattr("isthmus.wan.endpoint.mismatch", lambda *_: None)
+        site = Site(reach={"east": Address(host="127.0.0.1", port=first.port or 0)})
+        with Endpoint(job, cloud="west", identity=identities["west"], site=site) as west:
+            reason = "west rank 0 has dialled east rank 1, and east rank 0 has answered"
+            with pytest.raises(Refused, match=reason):
+                west.link("east", 1).receive("never", timeout_s=20)
+
+
 def test_the_cloud_without_listen_dials_whichever_is_named_first() -> None:
     identities = throwaway(["east", "west"])
     job = job_with('link.0.between=["west","east"]')
@@ -157,6 +186,60 @@ def test_what_ends_a_cloud_is_told_to_the_others_in_plain_words(error: BaseExcep
     west.close()
 
 
+def listening_places() -> set[tuple[str, int]]:
+    return {
+        sock.getsockname()[:2]
+        for sock in own_sockets()
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.parametrize(("host", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1")])
+def test_a_rank_listens_where_the_job_says_and_nowhere_else(host: str, bound: str) -> None:
+    port = free_port()
+    job = job_with(f"cloud.east.listen='{host}:{port}'")
+    with Endpoint(job, cloud="east", identity=throwaway(["east"])["east"]):
+        (place,) = (place for place in listening_places() if place[1] == port)
+        assert place[0].removeprefix("::ffff:") == bound
+
+
+def test_a_rank_behind_a_gateway_listens_on_the_gateways_side(loop: LoopThread) -> None:
+    identity = throwaway(["east"])["east"]
+    gateway, address = loop.run(start_gateway(Gateway, identity, num_ranks=2))
+    job = job_with("cloud.east.ranks=2", f"cloud.east.listen='{address}'")
+    with Endpoint(job, cloud="east", rank=1, identity=identity) as east:
+        (place,) = (place for place in listening_places() if place[1] == east.port)
+        assert place[0].removeprefix("::ffff:") == "127.0.0.1"
+    loop.run(gateway.close())
+
+
+def test_an_address_of_a_router_is_listened_for_everywhere_and_that_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert own_address("192.0.2.7") is None
+    assert own_address("no-such-host.invalid") is None
+    job = job_with(f"cloud.east.listen='192.0.2.7:{free_port()}'")
+    with Endpoint(job, cloud="east", identity=throwaway(["east"])["east"]) as east:
+        (place,) = (place for place in listening_places() if place[1] == east.port)
+        assert place[0] in ("::", "0.0.0.0")
+    assert "192.0.2.7 is no one address of this machine: listening on all its interfaces" in caplog.text
+
+
+def test_a_name_that_only_this_machine_takes_for_itself_is_listened_for_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Debian has it: in /etc/hosts a machine's name is 127.0.1.1."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+    assert own_address("east.example.com") is None
+    assert own_address("127.0.1.1") == "127.0.1.1"
+
+
 def test_a_port_that_is_taken_is_the_users_to_mend() -> None:
     identities = throwaway(["east"])
     with Endpoint(two_clouds(), cloud="east", identity=identities["east"], site=LOOPBACK) as east:
@@ -194,4 +277,14 @@ def test_each_end_expects_the_bandwidth_of_its_own_direction() -> None:
     link = two_clouds("bandwidth=['10 Gbps', '100 Mbps']", "rtt='200 ms'").link[0]
     assert link_settings(link, sender="east").bandwidth_bps == 10e9
     assert link_settings(link, sender="west").bandwidth_bps == 100e6
-    assert link_settings(link, sender="east").stream_window_bytes == int(3 * 10e9 / 8 * 0.2)
+    assert link_settings(link, sender="west").stream_window_bytes == 64 * MIB
+    assert link_settings(link, sender="east").stream_window_bytes == 256 * MIB
+    slower = two_clouds("bandwidth='1 Gbps'", "rtt='200 ms'").link[0]
+    assert link_settings(slower, sender="east").stream_window_bytes == int(3 * 1e9 / 8 * 0.2)
+
+
+def test_the_connections_that_others_open_to_a_rank_are_counted() -> None:
+    job = job_with("cloud.west.ranks=3", "link.0.stripes=6")
+    assert num_connections(job, "east") == 3 * (2 + 2)
+    assert num_connections(job, "west") == 0
+    assert num_connections(two_clouds("stripes=7"), "east") == 2 + 7

@@ -186,18 +186,76 @@ def test_connections_beyond_the_limits_are_dropped_and_the_others_live(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RelayThread(target.route, limits=RelayLimits(max_num_waiting=2, max_num_open=1)) as relay:
-        silent = [dial(relay), dial(relay)]
-        assert is_turned_away(relay)
-        silent[0].sendall(HELLO)
+        silent = [dial(relay) for _ in range(3)]
+        assert is_reset(silent[0])
+        silent[1].sendall(HELLO)
         with target.accept() as server:
             wait_for_open(relay, 1)
             assert is_turned_away(relay)
             server.sendall(b"alive")
-            assert read_exactly(silent[0], 5) == b"alive"
+            assert read_exactly(silent[1], 5) == b"alive"
         for sock in silent:
             sock.close()
     assert "2 connections are waiting already" in caplog.text
     assert "1 connections are open already" in caplog.text
+
+
+def dial_from(relay: RelayThread, source: str) -> socket.socket:
+    place = (relay.address.host, relay.address.port)
+    return socket.create_connection(place, timeout=PATIENCE_S, source_address=(source, 0))
+
+
+def test_a_source_that_floods_a_relay_evicts_its_own_connections(target: Target) -> None:
+    with RelayThread(target.route, limits=RelayLimits(max_num_waiting=8)) as relay:
+        with dial_from(relay, "127.0.0.3") as other:
+            flood = [dial_from(relay, "127.0.0.2") for _ in range(300)]
+            assert all(is_reset(one) for one in flood[:290])
+            other.sendall(HELLO)
+            with target.accept() as server:
+                assert read_exactly(server, len(HELLO)) == HELLO
+        for one in flood:
+            one.close()
+
+
+def test_no_source_has_more_than_its_share_of_those_that_wait(target: Target) -> None:
+    limits = RelayLimits(max_num_waiting=100, max_num_waiting_per_source=3)
+    with RelayThread(target.route, limits=limits) as relay:
+        many = [dial_from(relay, f"127.0.0.{2 + number % 2}") for number in range(10)]
+        assert all(is_reset(one) for one in many[:4])
+        assert relay.counters().num_dropped == 4
+        for one in many:
+            one.close()
+
+
+def test_whoever_says_hello_and_then_nothing_is_unproven_and_evicted(target: Target) -> None:
+    limits = RelayLimits(max_num_waiting=100, max_num_waiting_per_source=2, unproven_s=PATIENCE_S)
+    with RelayThread(target.route, limits=limits) as relay, dial_from(relay, "127.0.0.3") as other:
+        other.sendall(HELLO)
+        ends = [target.accept()]
+        many = []
+        for _ in range(5):
+            many.append(dial_from(relay, "127.0.0.2"))
+            many[-1].sendall(HELLO)
+            ends.append(target.accept())
+        assert all(is_reset(one) for one in many[:3])
+        wait_for_open(relay, 3)
+        for one in [*many, *ends]:
+            one.close()
+
+
+def test_whoever_outlives_its_unproven_stays(target: Target) -> None:
+    limits = RelayLimits(max_num_waiting_per_source=1, unproven_s=0.05)
+    with RelayThread(target.route, limits=limits) as relay:
+        ends = []
+        for number in range(3):
+            ends.append(dial(relay))
+            ends[-1].sendall(HELLO)
+            ends.append(target.accept())
+            wait_for_open(relay, number + 1)
+            time.sleep(0.2)
+        wait_for_open(relay, 3)
+        for one in ends:
+            one.close()
 
 
 def test_a_half_close_is_passed_on_and_the_other_way_lives_on(target: Target) -> None:

@@ -12,8 +12,8 @@ from isthmus.plan.costs.activations import WIDE_BYTES, Arithmetic
 from isthmus.plan.costs.shapes import ModelShape, Task
 
 # Headers as JSON, with lengths and alignment, give or take some digits; a test holds them to real packets.
-_FORWARD_HEADER_BYTES: Final = 330
-_BACKWARD_HEADER_BYTES: Final = 120
+_FORWARD_HEADER_BYTES: Final = 430
+_BACKWARD_HEADER_BYTES: Final = 220
 # A message's prefix in gRPC, and for each record the headers of HTTP/2 and TLS.
 _PREFIX_BYTES: Final = 5
 _RECORD_BYTES: Final = 16 * 1024

@@ -22,7 +22,7 @@ from isthmus.plan.search.limiting import by_formula, limiting, reliefs, without_
 from isthmus.plan.search.loads import Loads, Terms, line_times, load_up
 from isthmus.plan.search.settings import Found
 from isthmus.plan.search.supply import ModelSupply
-from isthmus.plan.simulate import simulate
+from isthmus.plan.simulated_pipeline import simulate_scenario
 from isthmus.plan.simulation.alike import one_for_all
 
 _NUM_SIMULATED_STEPS: Final = 2
@@ -245,4 +245,4 @@ def _retimed(plan: Plan, *, step_s: float, bubble: BubbleSplit, relieved: Mappin
 
 def _simulated_s(scenario: Scenario) -> float:
     """A step that follows another, with the windows measured in that one: what `isthmus simulate` says."""
-    return simulate(one_for_all(scenario), num_steps=_NUM_SIMULATED_STEPS).step_s
+    return simulate_scenario(one_for_all(scenario), num_steps=_NUM_SIMULATED_STEPS).step_s

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.ladder import Loss
-from isthmus.plan.pipeline import Policy
-from isthmus.plan.scenario import Caps, Scenario
+from isthmus.plan.scenario import Caps, Policy, Scenario
 from isthmus.plan.search.sparing import Sparing
 
 

@@ -17,9 +17,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-from isthmus.plan.pipeline import Policy
-from isthmus.plan.rank_windows import expected, next_windows
-from isthmus.plan.scenario import Scenario, StageLoad
+from isthmus.plan.scenario import Policy, Scenario, StageLoad, expected, next_windows
 from isthmus.plan.search.settings import passage
 
 _NO_LINE_BPS: Final = 1e15

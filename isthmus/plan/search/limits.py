@@ -11,7 +11,7 @@ from isthmus.job.boundary import BottleneckSpec
 from isthmus.plan.costs.activations import Precision
 from isthmus.plan.cuts import frozen_bottleneck
 from isthmus.plan.ladder import Loss
-from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import Policy
 from isthmus.plan.search.assess import assess
 from isthmus.plan.search.choice import Estimate, Form, Plan
 from isthmus.plan.search.settings import divisors, search

@@ -9,9 +9,17 @@ from isthmus.job import parse_codec
 from isthmus.plan.codec_choice import Bounds, Choice, Figures, choose
 from isthmus.plan.costs.bottlenecks import HalfCosts
 from isthmus.plan.ladder import Crossing, Pair, Rung
-from isthmus.plan.pipeline import Policy
-from isthmus.plan.rank_windows import at_worst, expected, next_windows, window_bounds
-from isthmus.plan.scenario import Caps, HopLoad, Scenario, StageLoad
+from isthmus.plan.scenario import (
+    Caps,
+    HopLoad,
+    Policy,
+    Scenario,
+    StageLoad,
+    at_worst,
+    expected,
+    next_windows,
+    window_bounds,
+)
 from isthmus.plan.search.facts import CloudFacts
 from isthmus.plan.search.settings import Constraints, Found, Setting, measure_with
 from isthmus.plan.search.supply import ModelSupply

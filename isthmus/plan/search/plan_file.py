@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from isthmus.errors import UserError
 from isthmus.plan.costs.memory import Sharding
-from isthmus.plan.pipeline import Policy
-from isthmus.plan.scenario import Scenario, caps_from_json, scenario_from_dict, scenario_to_dict
+from isthmus.plan.scenario import Policy, Scenario, caps_from_json, scenario_from_dict, scenario_to_dict
 from isthmus.plan.search.choice import Decisions, PipelineSettings, Plan
 
 PLAN_FILE: Final = "plan.json"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from isthmus.job import Job
 from isthmus.plan.costs.memory import OptimizerState, Savers, Sharding
-from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import Policy
 from isthmus.plan.search.facts import CloudFacts
 
 _EIGHT_BITS = 8

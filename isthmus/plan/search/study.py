@@ -26,7 +26,7 @@ from isthmus.plan.costs.shapes import ModelShape, check_length, max_length, read
 from isthmus.plan.cuts import check_frozen
 from isthmus.plan.ladder import Crossing, Loss, Pair, ladder
 from isthmus.plan.lock_step import OPEN, check_even, check_lock_step, policy_of
-from isthmus.plan.pipeline import Policy
+from isthmus.plan.scenario import Policy
 from isthmus.plan.search.facts import CloudFacts, StepFacts, cloud_facts, line, model_config, step_facts, task
 from isthmus.plan.search.loads import LinkTerms, Terms
 from isthmus.plan.search.settings import Constraints

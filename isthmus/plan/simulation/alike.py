@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from isthmus.plan.rank_windows import expected, next_windows
-from isthmus.plan.scenario import HopLoad, Scenario
-from isthmus.plan.window import Hop
+from isthmus.plan.scenario import Hop, HopLoad, Scenario, expected, next_windows
 
 
 def one_for_all(scenario: Scenario) -> Scenario:

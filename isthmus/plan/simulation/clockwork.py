@@ -61,6 +61,8 @@ class Pace:
 
     def end_s(self, start_s: float, work_s: float) -> float:
         """When work ends that takes `work_s` as planned."""
+        if not self._edges:
+            return start_s + work_s
         place = bisect_right(self._edges, start_s)
         if place == len(self._edges):
             return start_s + work_s

@@ -106,7 +106,8 @@ class Flow:
         clock: Clock,
         *,
         bandwidth_bps: float,
-        latency_s: float,
+        delay_s: float,
+        latency_s: float = 0.0,
         jitter_s: float = 0.0,
         seed: str = "",
         slowdowns: Iterable[Slowdown] = (),
@@ -118,7 +119,9 @@ class Flow:
         self.background_bytes = 0
         self._clock = clock
         self._bytes_per_s = bandwidth_bps / 8
-        self._latency_s = latency_s
+        self.latency_s = latency_s
+        """The part of the delay that the line itself takes."""
+        self._delay_s = delay_s
         self._jitter_s = jitter_s
         self._random = Random(seed)  # noqa: S311 - jitter is no secret
         self._outages = sorted(outages, key=lambda one: one.start_s)
@@ -160,14 +163,14 @@ class Flow:
         def on_sent() -> None:
             self.background_bytes += num_bytes
             self._divide()
-            self._clock.at(self.arrival_s(self._latency_s), arrived)
+            self._clock.at(self.arrival_s(self._delay_s), arrived)
 
         self._background.add(num_bytes, on_sent)
         self._divide()
 
     def whisper(self, arrived: Then) -> None:
         """Send something urgent that is too small to count."""
-        self._clock.at(self.arrival_s(self._latency_s), arrived)
+        self._clock.at(self.arrival_s(self._delay_s), arrived)
 
     def arrival_s(self, latency_s: float) -> float:
         """When something arrives that leaves now."""
@@ -178,7 +181,7 @@ class Flow:
         return leaves_s + latency_s
 
     def _draw_latency_s(self) -> float:
-        return self._latency_s + (self._random.uniform(0.0, self._jitter_s) if self._jitter_s else 0.0)
+        return self._delay_s + (self._random.uniform(0.0, self._jitter_s) if self._jitter_s else 0.0)
 
     def _change_speed(self, speed: float) -> None:
         self._speed = speed

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.model.boundary import Batch
-from isthmus.model.heads import IGNORED, Head
+from isthmus.model.families import IGNORED, Head
+from isthmus.model.stage import Batch
 from isthmus.train.data.order import Cursor, Order, Pick
 from isthmus.train.data.samples import Integers, Sample, Samples
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from isthmus.model.boundary import Batch
+from isthmus.model.stage import Batch
 from isthmus.train.data.batches import Layout
 from isthmus.train.data.order import Cursor
 from isthmus.train.data.training_data import TrainingData

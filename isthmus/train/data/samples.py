@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.model.heads import IGNORED
+from isthmus.model.families import IGNORED
 from isthmus.train.data.order import Pick, draw_keys, mix
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import numpy as np
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec
-from isthmus.model.heads import IGNORED
+from isthmus.model.families import IGNORED
 from isthmus.train.data.columns import (
     Answer,
     Labels,

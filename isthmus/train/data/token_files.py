@@ -7,13 +7,14 @@ written under another name and renamed when it is whole, so what is found is who
 import enum
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ _FAILED: Final = ".failed"
 
 Make = Callable[[], Iterable[Arrays]]
 """Makes arrays, in pieces to be put behind each other."""
+_ArrayFacts = tuple[str, list[int], str]
+"""Type, shape, and SHA-256 of the content."""
 
 
 class _Turn(enum.Enum):
@@ -75,6 +78,11 @@ class TokenFiles:
                 f"every rank makes its own tokens, in memory, as none are kept in {self.folder}: {reason}"
             )
             return join(make())
+
+    def content_digest(self, digest: str) -> str | None:
+        """What `content_digest` gives for kept arrays, without reading them; None where none are kept."""
+        facts = _read_facts(self.folder / digest)
+        return None if facts is None else _digest_of(facts)
 
     def _get_in_turn(self, digest: str, make: Make) -> Arrays:
         with self._turn() as turn:
@@ -155,6 +163,22 @@ def join(pieces: Iterable[Arrays]) -> Arrays:
     return {name: np.concatenate(arrays) for name, arrays in found.items()}
 
 
+def content_digest(arrays: Arrays) -> str:
+    """SHA-256 in hex of what arrays hold."""
+    return _digest_of(
+        {name: _describe(array, hashlib.sha256(array.tobytes())) for name, array in arrays.items()}
+    )
+
+
+def _describe(array: Integers, content: "hashlib._Hash", *, num_rows: int | None = None) -> _ArrayFacts:
+    rows = len(array) if num_rows is None else num_rows
+    return array.dtype.str, [rows, *array.shape[1:]], content.hexdigest()
+
+
+def _digest_of(facts: Mapping[str, _ArrayFacts]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
 def _made(make: Make) -> Iterator[Arrays]:
     try:
         yield from make()
@@ -164,16 +188,20 @@ def _made(make: Make) -> Iterator[Arrays]:
 
 def _write(folder: Path, pieces: Iterable[Arrays]) -> None:
     """One file for each array, piece by piece, so that they need not fit into memory."""
-    facts: dict[str, tuple[str, list[int]]] = {}
+    facts: dict[str, _ArrayFacts] = {}
+    contents: dict[str, hashlib._Hash] = defaultdict(hashlib.sha256)
+    counts: Counter[str] = Counter()
     with ExitStack() as stack:
         files: dict[str, IO[bytes]] = {}
         for piece in pieces:
             for name, array in piece.items():
                 if name not in files:
                     files[name] = stack.enter_context((folder / name).open("wb"))
-                    facts[name] = (array.dtype.str, [0, *array.shape[1:]])
-                files[name].write(array.tobytes())
-                facts[name][1][0] += len(array)
+                data = array.tobytes()
+                files[name].write(data)
+                contents[name].update(data)
+                counts[name] += len(array)
+                facts[name] = _describe(array, contents[name], num_rows=counts[name])
     (folder / _FACTS_FILE).write_text(json.dumps(facts))
     for path in (*folder.iterdir(), folder):
         sync(path)
@@ -181,9 +209,19 @@ def _write(folder: Path, pieces: Iterable[Arrays]) -> None:
 
 def _read(folder: Path) -> Arrays | None:
     """The arrays in a folder, mapped; None where they are not, or not as they were written."""
+    facts = _read_facts(folder)
+    if facts is None:
+        return None
+    try:
+        return {name: _map(folder / name, np.dtype(kind), shape) for name, (kind, shape, _) in facts.items()}
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _read_facts(folder: Path) -> dict[str, _ArrayFacts] | None:
     try:
         facts = json.loads((folder / _FACTS_FILE).read_text())
-        return {name: _map(folder / name, np.dtype(kind), shape) for name, (kind, shape) in facts.items()}
+        return {name: (str(kind), list(shape), str(sha256)) for name, (kind, shape, sha256) in facts.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, ModelSpec
-from isthmus.model.source import Source
+from isthmus.model.source import Source, code_not_run, needs_code
 
 TRAINED: Final = "trained"
 _SPECIAL: Final = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
@@ -53,7 +53,7 @@ class ModelLimits:
 def read_limits(model: ModelSpec) -> ModelLimits:
     """The limits of the job's model: of its `config` table, or of the configuration beside its weights."""
     if model.source is not None:
-        config = _stored_config(model.source)
+        config = _stored_config(model.source, trust_remote_code=model.trust_remote_code)
         values = {
             key: getattr(config, key, None) for key in ("model_type", _VOCABULARY, _PADDING, _POSITIONS)
         }
@@ -76,19 +76,21 @@ def choose_tokenizer(
         tokenizer = _new_tokenizer(data, model, texts=texts, limits=limits)
         check_vocabulary(tokenizer, limits)
         _keep(tokenizer, folder)
-    return load_tokenizer(str(folder))
+    return load_tokenizer(str(folder), trust_remote_code=model.trust_remote_code)
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer in a folder or on the hub."""
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a folder or on the hub; code that it brings is not run unless trusted."""
     source = Source(name)
     if not any(source.find(file) for file in _FILES):
         raise UserError(
             f"{name} has no tokenizer", hint=f'name one in data.tokenizer, or set it to "{TRAINED}"'
         )
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
+        if needs_code(error):
+            raise code_not_run(name) from None
         raise UserError(
             f"the tokenizer of {name} cannot be loaded: {str(error).strip().splitlines()[0]}",
             hint="name another one in data.tokenizer",
@@ -184,9 +186,9 @@ def _is_kept(folder: Path) -> bool:
 
 def _new_tokenizer(data: DataSpec, model: ModelSpec, *, texts: Iterable[str], limits: ModelLimits) -> Any:
     if data.tokenizer == "auto" and model.source is not None:
-        return load_tokenizer(model.source)
+        return load_tokenizer(model.source, trust_remote_code=model.trust_remote_code)
     if data.tokenizer not in ("auto", TRAINED):
-        tokenizer = load_tokenizer(data.tokenizer)
+        tokenizer = load_tokenizer(data.tokenizer, trust_remote_code=model.trust_remote_code)
     elif limits.vocab_size is None:
         raise UserError(
             "the model's configuration has no vocab_size, so no tokenizer can be trained",
@@ -196,15 +198,15 @@ def _new_tokenizer(data: DataSpec, model: ModelSpec, *, texts: Iterable[str], li
         encloses = data.task != "causal-lm"
         tokenizer = train_tokenizer(texts, vocab_size=limits.vocab_size, encloses=encloses)
     if model.source is not None:
-        _check_same_vocabulary(tokenizer, model.source)
+        _check_same_vocabulary(tokenizer, model.source, trust_remote_code=model.trust_remote_code)
     return tokenizer
 
 
-def _check_same_vocabulary(tokenizer: Any, model_name: str) -> None:
+def _check_same_vocabulary(tokenizer: Any, model_name: str, *, trust_remote_code: bool) -> None:
     """Trained weights know the tokens of one vocabulary; a model without tokenizer files says not which."""
     source = Source(model_name)
     if any(source.find(file) for file in _FILES):
-        own = load_tokenizer(model_name)
+        own = load_tokenizer(model_name, trust_remote_code=trust_remote_code)
         if own.get_vocab() != tokenizer.get_vocab():
             raise UserError(
                 f"data.tokenizer has another vocabulary than {model_name}",
@@ -212,13 +214,15 @@ def _check_same_vocabulary(tokenizer: Any, model_name: str) -> None:
             )
 
 
-def _stored_config(name: str) -> Any:
+def _stored_config(name: str, *, trust_remote_code: bool) -> Any:
     source = Source(name)
     if source.find("config.json") is None:
         raise source.unreachable()
     try:
-        return AutoConfig.from_pretrained(name).get_text_config()
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config()
     except (OSError, ValueError) as error:
+        if needs_code(error):
+            raise code_not_run(name) from None
         raise UserError(f"the configuration of {name} cannot be used: {error}") from None
 
 

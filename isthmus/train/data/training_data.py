@@ -13,9 +13,9 @@ from typing import Any, Final
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, Job, ModelSpec
 from isthmus.job.write import replace_file
-from isthmus.model.boundary import Batch
-from isthmus.model.heads import HEADS, Head
+from isthmus.model.families import HEADS, Head
 from isthmus.model.source import GENERATION_FILE, Source
+from isthmus.model.stage import Batch
 from isthmus.plan.costs.shapes import check_length
 from isthmus.train.data.batches import (
     Layout,
@@ -31,7 +31,7 @@ from isthmus.train.data.order import Cursor, Order
 from isthmus.train.data.prefetch import Prefetch
 from isthmus.train.data.recipe import Recipe
 from isthmus.train.data.samples import Arrays, MaskedSamples, Samples
-from isthmus.train.data.token_files import TokenFiles, join
+from isthmus.train.data.token_files import TokenFiles, content_digest, join
 from isthmus.train.data.tokens import (
     choose_tokenizer,
     padding_id,
@@ -70,6 +70,8 @@ class TrainingData:
     head: Head
     pad_id: int
     seed: int
+    sha256: str
+    """Of all tokens and labels, training and held out."""
 
     def steps(
         self,
@@ -130,7 +132,7 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
     pad_id = padding_id(tokenizer, limits)
     check_length(spec.sequence_length, limits.max_length(pad_id))
     recipe = Recipe(spec=spec, tokenizer=tokenizer, rows=rows, held_out=held_out)
-    arrays = _arrays(recipe, tokens, tokenizer_folder)
+    arrays, sha256 = _arrays(recipe, tokens, tokenizer_folder)
     samples = _finished(recipe.samples(arrays, is_validation=False), recipe, seed=job.seed)
     validation = None
     if held_out is not None:
@@ -144,14 +146,18 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
         head=HEADS[spec.task],
         pad_id=pad_id,
         seed=job.seed,
+        sha256=sha256,
     )
 
 
-def _arrays(recipe: Recipe, tokens: TokenFiles | None, tokenizer_folder: Path) -> Arrays:
+def _arrays(recipe: Recipe, tokens: TokenFiles | None, tokenizer_folder: Path) -> tuple[Arrays, str]:
+    """The arrays and the digest of their content."""
     digest = recipe.digest(tokenizer_folder)
     if tokens is None or digest is None:
-        return join(recipe.make())
-    return tokens.get(digest, recipe.make)
+        arrays = join(recipe.make())
+        return arrays, content_digest(arrays)
+    arrays = tokens.get(digest, recipe.make)
+    return arrays, tokens.content_digest(digest) or content_digest(arrays)
 
 
 def _keep_generation(model: ModelSpec, folder: Path) -> None:

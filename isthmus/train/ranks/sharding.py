@@ -25,10 +25,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from isthmus.errors import UserError
-from isthmus.model.layer_call import LayerCall
+from isthmus.model.cut import LayerCall
 from isthmus.model.stage import Stage
-from isthmus.train.ranks.reduction import PlainReduction
-from isthmus.train.ranks.world import World
+from isthmus.train.ranks.world import PlainReduction, World
 
 
 def shard(

@@ -1,85 +1,54 @@
 """Ranks of a cloud that watch each other, so that none waits for one that is gone.
 
-Every rank keeps a TCP connection to rank 0. A process that ends closes it, whatever ended it, and rank 0
-tells the others; a silent one has frozen. Whoever hears of it ends the run at its links with the reason, and
-then itself, for a collective that waits for a lost rank cannot be called off.
+Every rank keeps a TCP connection to rank 0, at which both have proved to belong to this cloud (`meeting`). A
+process that ends closes it, whatever ended it, and rank 0 tells the others; a silent one has frozen. Whoever
+hears of it ends the run at its links with the reason, and then itself, for a collective that waits for a lost
+rank cannot be called off.
 
-    {"rank": 3, "token": "…"}     who it is, first of all
-    {"welcome": "…"}              rank 0's answer, with the same token
-    {"all": true}                 every rank has come
+    {"store": 40123}              every rank has come, and torch's store listens at this port of rank 0
     (empty line)                  a sign of life
     {"bye": true}                 the end, in order
     {"lost": "one sentence"}      the end of the world, and why
 
-Rank 0 leaves its port and a fresh token in the store that all ranks see. A launcher's store outlives a world,
-so what is found there may be of a leader that is gone: it counts once that has answered with the token.
+Anybody can connect, so connections without proof are limited in number and time, and have no effect.
 """
 
-import hmac
 import json
 import logging
-import math
 import os
-import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from isthmus.errors import RankLost
-from isthmus.wan.seat import EXIT_LOST, Seat
+from isthmus.train.ranks.meeting import (
+    LOOK_EVERY_S,
+    Claim,
+    LateNote,
+    LauncherStore,
+    Peer,
+    find_leader,
+    is_proof,
+    listen_for_ranks,
+    publish_port,
+    words_of,
+)
+from isthmus.wan.handshake import EXIT_LOST, Seat
+from isthmus.wan.relays.sockets import why
+from isthmus.wan.relays.strangers import Complaints, Pending, source_of
 
 log = logging.getLogger(__name__)
 
 _SIGN_EVERY_S: Final = 1.0
 _GRACE_S: Final = 5.0
-_MAX_LINE_BYTES: Final = 4096
+_PROOF_S: Final = 5.0
+_NUM_UNPROVEN: Final = 32
 _MAX_REASON_LENGTH: Final = 500
-_LOOK_EVERY_S: Final = 0.1
-_CONNECT_S: Final = 5.0
-_NOTE_AFTER_S: Final = 10.0
-_KEY: Final = "watch"
-
-
-class Store(Protocol):
-    """Where ranks leave words for each other."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Leave a word."""
-
-    def get(self, key: str, /) -> bytes:
-        """Read a word; waits for it."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether words are there."""
-
-
-@dataclass(slots=True)
-class _Peer:
-    """One end of a connection."""
-
-    socket: socket.socket
-    rank: int | None = None
-    unread: bytes = b""
-    heard_s: float = field(default_factory=time.monotonic)
-    has_left: bool = False
-
-
-class _LateNote:
-    """One line for people, once a wait has become long."""
-
-    def __init__(self) -> None:
-        self._due_s = time.monotonic() + _NOTE_AFTER_S
-
-    def tell(self, text: str) -> None:
-        """Say it if it is time, and only once."""
-        if time.monotonic() > self._due_s:
-            self._due_s = math.inf
-            log.warning("%s", text)
+_MAX_NONCE_LENGTH: Final = 128
 
 
 class Watch:
@@ -90,17 +59,20 @@ class Watch:
         seat: Seat,
         *,
         cloud: str,
+        secret: bytes,
         end: Callable[[str], None],
         timeout_s: float = 60.0,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
         self._seat = seat
         self._cloud = cloud
+        self._secret = secret
         self._end = end
         self._timeout_s = timeout_s
         self._exit_process = exit_process
-        self._token = ""
-        self._peers: list[_Peer] = []
+        self._peers: list[Peer] = []
+        self._unproven: Pending[Peer] = Pending()
+        self._complaints = Complaints()
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -108,6 +80,7 @@ class Watch:
         self._left = threading.Event()
         self._all_met = threading.Event()
         self._met: set[int] = set()
+        self._store_port = 0
         self._num_left = 0
         self._reason: str | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -138,84 +111,55 @@ class Watch:
 
     # Meeting.
 
-    def meet(self, store: Store, *, patience_s: float) -> str:
-        """Wait until every rank has come; gives a token that no other world has."""
+    def meet(self, store: LauncherStore | None, *, patience_s: float) -> None:
+        """At rank 0, wait for every other rank; at others, find rank 0, by the launcher's store if given."""
         until_s = time.monotonic() + patience_s
         if self._seat.is_leader:
-            self._open(store)
+            self._listener = listen_for_ranks(self._seat, cloud=self._cloud)
+            self._selector.register(self._listener, selectors.EVENT_READ)
         else:
-            self._add(self._find_leader(store, until_s))
+            leader = find_leader(self._seat, store, cloud=self._cloud, secret=self._secret, until_s=until_s)
+            self._add(leader)
+            # More may have come with its welcome.
+            self._hear_all(leader)
         self._thread.start()
-        self._await_all(until_s)
-        return self._token
+        if self._listener is not None:
+            self._await_all(self._listener, store, until_s)
 
-    def _open(self, store: Store) -> None:
-        self._token = secrets.token_hex(16)
-        self._listener = socket.create_server(("", 0), backlog=self._seat.num_ranks)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        store.set(_KEY, f"{self._listener.getsockname()[1]} {self._token}")
+    def announce_store(self, port: int) -> None:
+        """Tell the other ranks the port of torch's store."""
+        self._tell_all({"store": port})
 
-    def _find_leader(self, store: Store, until_s: float) -> _Peer:
-        """Connect to the leader; words of an earlier one lead nowhere until its successor replaces them."""
-        note = _LateNote()
-        problem = "it has not come"
-        while time.monotonic() < until_s:
-            if store.check([_KEY]):
-                try:
-                    return self._call(store, until_s)
-                except OSError as error:
-                    problem = error.strerror or str(error)
-                    note.tell(f"rank 0 of cloud {self._cloud!r} cannot be reached: {problem}; trying again")
-            time.sleep(_LOOK_EVERY_S)
-        raise RankLost(f"rank 0 of cloud {self._cloud!r} cannot be reached: {problem}")
-
-    def _call(self, store: Store, until_s: float) -> _Peer:
-        if self._seat.master is None:
-            raise ValueError("several ranks need an address to meet at")
-        words = store.get(_KEY)
-        port, self._token = words.decode().split()
-        peer = _Peer(socket.create_connection((self._seat.master.host, int(port)), _CONNECT_S), rank=0)
-        try:
-            self._tell(peer, {"rank": self._seat.rank, "token": self._token})
-            self._await_welcome(peer, lambda: time.monotonic() < until_s and store.get(_KEY) == words)
-        except OSError:
-            peer.socket.close()
-            raise
-        return peer
-
-    def _await_welcome(self, peer: _Peer, is_worth_waiting: Callable[[], bool]) -> None:
-        peer.socket.settimeout(_LOOK_EVERY_S)
-        while b"\n" not in peer.unread:
-            try:
-                data = peer.socket.recv(_MAX_LINE_BYTES)
-            except TimeoutError:
-                if is_worth_waiting():
-                    continue
-                raise
-            peer.unread += data
-            if not data or len(peer.unread) > _MAX_LINE_BYTES:
-                raise ConnectionError("it does not answer as a rank of this cloud does")
-        line, peer.unread = peer.unread.split(b"\n", 1)
-        if _words(line) != {"welcome": self._token}:
-            raise ConnectionError("another process listens at its port")
-
-    def _await_all(self, until_s: float) -> None:
-        note = _LateNote()
-        while not self._all_met.wait(_LOOK_EVERY_S):
+    def await_store(self, *, patience_s: float) -> int:
+        """Wait for the port of torch's store, which rank 0 tells once all ranks have come."""
+        until_s = time.monotonic() + patience_s
+        while not self._all_met.wait(LOOK_EVERY_S):
             if self._reason is not None:
                 raise RankLost(self._reason)
-            # The others hear from the leader whom it waits for in vain.
-            if self._seat.is_leader:
-                note.tell(f"waiting for {self._missing()}")
-                if time.monotonic() > until_s:
-                    raise RankLost(f"the ranks of this cloud have waited in vain for {self._missing()}")
+            if time.monotonic() > until_s:
+                raise RankLost(f"rank 0 of cloud {self._cloud!r} is silent")
+        return self._store_port
+
+    def _await_all(self, listener: socket.socket, store: LauncherStore | None, until_s: float) -> None:
+        note = LateNote()
+        left_s = 0.0
+        while not self._all_met.wait(LOOK_EVERY_S):
+            if self._reason is not None:
+                raise RankLost(self._reason)
+            if store is not None and time.monotonic() - left_s > _SIGN_EVERY_S:
+                # Again and again, since anybody may write there.
+                left_s = time.monotonic()
+                publish_port(store, listener.getsockname()[1], self._secret)
+            note.tell(f"waiting for {self._missing()}")
+            if time.monotonic() > until_s:
+                raise RankLost(f"the ranks of this cloud have waited in vain for {self._missing()}")
 
     def _missing(self) -> str:
         missing = sorted({*range(1, self._seat.num_ranks)} - self._met)
         numbers = ", ".join(map(str, missing))
         return f"rank{'s' if len(missing) > 1 else ''} {numbers} of cloud {self._cloud!r}"
 
-    def _add(self, peer: _Peer) -> None:
+    def _add(self, peer: Peer) -> None:
         peer.socket.settimeout(self._timeout_s)
         self._peers.append(peer)
         self._selector.register(peer.socket, selectors.EVENT_READ, peer)
@@ -227,8 +171,8 @@ class Watch:
         while not self._left.is_set() and self._reason is None:
             for key, _ in self._selector.select(timeout=0.1):
                 if key.data is None:
-                    self._accept()
-                else:
+                    self._accept(key.fileobj)
+                elif key.data in self._peers:
                     self._read(key.data)
             if time.monotonic() - signed_s > _SIGN_EVERY_S:
                 signed_s = time.monotonic()
@@ -237,59 +181,93 @@ class Watch:
         if self._reason is not None:
             self._finish(self._reason)
 
-    def _accept(self) -> None:
-        if self._listener is not None:
-            self._add(_Peer(self._listener.accept()[0]))
-
-    def _read(self, peer: _Peer) -> None:
+    def _accept(self, listener: object) -> None:
+        if not isinstance(listener, socket.socket):
+            return
         try:
-            data = peer.socket.recv(_MAX_LINE_BYTES)
+            sock, place = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # No descriptor is free, say: that must neither end the watch nor make it spin.
+            self._complain("nobody", f"cannot accept a connection: {why(error)}", kind="accept")
+            time.sleep(LOOK_EVERY_S)
+            return
+        peer = Peer(sock, str(place[0]))
+        self._add(peer)
+        self._unproven.add(peer, source=source_of(peer.host))
+        num_missing = self._seat.num_ranks - 1 - len(self._met)
+        for late in self._unproven.evict(
+            max_num=_NUM_UNPROVEN + num_missing, max_num_per_source=_NUM_UNPROVEN // 2 + num_missing
+        ):
+            self._turn_away(late, "there are too many connections without proof")
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            peer.read()
         except OSError:
-            data = b""
-        if not data:
             self._drop(peer)
             return
-        peer.heard_s = time.monotonic()
-        *lines, peer.unread = (peer.unread + data).split(b"\n")
-        if len(peer.unread) > _MAX_LINE_BYTES:
-            self._drop(peer)
-        for line in filter(None, lines):
+        peer.heard_s = peer.heard_s if peer.rank is None else time.monotonic()
+        self._hear_all(peer)
+
+    def _hear_all(self, peer: Peer) -> None:
+        while peer in self._peers and (line := peer.next_line()) is not None:
             self._hear(peer, line)
 
-    def _hear(self, peer: _Peer, line: bytes) -> None:
-        match _words(line):
-            case {"rank": int(rank), "token": str(token)} if self._is_ours(rank, token):
-                self._welcome(peer, rank)
-            case {"all": True} if peer.rank == 0:
+    def _hear(self, peer: Peer, line: bytes) -> None:
+        match words_of(line):
+            case {"store": int(port)} if peer.rank == 0:
+                self._store_port = port
                 self._all_met.set()
             case {"bye": True} if peer.rank is not None:
                 peer.has_left = True
                 self._num_left += 1
             case {"lost": str(reason)} if peer.rank is not None:
                 self._lose(reason)
+            case {"rank": int(rank), "nonce": str(nonce)} if self._may_claim(peer, rank, nonce):
+                peer.claim = Claim(rank=rank, nonce=nonce)
+                proof = peer.claim.leader_proof(self._secret)
+                self._tell(peer, {"nonce": peer.claim.leader_nonce, "proof": proof})
+            case {"proof": str(proof)} if peer.claim and is_proof(proof, peer.claim.rank_proof(self._secret)):
+                self._welcome(peer, peer.claim.rank)
             case _:
-                self._drop(peer)
+                self._turn_away(peer, "it has not proved to be a rank of this cloud")
 
-    def _is_ours(self, rank: int, token: str) -> bool:
-        is_known = token.isascii() and hmac.compare_digest(token, self._token)
-        return is_known and self._seat.is_leader and 0 < rank < self._seat.num_ranks
+    def _may_claim(self, peer: Peer, rank: int, nonce: str) -> bool:
+        is_new = self._seat.is_leader and peer.rank is None and peer.claim is None
+        is_rank = not isinstance(rank, bool) and 0 < rank < self._seat.num_ranks
+        return is_new and is_rank and len(nonce) <= _MAX_NONCE_LENGTH
 
-    def _welcome(self, peer: _Peer, rank: int) -> None:
+    def _turn_away(self, peer: Peer, reason: str) -> None:
+        if peer.rank is None:
+            self._complain(
+                peer.host, f"closed a connection from {peer.host} to the ranks' watch: {reason}", kind="away"
+            )
+        self._drop(peer)
+
+    def _complain(self, who: str, what: str, *, kind: str) -> None:
+        words = self._complaints.tell(who, what, kind=kind)
+        if words is not None:
+            log.warning("%s", words)
+
+    def _welcome(self, peer: Peer, rank: int) -> None:
         if rank in self._met:
             self._drop(peer)
             if any(one.rank == rank and not one.has_left for one in self._peers):
                 self._lose(f"rank {rank} of cloud {self._cloud!r} is lost: it has been started again")
             return
         # Before the rank is known, so that nothing else is said to it first.
-        self._tell(peer, {"welcome": self._token})
-        peer.rank = rank
+        self._tell(peer, {"welcome": True})
+        peer.rank, peer.claim, peer.heard_s = rank, None, time.monotonic()
+        self._unproven.discard(peer)
         self._met.add(rank)
         if len(self._met) == self._seat.num_ranks - 1:
-            self._tell_all({"all": True})
             self._all_met.set()
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: Peer) -> None:
         """Forget a connection that has ended; a rank that did not say goodbye is lost."""
+        self._unproven.discard(peer)
         if peer not in self._peers:
             return
         self._selector.unregister(peer.socket)
@@ -300,11 +278,11 @@ class Watch:
 
     def _check_silent(self) -> None:
         for peer in list(self._peers):
-            if time.monotonic() - peer.heard_s < self._timeout_s:
-                continue
+            silent_s = time.monotonic() - peer.heard_s
             if peer.rank is None:
-                self._drop(peer)
-            else:
+                if silent_s > _PROOF_S:
+                    self._turn_away(peer, f"it has not proved who it is within {_PROOF_S:g} s")
+            elif silent_s > self._timeout_s:
                 what = f"it has been silent for {self._timeout_s:g} s"
                 self._lose(f"rank {peer.rank} of cloud {self._cloud!r} is lost: {what}")
 
@@ -329,7 +307,7 @@ class Watch:
             if peer.rank is not None:
                 self._tell(peer, words)
 
-    def _tell(self, peer: _Peer, words: dict[str, object] | None) -> None:
+    def _tell(self, peer: Peer, words: dict[str, object] | None) -> None:
         line = (b"" if words is None else json.dumps(words).encode()) + b"\n"
         try:
             with self._lock:
@@ -355,11 +333,3 @@ class Watch:
 def first_line(error: BaseException) -> str:
     """An error in one line that a rank can be told; torch adds pages to its own."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:_MAX_REASON_LENGTH]
-
-
-def _words(line: bytes) -> object:
-    try:
-        words: object = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return words

@@ -6,20 +6,23 @@ the host: the leader, rank 0, gathers what the others have found, and spreads wh
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from isthmus.errors import RankLost, UserError
 from isthmus.train.device import Device
+from isthmus.train.ranks.meeting import inside_host
 from isthmus.train.ranks.watch import Watch, first_line
-from isthmus.wan.seat import Seat
+from isthmus.wan.handshake import Seat
+from isthmus.wan.ports import listening_ports, stop_accepting
+from isthmus.wan.relays.sockets import listen
 
 # A rank may wait for a sibling that waits for another cloud; who is gone or frozen, the watch tells sooner.
 _TIMEOUT: Final = timedelta(minutes=30)
@@ -163,36 +166,58 @@ def join_world(
     device: Device,
     *,
     cloud: str,
+    secret: bytes,
     end: Callable[[str], None] = lambda _: None,
     silence_s: float = _SILENCE_S,
 ) -> Iterator[World]:
-    """Meet the other ranks of this cloud; the world ends with the block.
+    """Meet the other ranks of this cloud, which know its secret; the world ends with the block.
 
     If it ends before, because a rank is gone or silent for too long, `end` is told why, from another thread.
     """
     if seat.num_ranks == 1:
         yield Alone()
         return
-    with Watch(seat, cloud=cloud, end=end, timeout_s=silence_s) as watch:
+    with Watch(seat, cloud=cloud, secret=secret, end=end, timeout_s=silence_s) as watch:
         with _collective():
-            store = _open_store(seat)
-            token = watch.meet(store, patience_s=_TIMEOUT.total_seconds())
-        # A launcher's store outlives a world, and torch would take up what an earlier one has left there.
-        with _process_group(seat, device, PrefixStore(token, store), watch) as world:
+            watch.meet(_launchers_store(seat), patience_s=_TIMEOUT.total_seconds())
+            before = listening_ports()
+            store = _open_store(seat, watch)
+        with _process_group(seat, device, store, watch) as world:
+            # Torch's store and Gloo accept anybody; by now every rank is connected to both.
+            stop_accepting(listening_ports() - before)
             yield world
 
 
-def _open_store(seat: Seat) -> Store:
+def _launchers_store(seat: Seat) -> Store | None:
+    """The store of a launcher, if there is one; it outlives a world, and anybody may write to it."""
+    if seat.master is None or not seat.is_served:
+        return None
+    return PrefixStore("isthmus", _connect_to_store(seat.master.host, seat.master.port))
+
+
+def _open_store(seat: Seat, watch: Watch) -> Store:
+    """A store for this world. It has no authentication, so rank 0 opens it once all ranks have met."""
     if seat.master is None:
         raise ValueError("several ranks need an address to meet at")
+    if not seat.is_leader:
+        return _connect_to_store(seat.master.host, watch.await_store(patience_s=_TIMEOUT.total_seconds()))
+    host = inside_host(seat)
+    listener = listen(host, 0)
+    port = listener.getsockname()[1]
     store = TCPStore(
-        seat.master.host,
-        seat.master.port,
-        is_master=seat.is_leader and not seat.is_served,
+        host or "localhost",
+        port,
+        is_master=True,
         timeout=_TIMEOUT,
         wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
-    return PrefixStore("isthmus", store)
+    watch.announce_store(port)
+    return store
+
+
+def _connect_to_store(host: str, port: int) -> Store:
+    return TCPStore(host, port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
 
 
 @contextmanager
@@ -263,3 +288,84 @@ def _collective() -> Iterator[None]:
 
 def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+_BUCKET_BYTES: Final = 64 * 1024 * 1024
+
+
+class Reduction(Protocol):
+    """What happens to the parameters of a stage at the edges of a turn; all ranks do it together."""
+
+    def begin(self, *, is_training: bool) -> None:
+        """Make the parameters ready for passes."""
+
+    def reduce(self) -> None:
+        """Sum the gradients over all ranks."""
+
+    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
+        """The squared norm of each parameter's gradient, from what this rank holds of it."""
+
+
+class NoReduction:
+    """One rank, or a stage that learns nothing."""
+
+    def begin(self, *, is_training: bool) -> None:
+        """Nothing to do."""
+
+    def reduce(self) -> None:
+        """Nothing to do."""
+
+    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
+        """What it is given."""
+        return own
+
+
+class PlainReduction:
+    """Every rank has all parameters; gradients are summed in one fixed order, many in one message."""
+
+    def __init__(self, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._world = world
+        trained = [name for name in sorted(parameters) if parameters[name].requires_grad]
+        self._parameters = [parameters[name] for name in trained]
+
+    def begin(self, *, is_training: bool) -> None:
+        """Nothing to do: the parameters are here."""
+
+    def reduce(self) -> None:
+        """Sum the gradients over all ranks; one without a micro-batch adds nothing."""
+        if not self._parameters:
+            return
+        used = self._world.totals([one.grad is not None for one in self._parameters])
+        present = [one for one, count in zip(self._parameters, used, strict=True) if count]
+        for parameter in present:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in buckets([_gradient(one) for one in present], max_bytes=_BUCKET_BYTES):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            self._world.add_up(flat)
+            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+
+    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
+        """What it is given: every rank has the whole gradient."""
+        return own
+
+
+def buckets(tensors: Sequence[Tensor], *, max_bytes: int) -> Iterator[list[Tensor]]:
+    """Tensors in order, as many together as fit and are of one type; a large one may be alone."""
+    taken: list[Tensor] = []
+    for tensor in tensors:
+        num_bytes = sum(one.nbytes for one in taken) + tensor.nbytes
+        if taken and (num_bytes > max_bytes or tensor.dtype != taken[0].dtype):
+            yield taken
+            taken = []
+        taken.append(tensor)
+    if taken:
+        yield taken
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        raise ValueError("a parameter without a gradient is summed")
+    return parameter.grad

@@ -14,7 +14,6 @@ from functools import partial
 
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address
-from isthmus.wan.relays.complaints import Complaints
 from isthmus.wan.relays.registration import (
     LIFE_SIGN,
     MAX_LINE_BYTES,
@@ -23,11 +22,18 @@ from isthmus.wan.relays.registration import (
     answer_line,
     read_line,
 )
-from isthmus.wan.relays.relay import Relay
+from isthmus.wan.relays.relay import Relay, RelayLimits
 from isthmus.wan.relays.sockets import Acceptor, listen, why
+from isthmus.wan.relays.strangers import Complaints, Pending, num_files_left
 from isthmus.wan.trust.certificates import Identity, gateway_name, parse_server_name
 
 _GREETING_TIMEOUT_S = 5.0
+# By then a rank, or the registration, has disconnected a peer without a valid certificate.
+_UNPROVEN_S = 15.0
+_NUM_WAITING = 256
+_NUM_UNREGISTERED = 64
+_NUM_OPEN = 2048
+_NUM_FILES_RESERVED = 64
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +56,7 @@ class _Holder:
 
 
 class Gateway:
-    """Relays connections to the ranks of one cloud that have registered.
+    """Relays connections to the registered ranks of one cloud; other clouds are to open `num_expected`.
 
     Of two registrations of a rank the newer one holds: both come from this cloud, by its certificate, and the
     usual reason is a rank that was started anew before its old connection was known to be dead. The older one
@@ -62,6 +68,7 @@ class Gateway:
         *,
         identity: Identity,
         num_ranks: int,
+        num_expected: int = 0,
         on_change: Callable[[RankChange], None] | None = None,
         keep_alive: KeepAlive | None = None,
     ) -> None:
@@ -71,10 +78,11 @@ class Gateway:
         self._keep_alive = keep_alive or KeepAlive()
         self._holders: dict[int, _Holder] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unregistered: Pending[asyncio.Task[None]] = Pending()
         self._complaints = Complaints()
         self._listener = listen("127.0.0.1", 0)
         self._acceptor: Acceptor | None = None
-        self._relay = Relay(self.route)
+        self._relay = Relay(self.route, limits=_limits(num_ranks=num_ranks, num_expected=num_expected))
 
     async def start(self, host: str, port: int) -> Address:
         """Listen, on all interfaces if `host` is empty, and return the address that was bound."""
@@ -112,9 +120,15 @@ class Gateway:
         task = asyncio.create_task(self._serve(sock, context))
         self._tasks.add(task)
         task.add_done_callback(partial(self._settle, sock))
+        # They all come through the relay, which tells their sources apart.
+        self._unregistered.add(task, source="")
+        max_num = _NUM_UNREGISTERED + self._num_ranks
+        for late in self._unregistered.evict(max_num=max_num, max_num_per_source=max_num):
+            late.cancel()
 
     def _settle(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._unregistered.discard(task)
         if task.cancelled():
             # It may have been cancelled before its first step, which would have taken care of the socket.
             sock.close()
@@ -123,20 +137,20 @@ class Gateway:
         try:
             reader, writer = await _open_streams(sock, context)
         except OSError as error:
-            self._complain(why(error))
+            self._complain(why(error), kind="network")
             return
         try:
             await self._register(reader, writer)
         except (FrameError, Refused) as error:
-            self._complain(error.message)
+            self._complain(error.message, kind=type(error).__name__)
             writer.write(answer_line(error.message))
         except OSError as error:
             _log.info("a registration ended: %s", why(error))
         finally:
             writer.close()
 
-    def _complain(self, reason: str) -> None:
-        words = self._complaints.tell("a rank", reason)
+    def _complain(self, reason: str, *, kind: str) -> None:
+        words = self._complaints.tell("a rank", reason, kind=kind)
         if words is not None:
             _log.warning("refused a registration: %s", words)
 
@@ -161,6 +175,8 @@ class Gateway:
     def _admit(self, holder: _Holder) -> None:
         older = self._holders.get(holder.entry.rank)
         self._holders[holder.entry.rank] = holder
+        if (task := asyncio.current_task()) is not None:
+            self._unregistered.discard(task)
         if older is not None:
             reason = f"rank {holder.entry.rank} has been registered anew, at {holder.entry.address}"
             older.writer.write(answer_line(reason))
@@ -184,6 +200,18 @@ class Gateway:
     def _tell(self, rank: int, address: Address | None) -> None:
         if self._on_change is not None:
             self._on_change(RankChange(rank=rank, address=address, num_registered=len(self._holders)))
+
+
+def _limits(*, num_ranks: int, num_expected: int) -> RelayLimits:
+    """Limits for the descriptors of this process: two per open connection, three per registered rank."""
+    num_files = num_files_left(num_reserved=_NUM_FILES_RESERVED + _NUM_UNREGISTERED + 3 * num_ranks)
+    num_waiting = max(min(_NUM_WAITING + num_expected, num_files // 4), 4)
+    return RelayLimits(
+        unproven_s=_UNPROVEN_S,
+        max_num_waiting=num_waiting,
+        max_num_waiting_per_source=num_waiting // 4 + min(num_expected, num_waiting // 2),
+        max_num_open=max(min(max(_NUM_OPEN, 2 * num_expected), (num_files - num_waiting) // 2), 4),
+    )
 
 
 async def _open_streams(

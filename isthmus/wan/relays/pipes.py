@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections import deque
 from collections.abc import Callable
 from typing import cast
@@ -228,3 +229,39 @@ class Side(asyncio.BufferedProtocol):
     def _close_if_done(self) -> None:
         if self._has_read_all and self._has_written_all and self._transport is not None:
             self._transport.close()
+
+
+class Relayed:
+    """A connection: two sockets and the flows between them; `closed` is done when both are gone."""
+
+    def __init__(self, *, up: Pipe, down: Pipe) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._up = up
+        self._down = down
+        self._num_lost = 0
+        self._is_reset = False
+        self._client = Side(inward=up, outward=down, on_lost=self._lose)
+        self._server = Side(inward=down, outward=up, on_lost=self._lose)
+
+    async def start(self, client: socket.socket, server: socket.socket, hello: bytes) -> None:
+        """Pass bytes both ways, the hello first."""
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: self._client, client)
+        await loop.connect_accepted_socket(lambda: self._server, server)
+        self._server.receive_from(self._client)
+        self._client.receive_from(self._server)
+        self._up.start(self._client, hello)
+        self._down.start(self._server, b"")
+        if self._is_reset:
+            self.reset()
+
+    def reset(self) -> None:
+        """End both sockets at once."""
+        self._is_reset = True
+        self._client.reset()
+        self._server.reset()
+
+    def _lose(self) -> None:
+        self._num_lost += 1
+        if self._num_lost == 2 and not self.closed.done():
+            self.closed.set_result(None)

@@ -17,8 +17,8 @@ from typing import Self
 
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address, parse_address
-from isthmus.wan.relays.complaints import Complaints
 from isthmus.wan.relays.sockets import why
+from isthmus.wan.relays.strangers import Complaints
 from isthmus.wan.trust.certificates import Identity, gateway_name
 
 MAX_LINE_BYTES = 1024
@@ -118,9 +118,9 @@ class Registration:
             try:
                 await self._register(context)
             except OSError as error:
-                self._complain(why(error))
+                self._complain(why(error), kind="network")
             except FrameError as error:
-                self._complain(error.message)
+                self._complain(error.message, kind="frame")
             except Refused as error:
                 _log.error(
                     "gateway %s turned rank %d down: %s", self._gateway, self._entry.rank, error.message
@@ -130,8 +130,8 @@ class Registration:
             retry_s = _MIN_RETRY_S if self._registered.is_set() else min(2 * retry_s, _MAX_RETRY_S)
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
 
-    def _complain(self, reason: str) -> None:
-        words = self._complaints.tell(str(self._gateway), reason)
+    def _complain(self, reason: str, *, kind: str) -> None:
+        words = self._complaints.tell(str(self._gateway), reason, kind=kind)
         if words is not None:
             _log.warning("gateway %s: %s; trying again", self._gateway, words)
 

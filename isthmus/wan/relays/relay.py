@@ -12,11 +12,10 @@ from typing import Self, TypeVar
 from isthmus.errors import FrameError, IsthmusError, Refused, UserError
 from isthmus.job import Address
 from isthmus.plan.faults import Fault, FaultKind
-from isthmus.wan.loop import LoopThread
+from isthmus.wan.exchange import LoopThread
 from isthmus.wan.relays.client_hello import parse_client_hello
-from isthmus.wan.relays.complaints import Complaints
 from isthmus.wan.relays.faults import inject
-from isthmus.wan.relays.pipes import Pipe, Side
+from isthmus.wan.relays.pipes import Pipe, Relayed
 from isthmus.wan.relays.precise_loop import precise_loop
 from isthmus.wan.relays.shaping import Direction, Shape
 from isthmus.wan.relays.sockets import (
@@ -29,6 +28,7 @@ from isthmus.wan.relays.sockets import (
     tune,
     why,
 )
+from isthmus.wan.relays.strangers import Complaints, Pending, source_of
 
 _HELLO_READ_BYTES = 4096
 # The kernel's own buffer counts as bottleneck too; above this, what it adds to a fast line does not matter.
@@ -42,11 +42,18 @@ Route = Callable[[str], Address | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
-    """What a relay allows before it drops a connection."""
+    """What a relay allows before it drops a connection.
+
+    A connection waits until its hello has come and its target has answered. For `unproven_s` after that it
+    still counts as unauthenticated: in that time the target disconnects a peer without a valid certificate.
+    At most `max_num_waiting` connections wait, and as many are unproven; per source likewise.
+    """
 
     hello_timeout_s: float = 5.0
     dial_timeout_s: float = 10.0
+    unproven_s: float = 0.0
     max_num_waiting: int = 256
+    max_num_waiting_per_source: int = 256
     max_num_open: int = 2048
 
 
@@ -59,40 +66,6 @@ class RelayCounters:
     num_open: int
     num_relayed: int
     num_dropped: int
-
-
-class _Connection:
-    """Two sockets and the flows between them; `closed` is done when both are gone."""
-
-    def __init__(self, *, up: Pipe, down: Pipe) -> None:
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._up = up
-        self._down = down
-        self._num_lost = 0
-        self._is_reset = False
-        self._client = Side(inward=up, outward=down, on_lost=self._lose)
-        self._server = Side(inward=down, outward=up, on_lost=self._lose)
-
-    async def start(self, client: socket.socket, server: socket.socket, hello: bytes) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: self._client, client)
-        await loop.connect_accepted_socket(lambda: self._server, server)
-        self._server.receive_from(self._client)
-        self._client.receive_from(self._server)
-        self._up.start(self._client, hello)
-        self._down.start(self._server, b"")
-        if self._is_reset:
-            self.reset()
-
-    def reset(self) -> None:
-        self._is_reset = True
-        self._client.reset()
-        self._server.reset()
-
-    def _lose(self) -> None:
-        self._num_lost += 1
-        if self._num_lost == 2 and not self.closed.done():
-            self.closed.set_result(None)
 
 
 class Relay:
@@ -120,9 +93,11 @@ class Relay:
         self._loop = asyncio.get_running_loop()
         self._listener: socket.socket | None = None
         self._acceptor: Acceptor | None = None
-        self._waiting: set[asyncio.Task[None]] = set()
-        self._open: set[_Connection] = set()
-        self._own_ends: set[object] = set()
+        self._waiting: Pending[asyncio.Task[None]] = Pending()
+        self._evicted: set[asyncio.Task[None]] = set()
+        self._unproven: Pending[Relayed] = Pending()
+        self._open: set[Relayed] = set()
+        self._own_ends: set[tuple[str, int]] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._complaints = Complaints()
         self._num_relayed = 0
@@ -189,36 +164,48 @@ class Relay:
         for fault in faults:
             self._timers.append(self._loop.call_later(fault.at_s, self._happen, fault, dialer))
 
-    def _receive(self, client: socket.socket, place: object) -> None:
+    def _receive(self, client: socket.socket, place: tuple[str, int]) -> None:
         if place in self._own_ends:
             self._own_ends.discard(place)
             client.close()
         elif self._loop.time() < self._cut_until_s:
-            self._drop(client, "the link is cut", level=logging.INFO)
-        elif len(self._waiting) >= self._limits.max_num_waiting:
-            self._drop(client, f"{len(self._waiting)} connections are waiting already")
+            self._drop(client, "the link is cut", kind="cut", level=logging.INFO)
         elif len(self._open) >= self._limits.max_num_open:
-            self._drop(client, f"{len(self._open)} connections are open already")
+            self._drop(client, f"{len(self._open)} connections are open already", kind="open")
         else:
-            task = self._loop.create_task(self._join(client))
-            self._waiting.add(task)
+            source = source_of(place[0])
+            task = self._loop.create_task(self._join(client, source))
+            self._waiting.add(task, source=source)
             task.add_done_callback(partial(self._settle, client))
+            for late in self._evict_from(self._waiting):
+                self._evicted.add(late)
+                late.cancel()
+
+    def _evict_from(self, pending: Pending[T]) -> list[T]:
+        limits = self._limits
+        return pending.evict(
+            max_num=limits.max_num_waiting, max_num_per_source=limits.max_num_waiting_per_source
+        )
 
     def _settle(self, client: socket.socket, task: asyncio.Task[None]) -> None:
         # Not in the task itself: one that is cancelled before its first step would leave the socket open.
         self._waiting.discard(task)
+        if task in self._evicted:
+            self._evicted.discard(task)
+            self._drop(client, f"{len(self._waiting)} connections are waiting already", kind="waiting")
+            return
         error = ConnectionError("the link is cut") if task.cancelled() else task.exception()
         match error:
             case FrameError() | Refused():
-                self._drop(client, error.message)
+                self._drop(client, error.message, kind=type(error).__name__)
             case OSError():
                 # A rank that has not started yet, or a client that has left, is nobody's misdeed.
-                self._drop(client, why(error), level=logging.INFO)
+                self._drop(client, why(error), kind="network", level=logging.INFO)
             case BaseException():
                 client.close()
                 raise error
 
-    async def _join(self, client: socket.socket) -> None:
+    async def _join(self, client: socket.socket, source: str) -> None:
         tune(client, receive_bytes=_receive_bytes(self._up))
         name, hello = await self._read_hello(client) if self._reads_hello else ("", b"")
         address = self._route(name)
@@ -227,16 +214,30 @@ class Relay:
         await self._pass_handshake()
         server = await self._dial(address)
         tune(server, receive_bytes=_receive_bytes(self._down))
-        await self._open_connection().start(client, server, hello)
+        await self._open_connection(source).start(client, server, hello)
 
-    def _open_connection(self) -> _Connection:
+    def _open_connection(self, source: str) -> Relayed:
         # From here on a cut goes by way of the connection; cancelling the task would leave a socket open.
-        self._waiting -= {asyncio.current_task()}
-        connection = _Connection(up=self._up, down=self._down)
+        if (task := asyncio.current_task()) is not None:
+            self._waiting.discard(task)
+        connection = Relayed(up=self._up, down=self._down)
         self._open.add(connection)
-        connection.closed.add_done_callback(lambda _: self._open.discard(connection))
+        connection.closed.add_done_callback(lambda _: self._forget(connection))
         self._num_relayed += 1
+        if self._limits.unproven_s:
+            self._put_unproven(connection, source)
         return connection
+
+    def _put_unproven(self, connection: Relayed, source: str) -> None:
+        self._unproven.add(connection, source=source)
+        for late in self._evict_from(self._unproven):
+            self._num_dropped += 1
+            late.reset()
+        self._loop.call_later(self._limits.unproven_s, self._unproven.discard, connection)
+
+    def _forget(self, connection: Relayed) -> None:
+        self._open.discard(connection)
+        self._unproven.discard(connection)
 
     async def _read_hello(self, client: socket.socket) -> tuple[str, bytes]:
         hello = bytearray()
@@ -245,10 +246,10 @@ class Relay:
                 while (name := parse_client_hello(hello)) is None:
                     received = await self._loop.sock_recv(client, _HELLO_READ_BYTES)
                     if not received:
-                        raise Refused(f"closed after {len(hello)} bytes, before the TLS hello was whole")
+                        raise FrameError(f"closed after {len(hello)} bytes, before the TLS hello was whole")
                     hello += received
         except TimeoutError:
-            raise Refused(f"no whole TLS hello within {self._limits.hello_timeout_s:g} s") from None
+            raise FrameError(f"no whole TLS hello within {self._limits.hello_timeout_s:g} s") from None
         return name, bytes(hello)
 
     async def _pass_handshake(self) -> None:
@@ -265,15 +266,15 @@ class Relay:
         except OSError as error:
             raise ConnectionError(f"cannot reach {address}: {why(error)}") from None
         if self._listener is not None and ends_at(server, self._listener):
-            self._own_ends.add(server.getsockname())
+            self._own_ends.add(server.getsockname()[:2])
             server.close()
             raise Refused(f"{address} leads back to this relay")
         return server
 
-    def _drop(self, client: socket.socket, reason: str, *, level: int = logging.WARNING) -> None:
+    def _drop(self, client: socket.socket, reason: str, *, kind: str, level: int = logging.WARNING) -> None:
         self._num_dropped += 1
         peer = peer_name(client)
-        words = self._complaints.tell(peer.rpartition(":")[0], reason)
+        words = self._complaints.tell(peer.rpartition(":")[0], reason, kind=kind)
         if words is not None:
             _log.log(level, "dropped a connection from %s: %s", peer, words)
         reset_on_close(client)

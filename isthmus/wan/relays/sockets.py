@@ -1,6 +1,7 @@
 """TCP sockets as a relay needs them: prompt, watched, and ended by a reset where that is meant."""
 
 import asyncio
+import ipaddress
 import logging
 import os
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable
 
 from isthmus.errors import UserError
 from isthmus.job import Address
+from isthmus.wan.relays.strangers import Complaints
 
 _LISTEN_BACKLOG = 256
 _KEEPALIVE_IDLE_S = 30
@@ -39,6 +41,36 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def own_address(host: str) -> str | None:
+    """The one address of this machine that a host names, to listen there and nowhere else.
+
+    None if there is no such address: the host is that of a router or balancer that forwards to this machine,
+    or a name of several of its addresses. Nor does a name count that leads to the loopback device (Debian
+    gives one to every machine, for itself alone), unless it is `localhost`.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None
+    own = {str(place[0]): family for family, *_, place in found if _is_own(family, place)}
+    if len(own) > 1 and host == "localhost":
+        return "127.0.0.1"
+    if len(own) != 1:
+        return None
+    (address,) = own
+    is_unseen = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return None if is_unseen and host not in (address, "localhost") else address
+
+
+def _is_own(family: int, place: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((place[0], 0, *place[2:]))
+    except OSError:
+        return False
+    return True
+
+
 class Acceptor:
     """Hands every connection that comes to a listener to `receive`, with where it comes from, until closed.
 
@@ -46,11 +78,14 @@ class Acceptor:
     task is cancelled.
     """
 
-    def __init__(self, listener: socket.socket, receive: Callable[[socket.socket, object], None]) -> None:
+    def __init__(
+        self, listener: socket.socket, receive: Callable[[socket.socket, tuple[str, int]], None]
+    ) -> None:
         self._listener = listener
         self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
+        self._complaints = Complaints()
         self._resume()
 
     def close(self) -> None:
@@ -71,12 +106,14 @@ class Acceptor:
             return
         except OSError as error:
             # No file descriptor is left, say: that must not end the listener, nor keep it spinning.
-            _log.warning("cannot accept a connection: %s", why(error))
+            words = self._complaints.tell("accept", why(error), kind="network")
+            if words is not None:
+                _log.warning("cannot accept a connection: %s", words)
             self._loop.remove_reader(self._listener)
             self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
         else:
             sock.setblocking(False)
-            self._receive(sock, place)
+            self._receive(sock, place[:2])
 
 
 async def connect(address: Address) -> socket.socket:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from isthmus.errors import UserError
-from isthmus.wan.loop import LoopThread
+from isthmus.wan.exchange import LoopThread
 from isthmus.wan.relays.precise_loop import Alarm, precise_loop
 from isthmus.wan.relays.shaping import End, Flow, Line, Shape
 

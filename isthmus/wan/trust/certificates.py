@@ -21,6 +21,8 @@ from typing import Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from isthmus.errors import CertificateError
@@ -34,11 +36,6 @@ THROWAWAY_DAYS = 7
 _SERVER_NAME = re.compile(
     rf"(rank-(?:0|[1-9][0-9]{{0,8}})|gateway)\.({files.CLOUD_NAME.pattern})\.isthmus", re.ASCII
 )
-
-
-def server_name(cloud: str, rank: int) -> str:
-    """Return the TLS server name of one rank of a cloud."""
-    return f"rank-{rank}.{cloud}.isthmus"
 
 
 def gateway_name(cloud: str) -> str:
@@ -70,6 +67,11 @@ class Identity:
     def ssl_client_context(self) -> ssl.SSLContext:
         """Return a context that shows our certificate and checks the server's authority and name."""
         return self._load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+    def secret(self, purpose: str) -> bytes:
+        """Return a secret that only holders of the cloud's private key can know, another for each purpose."""
+        derivation = HKDF(algorithm=SHA256(), length=32, salt=None, info=f"isthmus {purpose}".encode())
+        return derivation.derive(self.key_pem)
 
     def _load_into(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -1,0 +1,258 @@
+"""Initial values that no cut changes: a module's depend on the seed and its full name alone."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from isthmus.errors import UserError
+from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
+from isthmus.job.lora import LoraSpec
+from isthmus.model.blueprint import Blueprint, check_layers
+from isthmus.model.bottleneck import Down, Up
+from isthmus.model.cut import LayerCall, Seam, drop_absent, generators_kept, seed_from, seed_generators
+from isthmus.model.lora import Adapters, add_adapters
+from isthmus.model.source import LazyTensor
+from isthmus.model.stage import Fixed, Stage, freeze_below
+from isthmus.model.transformers_calls import expect_no_padding, quiet_transformers
+
+_CPU = torch.device("cpu")
+
+
+def seed_initialisation(model: PreTrainedModel, seed: int) -> None:
+    """Let the model's own initialisation start the generator anew for each module."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def seeded(initialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def run(module: nn.Module) -> None:
+            _spoil(module)
+            seed_generators(seed_from("weights", seed, names[module]), _CPU)
+            initialise(module)
+
+        return run
+
+    for part in _parts(model):
+        part._init_weights = seeded(part._init_weights)
+
+
+def end_seeding(model: PreTrainedModel) -> None:
+    """Give the model its own initialisation back."""
+    for part in _parts(model):
+        del part._init_weights
+
+
+def check_initialised(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Some classes set values as they are built, on the meta device in vain, and forget them afterwards."""
+    for name in sorted(names):
+        if torch.isnan(model.get_parameter_or_buffer(name)).any():
+            raise UserError(
+                f"transformers gives {name} of {type(model).__name__} no initial value",
+                hint="start from pretrained weights",
+            )
+
+
+def _spoil(module: nn.Module) -> None:
+    """Put NaN where nothing has been loaded, so that what stays without a value is seen."""
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        if tensor.is_floating_point() and not getattr(tensor, "_is_hf_initialized", False):
+            tensor.fill_(math.nan)
+
+
+def _parts(model: PreTrainedModel) -> list[Any]:
+    """The model and the models inside it, each of which initialises its own modules."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+_CPU = torch.device("cpu")
+_HIDDEN = HiddenSpec()
+
+
+def build_stage(
+    blueprint: Blueprint,
+    layers: range,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+    untie: bool = False,
+    inbound: BoundarySpec = _HIDDEN,
+    outbound: BoundarySpec = _HIDDEN,
+    num_frozen_layers: int = 0,
+    lora: LoraSpec | None = None,
+) -> Stage:
+    """A stage in training mode, on the CPU; how the model is cut changes no value it starts with.
+
+    Weights that embedding and head share stay shared only in a stage that holds all layers, unless `untie`.
+    `inbound` and `outbound` are the boundaries at its cuts; frozen layers count from the model's first. With
+    `lora` only adapters learn, the halves of bottlenecks, and a head that the checkpoint lacks.
+    """
+    check_layers(layers, blueprint.num_layers)
+    is_whole = layers == range(blueprint.num_layers)
+    untied = blueprint.is_tied_across_layers and (untie or not is_whole)
+    seam = Seam(model_class=blueprint.model_class.__name__)
+    model, new_names = _load(blueprint, layers, seam=seam, seed=seed, dtype=dtype, untied=untied)
+    router = blueprint.family.router if getattr(model.config, "output_router_logits", False) else None
+    layer_modules = [model.base_model.get_submodule(f"{blueprint.family.layers}.{index}") for index in layers]
+    adapters = _adapters(blueprint, model, layer_modules, lora, new_names, seed=seed) if lora else None
+    for index, layer in zip(layers, layer_modules, strict=True):
+        layer.forward = LayerCall(layer, index=index, seam=seam, router_path=router.path if router else None)
+    stage = Stage(
+        model.train(),
+        head=blueprint.head,
+        layers=layers,
+        num_layers=blueprint.num_layers,
+        seam=seam,
+        family=blueprint.family,
+        router=router,
+        notes=_notes(blueprint, untied=untied, new_names=new_names, num_frozen_layers=num_frozen_layers),
+        up=_up(blueprint, layers, inbound),
+        down=_down(blueprint, layers, outbound, seed=seed),
+        recompute=Fixed(frozenset(layers if recompute else ())),
+        adapters=adapters,
+    )
+    freeze_below(stage, num_frozen_layers)
+    return stage
+
+
+def _adapters(
+    blueprint: Blueprint,
+    model: PreTrainedModel,
+    layers: Sequence[nn.Module],
+    lora: LoraSpec,
+    new_names: Sequence[str],
+    *,
+    seed: int,
+) -> Adapters:
+    names = {module: name for name, module in model.named_modules()}
+    present = {name for name, _ in model.named_parameters()}
+    return add_adapters(
+        model,
+        lora,
+        layer_paths=[names[layer] for layer in layers],
+        head=blueprint.head,
+        fresh_names=[name for name in new_names if name in present],
+        seed=seed,
+    )
+
+
+def _up(blueprint: Blueprint, layers: range, spec: BoundarySpec) -> Up | None:
+    if not isinstance(spec, BottleneckSpec):
+        return None
+    _check_cut(blueprint, spec, at_layer=layers.start)
+    config = blueprint.config
+    return Up(spec, width=config.hidden_size, vocabulary_size=config.vocab_size)
+
+
+def _down(blueprint: Blueprint, layers: range, spec: BoundarySpec, *, seed: int) -> Down | None:
+    if not isinstance(spec, BottleneckSpec):
+        return None
+    _check_cut(blueprint, spec, at_layer=layers.stop)
+    return Down(
+        spec,
+        width=blueprint.config.hidden_size,
+        vocabulary_size=blueprint.config.vocab_size,
+        seed=seed_from("bottleneck", seed, layers.stop),
+    )
+
+
+def _check_cut(blueprint: Blueprint, spec: BottleneckSpec, *, at_layer: int) -> None:
+    if not 0 < at_layer < blueprint.num_layers:
+        raise ValueError("a bottleneck lies between two stages, not at an end of the model")
+    spec.check_width(blueprint.config.hidden_size)
+
+
+def _load(
+    blueprint: Blueprint, layers: range, *, seam: Seam, seed: int, dtype: torch.dtype, untied: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """Let transformers' own loader fill what the stage keeps, and initialise what the checkpoint lacks."""
+
+    def prepare(model: PreTrainedModel) -> None:
+        drop_absent(model, blueprint.family, layers, seam)
+        seed_initialisation(model, seed)
+
+    config = copy.deepcopy(blueprint.config)
+    if untied:
+        config.tie_word_embeddings = False
+    stage_class = _prepared_class(blueprint.model_class, prepare)
+    with quiet_transformers(), generators_kept(_CPU):
+        loaded: Any = stage_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=_tensors(blueprint, untied=untied),
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model, report = loaded
+    model.__class__ = blueprint.model_class
+    end_seeding(model)
+    expect_no_padding(model)
+    check_initialised(model, report["missing_keys"])
+    if blueprint.checkpoint is None:
+        # The loader's note that it met no other layout would keep exports from using the hub's.
+        del model._weight_conversions
+    return model, _check_report(blueprint, report)
+
+
+def _prepared_class(
+    model_class: type[PreTrainedModel], prepare: Callable[[PreTrainedModel], None]
+) -> type[PreTrainedModel]:
+    """The model's class, prepared as soon as it is built, which its loader does on the meta device."""
+
+    def init(self: PreTrainedModel, config: PreTrainedConfig) -> None:
+        model_class.__init__(self, config)
+        prepare(self)
+
+    return type(
+        model_class.__name__, (model_class,), {"__init__": init, "__module__": model_class.__module__}
+    )
+
+
+def _tensors(blueprint: Blueprint, *, untied: bool) -> Mapping[str, LazyTensor]:
+    if blueprint.checkpoint is None:
+        return {}
+    tensors = blueprint.checkpoint.tensors()
+    if untied:
+        in_base = f"{blueprint.model_class.base_model_prefix}."
+        for taker, giver in blueprint.ties.items():
+            found = tensors.get(giver) or tensors.get(giver.removeprefix(in_base))
+            if taker not in tensors and found is not None:
+                tensors[taker] = found
+    return tensors
+
+
+def _check_report(blueprint: Blueprint, report: Mapping[str, Any]) -> list[str]:
+    """The parameters that start fresh beside a checkpoint: a new head may, anything else is a mistake."""
+    if blueprint.checkpoint is None:
+        return []
+    name = blueprint.checkpoint.source.name
+    for key, found, expected in sorted(report["mismatched_keys"]):
+        raise UserError(
+            f"{key} has shape {tuple(found)} in {name}, not {tuple(expected)} as its configuration says",
+            hint="give the model's configuration the sizes of its weights (num_labels for a classifier)",
+        )
+    missing = sorted(report["missing_keys"])
+    for key in missing:
+        if key not in blueprint.anatomy.last:
+            raise UserError(
+                f"{name} holds no weights for {key} of {blueprint.model_class.__name__}",
+                hint="start from a folder or name that holds the whole model",
+            )
+    return missing
+
+
+def _notes(
+    blueprint: Blueprint, *, untied: bool, new_names: list[str], num_frozen_layers: int
+) -> tuple[str, ...]:
+    notes = []
+    if untied:
+        notes.append("embedding and head share weights in this model; they are trained and exported untied")
+    elif blueprint.is_tied_across_layers and num_frozen_layers:
+        notes.append("embedding and head share weights in this model; both are frozen")
+    if new_names:
+        notes.append(f"not in the checkpoint, and so started fresh: {', '.join(new_names)}")
+    return tuple(notes)

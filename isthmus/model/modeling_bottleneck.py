@@ -1,0 +1,126 @@
+"""A model of transformers with bottlenecks between its layers, as it was trained across clouds.
+
+    h ← W_up W_down h + b + t[id]        before the layers that `boundaries` of the configuration names
+
+This file lies beside the weights, so it needs nothing but torch and transformers:
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+`model.inner` is the model as transformers knows it. Without the bottlenecks it predicts worse.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 torch's own custom
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+
+class BottleneckConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The configuration of the inner model, its auto class, where its layers lie, and the bottlenecks."""
+
+    model_type = "isthmus_bottleneck"
+    sub_configs = {"text_config": AutoConfig}  # noqa: RUF012 as transformers declares it
+
+    def __init__(
+        self,
+        *,
+        text_config: Mapping[str, Any] | PreTrainedConfig | None = None,
+        auto_class: str = "AutoModelForCausalLM",
+        layers: str = "layers",
+        boundaries: Sequence[Mapping[str, Any]] = (),
+        **others: Any,
+    ) -> None:
+        if isinstance(text_config, Mapping):
+            text_config = AutoConfig.for_model(**text_config)
+        self.text_config = text_config
+        self.auto_class = auto_class
+        self.layers = layers
+        self.boundaries = [dict(one) for one in boundaries]
+        super().__init__(**others)
+
+
+class Boundary(nn.Module):
+    """A bottleneck, of the sizes that its entry in `boundaries` gives; all arithmetic is float32.
+
+    A token adds nothing, a row of its own, or `code_width` numbers times directions that all tokens share.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        rank: int,
+        vocabulary_size: int | None = None,
+        code_width: int | None = None,
+        **_others: Any,
+    ) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width)
+        self.tokens = None if vocabulary_size is None else nn.Embedding(vocabulary_size, code_width or width)
+        self.directions = None if code_width is None else nn.Linear(code_width, width, bias=False)
+
+    def forward(self, hidden_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
+        """The hidden states that the next layer gets."""
+        with torch.autocast(hidden_BTD.device.type, enabled=False):
+            narrow_BTR = F.linear(hidden_BTD.float(), self.down.weight.float())
+            wide_BTD = F.linear(narrow_BTR, self.up.weight.float(), self.up.bias.float())
+            return (wide_BTD + self._of_tokens(ids_BT)).to(hidden_BTD.dtype)
+
+    def _of_tokens(self, ids_BT: Tensor | None) -> Tensor | float:
+        if self.tokens is None:
+            return 0.0
+        if ids_BT is None:
+            raise ValueError("a model with bottlenecks by token needs input_ids, and not inputs_embeds")
+        rows_BTX = F.embedding(ids_BT, self.tokens.weight).float()
+        return rows_BTX if self.directions is None else F.linear(rows_BTX, self.directions.weight.float())
+
+
+class BottleneckModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """The inner model, with a bottleneck before each layer that the configuration names."""
+
+    config_class = BottleneckConfig
+    _keep_in_fp32_modules_strict = ["boundaries"]  # noqa: RUF012 as transformers declares it
+    _supports_sdpa = True
+    _supports_flash_attn = True
+
+    def __init__(self, config: BottleneckConfig) -> None:
+        super().__init__(config)
+        self.inner: PreTrainedModel = getattr(transformers, config.auto_class).from_config(config.text_config)
+        self.boundaries = nn.ModuleDict({str(one["layer"]): Boundary(**one) for one in config.boundaries})
+        self._ids: Tensor | None = None
+        self.inner.register_forward_pre_hook(self._note_ids, with_kwargs=True)
+        for index, boundary in self.boundaries.items():
+            layer = self.inner.base_model.get_submodule(f"{config.layers}.{index}")
+            layer.register_forward_pre_hook(self._crossing(boundary), with_kwargs=True)
+        self.post_init()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the inner model gives."""
+        return self.inner(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the inner model generates."""
+        self.inner.generation_config = self.generation_config
+        return self.inner.generate(*args, **kwargs)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Those of the inner model."""
+        embeddings: nn.Module = self.inner.get_input_embeddings()
+        return embeddings
+
+    def _note_ids(self, _inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._ids = args[0] if args else kwargs.get("input_ids")
+
+    def _crossing(self, boundary: nn.Module) -> Any:
+        def cross(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (boundary(args[0], self._ids), *args[1:]), kwargs
+            name = next(iter(kwargs))
+            return args, {**kwargs, name: boundary(kwargs[name], self._ids)}
+
+        return cross

@@ -1,0 +1,296 @@
+"""Which clouds take part: they agree on one view after the other, and only the newest view commits rounds.
+
+    chief ──► Ruling(view, members)     proposes a view: itself and all clouds that it and they reach
+          ◄── Report                    a cloud accepts, leaves older views and says how far it is
+          ──► Ruling(is_installed)      from the best state: who has it continues, the others get it
+
+The chief is the first cloud that a cloud reaches. A cloud accepts views from its chief alone and in rising
+order, so of two views that share a cloud only the later can continue. Where more than half of all clouds must
+accept, two views at a time never commit, and one of those who accept knows every round that was committed.
+A cloud that has restarted may have forgotten what it accepted, so it counts only when all clouds are there.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from isthmus.plan.data_spec import Clouds, Digest, Share
+from isthmus.plan.orders import Count
+from isthmus.plan.types import Facts
+
+MAX_OPEN_ROUNDS: Final = 1024
+_MAX_RESTARTS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Facts):
+    """TALLY: how far a cloud is, to the primary of its view, or to the chief when what it sees changes."""
+
+    view: Count
+    """The newest view that it has accepted."""
+    sees: Clouds
+    current_view: Count
+    """The newest view in which its state was up to date."""
+    complete: Count
+    """The number of rounds, from the first on, of which it has all commits."""
+    digest: Digest
+    is_restarted: bool = False
+    is_done: bool = False
+    wants_state: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedRound(Facts):
+    """A round that takes no more deltas: those of these clouds are summed."""
+
+    number: Count
+    clouds: Clouds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling(Facts):
+    """VERDICT: what the primary of a view has decided so far; each one holds all of it."""
+
+    view: Count
+    members: Clouds
+    is_installed: bool = False
+    base: Count = 0
+    """The number of rounds that the view starts from, the view in which they were known, their digest."""
+    base_view: Count = 0
+    digest: Digest = ""
+    donor: Count = 0
+    """The cloud that sends its state to those that lack rounds."""
+    current: Clouds = ()
+    """The clouds whose state is up to date."""
+    closed: Annotated[tuple[ClosedRound, ...], Field(max_length=MAX_OPEN_ROUNDS)] = ()
+    committed: Count = 0
+    is_over: bool = False
+
+
+class Views:
+    """The views as one cloud knows them; `outbox` holds what it has to send to other clouds."""
+
+    def __init__(
+        self, *, cloud: int, num_clouds: int, needs_majority: bool, report: Callable[[], Report]
+    ) -> None:
+        self._cloud = cloud
+        self._num_clouds = num_clouds
+        self._needs_majority = needs_majority
+        self._report = report
+        self._seen = set(range(num_clouds))
+        self._sees: dict[int, frozenset[int]] = {}
+        self._restarts = 0
+        self.number = 0
+        self.members = tuple(range(num_clouds))
+        self.is_installed = True
+        self.reports: dict[int, Report] = {}
+        """The newest of each cloud in this view, at its primary."""
+        self.outbox: list[tuple[tuple[int, ...], Facts]] = []
+
+    @property
+    def primary(self) -> int:
+        """The cloud that proposed this view and decides in it."""
+        return self.number % self._num_clouds
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this cloud decides."""
+        return self.primary == self._cloud
+
+    @property
+    def sees(self) -> tuple[int, ...]:
+        """The clouds that this one reaches, itself among them."""
+        return tuple(sorted(self._seen))
+
+    @property
+    def num_needed(self) -> int:
+        """How many clouds must have a round before it is committed."""
+        return (self._num_clouds if self._needs_majority else len(self.members)) // 2 + 1
+
+    def restart(self, restarts: int) -> None:
+        """Begin again, in no view: this cloud may have forgotten what it has accepted and proposed."""
+        self._restarts = restarts % _MAX_RESTARTS
+        self.is_installed = False
+        self._look(self._cloud)
+
+    def lose(self, cloud: int) -> None:
+        """Take in that a cloud is lost."""
+        if cloud in self._seen:
+            self._seen.discard(cloud)
+            self._sees.pop(cloud, None)
+            self._look(None)
+
+    def join(self, cloud: int) -> None:
+        """Take in that a cloud is there, for the first time or again."""
+        self._seen.add(cloud)
+        self._sees.pop(cloud, None)
+        self._look(cloud)
+
+    def take_report(self, sender: int, report: Report) -> bool:
+        """Take in a report; whether it is one of this view."""
+        if sender not in self._seen:
+            return False
+        self._sees[sender] = frozenset(report.sees)
+        if report.view > self.number:
+            if self._is_chief:
+                self._propose(self._clique(), above=report.view)
+            return False
+        is_of_view = report.view == self.number
+        if is_of_view and self.is_primary:
+            self.reports[sender] = report
+        elif self.is_primary and not self.is_installed and sender in self.members:
+            # It had not seen this cloud as its chief when the proposal came.
+            self.outbox.append(((sender,), self._proposal()))
+        if self._is_chief and self._clique() != self.members:
+            self._propose(self._clique())
+            return False
+        return is_of_view
+
+    def take_ruling(self, sender: int, ruling: Ruling) -> bool:
+        """Take in a ruling, and accept a later view; whether it is one of the view accepted before."""
+        if ruling.view == self.number:
+            return sender == self.primary
+        if sender != self._chief or self._cloud not in ruling.members:
+            return False
+        if ruling.view > self.number:
+            self.number, self.members, self.is_installed = ruling.view, ruling.members, False
+            self.reports = {}
+        # A chief that proposes too low a number learns of a higher one.
+        self.outbox.append(((sender,), self._report()))
+        return False
+
+    def ruling_to_install(self) -> Ruling | None:
+        """The ruling that installs this view, when all its members have accepted and they are enough."""
+        if not self.is_primary or self.is_installed or any(one not in self.reports for one in self.members):
+            return None
+        num_sound = sum(not self.reports[one].is_restarted for one in self.members)
+        is_enough = 2 * num_sound > self._num_clouds or len(self.members) == self._num_clouds
+        if self._needs_majority and not is_enough:
+            return None
+        donor = max(self.members, key=self._rank)
+        best = self.reports[donor]
+        return Ruling(
+            view=self.number,
+            members=self.members,
+            is_installed=True,
+            base=best.complete,
+            base_view=best.current_view,
+            digest=best.digest,
+            donor=donor,
+            current=tuple(one for one in self.members if self._is_like(one, best)),
+            committed=best.complete,
+        )
+
+    def _is_like(self, cloud: int, best: Report) -> bool:
+        report = self.reports[cloud]
+        return (report.complete, report.digest) == (best.complete, best.digest)
+
+    def _rank(self, cloud: int) -> tuple[int, int, bool, int]:
+        """How good a cloud's state is to start from.
+
+        Of rounds that are complete but not committed only those of the newest view can have been committed
+        elsewhere. Where clouds may continue in parts, those that have come further win.
+        """
+        report = self.reports[cloud]
+        found = report.current_view, report.complete
+        first, second = found if self._needs_majority else found[::-1]
+        return first, second, not report.is_restarted, -cloud
+
+    @property
+    def _chief(self) -> int:
+        return min(self._seen)
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._chief == self._cloud
+
+    def _look(self, joined: int | None) -> None:
+        """Propose a view if this cloud is the chief and the view has to change, else tell the chief."""
+        if not self._is_chief:
+            self.outbox.append(((self._chief,), self._report()))
+            return
+        clique = self._clique()
+        if clique != self.members or joined in clique:
+            self._propose(clique)
+
+    def _clique(self) -> tuple[int, ...]:
+        """This cloud and, in order, every cloud that reaches all those before it and is reached by them."""
+        found = [self._cloud]
+        for cloud in sorted(self._seen - {self._cloud}):
+            if all(self._reach(cloud, one) and self._reach(one, cloud) for one in found):
+                found.append(cloud)
+        return tuple(found)
+
+    def _reach(self, one: int, other: int) -> bool:
+        sees = self._seen if one == self._cloud else self._sees.get(one)
+        return sees is None or other in sees
+
+    def _propose(self, members: tuple[int, ...], *, above: int = 0) -> None:
+        # The number tells turn, restarts and cloud, so no other cloud and no earlier life has proposed it.
+        turn = max(self.number, above) // (_MAX_RESTARTS * self._num_clouds) + 1
+        self.number = (turn * _MAX_RESTARTS + self._restarts) * self._num_clouds + self._cloud
+        self.members = members
+        self.is_installed = False
+        self.reports = {self._cloud: self._report()}
+        others = tuple(one for one in members if one != self._cloud)
+        if others:
+            self.outbox.append((others, self._proposal()))
+
+    def _proposal(self) -> Ruling:
+        return Ruling(view=self.number, members=self.members)
+
+
+class Primary:
+    """Decides in one view: closes rounds, commits them and ends the run."""
+
+    def __init__(self, views: Views, *, quorum: int, grace_s: float) -> None:
+        self._views = views
+        self._quorum = quorum
+        self._grace_s = grace_s
+        self._deadlines_s: dict[int, float] = {}
+        self.new_deadlines_s: list[float] = []
+        """When to ask again, of the last call."""
+
+    def rule(self, ruling: Ruling, sent: Mapping[int, Mapping[int, Share]], now_s: float) -> Ruling:
+        """The ruling that follows, given the shares that have been sent for each open round."""
+        self.new_deadlines_s = []
+        views = self._views
+        closes = tuple(
+            ClosedRound(number=number, clouds=tuple(sorted(shares)))
+            for number, shares in sent.items()
+            if self._is_closing(ruling, number, shares, now_s)
+        )
+        known = tuple(one for one in ruling.closed if one.number >= ruling.committed)
+        reports = [of for of in views.reports.values() if of.current_view == views.number]
+        counts = sorted((of.complete for of in reports), reverse=True)
+        committed = counts[views.num_needed - 1] if len(counts) >= views.num_needed else 0
+        return replace(
+            ruling,
+            current=tuple(one for one in views.members if self._is_expected(ruling, one)),
+            closed=known + closes if closes else ruling.closed,
+            committed=max(ruling.committed, committed),
+            is_over=len(reports) == len(views.members) and all(of.is_done for of in reports),
+        )
+
+    def _is_closing(self, ruling: Ruling, number: int, shares: Mapping[int, Share], now_s: float) -> bool:
+        """Whether all clouds that are expected have sent, or a quorum has and the grace period is over."""
+        if len(shares) < self._quorum:
+            return False
+        if all(cloud in shares or not self._is_expected(ruling, cloud) for cloud in self._views.members):
+            return True
+        if not any(share.num_tokens for share in shares.values()):
+            return False
+        if number not in self._deadlines_s:
+            self._deadlines_s[number] = now_s + self._grace_s
+            self.new_deadlines_s.append(self._deadlines_s[number])
+        return now_s >= self._deadlines_s[number]
+
+    def _is_expected(self, ruling: Ruling, cloud: int) -> bool:
+        """Whether a cloud is up to date, or will be when it has heard of this view."""
+        number, report = self._views.number, self._views.reports.get(cloud)
+        if report is None:
+            return number == 0
+        is_like_base = (report.complete, report.digest) == (ruling.base, ruling.digest)
+        return report.current_view == number or is_like_base

@@ -1,0 +1,312 @@
+"""How the leader of a cloud makes all ranks run the same works: it orders them, its siblings follow.
+
+A leader talks to other clouds and decides; its siblings hear from it alone, so they need no state:
+
+    leader     ORDER ──► Run     at once, and meets its siblings in every group work
+    sibling    ORDER ──► Run     in the order of the orders; Save, then RECORD to the leader; Stop
+
+A sibling that has nothing to do waits for an order, not inside a collective, so a leader may wait for another
+cloud as long as it likes.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from isthmus.plan.end_of_step import Reduced, StepEnded, total_norm
+from isthmus.plan.types import (
+    Action,
+    Arrived,
+    Done,
+    Event,
+    Facts,
+    Gathered,
+    Lost,
+    Member,
+    Message,
+    MessageKind,
+    Outcome,
+    Priority,
+    Run,
+    Save,
+    Saved,
+    ScheduleError,
+    Send,
+    Stop,
+    Tell,
+    Work,
+    WorkKind,
+)
+
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkOrder(Facts):
+    """One work that siblings run, together with their leader or each by itself."""
+
+    kind: WorkKind
+    step: Count
+    item: Count = 0
+    is_grouped: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders(Facts):
+    """What siblings do next: these works, then a save, then the end."""
+
+    works: tuple[WorkOrder, ...] = ()
+    saves: Count | None = None
+    stops: bool = False
+
+
+class Crew:
+    """The ranks of a cloud as their leader drives them: one work after the other, saves, the end.
+
+    It collects the leader's actions. The leader's own works on the host are no orders.
+    """
+
+    def __init__(self, group: tuple[Member, ...]) -> None:
+        self.group = group
+        self.leader, *siblings = group
+        self._siblings = tuple(siblings)
+        self.running: Work | None = None
+        self.is_stopped = False
+        self._missing: dict[int, int] = {}
+        self._actions: list[Action] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the leader may run a work."""
+        return self.running is None and not self.is_stopped
+
+    def act(self, *actions: Action) -> None:
+        """Add actions of the leader."""
+        self._actions += actions
+
+    def acted(self) -> tuple[Action, ...]:
+        """All actions since the last call."""
+        actions, self._actions = tuple(self._actions), []
+        return actions
+
+    def order(self, works: Iterable[Work]) -> None:
+        """Make the siblings run these works; the leader runs them one by one."""
+        orders = (
+            WorkOrder(kind=one.kind, step=one.step, item=one.item, is_grouped=bool(one.group))
+            for one in works
+        )
+        self._send(Orders(works=tuple(orders)))
+
+    def run(self, work: Work) -> None:
+        """Run a work at the leader."""
+        self.running = work
+        self.act(Run(work))
+
+    def end(self, work: Work, facts: Facts | None) -> tuple[Facts | None, ...]:
+        """End the leader's work; the facts of all its ranks."""
+        if work != self.running:
+            raise ScheduleError(f"{work.name} is reported as done but does not run")
+        self.running = None
+        return facts.of if isinstance(facts, Gathered) else (facts,)
+
+    def save(self, step: int, facts: Facts) -> None:
+        """Save a step on all ranks; the leader's part holds the scheduler's facts."""
+        self._missing[step] = len(self.group)
+        self._send(Orders(saves=step))
+        self.act(Save(step, facts))
+
+    def is_saved(self, step: int) -> bool:
+        """Count one rank that has saved a step; True when it is the last."""
+        if step not in self._missing:
+            raise ScheduleError(f"step {step} is reported as saved but was not to be")
+        self._missing[step] -= 1
+        if self._missing[step]:
+            return False
+        del self._missing[step]
+        return True
+
+    def finish(self) -> None:
+        """End the run on all ranks."""
+        self.is_stopped = True
+        self._send(Orders(stops=True))
+        self.act(Stop(Outcome.FINISHED))
+
+    def fail(self, reason: str, hint: str = "") -> None:
+        """End the run here; siblings see that their leader is lost."""
+        self.is_stopped = True
+        self.act(Stop(Outcome.FAILED, reason, hint))
+
+    def _send(self, orders: Orders) -> None:
+        if self._siblings:
+            order, urgent = MessageKind.ORDER, Priority.URGENT
+            self.act(Send(Message(order, 0, 0, self.leader, self._siblings, orders, priority=urgent)))
+
+
+class HostLane:
+    """The works that a leader runs on the host, one after the other, beside the computation."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._works: deque[Work] = deque()
+        self._running: Work | None = None
+        self._is_stale = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs or is to run."""
+        return self._running is None and not self._works
+
+    def add(self, work: Work) -> None:
+        """Run a work behind those before it."""
+        self._works.append(work)
+
+    def drop(self, *kinds: WorkKind) -> None:
+        """Do not run works of these kinds; the end of one that runs counts for nothing."""
+        self._works = deque(work for work in self._works if work.kind not in kinds)
+        self._is_stale = self._running is not None and self._running.kind in kinds
+
+    def run_next(self) -> None:
+        """Run the next work, if none runs."""
+        if self._running is None and self._works:
+            self._running = self._works.popleft()
+            self._crew.act(Run(self._running))
+
+    def end(self, work: Work) -> bool:
+        """Take in the end of a work; whether it counts."""
+        if work != self._running:
+            raise ScheduleError(f"{work.name} is reported as done but does not run")
+        counts, self._is_stale, self._running = not self._is_stale, False, None
+        return counts
+
+
+class LeaderSteps:
+    """Ends the steps of a leader: REDUCE and UPDATE, a fact for the journal, and a save when it is time."""
+
+    def __init__(self, crew: Crew, save_every_s: float | None) -> None:
+        self._crew = crew
+        self._save_every_s = save_every_s
+        self._todo: deque[WorkKind] = deque()
+        self._loss_sum = 0.0
+        self._norm = 0.0
+        self._begun_s = 0.0
+        self._saved_s = 0.0
+        self.step = 0
+        self.num_tokens = 0
+
+    def start(self, step: int, now_s: float) -> None:
+        """Begin with this step."""
+        self.step, self._begun_s, self._saved_s = step, now_s, now_s
+
+    def run(self, kind: WorkKind, item: int = 0, facts: Facts | None = None) -> None:
+        """Run a work of this step on all ranks."""
+        work = Work(kind, self.step, item, facts, self._crew.group)
+        self._crew.order([work])
+        self._crew.run(work)
+
+    def end(self) -> None:
+        """Reduce and update next."""
+        self._todo.extend((WorkKind.REDUCE, WorkKind.UPDATE))
+
+    def run_next(self) -> bool:
+        """Run what ends the step, if anything is left of it."""
+        if self._todo:
+            self.run(self._todo.popleft())
+        return not self._crew.is_idle
+
+    def is_over(self, work: Work, found: Sequence[Facts | None], now_s: float) -> bool:
+        """Take in the end of a work; whether the step ended with it."""
+        if work.kind is WorkKind.REDUCE:
+            reduced = [one for one in found if isinstance(one, Reduced)]
+            self._loss_sum = sum(one.loss_sum for one in reduced)
+            self._norm = total_norm(reduced[0].squared_norms) if reduced else 0.0
+        if work.kind is not WorkKind.UPDATE:
+            return False
+        ended = StepEnded(
+            step=self.step,
+            loss=self._loss_sum / max(self.num_tokens, 1),
+            norm=self._norm,
+            learning_rate=0.0,
+            num_tokens=self.num_tokens,
+            duration_s=now_s - self._begun_s,
+            busy_s=(),
+            windows=(),
+        )
+        self._crew.act(Tell(ended))
+        self.step, self.num_tokens, self._begun_s = self.step + 1, 0, now_s
+        return True
+
+    def is_save_due(self, now_s: float) -> bool:
+        """Whether the last save is long enough ago."""
+        return self._save_every_s is not None and now_s - self._saved_s >= self._save_every_s
+
+    def save(self, facts: Facts, now_s: float, *, step: int | None = None) -> None:
+        """Save the state that the next step starts from, under its number or another one."""
+        self._saved_s = now_s
+        self._crew.save(self.step if step is None else step, facts)
+
+
+class Sibling:
+    """The scheduler of a rank that follows the leader of its cloud."""
+
+    def __init__(self, group: tuple[Member, ...], member: Member) -> None:
+        self._group = group
+        self._member = member
+        self._works: deque[Work] = deque()
+        self._then: deque[tuple[int, Orders]] = deque()
+        """Orders to save or to stop, each with the number of works to end before it."""
+        self._num_ordered = 0
+        self._num_done = 0
+        self._running: Work | None = None
+        self._is_stopped = False
+
+    def on(self, event: Event, now_s: float) -> tuple[Action, ...]:  # noqa: ARG002 - a sibling needs no time
+        """Take in what happened and say what to do now; once stopped, nothing more."""
+        actions: list[Action] = []
+        if self._is_stopped:
+            return ()
+        match event:
+            case Arrived(message=message):
+                self._take(message)
+            case Done(work=work):
+                self._finish(work)
+            case Saved(step=step):
+                record = MessageKind.RECORD
+                actions.append(Send(Message(record, step, 0, self._member, self._group[:1])))
+            case Lost(member=lost, final=True) if lost.cloud == self._member.cloud:
+                self._is_stopped = True
+                return (Stop(Outcome.FAILED, f"{lost} of this cloud is lost"),)
+        self._next(actions)
+        return tuple(actions)
+
+    def _take(self, message: Message) -> None:
+        orders = message.facts
+        if message.sender != self._group[0] or not isinstance(orders, Orders):
+            raise ScheduleError(f"{message.name} from {message.sender} is not awaited here")
+        for one in orders.works:
+            group = self._group if one.is_grouped else ()
+            self._works.append(Work(one.kind, one.step, one.item, None, group))
+        self._num_ordered += len(orders.works)
+        if orders.saves is not None or orders.stops:
+            self._then.append((self._num_ordered, orders))
+
+    def _finish(self, work: Work) -> None:
+        if work != self._running:
+            raise ScheduleError(f"{work.name} is reported as done but does not run")
+        self._running = None
+        self._num_done += 1
+
+    def _next(self, actions: list[Action]) -> None:
+        while self._then and self._then[0][0] <= self._num_done:
+            _, orders = self._then.popleft()
+            if orders.saves is not None:
+                actions.append(Save(orders.saves))
+            if orders.stops:
+                self._is_stopped = True
+                actions.append(Stop(Outcome.FINISHED))
+                return
+        if self._running is None and self._works:
+            self._running = self._works.popleft()
+            actions.append(Run(self._running))

@@ -1,0 +1,223 @@
+"""Builds a member's stage and what trains it: on its device, with its memory options, sharded, reduced."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus.job.boundary import HiddenSpec
+from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
+from isthmus.model.budget import Budgeted
+from isthmus.model.families import HEADS
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Fixed, Stage
+from isthmus.plan.costs.memory import OptimizerState
+from isthmus.train.device import Device
+from isthmus.train.optimize.optimizer import Decay, Optimizer, Schedule
+from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, coming_bytes, shard
+from isthmus.train.ranks.world import NoReduction, PlainReduction, Reduction, World
+from isthmus.train.run_config import RunConfig
+
+AUTOCAST: Final = {"float32": None, "bfloat16": torch.bfloat16}
+"""What a job's precision computes in, where that is not float32."""
+_ALIKE: Final = (
+    'train.recompute = "auto" recomputes every layer here, as ranks of a fully sharded stage must '
+    "compute alike"
+)
+_MOMENT_BYTES: Final = {OptimizerState.FLOAT32: 8, OptimizerState.EIGHT_BIT: 2}
+_HIDDEN: Final = HiddenSpec()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A stage, and what trains it."""
+
+    stage: Stage
+    optimizer: Optimizer
+    reduction: Reduction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What a member builds its stage from; `job` is this site's own, for what sites may differ in."""
+
+    job: Job
+    config: RunConfig
+    cloud: str
+    blueprint: Blueprint
+    device: Device
+    world: World
+
+    @property
+    def index(self) -> int:
+        """The stage of this cloud."""
+        return next(
+            number for number, stage in enumerate(self.config.pipeline.stages) if stage[0].cloud == self.cloud
+        )
+
+    @property
+    def sharding(self) -> str:
+        """What of the stage the ranks of this cloud shard."""
+        return self.config.sharding[self.index]
+
+    def make(self) -> Built:
+        """All of it."""
+        stage = self.stage()
+        return Built(stage=stage, optimizer=self.optimizer(stage), reduction=self.reduction(stage))
+
+    def stage(self) -> Stage:
+        """The stage of this cloud, on its device."""
+        config, index = self.config, self.index
+        is_last = index + 1 == len(config.pipeline.stages)
+        stage = build_stage(
+            self.blueprint,
+            config.stage_layers(self.blueprint.num_layers)[index],
+            seed=config.seed,
+            recompute=config.recompute is True,
+            inbound=_HIDDEN if index == 0 else config.boundary(index - 1),
+            outbound=_HIDDEN if is_last else config.boundary(index),
+            num_frozen_layers=0 if self.job.model is None else self.job.model.frozen_layers,
+            lora=None if self.job.model is None else self.job.model.lora,
+        ).to(self.device.torch_device)
+        self._spare_memory(stage)
+        self._compile(stage)
+        stage.notes += tuple(_notes(config, index))
+        if self.sharding != "none":
+            self._shard(stage)
+        return stage
+
+    def optimizer(self, stage: Stage) -> Optimizer:
+        """The optimizer of a stage, as the job's `[train]` says; FSDP2 has its own way to offload."""
+        train = self.job.train
+        return Optimizer(
+            stage.parameters_by_name(),
+            schedule=Schedule(
+                peak=train.learning_rate,
+                num_steps=train.steps,
+                num_warmup_steps=round(train.warmup_share * train.steps),
+                decay=Decay(train.decay),
+            ),
+            weight_decay=train.weight_decay,
+            max_norm=train.max_norm or None,
+            state=optimizer_state(self.config),
+            offload=self.config.offload_optimizer and self.sharding == "none",
+            tables=stage.tables(),
+        )
+
+    def reduction(self, stage: Stage) -> Reduction:
+        """How the ranks of this cloud reduce gradients."""
+        if self.world.seat.num_ranks == 1:
+            return NoReduction()
+        match self.sharding:
+            case "optimizer":
+                return ShardedReduction(self.world, stage)
+            case "full":
+                return LockStepReduction(self.world, stage)
+            case _:
+                return PlainReduction(self.world, stage.parameters_by_name())
+
+    def _spare_memory(self, stage: Stage) -> None:
+        """Let a stage recompute within its budget, where the run config says so.
+
+        Ranks of a fully sharded stage must all recompute the same, whatever the sizes of their micro-batches.
+        """
+        if self.config.recompute != "auto":
+            return
+        if self.sharding == "full":
+            stage.recompute = Fixed(frozenset(stage.layers))
+            stage.notes += (_ALIKE,)
+            return
+        job = self.job
+        stage.recompute = Budgeted(
+            budget_bytes=job.train.memory_budget_bytes or _share_bytes(job, self.cloud, self.device),
+            standing_bytes=lambda: _standing_bytes(stage, self.config, self.device),
+            device=self.device.torch_device,
+            max_length=None if job.data is None else job.data.sequence_length,
+        )
+
+    def _compile(self, stage: Stage) -> None:
+        if self.job.train.compile:
+            # Language models get sequences of one length; other tasks pad to the longest of a micro-batch.
+            is_padded = self.job.data is not None and self.job.data.task != "causal-lm"
+            stage.compile_layers(dynamic=True if is_padded else None)
+
+    def _shard(self, stage: Stage) -> None:
+        shard(
+            stage,
+            device=self.device.torch_device,
+            num_ranks=self.world.seat.num_ranks,
+            compute_dtype=AUTOCAST[self.job.train.precision],
+            keeps_sharded=self.sharding == "full",
+            offload=self.config.offload_optimizer,
+        )
+
+
+def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None) -> Blueprint:
+    """The job's model, with what its configuration takes from the data."""
+    if job.model is None or job.data is None:
+        raise UserError("the job has no [model] or no [data] section")
+    head = HEADS[job.data.task]
+    if job.model.source is not None:
+        return pretrained_blueprint(
+            job.model.source,
+            head=head,
+            num_labels=num_labels,
+            trust_remote_code=job.model.trust_remote_code,
+        )
+    return fresh_blueprint({**(job.model.config or {}), **config}, head=head, num_labels=num_labels)
+
+
+def _notes(config: RunConfig, index: int) -> Iterator[str]:
+    """What a stage does otherwise than its job may lead one to expect."""
+    would_cache = config.cache_bytes > 0 and 0 < index == config.pipeline.first_trained
+    if would_cache and not config.is_cached:
+        yield (
+            "what frozen layers give is not cached: where clouds have several ranks a sequence comes to "
+            "another one every time, so it crosses every time"
+        )
+
+
+def optimizer_state(config: RunConfig) -> OptimizerState:
+    """What AdamW remembers of each parameter."""
+    return OptimizerState.EIGHT_BIT if config.optimizer_bits == 8 else OptimizerState.FLOAT32
+
+
+def _share_bytes(job: Job, cloud: str, device: Device) -> int:
+    """What a plan may fill of the device's memory."""
+    given = job.cloud_named(cloud).memory_bytes
+    return int(job.limits.memory_share * (given or _memory_bytes(device)))
+
+
+def _memory_bytes(device: Device) -> int:
+    if not device.is_accelerator:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _, total_bytes = torch.get_device_module(device.torch_device).mem_get_info(device.torch_device)
+    return int(total_bytes)
+
+
+def _standing_bytes(stage: Stage, config: RunConfig, device: Device) -> int:
+    """What is there when nothing is in flight, and the gradients that will be."""
+    to_come = _coming_bytes(stage)
+    if device.is_accelerator:
+        module = torch.get_device_module(device.torch_device)
+        return to_come + int(module.memory_allocated(device.torch_device))
+    return to_come + sum(_held_bytes(one, config) for one in stage.parameters())
+
+
+def _coming_bytes(stage: Stage) -> int:
+    if isinstance(stage, FSDPModule):
+        return coming_bytes(stage)
+    return sum(one.nbytes for one in stage.parameters() if one.requires_grad and one.grad is None)
+
+
+def _held_bytes(parameter: nn.Parameter, config: RunConfig) -> int:
+    """A parameter on a CPU, whose allocator does not say what it holds: with its gradient and moments."""
+    gradient = 0 if parameter.grad is None else parameter.grad.nbytes
+    moments = _MOMENT_BYTES[optimizer_state(config)] * parameter.numel() if parameter.requires_grad else 0
+    return parameter.nbytes + gradient + moments

@@ -1,0 +1,157 @@
+"""The main path: one member of a run at work.
+
+The scheduler decides, the actor computes, wires carry. This thread computes and nothing else; what arrives
+waits in the inbox:
+
+    inbox ──► scheduler.on(event, now_s) ──► Run     the actor computes, here and now, then Done
+      ▲                                  ──► Send    the wire codes and sends, on its own threads, then Sent
+      │                                  ──► Save    the state is written, then Saved
+      └── wires: Arrived, Sent           ──► Stop    the end
+
+What arrived while a pass ran is taken in before the next is chosen, so a gradient is used as soon as it is
+there.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from isthmus.errors import IsthmusError, LinkError
+from isthmus.plan.types import (
+    Action,
+    Arrived,
+    Done,
+    Elapsed,
+    Event,
+    Facts,
+    Interrupted,
+    Lost,
+    Member,
+    Message,
+    Outcome,
+    Run,
+    Save,
+    Saved,
+    Scheduler,
+    Send,
+    Started,
+    Stop,
+    Tell,
+    Wake,
+    Work,
+)
+from isthmus.train.device import Mark
+from isthmus.train.wire import Delivery, Failure, Inbox, Wire
+
+
+class Actor(Protocol):
+    """What a strategy does with tensors."""
+
+    def run(self, work: Work) -> Facts | None:
+        """Carry out a work; only REDUCE and SCORE may read the device."""
+
+    def tensors(self, message: Message) -> tuple[Mapping[str, Tensor], Mark]:
+        """The tensors of a message, and when they are ready on the device."""
+
+    def take(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
+        """Keep what has arrived until a work needs it."""
+
+
+class Loop:
+    """Drives one member from its first step to its end."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        actor: Actor,
+        wires: Mapping[Member, Wire],
+        inbox: Inbox,
+        *,
+        tell: Callable[[Facts], None],
+        save: Callable[[int, Facts | None], None],
+        on_event: Callable[[Event, float], None] = lambda _event, _now_s: None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._actor = actor
+        self._wires = wires
+        self._inbox = inbox
+        self._tell = tell
+        self._save = save
+        self._on_event = on_event
+        self._wake_s: float | None = None
+        self._stop: Stop | None = None
+        self._failure: LinkError | None = None
+
+    def run(self, step: int = 0, facts: Facts | None = None) -> Stop:
+        """Work from a step on until the scheduler stops; a failure is raised."""
+        for wire in self._wires.values():
+            wire.open()
+        self._feed(Started(step, facts))
+        while self._stop is None:
+            self._feed(self._next())
+        if self._stop.outcome is Outcome.FAILED:
+            raise self._failure or IsthmusError(self._stop.reason, hint=self._stop.hint or None)
+        return self._stop
+
+    def interrupt(self, reason: str) -> None:
+        """Ask for an orderly stop, from any thread: a common step is saved first."""
+        self._inbox.put(Interrupted(reason))
+
+    def _feed(self, event: Event) -> None:
+        now_s = time.monotonic()
+        self._on_event(event, now_s)
+        for action in self._scheduler.on(event, now_s):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Run(work=work):
+                self._inbox.put(Done(work, self._actor.run(work)))
+            case Send(message=message):
+                tensors, ready = self._actor.tensors(message)
+                for to in message.to:
+                    self._wires[to].send(message, tensors, ready)
+            case Tell(fact=fact):
+                self._tell(fact)
+            case Save(step=step, facts=facts):
+                self._save(step, facts)
+                self._inbox.put(Saved(step))
+            case Wake(at_s=at_s):
+                self._wake_s = at_s
+            case Stop():
+                self._stop = action
+
+    def _next(self) -> Event:
+        """The next event; waits for it, at most until the scheduler wants to be woken."""
+        left_s = None if self._wake_s is None else max(0.0, self._wake_s - time.monotonic())
+        item = self._inbox.take(timeout_s=left_s)
+        match item:
+            case None:
+                self._wake_s = None
+                return Elapsed()
+            case Delivery():
+                self._actor.take(item.message, item.tensors)
+                return Arrived(item.message, item.travel_s, item.facts)
+            case Failure(member=member, error=error):
+                if not isinstance(error, LinkError):
+                    raise error
+                self._failure = error
+                return Lost(member)
+            case _:
+                return item
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Send what is left and end the threads; after an error nobody may wait for a peer any more."""
+        for wire in self._wires.values():
+            if error is None:
+                wire.close()
+            else:
+                wire.abandon()

@@ -1,0 +1,73 @@
+"""What members save, kept in memory or as a checkpoint holds it: a run that is stopped continues from it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from isthmus.model.stage import Stage
+from isthmus.plan.facts import pack_facts, unpack_facts
+from isthmus.plan.pipeline_parts import PipelineState
+from isthmus.plan.types import Facts, Member
+from isthmus.train.checkpoint import State, pack_wires, unpack_wires
+from isthmus.train.wire import Wire
+from tests.train.chain import Chain, Saved
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One member at the start of a step: its weights, its moments, and what the chain saved of it."""
+
+    saved: Saved
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+
+Keepings = list[dict[int, Kept]]
+"""Of each stage, by the step that it starts."""
+
+
+def keep_all(found: Chain) -> Keepings:
+    """Keep whatever the members of a chain save while it runs."""
+    kept: Keepings = [{} for _ in found.stages]
+
+    def keep(index: int, saved: Saved) -> None:
+        kept[index][saved.step] = Kept(
+            saved=saved,
+            weights=_copies(found.stages[index].tensors_by_name()),
+            moments=_copies(found.optimizers[index].tensors()),
+        )
+
+    for index, record in enumerate(found.records):
+        record.on_save = lambda saved, index=index: keep(index, saved)  # type: ignore[misc]
+    return kept
+
+
+def take_up(found: Chain, kept: Keepings, step: int) -> list[Saved]:
+    """Give a fresh chain the weights and moments of a step; gives what its run starts with."""
+    for stage, optimizer, one in zip(found.stages, found.optimizers, kept, strict=True):
+        for name, tensor in stage.tensors_by_name().items():
+            tensor.copy_(one[step].weights[name])
+        optimizer.load_tensors(_copies(one[step].moments))
+    return [one[step].saved for one in kept]
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def state_of(saved: Saved, stage: Stage) -> State:
+    """What a member saved, as a checkpoint holds it."""
+    return State(
+        step=saved.step,
+        layers=(stage.layers.start, stage.layers.stop),
+        facts={} if saved.facts is None else {"state": pack_facts(saved.facts)},
+        wires=pack_wires(saved.wires),
+    )
+
+
+def restore(state: State, wires: Mapping[Member, Wire]) -> Facts | None:
+    """Give wires the codec state of a checkpoint; gives the facts of the scheduler."""
+    for peer, one in unpack_wires(state.wires, list(wires)).items():
+        wires[peer].load(one)
+    return unpack_facts(state.facts["state"], PipelineState) if state.facts else None

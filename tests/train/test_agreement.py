@@ -1,0 +1,125 @@
+"""Clouds begin where all of them can, and never from the first step because a part is missing."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import pairwise
+
+import pytest
+
+from isthmus.errors import FrameError, UserError
+from isthmus.train.members import SavedSteps, Start, agree_on_start, choose_start
+from isthmus.wan.frames import Packet
+from isthmus.wan.memory import MemoryLink
+
+
+def steps(*whole: int, damaged: tuple[int, ...] = ()) -> SavedSteps:
+    return SavedSteps(whole=whole, damaged=damaged)
+
+
+def start_of(*, num_steps: int = 1000, **saved: SavedSteps) -> Start:
+    return choose_start(saved, num_steps=num_steps)
+
+
+def refusal(*, num_steps: int = 1000, **saved: SavedSteps) -> UserError:
+    with pytest.raises(UserError) as error:
+        choose_start(saved, num_steps=num_steps)
+    assert error.value.hint
+    return error.value
+
+
+def test_nothing_saved_anywhere_is_a_new_run() -> None:
+    assert start_of(east=steps(), west=steps()) == Start(step=0, clock_offset_s=0.0)
+
+
+def test_the_newest_step_that_all_have_is_taken_and_newer_ones_are_told() -> None:
+    assert start_of(east=steps(100, 200), west=steps(100, 200)) == Start(step=200, clock_offset_s=0.0)
+    older = start_of(east=steps(100, 200), west=steps(50, 100))
+    assert older.step == 100
+    assert older.note == "step 100 is the newest that every cloud has saved; 'east' has step 200 too"
+
+
+def test_a_cloud_that_lacks_all_is_named() -> None:
+    found = refusal(east=steps(100, 200), west=steps())
+    assert found.message == ("cloud 'west' has no checkpoint of this run, while 'east' has steps 100 and 200")
+    assert found.hint == "copy it back, or start again with --resume never"
+    assert refusal(east=steps(), mid=steps(7), west=steps()).message == (
+        "cloud 'east' has no checkpoint of this run and cloud 'west' has no checkpoint of this run, "
+        "while 'mid' has step 7"
+    )
+
+
+def test_no_common_step_is_told_with_what_each_has() -> None:
+    assert refusal(east=steps(100, 200), west=steps(150)).message == (
+        "no step is saved at every cloud: 'east' has steps 100 and 200, 'west' has step 150"
+    )
+    many = refusal(east=steps(*range(1, 9)), west=steps(99)).message
+    assert "'east' has steps 4, 5, 6, 7 and 8 and 3 older" in many
+
+
+def test_damage_is_no_reason_to_begin_again() -> None:
+    assert refusal(east=steps(damaged=(20,)), west=steps(damaged=(20, 30))).message == (
+        "cloud 'east' has no whole checkpoint of this run (step 20 is damaged) and "
+        "cloud 'west' has no whole checkpoint of this run (steps 20 and 30 are damaged)"
+    )
+    assert start_of(east=steps(10, damaged=(20,)), west=steps(10, 20)).step == 10
+
+
+def test_a_job_of_fewer_steps_than_were_taken_is_refused() -> None:
+    found = refusal(east=steps(100), west=steps(100), num_steps=50)
+    assert found.message == "the run has already taken 100 steps, more than the 50 of train.steps"
+    assert found.hint == "set train.steps to 100 or more"
+    assert start_of(east=steps(50, 100), west=steps(50, 100), num_steps=50).step == 50
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_start_is_common_and_the_newest_whatever_was_saved(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        saved = {name: steps(*sorted(rng.sample(range(1, 6), rng.randint(0, 4)))) for name in ("a", "b", "c")}
+        common = set(saved["a"].whole) & set(saved["b"].whole) & set(saved["c"].whole)
+        try:
+            found = choose_start(saved, num_steps=9).step
+        except UserError:
+            assert not common
+            assert any(one.whole for one in saved.values())
+        else:
+            assert found == max(common, default=0)
+
+
+def test_what_each_cloud_has_travels_up_and_the_decision_down() -> None:
+    saved = {"east": steps(10, 20), "mid": steps(10, 20, 30), "west": steps(10, 20)}
+    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        links = [stack.enter_context(MemoryLink(*pair)) for pair in pairwise(saved)]
+
+        def agree(index: int, cloud: str) -> Start:
+            up = links[index - 1].end(cloud) if index > 0 else None
+            down = links[index].end(cloud) if index < len(links) else None
+            return agree_on_start(saved[cloud], cloud=cloud, num_steps=99, up=up, down=down)
+
+        found = list(pool.map(agree, range(3), saved))
+    assert [start.step for start in found] == [20, 20, 20]
+    assert [start.note for start in found] == [
+        "step 20 is the newest that every cloud has saved; 'mid' has step 30 too",
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {},
+        {"saved": []},
+        {"saved": {"west": {"whole": [1]}}},
+        {"saved": {"west": {"whole": [True], "damaged": []}}},
+        {"saved": {"west": {"whole": [-1], "damaged": []}}},
+        {"saved": {"west": {"whole": ["1"], "damaged": []}}},
+        {"saved": {f"c{number}": {"whole": [], "damaged": []} for number in range(65)}},
+    ],
+)
+def test_what_is_no_list_of_steps_is_refused(header: dict[str, object]) -> None:
+    with MemoryLink("east", "west") as link:
+        link.end("west").send("start/saved", Packet(header))
+        with pytest.raises(FrameError, match="a list of saved steps that is none"):
+            agree_on_start(steps(), cloud="east", num_steps=9, up=None, down=link.end("east"))

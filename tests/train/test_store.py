@@ -1,0 +1,102 @@
+"""Stores: records that are whole or not there, found by the names of their tensors, and never trusted."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isthmus.errors import UserError
+from isthmus.train.store import MANIFEST_FILE, DiskStore
+
+NAME = "step-00000001/north"
+
+
+def stored(folder: Path) -> DiskStore:
+    store = DiskStore(folder)
+    tensors = {
+        "model.norm.weight": torch.arange(4.0),
+        "optimizer/step/model.norm.weight": torch.tensor(3.0),
+        "wire/0/west.0/basis": torch.ones(2, 3, dtype=torch.bfloat16),
+    }
+    store.put(NAME, tensors, {"step": 1, "layers": [0, 4]})
+    return store
+
+
+def test_a_record_is_files_of_tensors_and_a_manifest_with_digests(tmp_path: Path) -> None:
+    store = stored(tmp_path)
+    assert store.names() == (NAME,)
+    assert sorted(path.name for path in (tmp_path / NAME).iterdir()) == [
+        MANIFEST_FILE,
+        "optimizer.safetensors",
+        "weights.safetensors",
+        "wire.safetensors",
+    ]
+    manifest = store.manifest(NAME)
+    assert manifest.facts == {"step": 1, "layers": [0, 4]}
+    basis = manifest.tensors["wire/0/west.0/basis"]
+    assert (basis.file, basis.shape, basis.dtype) == ("wire.safetensors", (2, 3), "bfloat16")
+    for file, about in manifest.files.items():
+        data = (tmp_path / NAME / file).read_bytes()
+        assert (about.num_bytes, about.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    found = store.get(NAME, ["wire/0/west.0/basis", "model.norm.weight"])
+    assert found["model.norm.weight"].tolist() == [0, 1, 2, 3]
+    assert found["wire/0/west.0/basis"].dtype == torch.bfloat16
+
+
+def test_only_the_files_of_what_is_asked_for_must_be_whole(tmp_path: Path) -> None:
+    store = stored(tmp_path)
+    (tmp_path / NAME / "wire.safetensors").unlink()
+    assert store.get(NAME, ["model.norm.weight"]).keys() == {"model.norm.weight"}
+    assert store.check(NAME) == "wire.safetensors: No such file or directory"
+
+
+def test_tensors_that_share_memory_are_saved_each(tmp_path: Path) -> None:
+    bias = torch.arange(4.0)
+    store = DiskStore(tmp_path)
+    store.put(NAME, {"a.bias": bias, "b.bias": bias, "c.bias": bias[1:]}, {})
+    found = store.get(NAME, ["a.bias", "b.bias", "c.bias"])
+    assert [one.tolist() for one in found.values()] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
+
+
+def test_a_record_takes_another_name_and_goes_with_its_folder(tmp_path: Path) -> None:
+    store = stored(tmp_path)
+    store.rename(NAME, f"{NAME}.aside")
+    assert store.names() == (f"{NAME}.aside",)
+    store.remove(f"{NAME}.aside")
+    assert not list(tmp_path.iterdir())
+
+
+FILE = {"num_bytes": 1, "sha256": "0" * 64}
+TENSOR = {"file": "a.safetensors", "shape": [1], "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"facts": None},
+        {"files": {"../../../passwd.safetensors": FILE}},
+        {"files": {"a.safetensors": {**FILE, "num_bytes": -1}}},
+        {"files": {"a.safetensors": {**FILE, "sha256": "none"}}},
+        {"files": {"a.safetensors": FILE}, "tensors": {"a": {**TENSOR, "file": "b.safetensors"}}},
+        {"files": {"a.safetensors": FILE}, "tensors": {"a": {**TENSOR, "shape": ["x"]}}},
+        {"tensors": []},
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    store = stored(tmp_path)
+    path = tmp_path / NAME / MANIFEST_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UserError, match="cannot be used"):
+        store.get(NAME, ["model.norm.weight"])
+    assert store.check(NAME) is not None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    store = stored(tmp_path)
+    (tmp_path / NAME / MANIFEST_FILE).write_text(text)
+    assert store.check(NAME) is not None

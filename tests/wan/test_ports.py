@@ -1,0 +1,202 @@
+"""Ports at which a library accepts: unauthenticated connections are limited, and ports can be closed."""
+
+import asyncio
+import errno
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from isthmus.wan.endpoint import Endpoint
+from isthmus.wan.frames import Packet
+from isthmus.wan.local import LocalWan
+from isthmus.wan.ports import ConnectionLimiter, own_sockets, place_of, stop_accepting
+from tests.wan.clouds import CloudProcess, two_clouds
+
+PATIENCE_S = 30.0
+NUM_FILES = 512
+NUM_IDLE = 700
+
+
+@pytest.mark.parametrize(
+    ("peer", "place"),
+    [
+        ("ipv4:10.0.0.7:4000", ("10.0.0.7", 4000)),
+        ("ipv6:%5B2001:db8::7%5D:4000", ("2001:db8::7", 4000)),
+        ("ipv6:[::ffff:10.0.0.7]:4000", ("10.0.0.7", 4000)),
+    ],
+)
+def test_the_place_of_a_peer_is_read_from_what_grpc_calls_it(peer: str, place: tuple[str, int]) -> None:
+    assert place_of(peer) == place
+
+
+def connect(port: int, source: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S, source_address=(source, 0))
+
+
+def test_a_port_that_accepts_no_more_keeps_its_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with connect(port) as one, listener.accept()[0] as served:
+            stop_accepting({port})
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), timeout=0.5)
+            served.sendall(b"stays")
+            assert one.recv(5) == b"stays"
+        assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+
+
+def test_a_port_that_cannot_be_closed_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: socket.socket) -> None:
+        raise OSError(errno.ENOPROTOOPT, "Protocol not available")
+
+    monkeypatch.setattr("isthmus.wan.ports._drop_all_packets", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        stop_accepting({port})
+    assert f"port {port} stays open for new connections: Protocol not available" in caplog.text
+
+
+def test_a_limiter_that_cannot_list_connections_retries(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: str) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def watch() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await ConnectionLimiter(num_expected=0).watch(1)
+
+    monkeypatch.setattr("os.listdir", refuse)
+    asyncio.run(watch())
+    assert "cannot list the connections of port 1: Too many open files" in caplog.text
+
+
+def test_looking_at_own_sockets_leaves_no_descriptor_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        before = num_files()
+        assert listener.getsockname() in {sock.getsockname() for sock in own_sockets()}
+        assert num_files() == before
+
+
+def num_files() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+@contextmanager
+def accepted(sources: list[str]) -> Iterator[tuple[int, list[socket.socket]]]:
+    """A port with connections from these sources, all accepted; gives their dialling ends."""
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        port = listener.getsockname()[1]
+        near, far = [], []
+        for source in sources:
+            near.append(connect(port, source))
+            far.append(listener.accept()[0])
+        try:
+            yield port, near
+        finally:
+            for one in [*near, *far]:
+                one.close()
+
+
+def is_disconnected(one: socket.socket) -> bool:
+    one.setblocking(False)
+    try:
+        return one.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_unauthenticated_connections_are_limited_per_source_and_others_are_not_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (512, 512))  # 64 strangers, 16 of a source
+    limiter = ConnectionLimiter(num_expected=4)
+    with accepted(["127.0.0.2"] * 100 + ["127.0.0.3"] * 5) as (port, near):
+        known = [*near[:2], *near[100:102]]
+        for one in known:
+            limiter.authenticated(one.getsockname())
+        limiter._look(port)
+        gone = [is_disconnected(one) for one in near]
+        assert not any(is_disconnected(one) for one in known)
+        assert gone[2:100].count(False) == 16
+        assert not any(gone[100:])
+        limiter.closed(known[0].getsockname())
+        limiter._look(port)
+        # With one authenticated connection less, one more may be unauthenticated: this one.
+        assert [is_disconnected(one) for one in near] == gone
+
+
+def test_expected_connections_that_are_missing_raise_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (512, 512))
+    with accepted(["127.0.0.2"] * 60) as (port, near):
+        ConnectionLimiter(num_expected=60)._look(port)
+        assert not any(is_disconnected(one) for one in near)
+
+
+def test_behind_a_gateway_only_the_total_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (512, 512))
+    with accepted(["127.0.0.2"] * 60) as (port, near):
+        ConnectionLimiter(num_expected=0, is_behind_gateway=True)._look(port)
+        assert sum(is_disconnected(one) for one in near) == 60 - 32
+
+
+def serve(endpoint: Endpoint, pipe: Connection) -> int:
+    """Be a listening rank with few descriptors; answer the peer, and use files meanwhile."""
+    link = endpoint.link("west")
+    pipe.send(endpoint.port)
+    most = 0
+    while True:
+        packet = link.receive("question", timeout_s=PATIENCE_S)
+        most = max(most, num_files())
+        files = [Path(os.devnull).open() for _ in range(100)]  # noqa: SIM115 (as a checkpoint does)
+        for file in files:
+            file.close()
+        link.send("answer", packet)
+        if packet.header.get("last"):
+            return most
+
+
+@contextmanager
+def few_files() -> Iterator[None]:
+    """Processes that are started meanwhile have few descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_idle_strangers_neither_use_up_the_descriptors_of_a_rank_nor_keep_its_peer_out() -> None:
+    job = two_clouds("stripes=2")
+    with LocalWan(job) as wan:
+        with few_files():
+            east = CloudProcess(job, wan, "east", serve)
+        with east:
+            port = east.hear()
+            idle = [connect(port, "127.0.0.2") for _ in range(NUM_IDLE)]
+            # The peer comes while they are there.
+            with Endpoint(job, cloud="west", identity=wan.identity("west"), site=wan.site("west")) as west:
+                for number in range(5):
+                    idle += [connect(port, "127.0.0.2") for _ in range(20)]
+                    question = Packet({"last": number == 4}, (bytes(100_000),))
+                    west.link("east").send("question", question, timeout_s=PATIENCE_S)
+                    answer = west.link("east").receive("answer", timeout_s=PATIENCE_S)
+                    assert answer.header == question.header
+                    time.sleep(0.2)
+                # What it has of its own, and at most the limit of strangers.
+                assert east.result() < 200
+            for one in idle:
+                one.close()
