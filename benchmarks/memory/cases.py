@@ -10,7 +10,7 @@ from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.costs.shapes import Task
 
 NUM_LAYERS = 6
-GATED = {"llama", "qwen3", "gemma", "phi3", "mistral", "mixtral"}
+GATED = {"llama", "qwen3", "gemma", "phi3", "mistral", "mixtral", "olmo2", "granite", "qwen3_moe"}
 ENCODERS = {"bert", "roberta", "electra"}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS: dict[str, dict[str, Any]] = {
@@ -20,6 +20,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", "pad_token_id": 0},
     "mistral, window": {"model_type": "mistral", "sliding_window": 64},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "head_dim": 64,
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "granite": {"model_type": "granite"},
     "gpt_neox": {"model_type": "gpt_neox"},
     "gpt2": {"model_type": "gpt2", "n_positions": 1024},
     "bert": {"model_type": "bert", "max_position_embeddings": 1024},

@@ -1,6 +1,8 @@
 """What the planner says of a stage's memory, and what the allocator does."""
 
+import functools
 import gc
+import json
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -8,15 +10,16 @@ import torch
 from one_rank import one_rank
 from torch.profiler import ProfilerActivity, profile
 
+from isthmus.job.lora import LoraSpec
 from isthmus.model.blueprint import fresh_blueprint
+from isthmus.model.costs import MeasuredModel, Training
 from isthmus.model.families import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
-from isthmus.plan.costs.activations import Arithmetic
-from isthmus.plan.costs.learning import Learning, read_adapters
+from isthmus.plan.costs.arithmetic import Arithmetic
 from isthmus.plan.costs.memory import Memory, Savers, Sharding, stage_memory
-from isthmus.plan.costs.parts import Workload, model_costs
-from isthmus.plan.costs.shapes import read_shape
+from isthmus.plan.costs.parts import Workload
+from isthmus.plan.costs.shapes import Task
 from isthmus.train.device import Device
 from isthmus.train.profiling import AUTOCAST, Rig, Size
 from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, shard
@@ -26,8 +29,14 @@ from memory.cases import Case
 _NUM_EXTRA_MICROBATCHES: Final = 2
 
 
+@functools.cache
+def _model(config: str, task: Task, num_frozen: int, lora: LoraSpec | None) -> MeasuredModel:
+    blueprint = fresh_blueprint(json.loads(config), head=HEADS[task.value])
+    return MeasuredModel(blueprint, Training(num_frozen_layers=num_frozen, lora=lora))
+
+
 def predict(case: Case, *, on_accelerator: bool) -> Memory:
-    """What the planner says."""
+    """What the planner says, from the model's costs on fake tensors."""
     workload = Workload(
         num_sequences=case.num_sequences,
         sequence_length=case.sequence_length,
@@ -38,12 +47,9 @@ def predict(case: Case, *, on_accelerator: bool) -> Memory:
         ),
         recompute=case.recompute,
     )
-    shape = read_shape(case.config, task=case.task)
-    adapters = None if case.lora is None else read_adapters(case.lora, shape)
-    learning = Learning(num_frozen_layers=case.num_frozen, adapters=adapters)
-    costs = model_costs(shape, workload, learning)
+    model = _model(json.dumps(case.config, sort_keys=True), case.task, case.num_frozen, case.lora)
     savers = Savers(sharding=case.sharding)
-    return stage_memory(costs, case.layers, window=case.window, savers=savers, num_buffered=0)
+    return stage_memory(model.costs(workload), case.layers, window=case.window, savers=savers, num_buffered=0)
 
 
 def measure(case: Case, device: Device) -> int:

@@ -187,7 +187,7 @@ def _same(hidden: object, left: Tensor | None) -> bool:
     """Whether both are one tensor; sharding inside a cloud may have wrapped or cast it on its way."""
     if not isinstance(hidden, Tensor) or left is None:
         return False
-    return hidden.dtype != left.dtype or hidden.data_ptr() == left.data_ptr()
+    return hidden is left or hidden.dtype != left.dtype or hidden.data_ptr() == left.data_ptr()
 
 
 _SHARE_LEFT: Final = 1 / 8
@@ -206,7 +206,11 @@ class LayerCall:
 
     def compile(self, *, dynamic: bool | None, backend: str) -> None:
         """Compile the layer's own forward, but nothing of what is done around it."""
-        self._forward = torch.compile(self._forward, dynamic=dynamic, backend=backend)
+        self.wrap(lambda forward: torch.compile(forward, dynamic=dynamic, backend=backend))
+
+    def wrap(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put something around the layer's own forward, but not around what is done beside it."""
+        self._forward = around(self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""

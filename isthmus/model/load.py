@@ -95,10 +95,42 @@ def build_stage(
     untied = blueprint.is_tied_across_layers and (untie or not is_whole)
     seam = Seam(model_class=blueprint.model_class.__name__)
     model, new_names = _load(blueprint, layers, seam=seam, seed=seed, dtype=dtype, untied=untied)
+    return assemble(
+        blueprint,
+        model,
+        layers,
+        seam,
+        recompute=recompute,
+        num_frozen_layers=num_frozen_layers,
+        add_lora=None
+        if lora is None
+        else lambda modules: new_adapters(blueprint, model, modules, lora, new_names, seed=seed),
+        notes=_notes(blueprint, untied=untied, new_names=new_names, num_frozen_layers=num_frozen_layers),
+        up=_up(blueprint, layers, inbound),
+        down=_down(blueprint, layers, outbound, seed=seed),
+    )
+
+
+def assemble(
+    blueprint: Blueprint,
+    model: PreTrainedModel,
+    layers: range,
+    seam: Seam,
+    *,
+    present: Sequence[int] | None = None,
+    recompute: bool = False,
+    num_frozen_layers: int = 0,
+    add_lora: Callable[[Sequence[nn.Module]], Adapters] | None = None,
+    notes: tuple[str, ...] = (),
+    up: Up | None = None,
+    down: Down | None = None,
+) -> Stage:
+    """A stage around a model whose other parts are stand-ins; `present` are its layers, all unless given."""
     router = blueprint.family.router if getattr(model.config, "output_router_logits", False) else None
-    layer_modules = [model.base_model.get_submodule(f"{blueprint.family.layers}.{index}") for index in layers]
-    adapters = _adapters(blueprint, model, layer_modules, lora, new_names, seed=seed) if lora else None
-    for index, layer in zip(layers, layer_modules, strict=True):
+    indices = layers if present is None else present
+    modules = [model.base_model.get_submodule(f"{blueprint.family.layers}.{index}") for index in indices]
+    adapters = None if add_lora is None else add_lora(modules)
+    for index, layer in zip(indices, modules, strict=True):
         layer.forward = LayerCall(layer, index=index, seam=seam, router_path=router.path if router else None)
     stage = Stage(
         model.train(),
@@ -108,9 +140,9 @@ def build_stage(
         seam=seam,
         family=blueprint.family,
         router=router,
-        notes=_notes(blueprint, untied=untied, new_names=new_names, num_frozen_layers=num_frozen_layers),
-        up=_up(blueprint, layers, inbound),
-        down=_down(blueprint, layers, outbound, seed=seed),
+        notes=notes,
+        up=up,
+        down=down,
         recompute=Fixed(frozenset(layers if recompute else ())),
         adapters=adapters,
     )
@@ -118,7 +150,7 @@ def build_stage(
     return stage
 
 
-def _adapters(
+def new_adapters(
     blueprint: Blueprint,
     model: PreTrainedModel,
     layers: Sequence[nn.Module],
@@ -127,6 +159,7 @@ def _adapters(
     *,
     seed: int,
 ) -> Adapters:
+    """Adapters in these layers; parameters with fresh names, such as a new head's, are trained with them."""
     names = {module: name for name, module in model.named_modules()}
     present = {name for name, _ in model.named_parameters()}
     return add_adapters(

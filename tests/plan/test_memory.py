@@ -16,7 +16,7 @@ from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
 from isthmus.plan.costs.activations import Arithmetic, Precision
 from isthmus.plan.costs.learning import Learning, read_adapters
-from isthmus.plan.costs.memory import Memory, OptimizerState, Savers, Sharding, WeightStorage, stage_memory
+from isthmus.plan.costs.memory import Memory, OptimizerState, Savers, Sharding, stage_memory
 from isthmus.plan.costs.parts import Workload, model_costs
 from isthmus.plan.costs.shapes import Task, read_shape
 from isthmus.train.device import Device
@@ -278,13 +278,6 @@ def test_shares_on_the_host_leave_what_is_gathered() -> None:
     away = memory(savers=savers)
     assert (away.weights, away.optimizer) == (0, 0)
     assert away.gathered > 0
-
-
-def test_narrow_weights_have_a_master_copy() -> None:
-    plain, narrow = memory(), memory(savers=Savers(weights=WeightStorage.BFLOAT16))
-    assert narrow.weights == plain.weights // 2
-    assert narrow.master == plain.weights
-    assert narrow.activations < plain.activations
 
 
 def test_codecs_and_messages_are_counted() -> None:

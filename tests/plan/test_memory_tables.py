@@ -15,7 +15,7 @@ from isthmus.plan.costs.bottlenecks import HalfCosts
 from isthmus.plan.costs.encoder_decoder import read_encoder_decoder
 from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.learning import Adapters, Learning, read_adapters
-from isthmus.plan.costs.memory import OptimizerState, Savers, Sharding, WeightStorage, stage_memory
+from isthmus.plan.costs.memory import OptimizerState, Savers, Sharding, stage_memory
 from isthmus.plan.costs.parts import ModelCosts, Workload, model_costs
 from isthmus.plan.costs.shapes import ModelShape, Task, read_shape
 from isthmus.plan.costs.stages import Stages
@@ -46,7 +46,6 @@ def savers_for(draw: st.DrawFn, workload: Workload) -> Savers:
     kinds = [Sharding.OPTIMIZER, Sharding.FULL] if is_sharded else [Sharding.NONE]
     return Savers(
         optimizer=draw(st.sampled_from(OptimizerState)),
-        weights=draw(st.sampled_from(WeightStorage)),
         sharding=draw(st.sampled_from(kinds)),
         num_shards=draw(st.integers(1, 9)) if is_sharded else 1,
         offload_optimizer=draw(st.booleans()),
@@ -91,7 +90,8 @@ def mixtures(draw: st.DrawFn, workload: Workload) -> ModelCosts:
     """A model whose layers are those of two models in any order."""
     one, other = draw(models(workload)), draw(models(workload))
     kinds = st.sampled_from([*one.layers, *other.layers])
-    return replace(one, layers=tuple(draw(st.lists(kinds, min_size=1, max_size=7))))
+    layers = draw(st.lists(kinds, min_size=1, max_size=7))
+    return replace(one, layers=tuple(layers), arrival_bytes=one.arrival_bytes[:1] * len(layers))
 
 
 def check(
@@ -141,12 +141,9 @@ def test_an_encoder_and_a_decoder_are_one_model(data: st.DataObject, workload: W
 
 def test_what_a_stage_keeps_depends_on_its_first_layer() -> None:
     costs = model_costs(read_shape({"model_type": "llama", "num_hidden_layers": 8}), SMALL)
-    reads = costs.layers[1]
-    blind = replace(reads, keeps_input=False)
-    costs = replace(costs, layers=(reads, reads, blind, reads, blind, reads, reads, reads))
-    each = MemoryTables.of(costs, Savers()).each
-    # The same layers, and the same at the end; but only the first of these two keeps what has come anyway.
-    assert each[4, 7] == each[1, 4] + costs.boundary_bytes
+    arrival_bytes = [1000.0 * layer for layer in range(8)]
+    each = MemoryTables.of(replace(costs, arrival_bytes=tuple(arrival_bytes)), Savers()).each
+    assert each[4, 7] == each[1, 4] + 3000
 
 
 @settings(deadline=None)
@@ -156,14 +153,13 @@ def test_figures_of_stages_are_those_of_their_parts(data: st.DataObject, num_lay
     figures = data.draw(values)
     stages = Stages.every(num_layers)
     found = [stages.total(figures), stages.largest(figures)]
-    layers = [stages.first(figures)[:, 0], stages.last(figures)[0]]
     for start, stop in combinations(range(num_layers + 1), 2):
         parts = parts_of(figures, start, stop)
         one = Stages.one(range(start, stop), num_layers=num_layers)
         assert [table[start, stop] for table in found] == [sum(parts), max(parts)]
         assert [one.total(figures), one.largest(figures)] == [sum(parts), max(parts)]
-        ends = [figures[start + 1], figures[stop]]
-        assert [layers[0][start], layers[1][stop]] == [one.first(figures), one.last(figures)] == ends
+        highest = max(sum(parts[: place + 1]) + other for place, other in enumerate(parts))
+        assert stages.peak(figures, figures)[start, stop] == one.peak(figures, figures) == highest
 
 
 def parts_of(figures: Sequence[int], start: int, stop: int) -> Sequence[int]:

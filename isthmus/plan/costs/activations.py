@@ -9,52 +9,18 @@ Where weights are gathered in bfloat16 the residual stream is too, and products 
 are formulas still compute in float32, on a copy.
 """
 
-import enum
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Final
 
+from isthmus.plan.costs.arithmetic import WIDE_BYTES as WIDE_BYTES
+from isthmus.plan.costs.arithmetic import Arithmetic as Arithmetic
+from isthmus.plan.costs.arithmetic import Precision as Precision
 from isthmus.plan.costs.families import Norm, Product, Rotary
 from isthmus.plan.costs.learning import ALL, Adapters, Depth, Learning
 from isthmus.plan.costs.shapes import Activation, ModelShape, Task
 
-WIDE_BYTES: Final = 4
-"""Of one element in float32."""
-
 _READ_STREAM: Final = {Product.QUERY, Product.KEY, Product.VALUE, Product.QUERY_KEY_VALUE}
 _READ_INNER: Final = {Product.GATE, Product.UP, Product.GATE_UP}
-
-
-class Precision(enum.Enum):
-    """Of the computation; weights are float32 in either."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
-    """Where and how exactly a stage computes, which decides what its operations keep."""
-
-    precision: Precision = Precision.FLOAT32
-    on_accelerator: bool = True
-    is_gathered: bool = False
-    """Whether weights are gathered from several ranks, in the precision of the computation."""
-
-    @property
-    def element_bytes(self) -> int:
-        """Of what matrix products read and give."""
-        return WIDE_BYTES if self.precision is Precision.FLOAT32 else 2
-
-    @property
-    def stream_bytes(self) -> int:
-        """Of an element of the residual stream, and of the weights that are multiplied with."""
-        return self.element_bytes if self.is_gathered else WIDE_BYTES
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether weights and residual stream are wider than what is multiplied."""
-        return self.element_bytes < self.stream_bytes
 
 
 def layer_bytes_per_token(

@@ -54,7 +54,7 @@ class EncoderDecoder:
         return replace(
             encoder,
             # Nothing below it learns, so nothing goes back to it.
-            embedding=replace(_frozen(encoder.embedding), backward_share=0.0, kept_bytes=0),
+            embedding=replace(_frozen(encoder.embedding), backward_share=0.0, kept_bytes=0.0),
             layers=(
                 *(adapted[id(layer)] for layer in encoder.layers),
                 _with(_joined(decoder.embedding, first), cross, workload),
@@ -62,6 +62,7 @@ class EncoderDecoder:
             ),
             head=replace(decoder.head, backward_share=_BACKWARD_SHARE),
             num_tied_parameters=0,
+            arrival_bytes=(*encoder.arrival_bytes, *decoder.arrival_bytes),
         )
 
 
@@ -95,7 +96,7 @@ def _with(layer: PartCosts, num_trained: int, workload: Workload) -> PartCosts:
         num_trained=num_trained,
         largest_parameter=num_trained,
         flops=frozen.flops + 2.0 * workload.num_tokens * num_trained,
-        matrices={**frozen.matrices, "adapter": num_trained},
+        kept_bytes=frozen.kept_bytes + (2 * num_trained if workload.arithmetic.is_mixed else 0),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from isthmus.plan.costs.activations import WIDE_BYTES
 from isthmus.plan.costs.bottlenecks import HalfCosts
-from isthmus.plan.costs.parts import ModelCosts, PartCosts
+from isthmus.plan.costs.parts import ModelCosts
 from isthmus.plan.costs.stages import Figures, Mask, Stages, given
 
 # cuBLAS takes 32 MiB for each thread that multiplies on a Hopper GPU; forward and backward have their own.
@@ -44,14 +44,6 @@ class Sharding(enum.StrEnum):
     """Each layer is gathered when it runs, and reduced when it has."""
 
 
-class WeightStorage(enum.Enum):
-    """What weights and gradients are kept in."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    """With a master copy in float32 that the optimizer updates."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Savers:
     """What a stage does to need less memory; recomputing is part of the workload.
@@ -61,7 +53,6 @@ class Savers:
     """
 
     optimizer: OptimizerState = OptimizerState.FLOAT32
-    weights: WeightStorage = WeightStorage.FLOAT32
     sharding: Sharding = Sharding.NONE
     num_shards: int = 1
     offload_optimizer: bool = False
@@ -79,8 +70,6 @@ class MemoryUse(Generic[Bytes]):
     weights: Bytes
     gradients: Bytes
     optimizer: Bytes
-    master: Bytes
-    """The float32 copy of weights that are kept narrower."""
     gathered: Bytes
     """Weights of all shards, for the time of a step or of a layer, and gradients on their way to them."""
     activations: Bytes
@@ -103,7 +92,7 @@ class MemoryUse(Generic[Bytes]):
     @property
     def standing_bytes(self) -> Bytes:
         """What is there all the time."""
-        state = self.weights + self.gradients + self.optimizer + self.master + self.gathered
+        state = self.weights + self.gradients + self.optimizer + self.gathered
         return state + self.codec + self.buffers + self.workspace
 
 
@@ -154,19 +143,15 @@ def stages_memory(
         raise ValueError("a stage is shared out exactly where its weights are gathered")
     num_owned, num_trained = costs.num_owned(stages), costs.num_learned(stages)
     num_held, num_learning = (np.ceil(one / savers.num_shards) for one in (num_owned, num_trained))
-    is_narrow = savers.weights is WeightStorage.BFLOAT16
-    weight_bytes = 2 if is_narrow else WIDE_BYTES
-    is_cast = arithmetic.is_mixed and not is_narrow
-    kept = _kept_bytes(costs, stages, has_copies=is_cast)
+    kept = _kept_bytes(costs, stages)
     own = MemoryUse(
         # Where ranks share, FSDP2 offloads the shares of the weights too.
-        weights=(0 if savers.is_sharded and savers.offload_optimizer else weight_bytes) * num_held,
-        gradients=weight_bytes * (num_trained if savers.sharding is Sharding.OPTIMIZER else num_learning),
+        weights=(0 if savers.is_sharded and savers.offload_optimizer else WIDE_BYTES) * num_held,
+        gradients=WIDE_BYTES * (num_trained if savers.sharding is Sharding.OPTIMIZER else num_learning),
         optimizer=_moment_bytes(costs, stages, savers, num_learning),
-        master=(WIDE_BYTES if is_narrow and not savers.offload_optimizer else 0) * num_learning,
         gathered=_gathered_bytes(costs, stages, savers, num_owned),
         activations=window * kept,
-        working=_working_bytes(costs, stages, kept, is_cast=is_cast),
+        working=_peak_bytes(costs, stages) - kept,
         update=_update_bytes(costs, stages, savers, halves),
         codec=codec_bytes,
         buffers=given(~stages.are_whole, num_buffered * costs.boundary_bytes),
@@ -221,50 +206,33 @@ def _moment_bytes(costs: ModelCosts, stages: Stages, savers: Savers, num_learnin
     return 2 * WIDE_BYTES * num_wide + np.rint(_SMALL_STATE_BYTES * (num_learning - num_wide))
 
 
-def _kept_bytes(costs: ModelCosts, stages: Stages, *, has_copies: bool) -> Figures:
-    """What one micro-batch in flight keeps at a stage."""
-    stream_bytes, is_recomputed = costs.boundary_bytes, costs.workload.recompute
-
-    def of_part(part: PartCosts) -> int:
-        return part.kept_bytes + (part.cast_bytes if has_copies else 0)
-
-    def of_layer(layer: PartCosts) -> int:
-        return (stream_bytes if layer.has_backward else 0) if is_recomputed else of_part(layer)
-
-    own = stages.total([of_part(costs.embedding), *map(of_layer, costs.layers), of_part(costs.head)])
-    # What crosses is kept too: what came is often the first layer's input, and kept as such.
-    is_kept = costs.each(lambda part: part.has_backward if is_recomputed else part.keeps_input)
-    came = given(~stages.are_first & (stages.first(is_kept) == 0), stream_bytes)
-    went = given(~stages.are_last, stream_bytes)
-    has_backward = stages.total(costs.each(lambda part: part.has_backward)) > 0
-    return np.where(has_backward, costs.shared_bytes + own + came + went, 0.0)
+def _kept_bytes(costs: ModelCosts, stages: Stages) -> Figures:
+    """What one micro-batch in flight keeps at a stage; nothing where no backward follows."""
+    own = stages.total(costs.each(lambda part: part.kept_bytes))
+    arrived = _arrived_bytes(costs, stages)
+    return np.where(_have_backward(costs, stages), np.maximum(0.0, own + arrived), 0.0)
 
 
-def _working_bytes(costs: ModelCosts, stages: Stages, kept: Figures, *, is_cast: bool) -> Figures:
-    """The most above what is kept: where a backward pass begins, or at its end in the embedding.
-
-    A stage that does not learn has forward passes alone, which hold about as much.
-    """
-    top = stages.last(costs.each(lambda layer: _layer_working_bytes(costs, layer, is_cast=is_cast)))
-    in_head = np.maximum(costs.head.working_bytes, top - costs.head.kept_bytes)
-    working = np.where(stages.are_last, in_head, top)
-    if not costs.embedding.num_trained:
-        return working
-    # By then this micro-batch has given back all it kept.
-    table = costs.workload.arithmetic.stream_bytes * costs.num_embedding_parameters
-    in_embedding = table + costs.embedding.working_bytes - kept
-    return np.where(stages.are_first, np.maximum(working, in_embedding), working)
+def _peak_bytes(costs: ModelCosts, stages: Stages) -> Figures:
+    """The most that one micro-batch takes at a stage, in its forward or its backward."""
+    kept = costs.each(lambda part: part.kept_bytes)
+    # A forward starts from what the parts before it keep.
+    forward = costs.each(lambda part: part.forward_bytes - part.kept_bytes)
+    peak = np.maximum(
+        stages.peak(kept, costs.each(lambda part: part.backward_bytes)), stages.peak(kept, forward)
+    )
+    alone = stages.largest(costs.each(lambda part: part.forward_bytes))
+    arrived = _arrived_bytes(costs, stages)
+    return np.where(_have_backward(costs, stages), np.maximum(0.0, peak + arrived), alone + arrived)
 
 
-def _layer_working_bytes(costs: ModelCosts, layer: PartCosts, *, is_cast: bool) -> int:
-    arithmetic = costs.workload.arithmetic
-    # Gradients that are narrower than their sums are added to them when a layer has all of its own.
-    is_late = arithmetic.stream_bytes < WIDE_BYTES
-    working = layer.working_bytes + (arithmetic.stream_bytes * layer.num_trained if is_late else 0)
-    if not costs.workload.recompute:
-        return working
-    copies = layer.cast_bytes if is_cast else 0
-    return working + layer.kept_bytes + copies - costs.boundary_bytes
+def _arrived_bytes(costs: ModelCosts, stages: Stages) -> Figures:
+    of_layers = np.array([*costs.arrival_bytes, 0.0], dtype=np.float64)
+    return np.where(stages.are_first, 0.0, of_layers[stages.starts])
+
+
+def _have_backward(costs: ModelCosts, stages: Stages) -> Mask:
+    return np.asarray(stages.total(costs.each(lambda part: part.has_backward)) > 0)
 
 
 def _update_bytes(costs: ModelCosts, stages: Stages, savers: Savers, halves: Sequence[PlacedHalf]) -> Figures:

@@ -32,11 +32,18 @@ class Messages:
     """Whether the embedding ends in a product, whose result autocast has narrowed."""
     has_experts: bool = False
     """Experts are multiplied in float32 unless their weights are gathered in bfloat16."""
+    narrow_on_cpu: tuple[bool, bool, bool] | None = None
+    """As measured under autocast: whether bfloat16 leaves the first stage, and one to which float32 or
+    bfloat16 came; None where it was not measured."""
+    narrow_on_accelerator: tuple[bool, bool, bool] | None = None
 
     def leave_narrow(
         self, arithmetic: Arithmetic, *, is_sharded: bool, arrived_narrow: bool | None = None
     ) -> bool:
         """Whether what leaves a stage is bfloat16, given what came to it; None where it is the first."""
+        measured = self.narrow_on_accelerator if arithmetic.on_accelerator else self.narrow_on_cpu
+        if measured is not None and arithmetic.is_mixed:
+            return is_sharded or measured[0 if arrived_narrow is None else 1 + arrived_narrow]
         if not arithmetic.is_mixed or (self.ends_in_norm and arithmetic.on_accelerator):
             return False
         if arrived_narrow is None:
@@ -55,7 +62,7 @@ class Messages:
 def messages_of(shape: ModelShape) -> Messages:
     """The messages of a model of this shape."""
     return Messages(
-        integer_bytes=_id_bytes(shape.vocabulary_size) + _label_bytes(shape),
+        integer_bytes=integer_bytes(shape.vocabulary_size, shape.task),
         ends_in_norm=shape.family.is_encoder,
         has_projection=shape.embedding_width != shape.width,
         has_experts=shape.num_experts > 0,
@@ -78,12 +85,17 @@ def _id_bytes(num_ids: int) -> int:
     return next(size for size in (1, 2, 4) if num_ids <= 256**size)
 
 
-def _label_bytes(shape: ModelShape) -> int:
+def integer_bytes(vocabulary_size: int, task: Task) -> int:
+    """Of one token's id, and of its label where that is another number."""
+    return _id_bytes(vocabulary_size) + _label_bytes(vocabulary_size, task)
+
+
+def _label_bytes(vocabulary_size: int, task: Task) -> int:
     """Labels of a causal model are its ids and do not cross again; those of whole sequences are few."""
-    match shape.task:
+    match task:
         case Task.MASKED_LM:
             # One bit is for the sign, since tokens that do not count have a negative label.
-            return _id_bytes(2 * shape.vocabulary_size)
+            return _id_bytes(2 * vocabulary_size)
         case Task.TOKEN_CLASSIFICATION:
             return 1
     return 0

@@ -46,39 +46,38 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCosts:
-    """The costs of an embedding, a layer or a head."""
+    """The costs of an embedding, a layer or a head.
+
+    Live bytes are those of one micro-batch on its way through a stage, counted from what the parts before it
+    keep: `forward_bytes` is the peak of the part's forward above that, `backward_bytes` the peak of its
+    backward above that and what the part itself keeps.
+    """
 
     num_parameters: int
     num_trained: int
-    """The parameters that learn, which have gradients and moments."""
-    matrices: Mapping[str, int]
-    """The parameters that are multiplied with, by product; in bfloat16 each has a copy."""
+    """The parameters that are trained, which have gradients and moments."""
     flops: float
     """Operations of a forward pass, in the precision of the computation."""
     float32_flops: float
     """Those that stay in float32 in any precision."""
     moved_bytes: float
     """Memory that a forward pass reads and writes outside of matrix products, where that takes the time."""
-    kept_bytes: int
-    """What a backward pass needs, as if nothing were recomputed."""
-    working_bytes: int
-    """The most that a backward pass holds on top of what is kept."""
+    kept_bytes: float
+    """What stays for the backward pass, with the part's output in the place of its input."""
+    forward_bytes: float = 0.0
+    backward_bytes: float
     largest_parameter: int
-    """Elements of the largest tensor that learns."""
+    """Elements of the largest tensor that is trained."""
     backward_share: float = 2.0
-    """Operations of a backward pass, as a share of the forward's: less where weights do not learn."""
-    keeps_input: bool = True
-    """Whether its input is among what is kept, and not only copies of it."""
+    """Operations of a backward pass, as a share of the forward's: less where weights are not trained."""
+    num_kernels: float = 0.0
+    """Kernels of a forward pass; 0 where they are not known."""
+    num_backward_kernels: float = 0.0
 
     @property
     def has_backward(self) -> bool:
         """Whether a gradient comes to it."""
         return self.backward_share > 0
-
-    @property
-    def cast_bytes(self) -> int:
-        """Copies of the weights in bfloat16."""
-        return 2 * sum(self.matrices.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +93,9 @@ class ModelCosts:
     """Parameters of the head that are the embedding's where one stage holds both."""
     num_embedding_parameters: int
     """Of the table of tokens, whose gradient is made whole."""
-    shared_bytes: int
-    """What the layers of a stage keep together for a micro-batch: the rotary tables."""
+    arrival_bytes: tuple[float, ...]
+    """What a stage that is not the first keeps of what arrives, and of masks and positions; by the number of
+    its first layer."""
 
     @property
     def num_layers(self) -> int:
@@ -137,41 +137,54 @@ class ModelCosts:
 
 
 def model_costs(shape: ModelShape, workload: Workload, learning: Learning = ALL) -> ModelCosts:
-    """The costs of all parts of a model of which so much learns."""
+    """The costs of all parts of a model of which so much is trained, by formula."""
     kinds = [(window, learning.depth(layer)) for layer, window in enumerate(shape.attention_windows)]
     by_kind = {kind: _layer(shape, workload, learning, *kind) for kind in set(kinds)}
     table = shape.vocabulary_size * shape.embedding_width
     biases = shape.vocabulary_size * max(0, shape.family.num_score_biases - 1)
+    shared_bytes = _shared_bytes(shape, workload)
+    # Where a layer does not keep what it reads, what arrived stays beside it.
+    num_streams = 1 if _keeps_input(shape, workload, learning) or workload.recompute else 2
     return ModelCosts(
         workload=workload,
         width=shape.width,
-        embedding=_embedding(shape, workload, learns=learning.has_embedding),
+        embedding=_embedding(shape, workload, learns=learning.has_embedding, shared_bytes=shared_bytes),
         layers=tuple(by_kind[kind] for kind in kinds),
         # A head for classes is not in a checkpoint, so it learns beside adapters too.
         head=_head(shape, workload, learns=learning.has_weights or not shape.task.is_language_model),
         num_tied_parameters=table + biases if shape.is_tied else 0,
         num_embedding_parameters=table,
-        shared_bytes=_shared_bytes(shape, workload),
+        arrival_bytes=(shared_bytes + num_streams * _stream_bytes(shape, workload),) * len(kinds),
     )
 
 
-def _embedding(shape: ModelShape, workload: Workload, *, learns: bool) -> PartCosts:
+def _stream_bytes(shape: ModelShape, workload: Workload) -> int:
+    return workload.arithmetic.stream_bytes * shape.width * workload.num_tokens
+
+
+def _embedding(shape: ModelShape, workload: Workload, *, learns: bool, shared_bytes: int) -> PartCosts:
     width, num_tokens = shape.embedding_width, workload.num_tokens
     norm = 2 * width if shape.family.is_encoder else 0
     matrices = {"projection": width * shape.width} if width != shape.width else {}
     bias = shape.width if matrices else 0
     vectors = shape.vocabulary_size + shape.num_positions + shape.num_token_types
     num_parameters = vectors * width + norm + sum(matrices.values()) + bias
-    kept = embedding_bytes_per_token(shape, workload.arithmetic) if learns else 0.0
+    arithmetic, stream_bytes = workload.arithmetic, _stream_bytes(shape, workload)
+    kept_bytes = float(shared_bytes)
+    if learns:
+        kept_bytes += stream_bytes + round(num_tokens * embedding_bytes_per_token(shape, arithmetic))
+        kept_bytes += _cast_bytes(matrices, arithmetic)
+    # Its gradient is a whole table, when all that layers kept is gone.
+    table_bytes = arithmetic.stream_bytes * shape.vocabulary_size * width
     return PartCosts(
         num_parameters=num_parameters,
         num_trained=num_parameters if learns else 0,
-        matrices=matrices if learns else {},
         flops=2.0 * num_tokens * sum(matrices.values()),
         float32_flops=0.0,
         moved_bytes=2.0 * WIDE_BYTES * width * num_tokens,
-        kept_bytes=round(num_tokens * kept),
-        working_bytes=workload.arithmetic.stream_bytes * num_tokens * shape.width,
+        kept_bytes=kept_bytes,
+        forward_bytes=stream_bytes,
+        backward_bytes=(table_bytes + stream_bytes - kept_bytes) if learns else 0.0,
         largest_parameter=shape.vocabulary_size * width if learns else 0,
         backward_share=2.0 if learns else 0.0,
     )
@@ -194,26 +207,41 @@ def _layer(
     # Both sides of these products have a gradient, or learn.
     other_flops = 2.0 * num_tokens * num_adapted
     other_flops += 4.0 * num_tokens * shape.num_heads * shape.head_width * _span(shape, workload, window)
+    num_trained = 0 if depth is Depth.FROZEN else num_learning
+    copied = _cast_bytes(_copied(shape, matrices, num_adapted, depth), workload.arithmetic)
+    kept_bytes = _layer_kept_bytes(shape, workload, learning, window, depth) + copied
+    backward_bytes = layer_working_bytes(
+        shape,
+        workload.arithmetic,
+        learning,
+        num_tokens=num_tokens,
+        sequence_length=workload.sequence_length,
+        window=window,
+    )
+    if workload.arithmetic.stream_bytes < WIDE_BYTES:
+        # Gradients that are narrower than their sums are added to them when a layer has all of its own.
+        backward_bytes += workload.arithmetic.stream_bytes * num_trained
+    forward_bytes = backward_bytes if depth is Depth.FROZEN else 0
+    if workload.recompute and depth is not Depth.FROZEN:
+        stream_bytes = _stream_bytes(shape, workload)
+        kept_bytes, backward_bytes = stream_bytes, backward_bytes + kept_bytes - stream_bytes
     return PartCosts(
         num_parameters=num_weights + num_adapted,
-        num_trained=0 if depth is Depth.FROZEN else num_learning,
-        matrices=_copied(shape, matrices, num_adapted, depth),
+        num_trained=num_trained,
         flops=product_flops + other_flops + (0.0 if are_wide else expert_flops),
         float32_flops=expert_flops if are_wide else 0.0,
         moved_bytes=0.0,
-        kept_bytes=_layer_kept_bytes(shape, workload, learning, window, depth),
-        working_bytes=layer_working_bytes(
-            shape,
-            workload.arithmetic,
-            learning,
-            num_tokens=num_tokens,
-            sequence_length=workload.sequence_length,
-            window=window,
-        ),
+        kept_bytes=kept_bytes,
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
         largest_parameter=_largest_learning(shape, learning, depth),
         backward_share=_backward_share(product_flops + expert_flops, other_flops, learning, depth),
-        keeps_input=depth is Depth.ABOVE and _keeps_input(shape, workload, learning),
     )
+
+
+def _cast_bytes(matrices: Mapping[str, int], arithmetic: Arithmetic) -> int:
+    """Copies of the weights in bfloat16."""
+    return 2 * sum(matrices.values()) if arithmetic.is_mixed else 0
 
 
 def _expert_flops(shape: ModelShape, workload: Workload, inner: Mapping[str, int]) -> float:
@@ -287,12 +315,13 @@ def _head(shape: ModelShape, workload: Workload, *, learns: bool) -> PartCosts:
     return PartCosts(
         num_parameters=num_parameters,
         num_trained=num_parameters if learns else 0,
-        matrices=matrices,
         flops=2.0 * num_tokens * sum(matrices.values()),
         float32_flops=0.0,
         moved_bytes=4.0 * scores_bytes,
-        kept_bytes=round(num_tokens * kept),
-        working_bytes=max(2 * scores_bytes, gradient),
+        kept_bytes=round(num_tokens * kept)
+        + _cast_bytes(matrices, arithmetic)
+        - _stream_bytes(shape, workload),
+        backward_bytes=max(2 * scores_bytes, gradient),
         largest_parameter=matrices["scores"] if learns else 0,
         backward_share=2.0 if learns else 1.0,
     )

@@ -53,8 +53,7 @@ class Stages:
     def total(self, figures: Sequence[float]) -> Figures:
         """The sum over the parts of each stage."""
         sums = np.cumsum(np.array([0, *figures], dtype=np.float64))
-        begin = np.where(self.are_first, 0, self.starts + 1)
-        end = np.where(self.are_last, self.num_layers + 2, self.stops + 1)
+        begin, end = self._bounds
         return np.asarray(sums[end] - sums[begin])
 
     def largest(self, figures: Sequence[float]) -> Figures:
@@ -64,13 +63,22 @@ class Stages:
             found = np.where(self.total([one == figure for one in figures]) > 0, figure, found)
         return found
 
-    def first(self, figures: Sequence[float]) -> Figures:
-        """That of the first layer of each stage."""
-        return np.asarray(np.array(figures, dtype=np.float64)[self.starts + 1])
+    def peak(self, kept: Sequence[float], above: Sequence[float]) -> Figures:
+        """The highest point of each stage: what its parts up to one keep, and what that one has above it."""
+        sums = np.cumsum(np.array([0, *kept], dtype=np.float64))
+        points = sums[1:] + np.array(above, dtype=np.float64)
+        # A row for each part that a stage may begin with: the highest point up to each part from there on.
+        places = np.arange(len(points))
+        rows = np.where(places[None, :] >= places[:, None], points[None, :], -np.inf)
+        highest = np.maximum.accumulate(rows, axis=1)
+        begin, end = self._bounds
+        return np.asarray(highest[np.minimum(begin, len(points) - 1), end - 1] - sums[begin])
 
-    def last(self, figures: Sequence[float]) -> Figures:
-        """That of the last layer of each stage."""
-        return np.asarray(np.array(figures, dtype=np.float64)[self.stops])
+    @property
+    def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first part of each stage, and the one behind its last."""
+        begin = np.where(self.are_first, 0, self.starts + 1)
+        return begin, np.where(self.are_last, self.num_layers + 2, self.stops + 1)
 
 
 def given(where: Mask, figure: float) -> Figures:

@@ -80,7 +80,7 @@ def split_bubble(
 def memory_parts(memory: Memory) -> dict[str, int]:
     """The memory of a rank at its fullest moment, without the parts that it does not have."""
     is_update = memory.update > memory.activations + memory.working
-    names = ["weights", "gradients", "optimizer", "master", "gathered", "codec", "buffers", "workspace"]
+    names = ["weights", "gradients", "optimizer", "gathered", "codec", "buffers", "workspace"]
     names += ["update"] if is_update else ["activations", "working"]
     return {name: number for name in names if (number := getattr(memory, name)) > 0}
 
