@@ -53,7 +53,7 @@ def refused(*changes: str, more: str = "") -> tuple[str, list[str]]:
 def test_the_given_discriminator_is_too_large() -> None:
     sentence, found = refused(JUDGE, "cloud.west.memory=1 GiB")
     assert sentence == (
-        f"nothing fits with the discriminator in 'west': {SPARED}, a rank of 'west' needs 4.412 GiB for the "
+        f"nothing fits with the discriminator in 'west': {SPARED}, a rank of 'west' needs 4.42 GiB for the "
         "discriminator, and limits.memory_share leaves it 921.6 MiB"
     )
     assert found == ["devices of 5 GiB in 'west' would do"]
