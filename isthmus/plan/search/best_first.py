@@ -14,13 +14,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
+from itertools import count, pairwise
 from typing import Final
 
 import numpy as np
 
 from isthmus.plan.codec_choice import Figures, allowed_pairs
-from isthmus.plan.ladder import Crossing
+from isthmus.plan.ladder import RAW_PAIR, Crossing
 from isthmus.plan.scenario import Scenario
 from isthmus.plan.search.bound import HopTimes, StageTimes, scenario_bound_s, step_bound_s
 from isthmus.plan.search.candidates import Candidate, Partition, Terms, candidates, simulated
@@ -51,7 +51,7 @@ _CUTS_PER_PASS: Final = 100
 _PATIENCE: Final = 4
 # Bounds that differ by less are one.
 _SAME: Final = 1e-9
-NEARLY: Final = 0.02
+NEARLY: Final = 0.015
 """Plans nearly as good as the best make way for one with less loss, fewer memory options or fewer stages."""
 _NUM_ALTERNATIVES: Final = 12
 
@@ -230,7 +230,7 @@ class Group:
         )
 
     def bounds(self, rows: Stops, *, fits: bool) -> tuple[Table, Table, Table]:
-        """The least time of a step for every cut, infinite where none fits; its price; its slowest stage."""
+        """The least time of a run for every cut, infinite where none fits; its price; its slowest stage."""
         stages, is_possible = self._stages(rows, fits=fits)
         hops, usd = [], np.zeros(len(rows))
         for index, pair in enumerate(self.hops):
@@ -240,11 +240,33 @@ class Group:
             is_possible &= np.where(goes_back, pair[0] is not None, pair[1] is not None)
             hops.append(both.times.where(goes_back, one_way.times))
             usd += np.where(goes_back, both.num_bytes, one_way.num_bytes) * self._usd_per_byte(index)
-        policy = self.space.terms.policy
-        step_s = step_bound_s(stages, hops, num_microbatches=self.setting.num_microbatches, policy=policy)
-        usd += (self.usd_per_s or 0.0) * step_s
+        total_s = self.num_steps * self._step_s(stages, hops)
+        if num_first := self.space.supply.num_warmup_steps(self.clouds):
+            total_s += num_first * self._step_s(stages, self._first_hops(hops))
+        total_usd = self.num_steps * usd + (self.usd_per_s or 0.0) * total_s
         slowest_s = np.maximum.reduce([one.pass_s / one.num_ranks for one in stages])
-        return np.where(is_possible, step_s, np.inf), usd, slowest_s
+        return np.where(is_possible, total_s, np.inf), total_usd, slowest_s
+
+    @property
+    def num_steps(self) -> int:
+        """Steps behind the warm-up of bottlenecks."""
+        supply = self.space.supply
+        return supply.step.num_steps - supply.num_warmup_steps(self.clouds)
+
+    def _step_s(self, stages: Sequence[StageTimes], hops: Sequence[HopTimes]) -> Table:
+        number, policy = self.setting.num_microbatches, self.space.terms.policy
+        return step_bound_s(stages, hops, num_microbatches=number, policy=policy)
+
+    def _first_hops(self, hops: Sequence[HopTimes]) -> list[HopTimes]:
+        """The same before bottlenecks begin, when hidden states cross raw."""
+        before, links = self.space.supply.before_bottlenecks, self.space.supply.links
+        element_bytes = before.element_bytes(self.clouds, self.setting)
+        found = []
+        for pair, hop, num_bytes in zip(pairwise(self.clouds), hops, element_bytes, strict=True):
+            crossing = before.crossing(pair, self.setting, has_gradient=True, element_bytes=num_bytes)
+            raw = HopTimes.of(before.coded_hop(pair, crossing, RAW_PAIR))
+            found.append(hop if links[pair].bottleneck is None else raw)
+        return found
 
     def _usd_per_byte(self, index: int) -> float:
         """Of all micro-batches of a step over one hop."""
@@ -342,7 +364,7 @@ class BestFirst:
         while self._queue and self._queue[0][0] < self.best:
             is_found = math.isfinite(self.best[0])
             if self._work > MAX_PASSES * (1 if is_found else _PATIENCE):
-                return
+                break
             _, _, node = heapq.heappop(self._queue)
             match node:
                 case Setting():
@@ -414,22 +436,18 @@ class BestFirst:
         rows = group.stops
         if has_cuts is not None and not _is_bound_by_memory(group, rows):
             return has_cuts
-        step_s, usd, slowest_s = group.bounds(rows, fits=fits)
+        total_s, usd, slowest_s = group.bounds(rows, fits=fits)
         self._work += rows.size / _CUTS_PER_PASS
         self.num_bounded += len(rows) if fits else 0
-        is_possible = np.isfinite(step_s)
+        is_possible = np.isfinite(total_s)
         if not is_possible.any():
             return None
-        rows, step_s = rows[is_possible], step_s[is_possible]
+        rows, total_s = rows[is_possible], total_s[is_possible]
         usd, slowest_s = usd[is_possible], slowest_s[is_possible]
-        least = usd if self._aim.by_price else step_s
+        least = usd if self._aim.by_price else total_s
         scale = max(float(least.min()), 1e-30)
-        order = np.lexsort((slowest_s, np.round(step_s / step_s.min(), 9), np.round(least / scale, 9)))
-        num_steps = self._num_steps(group.clouds)
-        keys = [
-            self._aim.key(num_steps * float(step_s[one]), num_steps * float(usd[one]))
-            for one in order[:_MOST_CUTS]
-        ]
+        order = np.lexsort((slowest_s, np.round(total_s / total_s.min(), 9), np.round(least / scale, 9)))
+        keys = [self._aim.key(float(total_s[one]), float(usd[one])) for one in order[:_MOST_CUTS]]
         return _Cuts(group=group, keys=keys, rows=rows[order[:_MOST_CUTS]])
 
     def _code(self, cuts: _Cuts) -> None:
@@ -451,27 +469,23 @@ class BestFirst:
         if self._aim.allows(estimate.total_s, estimate.total_usd):
             self.best = min(self.best, self._aim.key(estimate.total_s, estimate.total_usd))
 
-    def _num_steps(self, clouds: tuple[int, ...]) -> int:
-        """Steps behind the warm-up, all of which take as long."""
-        return self._space.supply.step.num_steps - self._space.supply.num_warmup_steps(clouds)
-
     def _key(self, group: Group, step_s: float, usd: float | None) -> tuple[Key, bool]:
-        num_steps = self._num_steps(group.clouds)
-        totals = num_steps * step_s, None if usd is None else num_steps * usd
+        totals = group.num_steps * step_s, None if usd is None else group.num_steps * usd
         return self._aim.key(*totals), self._aim.allows(*totals)
 
     def _bound(self, candidate: Candidate) -> Key:
-        return self._aim.key(*_least_totals(candidate, self._num_steps(candidate.partition.clouds)))
+        return self._aim.key(*_least_totals(candidate))
 
     def _is_allowed(self, candidate: Candidate) -> bool:
-        return self._aim.allows(*_least_totals(candidate, self._num_steps(candidate.partition.clouds)))
+        return self._aim.allows(*_least_totals(candidate))
 
 
 _MOST_CUTS: Final = 512
 
 
-def _least_totals(candidate: Candidate, num_steps: int) -> tuple[float, float | None]:
+def _least_totals(candidate: Candidate) -> tuple[float, float | None]:
     """The least time and price of a run."""
+    num_steps = candidate.partition.supply.step.num_steps - candidate.num_warmup_steps
     total_s = num_steps * scenario_bound_s(candidate.scenario)
     num_bytes = _usd_of_traffic(candidate, candidate.scenario) * num_steps
     if candidate.warmup is not None:

@@ -161,9 +161,9 @@ def _first(study: Study, supply: ModelSupply) -> Fit | None:
     for group in (group for setting in settings for group in space.groups(setting)):
         if not math.isfinite(group.slowest_s(fits=True)):
             continue
-        step_s, _, slowest_s = group.bounds(group.stops, fits=True)
-        row = int(np.lexsort((slowest_s, step_s))[0])
-        if math.isfinite(step_s[row]):
+        total_s, _, slowest_s = group.bounds(group.stops, fits=True)
+        row = int(np.lexsort((slowest_s, total_s))[0])
+        if math.isfinite(total_s[row]):
             stops = tuple(int(one) for one in group.stops[row])
             partition = Partition(
                 supply=supply, terms=study.terms, setting=group.setting, clouds=group.clouds, stops=stops
