@@ -8,8 +8,8 @@ from isthmus.plan.planner import plan
 from isthmus.plan.search.choice import Estimate
 from tests.plan.test_search import random_job
 
-# Plans within 1.5 % of the best make way for those with less loss, so that two that are equal may differ by so
-# much, in price and in time each.
+# Plans within 1.5 % of the best make way for those with less loss, so two that count as equal may differ so
+# much.
 EQUAL = 1.0151
 SEEDS = st.integers(0, 199)
 LOSSES = ("none", "slight", "some")
@@ -27,7 +27,7 @@ def usd(found: Estimate) -> float:
     return found.total_usd
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=SEEDS, share=st.floats(0.3, 1.1), more=st.floats(1.0, 3.0))
 def test_more_money_makes_no_plan_slower(seed: int, share: float, more: float) -> None:
     free = estimate(seed)
@@ -42,7 +42,7 @@ def test_more_money_makes_no_plan_slower(seed: int, share: float, more: float) -
     assert roomy.total_s <= tight.total_s * EQUAL
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=SEEDS, share=st.floats(0.9, 3.0), more=st.floats(1.0, 3.0))
 def test_more_time_makes_no_plan_dearer(seed: int, share: float, more: float) -> None:
     free = estimate(seed)
@@ -57,7 +57,7 @@ def test_more_time_makes_no_plan_dearer(seed: int, share: float, more: float) ->
     assert usd(roomy) <= usd(tight) * EQUAL
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=SEEDS, allowed=st.sampled_from([0, 1]))
 def test_more_loss_makes_no_plan_slower(seed: int, allowed: int) -> None:
     strict, loose = (estimate(seed, f"limits.codec_loss={LOSSES[allowed + more]}") for more in (0, 1))
@@ -66,10 +66,12 @@ def test_more_loss_makes_no_plan_slower(seed: int, allowed: int) -> None:
     assert loose.total_s <= strict.total_s * EQUAL
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=SEEDS, size=st.sampled_from([512, 1024, 2048, 4096]), share=st.floats(0.3, 0.9))
 def test_more_memory_makes_no_plan_slower(seed: int, size: int, share: float) -> None:
-    small = [f"cloud.{number}.memory={size} MiB" for number in range(len(random_job(seed).cloud))]
+    names = [cloud.name for cloud in random_job(seed).cloud]
+    # Ranks that share a stage would be another choice, which is made only where memory binds.
+    small = [f"cloud.{name}.{change}" for name in names for change in (f"memory={size} MiB", "ranks=1")]
     tight = estimate(seed, *small, f"limits.memory_share={share}")
     assume(tight is not None)
     assert tight is not None

@@ -13,6 +13,7 @@ The bound is `once` and the most that any of these adds. With windows that overl
 `Σ(tf + tb) + Σ(there + back) + (m - 1)·τ`. All figures are arrays, so that many cuts are bounded at once.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -116,7 +117,7 @@ def step_bound_s(
     for stage, tail_s, start_s, window in zip(stages, behind_s, late_s, windows, strict=True):
         rounds = -(-num_microbatches // stage.num_ranks)
         added_s.append(start_s + _stage_adds_s(stage, tail_s, rounds, window))
-    return np.asarray(once_s + np.maximum.reduce(added_s) + stages[0].update_s)
+    return np.asarray(once_s + functools.reduce(np.maximum, added_s) + stages[0].update_s)
 
 
 def _behind(stages: Sequence[StageTimes], hops: Sequence[HopTimes]) -> list[Table]:

@@ -84,9 +84,11 @@ def _find(found: Pipelines, ready: Study, aim: Aim, progress: Progress, *, needs
     """Search under the job's policy, and where memory binds, fully sharded stages with one schedule too."""
     mild = [number for number, one in enumerate(ready.supply.levels) if not one.is_last_resort]
     _search(found, ready, aim, progress, needs_price=needs_price, levels=mild)
-    _add_last_resorts(found, ready, aim, progress, needs_price=needs_price)
+    fewest = _fewest_stages(ready)
+    _add_last_resorts(found, ready, aim, progress, needs_price=needs_price, fewest=fewest)
     best = pick_tried(found.tried, ready.job, aim)
-    alike = ready.in_lock_step if best is None or _is_bound(best.plan) else None
+    is_bound = math.isinf(fewest) if best is None else _is_bound(best.plan)
+    alike = ready.in_lock_step if is_bound else None
     if alike is not None:
         has_mild = best is not None and best.plan.sparing in mild_sparings(ready)
         full = [
@@ -124,14 +126,13 @@ def _search(
 
 
 def _add_last_resorts(
-    found: Pipelines, ready: Study, aim: Aim, progress: Progress, *, needs_price: bool
+    found: Pipelines, ready: Study, aim: Aim, progress: Progress, *, needs_price: bool, fewest: float
 ) -> None:
     """The optimizer on the host or in 8 bits, only where nothing else fits, or where fewer stages do."""
     levels = ready.supply.levels
     resorts = [number for number, one in enumerate(levels) if one.is_last_resort]
     num_clouds = len(ready.clouds)
     least = ready.terms.constraints.sizes(num_clouds).start
-    fewest = _fewest_stages(ready)
     if not resorts or fewest <= least:
         return
     most = num_clouds if math.isinf(fewest) else int(fewest) - 1
