@@ -22,8 +22,10 @@ class Pipelines:
 
     @property
     def tried(self) -> list[Tried]:
-        """All that was simulated."""
-        return [one for search in self.searches for one in search.tried]
+        """All that was simulated; of last resorts only what has fewer stages than anything else."""
+        every = [one for search in self.searches for one in search.tried]
+        fewest = min((len(one.plan.stages) for one in every if not _is_last_resort(one)), default=math.inf)
+        return [one for one in every if not _is_last_resort(one) or len(one.plan.stages) < fewest]
 
     @property
     def num_bounded(self) -> int:
@@ -196,6 +198,11 @@ def pick(plans: Sequence[Plan], aim: Aim) -> Plan:
 def _nearly_least(plans: Sequence[Plan], figure: Callable[[Plan], float]) -> list[Plan]:
     least = min(map(figure, plans))
     return [one for one in plans if figure(one) <= least * (1 + NEARLY)]
+
+
+def _is_last_resort(one: Tried) -> bool:
+    partition = one.candidate.partition
+    return partition.supply.levels[partition.setting.level].is_last_resort
 
 
 def _simplicity(candidate: Candidate) -> tuple[float, ...]:
