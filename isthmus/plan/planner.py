@@ -30,8 +30,8 @@ from isthmus.plan.search.study import LOSSES, Study, study
 from isthmus.plan.steady import least_passes
 from isthmus.units import format_bytes, format_duration, shorten
 
-# Passes to simulate for the runners-up that are shown.
-_RUNNER_UP_PASSES: Final = 16_000
+# Passes to simulate for the runners-up that are shown; those of very large plans are left out.
+_RUNNER_UP_PASSES: Final = 48_000
 # A plan is simulated about so often to be explained.
 _NUM_EXPLAINING: Final = 6
 _MAX_RUNNERS_UP: Final = 6
@@ -127,7 +127,7 @@ def _losers(ready: Study, found: Pipelines, best: Plan, progress: Progress) -> l
     work = 0
     for one in found.others(best, _MAX_RUNNERS_UP):
         work += 0 if one.scenario is None else _NUM_EXPLAINING * least_passes(one.scenario)
-        if len(others) + len(copies) == _MAX_RUNNERS_UP or (others and work > _RUNNER_UP_PASSES):
+        if len(others) + len(copies) == _MAX_RUNNERS_UP or work > _RUNNER_UP_PASSES:
             break
         others.append(explained(one))
     return sorted([*others, *copies], key=lambda one: _rank(one, ready.job))

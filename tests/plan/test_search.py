@@ -128,3 +128,15 @@ def test_no_way_is_faster(seed: int) -> None:
 @pytest.mark.parametrize("seed", sorted(set(range(200)) - set(FEW)))
 def test_no_way_is_faster_in_many_jobs(seed: int) -> None:
     check_against_brute_force(seed)
+
+
+@pytest.mark.parametrize("seed", [5, 10])
+def test_a_fifth_cloud_makes_no_plan_slower(seed: int) -> None:
+    """Five clouds are searched by a beam, four one by one."""
+    four = random_job(seed, "strategy.kind=auto")
+    assert len(four.cloud) == 4
+    fifth = four.cloud[0].model_copy(update={"name": "far", "listen": "far.example.com:7600"})
+    line = four.link[0].model_copy(update={"between": ("east", "far"), "bandwidth_bps": (1e6, 1e6)})
+    five = four.model_copy(update={"cloud": (*four.cloud, fifth), "link": (*four.link, line)})
+    slower = plan(five, is_quick=True).estimate.step_s / plan(four, is_quick=True).estimate.step_s
+    assert slower <= 1.05

@@ -155,6 +155,11 @@ class Space:
                 for pair, one in hops.items()
                 if one is not None
             },
+            lines_s={
+                pair: setting.num_microbatches * float(np.maximum(one.times.down_s, one.times.up_s))
+                for pair, one in hops.items()
+                if one is not None
+            },
             constraints=self.terms.constraints,
         )
 
@@ -209,7 +214,10 @@ class Group:
         return float(np.maximum.reduce(slowest_s).min(initial=math.inf))
 
     def least_step_s(self) -> float:
-        """A bound that needs no cut: the slowest stage, and every line."""
+        """The bound of the few cuts that are given, else one that needs no cut: the slowest stage, and every line."""
+        if self.given_stops is not None:
+            total_s, _, _ = self.bounds(self.given_stops, fits=True)
+            return float(total_s.min(initial=math.inf)) / self.num_steps
         found_s = [self.slowest_s(fits=False)]
         both = [[one for one in pair if one is not None] for pair in self.hops]
         if all(both):
@@ -405,18 +413,26 @@ class BestFirst:
         heapq.heappush(self._queue, (key, next(self._tickets), node))
 
     def _open(self, setting: Setting) -> None:
-        """Put all orders of clouds under a setting into the queue."""
+        """Queue all orders of clouds under a setting, or under the next level where there are none."""
         if setting in self._opened:
             return
         self._opened.add(setting)
-        for group in self._space.groups(setting):
-            if len(group.clouds) <= self._max_stages:
-                step_s = group.least_step_s()
-                if math.isfinite(step_s):
-                    key, is_allowed = self._key(group, step_s, group.least_usd(step_s))
-                    self.groups.setdefault(group.clouds, []).append((key, group))
-                    if is_allowed and not (self._needs_price and group.usd_per_s is None):
-                        self._push(key, group)
+        groups = [one for one in self._space.groups(setting) if len(one.clouds) <= self._max_stages]
+        for group in groups:
+            step_s = group.least_step_s()
+            if math.isfinite(step_s):
+                key, is_allowed = self._key(group, step_s, group.least_usd(step_s))
+                self.groups.setdefault(group.clouds, []).append((key, group))
+                if is_allowed and not (self._needs_price and group.usd_per_s is None):
+                    self._push(key, group)
+        if not groups:
+            for later in self._next_levels(setting):
+                self._open(later)
+
+    def _next_levels(self, setting: Setting) -> list[Setting]:
+        """The same micro-batches with the next memory options, if there are any."""
+        later = self._levels[self._levels.index(setting.level) + 1 :]
+        return [Setting(num_microbatches=setting.num_microbatches, level=one) for one in later[:1]]
 
     def _cut(self, group: Group) -> None:
         """Bound all cuts of a group; where memory makes them slower, look at the next memory options too."""
@@ -425,11 +441,8 @@ class BestFirst:
         if cuts is not None:
             self._push(cuts.keys[0], cuts)
         if roomy is not None and (cuts is None or roomy.keys[0][0] < cuts.keys[0][0] * (1 - 1e-6)):
-            later = self._levels[self._levels.index(group.setting.level) + 1 :]
-            for level in later[:1]:
-                self._push(
-                    roomy.keys[0], Setting(num_microbatches=group.setting.num_microbatches, level=level)
-                )
+            for later in self._next_levels(group.setting):
+                self._push(roomy.keys[0], later)
 
     def _sorted(self, group: Group, *, fits: bool, has_cuts: _Cuts | None = None) -> _Cuts | None:
         """The cuts of a group by their bounds, None where none fits; of equal ones the most even first."""

@@ -23,11 +23,10 @@ Stops = NDArray[np.int64]
 MAX_ENUMERATED: Final = 4
 """Clouds whose orders and cuts are all enumerated."""
 _BEAM_WIDTH: Final = 24
-_NUM_CAPS: Final = 12
-# All cuts of so few stages, and near a cut of more stages those that move each of its ends by so much.
-_MAX_ALL_CUTS: Final = 3
-_SHIFTS: Final = {4: 2}
-_MOST_SHIFTED: Final = 8
+_NUM_HALVINGS: Final = 9
+_CAPS: Final = (1.0, 1.02, 1.05, 1.1, 1.16, 1.25, 1.4, 1.7, 2.2)
+# Of so few stages a beam has all cuts, of more those near the ones that it finds.
+_MAX_ALL_CUTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +87,8 @@ class Beam:
     """What one micro-batch takes at each cloud."""
     hops_s: Mapping[tuple[int, int], float]
     """What it takes there and back between two clouds."""
+    lines_s: Mapping[tuple[int, int], float]
+    """How long all messages of a step are on the line between two clouds, in the slower direction."""
     constraints: Constraints
 
     @property
@@ -104,20 +105,17 @@ class Beam:
         return {order: self._near(stops) for order, stops in found.items()}
 
     def _caps_s(self) -> Sequence[float]:
-        """From what all clouds together would take, were layers divisible, to what one takes alone."""
-        alone_s = [float(one[0, -1]) for one in self._possible_s if math.isfinite(one[0, -1])]
-        each_s = [float(np.min(one[np.isfinite(one)], initial=math.inf)) for one in self.stages_s]
-        most_s = max(
-            (float(np.max(one[np.isfinite(one)], initial=0.0)) for one in self.stages_s), default=0.0
-        )
-        if not math.isfinite(min(each_s)) or most_s <= 0:
+        """The least cap under which any walk places all layers, and some above it."""
+        finite_s = [one[np.isfinite(one)] for one in self.stages_s]
+        finite_s += [np.array([one]) for one in self.lines_s.values() if one > 0]
+        least_s = min((float(one.min()) for one in finite_s if one.size), default=0.0)
+        most_s = max((float(one.max()) for one in finite_s if one.size), default=0.0)
+        if least_s <= 0 or not any(self._under(most_s)):
             return ()
-        high_s = min(alone_s, default=most_s)
-        return [float(one) for one in np.geomspace(max(min(each_s), high_s / 16), high_s * 1.01, _NUM_CAPS)]
-
-    @property
-    def _possible_s(self) -> Sequence[Table]:
-        return [one for one in self.stages_s if math.isfinite(one[0, -1])]
+        for _ in range(_NUM_HALVINGS):
+            middle_s = math.sqrt(least_s * most_s)
+            least_s, most_s = (least_s, middle_s) if any(self._under(middle_s)) else (middle_s, most_s)
+        return [most_s * one for one in _CAPS]
 
     def _under(self, cap_s: float) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         ends = [self._furthest(one <= cap_s) for one in self.stages_s]
@@ -127,7 +125,9 @@ class Beam:
         for depth in range(num_clouds):
             grown = []
             for once_s, order, stops in states:
-                for cloud, stop, added_s in self._next(order, stops, ends, num_left=sizes.start - depth - 1):
+                for cloud, stop, added_s in self._next(
+                    order, stops, ends, cap_s, num_left=sizes.start - depth - 1
+                ):
                     grown.append((once_s + added_s, (*order, cloud), (*stops, stop)))
             yield from (
                 (order, stops)
@@ -138,12 +138,18 @@ class Beam:
             states = sorted(rest, key=lambda one: (one[0] / one[2][-1], one[1]))[:_BEAM_WIDTH]
 
     def _next(
-        self, order: tuple[int, ...], stops: tuple[int, ...], ends: Sequence[Stops], *, num_left: int
+        self,
+        order: tuple[int, ...],
+        stops: tuple[int, ...],
+        ends: Sequence[Stops],
+        cap_s: float,
+        *,
+        num_left: int,
     ) -> Iterator[tuple[int, int, float]]:
         start = stops[-1] if stops else 0
         clouds = [len(order)] if self.constraints.in_row else range(len(self.stages_s))
         for cloud in clouds:
-            if cloud in order or (order and (order[-1], cloud) not in self.hops_s):
+            if cloud in order or (order and self.lines_s.get((order[-1], cloud), math.inf) > cap_s):
                 continue
             # Every cloud that is still to come needs a layer.
             stop = min(int(ends[cloud][start]), self.num_layers - max(0, num_left))
@@ -157,10 +163,16 @@ class Beam:
         return np.asarray(np.where(fits, stops[None, :], 0).max(axis=1))
 
     def _near(self, found: Collection[tuple[int, ...]]) -> Stops:
+        """The cuts that were found, and those with one end or two neighbouring ends moved."""
         num_stages = len(next(iter(found)))
         if num_stages <= _MAX_ALL_CUTS or self.constraints.stops is not None:
             return all_cuts(self.num_layers, num_stages, self.constraints)
-        most = _SHIFTS.get(num_stages, 1 if num_stages <= _MOST_SHIFTED else 0)
-        shifts = np.array([(*one, 0) for one in product(range(-most, most + 1), repeat=num_stages - 1)])
-        rows = np.unique(np.concatenate([np.array(one) + shifts for one in sorted(found)]), axis=0)
-        return rows[(np.diff(rows, axis=1, prepend=0) > 0).all(axis=1)]
+        moves = [(0,) * num_stages]
+        for index, size, wide in product(range(num_stages - 1), (-3, -2, -1, 1, 2, 3), (1, 2)):
+            ends = range(index, min(index + wide, num_stages - 1))
+            moves.append(tuple(size if one in ends else 0 for one in range(num_stages)))
+        rows = np.unique(np.concatenate([np.array(one) + np.array(moves) for one in sorted(found)]), axis=0)
+        is_cut = (np.diff(rows, axis=1, prepend=0) > 0).all(axis=1)
+        if self.constraints.cuts is not None:
+            is_cut &= np.isin(rows[:, :-1], sorted(self.constraints.cuts)).all(axis=1)
+        return np.asarray(rows[is_cut])
