@@ -49,11 +49,11 @@ _PASSES_PER_CANDIDATE: Final = 24
 _CUTS_PER_PASS: Final = 100
 # Without anything within the limits the search takes so many times the work.
 _PATIENCE: Final = 4
-# Bounds that differ by less are one.
-_SAME: Final = 1e-9
 NEARLY: Final = 0.015
 """Plans nearly as good as the best make way for one with less loss, fewer memory options or fewer stages."""
 _NUM_ALTERNATIVES: Final = 12
+# Cuts of one order that are looked at more closely, at most.
+_MOST_CUTS: Final = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ class Group:
         return float(np.maximum.reduce(slowest_s).min(initial=math.inf))
 
     def least_step_s(self) -> float:
-        """The bound of the few cuts that are given, else one that needs no cut: the slowest stage, and every line."""
+        """The bound of the cuts that are given, or one without cuts: the slowest stage, and every line."""
         if self.given_stops is not None:
             total_s, _, _ = self.bounds(self.given_stops, fits=True)
             return float(total_s.min(initial=math.inf)) / self.num_steps
@@ -491,9 +491,6 @@ class BestFirst:
 
     def _is_allowed(self, candidate: Candidate) -> bool:
         return self._aim.allows(*_least_totals(candidate))
-
-
-_MOST_CUTS: Final = 512
 
 
 def _least_totals(candidate: Candidate) -> tuple[float, float | None]:
