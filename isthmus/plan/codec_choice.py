@@ -91,6 +91,12 @@ class _Option:
     num_microbatches: int | None
     num_at_once: int = 1
     """Ranks that send at the same time, and so share the line, at the ends of a step."""
+    is_joint: bool = False
+
+    @property
+    def grade(self) -> tuple[int, bool]:
+        """What it costs, roughly; within a class of loss, a learned basis costs more than fewer bits."""
+        return self.loss, self.is_joint
 
     @property
     def mildness(self) -> tuple[int, int, int, int]:
@@ -117,10 +123,18 @@ def choose(
     *,
     rungs: Sequence[Rung],
     bounds: Bounds = DEFAULT_BOUNDS,
+    tolerance: float = _TOLERANCE,
 ) -> Choice:
-    """The mildest codecs with which a step takes no longer than with any others that are allowed."""
+    """The mildest codecs with which a step takes no longer, to a tolerance, than with any that is allowed."""
     options = _options(crossing, figures, rungs, bounds)
-    return _explain(_mildest(options, figures, HEADROOM), options, crossing, figures, bounds)
+    return _explain(_mildest(options, figures, HEADROOM, tolerance), options, crossing, figures, bounds)
+
+
+def allowed_pairs(
+    crossing: Crossing, figures: Figures, *, rungs: Sequence[Rung], bounds: Bounds = DEFAULT_BOUNDS
+) -> list[Pair]:
+    """All codecs that `choose` chooses from."""
+    return [one.pair for one in _options(crossing, figures, rungs, bounds)]
 
 
 def reconsider(
@@ -147,10 +161,10 @@ def reconsider(
     best, safe = (_mildest(rivals, figures, headroom) for headroom in (HEADROOM, _CAUTIOUS_HEADROOM))
     if safe.mildness < own.mildness:
         return _explain(safe, options, crossing, figures, bounds)
-    if best.loss < own.loss:
+    if best.grade < own.grade:
         # There is something milder, but with too little to spare.
         best = safe
-    is_worthwhile = best != own and _is_slow(own, rivals, best.loss, figures)
+    is_worthwhile = best != own and _is_slow(own, rivals, best.grade, figures)
     return _explain(best, options, crossing, figures, bounds) if is_worthwhile else None
 
 
@@ -217,6 +231,7 @@ def _option(down: _Side, up: _Side, crossing: Crossing, figures: Figures) -> _Op
         edition_s=8 * pair.edition_bytes(crossing) / figures.down_bps,
         num_microbatches=None if crossing.stretch is None else crossing.stretch.num_microbatches,
         num_at_once=1 if crossing.stretch is None else crossing.stretch.num_at_once,
+        is_joint=down.joint is not None,
     )
 
 
@@ -239,29 +254,33 @@ def _is_cheap(option: _Option, crossing: Crossing, bounds: Bounds) -> bool:
     )
 
 
-def _mildest(options: Sequence[_Option], figures: Figures, headroom: float) -> _Option:
+def _mildest(
+    options: Sequence[_Option], figures: Figures, headroom: float, tolerance: float = _TOLERANCE
+) -> _Option:
     """Of the least loss that hides the link, where one does: the mildest of those that are as fast as any."""
-    for loss in Loss:
-        enough = [one for one in options if one.loss <= loss]
+    for grade in sorted({one.grade for one in options}):
+        enough = [one for one in options if one.grade <= grade]
         if any(one.is_hidden(figures, headroom) for one in enough):
-            return _mildest_of_the_fastest(enough, figures, headroom)
-    return _mildest_of_the_fastest(options, figures, headroom)
+            return _mildest_of_the_fastest(enough, figures, headroom, tolerance)
+    return _mildest_of_the_fastest(options, figures, headroom, tolerance)
 
 
-def _mildest_of_the_fastest(options: Sequence[_Option], figures: Figures, headroom: float) -> _Option:
+def _mildest_of_the_fastest(
+    options: Sequence[_Option], figures: Figures, headroom: float, tolerance: float
+) -> _Option:
     fastest_s = min(one.step_s(figures, headroom) for one in options)
-    as_fast = (one for one in options if one.step_s(figures, headroom) <= fastest_s * (1 + _TOLERANCE))
+    as_fast = (one for one in options if one.step_s(figures, headroom) <= fastest_s * (1 + tolerance))
     return min(as_fast, key=lambda one: one.mildness)
 
 
 def _rivals(own: _Option, options: Sequence[_Option], figures: Figures) -> Sequence[_Option]:
     """What own may be left for: nothing that loses more, while the link is hidden."""
-    return [one for one in options if one.loss <= own.loss] if own.is_hidden(figures, 1.0) else options
+    return [one for one in options if one.grade <= own.grade] if own.is_hidden(figures, 1.0) else options
 
 
-def _is_slow(own: _Option, rivals: Sequence[_Option], loss: Loss, figures: Figures) -> bool:
+def _is_slow(own: _Option, rivals: Sequence[_Option], grade: tuple[int, bool], figures: Figures) -> bool:
     """Whether steps could be shorter by far with no more than this loss."""
-    fastest_s = min(one.step_s(figures, 1.0) for one in rivals if one.loss <= loss)
+    fastest_s = min(one.step_s(figures, 1.0) for one in rivals if one.grade <= grade)
     return own.step_s(figures, 1.0) > fastest_s * (1 + _WORTHWHILE_GAIN)
 
 

@@ -1,72 +1,136 @@
-"""From a job to the best way to run it: everything is compared by formula, and the best is simulated.
+"""From a job to the best way to run it: searches and simulates what a run can follow, and tells what lost.
 
-study the job → search pipelines, copies, generators → keep the limits → simulate the best → choose
+study the job → search pipelines → keep the limits → explain the best and the runners-up
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from isthmus.job import (
-    AutoStrategy,
-    DataStrategy,
-    GeneratorDiscriminatorStrategy,
-    Job,
-    PipelineStrategy,
-)
+from isthmus.errors import UserError
+from isthmus.job import AutoStrategy, DataStrategy, GeneratorDiscriminatorStrategy, Job
+from isthmus.job.sections import why_not_run
 from isthmus.plan.cuts import check_cuts, frozen_notes, links_along
 from isthmus.plan.replicated.data import data_plans
 from isthmus.plan.replicated.generator import generator_plans
-from isthmus.plan.search.assess import assess_simulated, simulated_once, simulated_work
+from isthmus.plan.search.best_first import NEARLY, Aim, Progress
 from isthmus.plan.search.choice import Form, Plan, RunnerUp, Warmup
-from isthmus.plan.search.limits import excess, keep_limits, keep_mild, keep_priced, nothing_fits
-from isthmus.plan.search.pipelines import Progress, mild_sparings, pipelines
+from isthmus.plan.search.limiting import explained
+from isthmus.plan.search.limits import (
+    excess,
+    keep_limits,
+    keep_mild,
+    keep_priced,
+    nothing_fits,
+    unpriced_budget,
+)
+from isthmus.plan.search.pipelines import Pipelines, aim_of, find, mild_sparings, pick, pick_tried
 from isthmus.plan.search.study import LOSSES, Study, study
+from isthmus.plan.steady import least_passes
 from isthmus.units import format_bytes, format_duration, shorten
 
-# Passes to simulate, in all: about half a second, and more where one plan has many. Work is bounded and not
-# time, so that plans are the same everywhere.
-_SIMULATED_PASSES: Final = 10_000
-_FEW_SIMULATED_PASSES: Final = 2_000
-_MANY_SIMULATED_PASSES: Final = 24_000
-_NUM_SIMULATED: Final = 4
-# Plans nearly as good as the best make way for a simpler one.
-_NEARLY: Final = 0.02
+# Passes to simulate for the runners-up that are shown; those of very large plans are left out.
+_RUNNER_UP_PASSES: Final = 48_000
+# A plan is simulated about so often to be explained.
+_NUM_EXPLAINING: Final = 6
 _MAX_RUNNERS_UP: Final = 6
-_VERBS: Final = ("takes", "costs", "has")
+_VERBS: Final = ("takes", "costs", "has", "would")
 
 
 def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: None) -> Plan:
-    """The best plan within the job's limits, or one sentence on what is in the way of any.
+    """Choose the best plan within the job's limits, or say in one sentence what is in the way of any.
 
-    With `is_quick` only the best few are simulated.
+    With `is_quick` the same plan is chosen, and no other is told of.
     """
     progress("reading the job")
     ready = study(job)
-    plans = _candidates(ready, progress)
-    if not plans:
-        raise nothing_fits(ready)
-    allowed = keep_priced(keep_mild(plans, job), job)
-    simulated = _simulate_best(allowed, job, progress, is_quick=is_quick)
-    if all(excess(one, job) for one in simulated):
-        simulated += _simulate_some(_last_hopes(allowed))
-    best = _pick(keep_limits(simulated, job), job)
-    if not is_quick:
-        progress("simulating the runners-up")
-        simulated += _simulate_some(_others(best, (simulated, allowed, plans), job))
-        # By formula some may have looked slower than they are.
-        best = _pick(keep_limits(simulated, job), job)
-    others = _others(best, (simulated, allowed, plans), job)
-    if not is_quick and simulated_work(best) <= _SIMULATED_PASSES:
-        best = assess_simulated(best)
+    match job.strategy:
+        case GeneratorDiscriminatorStrategy() as strategy:
+            best, others, num_tried = _best_of(generator_plans(ready, strategy), job)
+        case DataStrategy():
+            best, others, num_tried = _best_of(data_plans(ready), job)
+        case _:
+            found, best = _best_pipeline(ready, progress)
+            best = explained(best)
+            others = [] if is_quick else _losers(ready, found, best, progress)
+            num_tried = found.num_bounded
     runners_up = tuple(_runner_up(one, best, job) for one in others)
     return replace(
         best,
         notes=(*best.notes, *_cut_notes(best, ready)),
         reason=_reason(best, runners_up),
         runners_up=runners_up,
-        num_tried=len(plans),
+        num_tried=num_tried,
     )
+
+
+def _best_of(plans: Sequence[Plan], job: Job) -> tuple[Plan, list[Plan], int]:
+    """The best of plans that have no simulator yet, by formula, and the best of each other set of clouds."""
+    aim = aim_of(job)
+    allowed = keep_priced(keep_mild(plans, job), job)
+    best = pick(keep_limits(allowed, job), aim)
+    return best, _first_of_each([*allowed, *plans], best, job), len(plans)
+
+
+def _first_of_each(plans: Sequence[Plan], best: Plan, job: Job) -> list[Plan]:
+    """The best plan of each form and order of clouds, but for those of the best of all."""
+    chosen: dict[tuple[Form, tuple[str, ...]], Plan] = {}
+    for one in sorted(plans, key=lambda one: _rank(one, job)):
+        chosen.setdefault((one.form, one.clouds), one)
+    chosen.pop((best.form, best.clouds), None)
+    return sorted(chosen.values(), key=lambda one: _rank(one, job))[:_MAX_RUNNERS_UP]
+
+
+def _best_pipeline(ready: Study, progress: Progress) -> tuple[Pipelines, Plan]:
+    """The best pipeline within the limits, simulated; or why there is none."""
+    job, aim = ready.job, aim_of(ready.job)
+    found = find(ready, aim, progress, needs_price=job.limits.counts_money)
+    best = pick_tried(found.tried, job, aim)
+    if best is None and job.limits.counts_money and not found.has_priced:
+        if job.limits.budget_usd is not None and found.fits:
+            raise unpriced_budget(ready)
+        aim = replace(aim, by_price=False)
+        found = find(ready, aim, progress, needs_price=False)
+        best = pick_tried(found.tried, job, aim)
+    if best is not None:
+        return found, best.plan
+    raise _refusal(ready, found, progress)
+
+
+def _refusal(ready: Study, found: Pipelines, progress: Progress) -> Exception:
+    """What is in the way: memory, loss, time or money."""
+    needs_price = ready.job.limits.counts_money and found.has_priced
+    nearest = [one.plan for one in found.tried]
+    for aim in (Aim(), Aim(by_price=True, deadline_s=ready.job.limits.deadline_s or math.inf)):
+        free = find(ready, aim, progress, needs_price=needs_price)
+        best = pick_tried(free.tried, ready.job, aim)
+        nearest += [explained(best.plan)] if best is not None else [one.plan for one in free.tried]
+    if not nearest:
+        return nothing_fits(ready)
+    try:
+        keep_limits(nearest, ready.job)
+    except UserError as error:
+        return error
+    raise AssertionError("a plan is within the limits, and was not found")
+
+
+def _losers(ready: Study, found: Pipelines, best: Plan, progress: Progress) -> list[Plan]:
+    """The best of other orders of clouds, simulated and explained, and of copies of the model by formula."""
+    progress("simulating the runners-up")
+    copies: list[Plan] = []
+    if isinstance(ready.job.strategy, AutoStrategy):
+        mild = mild_sparings(ready)
+        every = [one for one in data_plans(ready) if one.sparing in mild or best.sparing not in mild]
+        copies = _first_of_each(every, best, ready.job)[:1]
+    others: list[Plan] = []
+    work = 0
+    for one in found.others(best, _MAX_RUNNERS_UP):
+        work += 0 if one.scenario is None else _NUM_EXPLAINING * least_passes(one.scenario)
+        if len(others) + len(copies) == _MAX_RUNNERS_UP or work > _RUNNER_UP_PASSES:
+            break
+        others.append(explained(one))
+    return sorted([*others, *copies], key=lambda one: _rank(one, ready.job))
 
 
 def _cut_notes(best: Plan, ready: Study) -> Iterator[str]:
@@ -101,108 +165,11 @@ def _warmup_note(warmup: Warmup) -> str:
     return f"the first {first} raw: {_short(warmup.step_s)} and {size} a step"
 
 
-def _candidates(ready: Study, progress: Progress) -> list[Plan]:
-    match ready.job.strategy:
-        case GeneratorDiscriminatorStrategy() as strategy:
-            progress("weighing generators against the discriminator")
-            return generator_plans(ready, strategy)
-        case DataStrategy():
-            progress("weighing copies of the model")
-            return data_plans(ready)
-        case PipelineStrategy():
-            return pipelines(ready, progress)
-        case AutoStrategy():
-            found = pipelines(ready, progress)
-            progress("weighing copies of the model")
-            return _milder([*found, *data_plans(ready)], ready)
-
-
-def _milder(plans: Sequence[Plan], ready: Study) -> list[Plan]:
-    """Without copies of the model that fit only by a last resort, where something else fits without one."""
-    mild = mild_sparings(ready)
-    has_mild = any(one.sparing in mild for one in plans)
-    return [one for one in plans if one.form is not Form.DATA or one.sparing in mild or not has_mild]
-
-
-def _simulate_best(plans: Sequence[Plan], job: Job, progress: Progress, *, is_quick: bool) -> list[Plan]:
-    """The best by formula with the simulator's times, as many as the work allows, and one at the least.
-
-    Limits are for these times, so what is a little beyond them by formula is simulated too.
-    """
-    done: list[Plan] = []
-    work = 0
-    for one in sorted(plans, key=lambda one: (excess(one, job), *_rank(one, job))):
-        work += simulated_work(one)
-        most = _SIMULATED_PASSES if len(done) >= _NUM_SIMULATED else _MANY_SIMULATED_PASSES
-        if done and work > (_FEW_SIMULATED_PASSES if is_quick else most):
-            break
-        progress(f"simulating plan {len(done) + 1}")
-        done.append(simulated_once(one))
-    return done
-
-
-def _pick(plans: Sequence[Plan], job: Job) -> Plan:
-    """The best, or one that is nearly as good and milder, cheaper or simpler."""
-    cheap = _nearly_least(plans, lambda one: _cost(one, job))
-    return min(
-        _nearly_least(cheap, lambda one: one.estimate.total_s),
-        key=lambda one: (
-            one.loss,
-            one.strength,
-            one.estimate.total_usd or 0.0,
-            len(one.savers),
-            len(one.stages),
-            one.estimate.total_s,
-        ),
-    )
-
-
-def _nearly_least(plans: Sequence[Plan], figure: Callable[[Plan], float]) -> list[Plan]:
-    least = min(map(figure, plans))
-    return [one for one in plans if figure(one) <= least * (1 + _NEARLY)]
-
-
-def _cost(plan: Plan, job: Job) -> float:
-    """What is to be least of a run: money where there is a deadline, else time."""
-    usd = plan.estimate.total_usd
-    return plan.estimate.total_s if job.limits.deadline_s is None or usd is None else usd
-
-
-def _rank(plan: Plan, job: Job) -> tuple[bool, float, float]:
-    """By cost, which is not to be compared where only one has a price; then by time."""
-    is_unknown = job.limits.deadline_s is not None and plan.estimate.total_usd is None
-    return is_unknown, _cost(plan, job), plan.estimate.total_s
-
-
-def _last_hopes(plans: Sequence[Plan]) -> list[Plan]:
-    """The cheapest and the fastest, for formulas may have taken others to be within the limits."""
-    cheapest = min(plans, key=lambda one: one.estimate.total_usd or 0.0)
-    return [cheapest, min(plans, key=lambda one: one.estimate.total_s)]
-
-
-def _simulate_some(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that are not simulated yet, as many as the work allows."""
-    done: list[Plan] = []
-    work = 0
-    for one in plans:
-        work += 0 if one.estimate.is_simulated else simulated_work(one)
-        if one.scenario is not None and not one.estimate.is_simulated and work <= _SIMULATED_PASSES:
-            done.append(simulated_once(one))
-    return done
-
-
-def _others(best: Plan, groups: Sequence[Sequence[Plan]], job: Job) -> list[Plan]:
-    """The best of each other form and set of clouds; earlier groups, such as what was simulated, go first."""
-    chosen: dict[tuple[Form, tuple[str, ...]], Plan] = {}
-    for group in groups:
-        for one in sorted(group, key=lambda one: _rank(one, job)):
-            chosen.setdefault((one.form, one.clouds), one)
-    chosen.pop((best.form, best.clouds), None)
-    others = sorted(chosen.values(), key=lambda one: _rank(one, job))
-    every_form = {one.form: one for one in reversed(others)}
-    first = [one for one in others if one in every_form.values()]
-    rest = [one for one in others if one not in first]
-    return sorted([*first, *rest][:_MAX_RUNNERS_UP], key=lambda one: _rank(one, job))
+def _rank(plan: Plan, job: Job) -> tuple[bool, float, float, float]:
+    """Plans within the limits first; by cost, which is not to be compared where only one has a price."""
+    aim, estimate = aim_of(job), plan.estimate
+    is_unknown = aim.by_price and estimate.total_usd is None
+    return is_unknown, excess(plan, job), *aim.key(estimate.total_s, estimate.total_usd)
 
 
 def _runner_up(one: Plan, best: Plan, job: Job) -> RunnerUp:
@@ -219,6 +186,10 @@ def _runner_up(one: Plan, best: Plan, job: Job) -> RunnerUp:
 def _why(other: Plan, best: Plan, job: Job) -> str:
     """Why a plan lost."""
     limits, mine, its = job.limits, best.estimate, other.estimate
+    if isinstance(job.strategy, AutoStrategy) and other.form is Form.DATA:
+        gain = 1 - its.total_s / mine.total_s
+        faster = f"would be {gain:.0%} faster by formula, but " if gain > NEARLY else ""
+        return f"{faster}{why_not_run(other.form.value)}"
     if other.loss > LOSSES[limits.codec_loss]:
         return f'costs {other.loss.name.lower()} quality, more than limits.codec_loss = "{limits.codec_loss}"'
     if limits.deadline_s is not None and its.total_s > limits.deadline_s:
@@ -230,7 +201,7 @@ def _why(other: Plan, best: Plan, job: Job) -> str:
     if limits.deadline_s is not None and its.total_usd is not None and mine.total_usd is not None:
         return _dearer(its.total_usd, mine.total_usd)
     slower = its.total_s / mine.total_s - 1
-    if slower < _NEARLY:
+    if slower < NEARLY:
         return "no faster, and dearer or less simple"
     over = " over the run" if mine.warmup is not None or its.warmup is not None else ""
     return f"{slower:.0%} slower{over}: {_cause(other)}"
@@ -241,7 +212,7 @@ def _unpriced(plan: Plan) -> str:
 
 
 def _dearer(usd: float, least_usd: float) -> str:
-    if usd <= least_usd * (1 + _NEARLY):
+    if usd <= least_usd * (1 + NEARLY):
         return "no cheaper, and slower or less simple"
     return f"costs {usd / least_usd - 1:.0%} more" if least_usd else f"costs ${shorten(usd):,} more"
 

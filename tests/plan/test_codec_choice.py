@@ -15,7 +15,8 @@ LONG = Stretch(num_steps=1_000_000, num_microbatches=NUM_MICROBATCHES)
 CROSSING = Crossing(num_rows=256, width=1024, stretch=LONG)
 RUNGS = ladder(1024, shares_ids=True)
 PAIRS = [Pair(forward=rung.forward, backward=rung.backward) for rung in RUNGS]
-LOSSES = dict(zip(PAIRS, (rung.loss for rung in RUNGS), strict=True))
+# Within a class of loss, a learned basis costs more than fewer bits.
+LOSSES = dict(zip(PAIRS, ((rung.loss, rung.is_joint) for rung in RUNGS), strict=True))
 
 
 def line(mbps: float) -> Figures:
@@ -74,9 +75,9 @@ def test_a_narrower_line_never_has_milder_codecs(wide: float, share: float, numb
 
 def test_a_transfer_that_computing_has_ceased_to_hide_gets_a_stronger_codec() -> None:
     bf16 = PAIRS[1]
-    # 27 ms on the line when it was planned, 32 ms now.
+    # 27 ms on the line when it was planned, 34 ms now.
     assert choose(few(64), line(155), rungs=RUNGS).pair == bf16
-    moved = reconsider(bf16, few(64), line(131), rungs=RUNGS)
+    moved = reconsider(bf16, few(64), line(125), rungs=RUNGS)
     assert moved is not None
     assert moved.pair == PAIRS[2]
 
@@ -88,21 +89,21 @@ def test_a_link_that_computing_hides_stays_raw_however_few_the_microbatches(num_
 
 
 def test_nothing_is_hidden_behind_a_single_microbatch() -> None:
-    assert choose(few(1), line(323), rungs=RUNGS).pair == PAIRS[3]
+    assert choose(few(1), line(323), rungs=RUNGS).pair == PAIRS[2]
     assert choose(few(1), line(100_000), rungs=RUNGS).pair == PAIRS[0]
 
 
 def test_of_codecs_that_are_hidden_a_step_of_few_microbatches_has_one_with_short_ends() -> None:
     # bfloat16 takes 27 of 30 ms each way.
     assert choose(few(64), line(155), rungs=RUNGS).pair == PAIRS[1]
-    found = choose(few(4), line(152), rungs=RUNGS)
-    assert found.pair == PAIRS[3]
-    assert "at the ends of a step, which nothing hides, rotate | int8 would take" in found.reason
+    found = choose(few(4), line(155), rungs=RUNGS)
+    assert found.pair == PAIRS[2]
+    assert "at the ends of a step, which nothing hides, bf16 would take" in found.reason
 
 
 def test_no_more_is_lost_than_hides_the_link() -> None:
     # int4 takes 22 of 30 ms; a subspace would make the ends of a step shorter.
     found = choose(few(4), line(50), rungs=RUNGS, bounds=Bounds(loss=Loss.SOME))
-    assert (found.loss, found.pair) == (Loss.SLIGHT, PAIRS[3])
+    assert (found.loss, found.pair) == (Loss.SOME, PAIRS[3])
     assert reconsider(PAIRS[3], few(4), line(38), rungs=RUNGS, bounds=Bounds(loss=Loss.SOME)) is None
     assert settled(PAIRS[-1], few(16), line(60)) == PAIRS[3]

@@ -86,8 +86,8 @@ def test_levers_keep_to_the_quality_that_is_allowed() -> None:
     assert not [one for one in found if one.startswith("strategy.")]
 
 
-def test_copies_that_were_chosen_among_all_forms_have_levers_too() -> None:
-    job = two_clouds("link.0.bandwidth=100 Mbps", "link.0.rtt=500 ms")
+def test_copies_that_were_asked_for_grow_together() -> None:
+    job = two_clouds("strategy.kind=data", "link.0.bandwidth=100 Mbps", "link.0.rtt=500 ms")
     chosen = plan(job)
     assert chosen.form is Form.DATA
     assert "twice the ranks at east and west" in {one.what for one in levers(job, chosen)}

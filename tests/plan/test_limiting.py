@@ -1,4 +1,4 @@
-"""What limits a plan is what no end of would shorten its step the most, by formula and as simulated."""
+"""What limits a plan is what would shorten its step the most if it were unlimited, as simulated."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from isthmus.job import load_job
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
-from isthmus.plan.search.limiting import by_formula, limiting, reliefs
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.search.limiting import limiting, reliefs
+from isthmus.plan.steady import simulate_step
 from tests.plan.jobs import two_clouds
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -32,10 +32,9 @@ def scenario(*, bandwidth_bps: float = 1e9, latency_s: float = 0.01, cap: int | 
 
 
 def simulated_s(one: Scenario) -> float:
-    return simulate_scenario(one, num_steps=2).step_s
+    return simulate_step(one).step_s
 
 
-@pytest.mark.parametrize("timed", [by_formula, simulated_s])
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -46,19 +45,14 @@ def simulated_s(one: Scenario) -> float:
     ],
     ids=["compute", "bandwidth", "round trip", "room"],
 )
-def test_it_is_what_there_is_least_of(given: Scenario, expected: str, timed: object) -> None:
-    assert callable(timed)
-    found = limiting(reliefs(given, timed))
+def test_it_is_what_there_is_least_of(given: Scenario, expected: str) -> None:
+    found = limiting(reliefs(given, simulated_s))
     assert sorted(found.split(" and the ")) == sorted(expected.split(" and the "))
 
 
-def test_by_formula_is_as_solved_by_hand() -> None:
-    one = scenario()
-    # All once, 2 × 10 ms on the line and under way, then 15 more at the slower stage.
-    assert by_formula(one) == pytest.approx(0.09 + 4 * 0.01 + 15 * 0.06)
-    alone = Scenario(stages=one.stages[:1], hops=(), num_microbatches=16)
-    assert by_formula(alone) == pytest.approx(16 * 0.03)
-    assert list(reliefs(alone, by_formula)) == ["compute of east"]
+def test_one_cloud_alone_is_limited_by_its_compute() -> None:
+    alone = Scenario(stages=scenario().stages[:1], hops=(), num_microbatches=16)
+    assert list(reliefs(alone, simulated_s)) == ["compute of east"]
 
 
 def test_two_that_would_bring_nearly_as_much_are_both_named() -> None:
@@ -92,5 +86,5 @@ def test_where_too_little_is_in_flight_to_hide_a_line_codecs_are_stronger() -> N
 
 
 def test_reliefs_do_not_depend_on_what_is_not_there() -> None:
-    assert "room in flight at east" not in reliefs(scenario(), by_formula)
-    assert reliefs(replace(scenario(), windows=(1, 1)), by_formula)["room in flight at east"] > 0
+    assert "room in flight at east" not in reliefs(scenario(), simulated_s)
+    assert reliefs(replace(scenario(), windows=(1, 1)), simulated_s)["room in flight at east"] > 0

@@ -68,7 +68,8 @@ def test_three_clouds_find_the_cheapest_order_and_not_the_fastest() -> None:
 
 
 def priced(*overrides: str) -> Job:
-    return two_clouds(PIPELINE, *PRICES, "link.0.usd_per_gib=2", "link.0.bandwidth=50 Gbps", *overrides)
+    given = (PIPELINE, *PRICES, "limits.codec_loss=some", "link.0.usd_per_gib=2", "link.0.bandwidth=50 Gbps")
+    return two_clouds(*given, *overrides)
 
 
 def test_a_budget_makes_codecs_no_stronger_than_it_must() -> None:
@@ -77,7 +78,7 @@ def test_a_budget_makes_codecs_no_stronger_than_it_must() -> None:
     assert [one.forward_codec for one in roomy.links] == [one.forward_codec for one in free.links]
     tight = plan(priced(f"limits.budget_usd={0.7 * usd(free)}"))
     assert usd(tight) <= 0.7 * usd(free)
-    assert tight.strength > free.strength == 0
+    assert tight.strength > free.strength
     assert "fewer bytes to pay for" in tight.links[0].reason
 
 
@@ -102,7 +103,8 @@ def test_levers_of_a_thrifty_plan_keep_its_codecs() -> None:
     assert chosen.strength > plan(priced()).strength
     found = {one.what: one for one in levers(job, chosen)}
     assert found["twice the bandwidth"].usd_change == pytest.approx(0.0, abs=0.2)
-    assert all((one.usd_change or 0.0) < 1 for one in found.values())
+    others = [one for what, one in found.items() if what != "int4 on every link"]
+    assert all((one.usd_change or 0.0) < 1 for one in others)
 
 
 UNPRICED = '[[accelerator]]\nname = "mine"\nflops = "312 TFLOPS"\nmemory = "40 GiB"\n'

@@ -13,7 +13,7 @@ from isthmus.plan.simulation.timeline import Timeline
 from isthmus.plan.types import Action, Costs, Event, Interrupted, Member, Outcome, Save, Scheduler, Stop
 from tests.plan.test_simulated_codecs import cut, scenario, slow_from
 
-INTERRUPTED_S = 34.0
+INTERRUPTED_S = 15.0
 LATER_S = 1e6
 NUM_STEPS = 40
 

@@ -23,7 +23,7 @@ INT8 = Pair(forward=parse_codec("rotate | int8"), backward=parse_codec("rotate |
 
 
 def cut(pair: Pair = INT8, **changes: object) -> Cut:
-    values = {"is_free": True, "bandwidths_bps": (RATE_BPS, RATE_BPS), "bounds": Bounds(loss=Loss.SLIGHT)}
+    values = {"is_free": True, "bandwidths_bps": (RATE_BPS, RATE_BPS), "bounds": Bounds(loss=Loss.SOME)}
     return Cut(crossing=CROSSING, name="a-b", codecs=pair, **{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -77,9 +77,8 @@ def test_a_slow_down_is_followed_within_four_steps_and_left_again_without_flappi
     assert set(forward[last + 16 :]) == {mild}
     assert len(list(groupby(forward))) <= 6
     changed = next(step for step in range(len(forward)) if forward[step] < mild)
-    assert notes(timeline)[0].startswith(
-        f"link a-b, from step {changed + 1} on: activations center | rotate | int4"
-    )
+    assert notes(timeline)[0].startswith(f"link a-b, from step {changed + 1} on: activations ")
+    assert "int4" in notes(timeline)[0]
 
 
 def test_gradients_are_sized_by_the_codec_of_their_activation_too() -> None:

@@ -21,9 +21,9 @@ from isthmus.plan.search.choice import Form, PipelineSettings, Plan
 from isthmus.plan.search.facts import cloud_facts
 from isthmus.plan.search.inside import exchange_s
 from isthmus.plan.search.plan_file import decisions_from_dict
-from isthmus.plan.search.settings import Setting
 from isthmus.plan.search.sparing import Sparing, levels
 from isthmus.plan.search.study import study
+from isthmus.plan.search.supply import Setting
 from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 
 PIPELINE = "strategy.kind=pipeline"
@@ -118,7 +118,7 @@ def test_a_last_resort_is_taken_only_where_nothing_else_fits() -> None:
 
 
 def test_a_last_resort_may_spare_a_stage() -> None:
-    chosen = plan(with_memory("12 GiB"), is_quick=True)
+    chosen = plan(with_memory("12 GiB"))
     by_form = {one.form: one.savers for one in reversed(chosen.runners_up)}
     assert (chosen.form, chosen.savers) == (Form.PIPELINE, ())
     assert by_form[Form.ALONE] == ("optimizer on the host",)

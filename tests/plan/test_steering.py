@@ -22,7 +22,7 @@ def pair(forward: str, backward: str) -> Pair:
 
 def cut(codecs: Pair, *, is_free: bool, **changes: Any) -> Cut:
     bounds = Bounds(
-        loss=Loss.SLIGHT,
+        loss=Loss.SOME,
         forward=None if is_free else codecs.forward,
         backward=None if is_free else codecs.backward,
     )
@@ -102,7 +102,7 @@ def test_where_money_counts_codecs_get_stronger_but_no_milder_than_planned() -> 
     assert [steers(tally(step)) for step in range(6)][-1] == (planned,)
     assert notes == []
     steers, notes = steering(paid)
-    strong = [steers(tally(step, on_line_s=0.1)) for step in range(5)][-1][0]
+    strong = [steers(tally(step, on_line_s=0.03)) for step in range(5)][-1][0]
     assert str(strong.forward) == "center | rotate | int4"
     fast_again = [steers(tally(step)) for step in range(5, 15)][-1][0]
     assert fast_again == planned

@@ -12,8 +12,7 @@ from isthmus.plan.replicated.whole import Whole, whole_models
 from isthmus.plan.search.choice import BubbleSplit, DataSettings, Form, Plan, PlannedLink
 from isthmus.plan.search.estimates import estimated
 from isthmus.plan.search.facts import line
-from isthmus.plan.search.limits import excess
-from isthmus.plan.search.settings import search
+from isthmus.plan.search.limits import excess, fits
 from isthmus.plan.search.study import Study
 from isthmus.plan.search.study import study as read_study
 
@@ -101,14 +100,7 @@ def _fits_as_pipeline(study: Study) -> bool:
     except UserError:
         # Such as more clouds than layers.
         return False
-    return bool(
-        search(
-            cut.supply,
-            microbatches=[cut.step.num_sequences],
-            num_levels=len(cut.supply.levels),
-            constraints=cut.terms.constraints,
-        )
-    )
+    return fits(cut)
 
 
 def _plan(study: Study, wholes: Sequence[Whole], wires: Sequence[Wire], sync: Sync) -> Plan:

@@ -8,10 +8,9 @@ from typing import Final
 from isthmus.errors import UserError
 from isthmus.plan.replicated.whole import can_hold, microbatch_numbers, whole_memory
 from isthmus.plan.search.facts import CloudFacts
-from isthmus.plan.search.settings import Setting
 from isthmus.plan.search.study import Study
 from isthmus.plan.search.study import study as read_study
-from isthmus.plan.search.supply import ModelSupply
+from isthmus.plan.search.supply import ModelSupply, Setting
 from isthmus.units import format_bytes, join_words
 
 _NO_END: Final = 2.0**50

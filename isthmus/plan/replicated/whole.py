@@ -8,9 +8,8 @@ from isthmus.plan.replicated.replicas import Replica
 from isthmus.plan.search.choice import PlannedStage
 from isthmus.plan.search.estimates import memory_parts
 from isthmus.plan.search.facts import CloudFacts
-from isthmus.plan.search.settings import Setting
 from isthmus.plan.search.sparing import Level, Sparing
-from isthmus.plan.search.supply import MAX_MICROBATCHES, ModelSupply, microbatch_choices
+from isthmus.plan.search.supply import MAX_MICROBATCHES, ModelSupply, Setting, microbatch_choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ def estimated(
     limiting: str,
     reliefs: Mapping[str, float] = MappingProxyType({}),
     warmup: Warmup | None = None,
+    is_simulated: bool = False,
 ) -> Estimate:
     """Speed and price of a step; the price is unknown if that of any cloud is."""
     usd = _usd(stages, links, step_s)
@@ -37,6 +38,7 @@ def estimated(
         num_steps=num_steps,
         limiting=limiting,
         reliefs=dict(reliefs),
+        is_simulated=is_simulated,
         warmup=warmup,
     )
 
@@ -75,6 +77,11 @@ def split_bubble(
         bandwidth=bandwidth_s / step_s,
         imbalance=imbalance_s / step_s,
     )
+
+
+def idle_only(step_s: float, busy_s: Sequence[float]) -> BubbleSplit:
+    """The bubble of a step whose causes nobody asked for."""
+    return split_bubble(step_s, busy_s, latency_s=0.0, bandwidth_s=0.0)
 
 
 def memory_parts(memory: Memory) -> dict[str, int]:

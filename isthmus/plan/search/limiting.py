@@ -1,6 +1,6 @@
-"""What limits a pipeline: the resource of which no end would shorten a step the most.
+"""What limits a pipeline: the bottleneck resource, whose unlimited supply would shorten a step the most.
 
-Each is taken away by itself, everywhere at once, and the step timed again:
+Each is made unlimited by itself, everywhere at once, and the step simulated again:
 
     bandwidth      messages and their coding take no time on any line
     round trip     nothing is under way, nor handled
@@ -11,14 +11,15 @@ The place that is named with it is the one that has least of it.
 """
 
 import enum
-import math
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Final
 
-from isthmus.plan.scenario import Policy, Scenario, StageLoad, expected, next_windows
-from isthmus.plan.search.settings import passage
+from isthmus.plan.scenario import Scenario, expected, next_windows
+from isthmus.plan.search.choice import Plan
+from isthmus.plan.search.estimates import split_bubble
+from isthmus.plan.steady import simulate_step
 
 _NO_LINE_BPS: Final = 1e15
 # Times that are nothing would make windows that are anything.
@@ -39,7 +40,7 @@ class Resource(enum.Enum):
 
 
 def reliefs(scenario: Scenario, timed: Timed) -> dict[str, float]:
-    """By what share a step would be shorter with no end of each resource, the most first."""
+    """By what share a step would be shorter with an unlimited supply of each resource, the most first."""
     relieved = {Resource.COMPUTE: without_compute(scenario)}
     if scenario.hops:
         relieved[Resource.BANDWIDTH] = without_bytes(scenario)
@@ -61,21 +62,28 @@ def limiting(found: Mapping[str, float]) -> str:
     return " and the ".join([first, *near])
 
 
-def by_formula(scenario: Scenario) -> float:
-    """A step as the search has it: all once from end to end, then the slowest of all."""
-    behind_s, paces_s = 0.0, [0.0]
-    hops = [
-        passage(hop, scenario.num_microbatches, (one.num_ranks, other.num_ranks))
-        for hop, (one, other) in zip(scenario.hops, pairwise(scenario.stages), strict=True)
-    ]
-    for index in reversed(range(scenario.num_stages)):
-        stage = scenario.stages[index]
-        if index < len(hops):
-            behind_s += hops[index].once_s
-            paces_s.append(hops[index].pace_s)
-        behind_s += stage.forward_s + stage.backward_s
-        paces_s += [_pace_s(stage, scenario.num_microbatches), _turns(scenario, index) * behind_s]
-    return behind_s + max(paces_s)
+def explained(plan: Plan) -> Plan:
+    """The same plan with what limits it, and its bubble by cause, each simulated without that cause."""
+    if plan.scenario is None:
+        return plan
+    timed = functools.cache(_simulated_s)
+    step_s = plan.estimate.step_s
+    no_bytes = without_bytes(plan.scenario)
+    no_bytes_s = timed(no_bytes) if plan.links else step_s
+    no_wan_s = timed(without_latency(no_bytes)) if plan.links else step_s
+    bubble = split_bubble(
+        step_s,
+        [stage.busy_s for stage in plan.stages],
+        latency_s=max(0.0, no_bytes_s - no_wan_s),
+        bandwidth_s=max(0.0, step_s - no_bytes_s),
+    )
+    found = reliefs(plan.scenario, timed)
+    estimate = replace(plan.estimate, bubble=bubble, reliefs=found, limiting=limiting(found))
+    return replace(plan, estimate=estimate)
+
+
+def _simulated_s(scenario: Scenario) -> float:
+    return simulate_step(scenario).step_s
 
 
 def without_bytes(scenario: Scenario) -> Scenario:
@@ -113,23 +121,6 @@ def without_compute(scenario: Scenario) -> Scenario:
         for stage in scenario.stages
     )
     return replace(scenario, stages=stages)
-
-
-def _pace_s(stage: StageLoad, num_microbatches: int) -> float:
-    num_rounds = math.ceil(num_microbatches / stage.num_ranks)
-    return (num_rounds - 1) * (stage.forward_s + stage.backward_s) + stage.update_s
-
-
-def _turns(scenario: Scenario, index: int) -> float:
-    """How often a step fills what a stage may keep in flight, less the first time."""
-    caps = scenario.windows or scenario.max_in_flight
-    cap = caps[index] if isinstance(caps, tuple) else caps
-    if scenario.policy is Policy.ONE_F_ONE_B:
-        num_left = scenario.num_stages - index
-        cap = num_left if cap is None else min(cap, num_left)
-    if cap is None or index == scenario.num_stages - 1:
-        return 0.0
-    return max(0.0, scenario.num_microbatches / (cap * scenario.stages[index].num_ranks) - 1)
 
 
 def _place(scenario: Scenario, resource: Resource) -> str:

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
+
+import numpy as np
 
 from isthmus.errors import UserError
 from isthmus.job import Job
@@ -12,17 +14,25 @@ from isthmus.plan.costs.activations import Precision
 from isthmus.plan.cuts import frozen_bottleneck
 from isthmus.plan.ladder import Loss
 from isthmus.plan.scenario import Policy
-from isthmus.plan.search.assess import assess
-from isthmus.plan.search.choice import Estimate, Form, Plan
-from isthmus.plan.search.settings import divisors, search
+from isthmus.plan.search.best_first import Space
+from isthmus.plan.search.candidates import Partition, candidates, planned_stages
+from isthmus.plan.search.choice import Estimate, Form, Plan, PlannedStage
 from isthmus.plan.search.study import LOSSES, Study
 from isthmus.plan.search.study import study as read_study
-from isthmus.plan.search.supply import MAX_MICROBATCHES, ModelSupply
+from isthmus.plan.search.supply import MAX_MICROBATCHES, ModelSupply, Setting, divisors
 from isthmus.units import format_bytes, format_duration, join_words, shorten
 
 # Memory is searched in steps of this factor, up to so many times what there is.
 _MEMORY_STEP: Final = 1.05
 _MOST_MEMORY: Final = 2.0**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A pipeline that fits: its stages, and the memory options that make it fit."""
+
+    stages: tuple[PlannedStage, ...]
+    savers: tuple[str, ...]
 
 
 def keep_mild(plans: Sequence[Plan], job: Job) -> list[Plan]:
@@ -92,7 +102,7 @@ def nothing_fits(study: Study) -> UserError:
     )
 
 
-def _way_out(study: Study, plan: Plan, factor: float) -> str:
+def _way_out(study: Study, plan: Fit, factor: float) -> str:
     ways = []
     if _lock_step_fits(study):
         ways.append('set strategy.policy to "lock-step": such ranks can share out all of a stage')
@@ -106,7 +116,7 @@ def _way_out(study: Study, plan: Plan, factor: float) -> str:
     return "; or ".join(ways)
 
 
-def _devices_wanted(study: Study, plan: Plan) -> list[str]:
+def _devices_wanted(study: Study, plan: Fit) -> list[str]:
     """The memory of those clouds whose stage does not fit."""
     share = study.job.limits.memory_share
     return [
@@ -124,7 +134,7 @@ def _lock_step_fits(study: Study) -> bool:
     return _fits(changed, changed.supply)
 
 
-def _least_memory(study: Study) -> tuple[float, Plan | None]:
+def _least_memory(study: Study) -> tuple[float, Fit | None]:
     """The least factor on all memory under which something fits, and what that is."""
     low, high = 0, math.ceil(math.log(_MOST_MEMORY) / math.log(_MEMORY_STEP))
     if _first(study, _with_memory(study, _MEMORY_STEP**high)) is None:
@@ -139,17 +149,33 @@ def _least_memory(study: Study) -> tuple[float, Plan | None]:
     return factor, _first(study, _with_memory(study, factor))
 
 
-def _first(study: Study, supply: ModelSupply) -> Plan | None:
-    """Anything that fits with the smallest micro-batches and all that spares memory."""
-    strict = [one for one in supply.levels if one.sparing.recompute]
-    strictest = replace(supply, levels=strict, _tables={}, _memory={}, _costs={})
-    found = search(
-        strictest,
-        microbatches=_most_microbatches(study),
-        num_levels=len(strict),
-        constraints=study.terms.constraints,
-    )
-    return assess(found[0], strictest, study.terms) if found else None
+def _first(study: Study, supply: ModelSupply) -> Fit | None:
+    """Anything that fits with the smallest micro-batches and every memory option."""
+    space = Space(supply=supply, terms=study.terms)
+    strict = [number for number, one in enumerate(supply.levels) if one.sparing.recompute]
+    settings = [
+        Setting(num_microbatches=number, level=level)
+        for number in _most_microbatches(study)
+        for level in strict
+    ]
+    for group in (group for setting in settings for group in space.groups(setting)):
+        if not math.isfinite(group.slowest_s(fits=True)):
+            continue
+        total_s, _, slowest_s = group.bounds(group.stops, fits=True)
+        row = int(np.lexsort((slowest_s, total_s))[0])
+        if math.isfinite(total_s[row]):
+            stops = tuple(int(one) for one in group.stops[row])
+            partition = Partition(
+                supply=supply, terms=study.terms, setting=group.setting, clouds=group.clouds, stops=stops
+            )
+            savers = supply.levels[group.setting.level].words(partition.facts)
+            return Fit(stages=planned_stages(candidates(partition)[0]), savers=savers)
+    return None
+
+
+def fits(study: Study) -> bool:
+    """Whether any pipeline of the job fits."""
+    return _fits(study, study.supply)
 
 
 def _most_microbatches(study: Study) -> list[int]:
@@ -167,12 +193,12 @@ def _fits(study: Study, supply: ModelSupply) -> bool:
 
 def _with_memory(study: Study, factor: float) -> ModelSupply:
     supply = study.supply
-    return replace(supply, memory_share=supply.memory_share * factor, _tables={}, _memory={}, _costs={})
+    return supply.without_cache(memory_share=supply.memory_share * factor)
 
 
 def _in_bfloat16(study: Study) -> ModelSupply:
     step = replace(study.step, precision=Precision.BFLOAT16)
-    return replace(study.supply, step=step, _tables={}, _memory={}, _costs={})
+    return study.supply.without_cache(step=step)
 
 
 def _has_row(study: Study) -> bool:
@@ -192,13 +218,21 @@ def _has_row(study: Study) -> bool:
     return bool(walks)
 
 
+def unpriced_budget(study: Study) -> UserError:
+    """What is missing for a budget."""
+    return _no_price(next(cloud.name for cloud in study.clouds if cloud.usd_per_hour is None))
+
+
 def _check_prices(plans: Sequence[Plan], job: Job) -> None:
     if job.limits.budget_usd is None or any(one.estimate.total_usd is not None for one in plans):
         return
-    unpriced = next(stage.cloud for one in plans for stage in one.stages if stage.usd_per_hour is None)
-    raise UserError(
-        f"limits.budget_usd is set, but the price of cloud {unpriced!r} is not known",
-        hint=f"set cloud.{unpriced}.usd_per_hour",
+    raise _no_price(next(stage.cloud for one in plans for stage in one.stages if stage.usd_per_hour is None))
+
+
+def _no_price(cloud: str) -> UserError:
+    return UserError(
+        f"limits.budget_usd is set, but the price of cloud {cloud!r} is not known",
+        hint=f"set cloud.{cloud}.usd_per_hour",
     )
 
 

@@ -14,8 +14,7 @@ from isthmus.job import (
     PipelineStrategy,
 )
 from isthmus.job.boundary import BottleneckSpec
-from isthmus.job.limits import LimitsSpec
-from isthmus.plan.codec_choice import Bounds, Figures, choose
+from isthmus.plan.codec_choice import Bounds
 from isthmus.plan.costs.bottlenecks import Bottleneck, bottleneck_costs
 from isthmus.plan.costs.encoder_decoder import MODEL_TYPE as ENCODER_DECODER
 from isthmus.plan.costs.encoder_decoder import read_encoder_decoder
@@ -24,19 +23,16 @@ from isthmus.plan.costs.messages import Messages, messages_of
 from isthmus.plan.costs.parts import model_costs
 from isthmus.plan.costs.shapes import ModelShape, check_length, max_length, read_shape
 from isthmus.plan.cuts import check_frozen
-from isthmus.plan.ladder import Crossing, Loss, Pair, ladder
+from isthmus.plan.ladder import Loss, ladder
 from isthmus.plan.lock_step import OPEN, check_even, check_lock_step, policy_of
 from isthmus.plan.scenario import Policy
+from isthmus.plan.search.candidates import LinkTerms, Terms
 from isthmus.plan.search.facts import CloudFacts, StepFacts, cloud_facts, line, model_config, step_facts, task
-from isthmus.plan.search.loads import LinkTerms, Terms
-from isthmus.plan.search.settings import Constraints
 from isthmus.plan.search.sparing import levels
 from isthmus.plan.search.supply import CostModel, LinkFacts, ModelSupply
+from isthmus.plan.search.walks import Constraints
 
 LOSSES: Final = {"none": Loss.NONE, "slight": Loss.SLIGHT, "some": Loss.SOME}
-_ANY_ROWS: Final = 1024
-# Formulas may be a little too low.
-_WITHIN_BUDGET: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,20 +95,13 @@ def study(job: Job, *, policy: Policy | None = None) -> Study:
         supply=make_supply(job, model, step, clouds, policy=policy),
         terms=Terms(
             links={frozenset(link.between): _link_terms(job, link, model.width) for link in job.link},
-            constraints=_constraints(strategy, model, policy),
+            constraints=_constraints(strategy, model),
             policy=policy,
             max_in_flight=strategy.max_in_flight if strategy else None,
             windows=strategy.windows if strategy else None,
-            enough_usd=_enough_usd(job.limits),
+            counts_money=job.limits.counts_money,
         ),
     )
-
-
-def _enough_usd(limits: LimitsSpec) -> float | None:
-    """Nothing is saved below a budget; with a deadline, all that there is time for."""
-    if limits.deadline_s is not None:
-        return 0.0
-    return None if limits.budget_usd is None else _WITHIN_BUDGET * limits.budget_usd
 
 
 def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
@@ -163,7 +152,7 @@ def make_supply(
     for link in job.link:
         if all(name in numbers for name in link.between):
             for first, second in (link.between, link.between[::-1]):
-                links[numbers[first], numbers[second]] = _link_facts(job, link, first, model)
+                links[numbers[first], numbers[second]] = _link_facts(link, first, model)
     return ModelSupply(
         clouds=clouds,
         links=links,
@@ -193,7 +182,7 @@ def _ordered(clouds: tuple[CloudFacts, ...], strategy: PipelineStrategy | None) 
     return tuple(by_name[name] for name in strategy.clouds)
 
 
-def _constraints(strategy: PipelineStrategy | None, model: Model, policy: Policy) -> Constraints:
+def _constraints(strategy: PipelineStrategy | None, model: Model) -> Constraints:
     stops = None
     if strategy is not None and strategy.layers is not None:
         stops = tuple(sum(strategy.layers[: stage + 1]) for stage in range(len(strategy.layers)))
@@ -202,7 +191,6 @@ def _constraints(strategy: PipelineStrategy | None, model: Model, policy: Policy
         stops=stops,
         cuts=model.cuts,
         uses_all=strategy is not None,
-        has_narrow_windows=policy is Policy.ONE_F_ONE_B,
     )
 
 
@@ -255,14 +243,10 @@ def _link_terms(job: Job, link: LinkSpec, width: int) -> LinkTerms:
     )
 
 
-def _link_facts(job: Job, link: LinkSpec, first: str, model: Model) -> LinkFacts:
-    seen = line(link, first)
-    crossing_width = link.boundary.crossing_width(model.width)
-    terms = _link_terms(job, link, model.width)
+def _link_facts(link: LinkSpec, first: str, model: Model) -> LinkFacts:
     return LinkFacts(
-        line=seen,
-        width=crossing_width,
-        strongest=_strongest(terms, crossing_width),
+        line=line(link, first),
+        width=link.boundary.crossing_width(model.width),
         bottleneck=_bottleneck(link, model),
     )
 
@@ -271,10 +255,3 @@ def _bottleneck(link: LinkSpec, model: Model) -> Bottleneck | None:
     if not isinstance(link.boundary, BottleneckSpec):
         return None
     return bottleneck_costs(link.boundary, width=model.width, vocabulary_size=model.vocabulary_size)
-
-
-def _strongest(terms: LinkTerms, width: int) -> Pair:
-    """What would be chosen if nothing were hidden."""
-    nothing_hidden = Figures(interval_s=0.0, down_bps=1.0, up_bps=1.0)
-    crossing = Crossing(num_rows=_ANY_ROWS, width=width)
-    return choose(crossing, nothing_hidden, rungs=terms.rungs, bounds=terms.bounds).pair

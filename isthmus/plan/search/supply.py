@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,12 +15,12 @@ from isthmus.plan.costs.messages import Messages, stream_bytes
 from isthmus.plan.costs.parts import ModelCosts, Workload
 from isthmus.plan.costs.times import ModelTimes, estimated_times, learned_times, measured_times
 from isthmus.plan.ladder import Crossing, Pair, Stretch, num_learners
-from isthmus.plan.scenario import HopLoad, Line
+from isthmus.plan.scenario import HopLoad, Line, StageLoad
 from isthmus.plan.search.facts import CloudFacts, StepFacts
 from isthmus.plan.search.inside import between, coding_s, copying_s, exchange_s, updating_s
 from isthmus.plan.search.memory_tables import MemoryTables
-from isthmus.plan.search.settings import Setting, StageTable
 from isthmus.plan.search.sparing import Level
+from isthmus.plan.search.walks import Table
 
 MAX_MICROBATCHES: Final = 4096
 """Of a step."""
@@ -36,12 +36,30 @@ CostModel = Callable[[Workload], ModelCosts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageTable:
+    """A cloud under one setting: tables (a, b) over the layers from a to before b, times of one rank."""
+
+    forward_s: Table
+    backward_s: Table
+    update_s: Table
+    held: Table
+    """Micro-batches in flight that the memory of one rank has room for; 0 where layers alone are too much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Setting:
+    """One way to run a pipeline: micro-batches, and a level of memory options, which cost time."""
+
+    num_microbatches: int
+    level: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFacts:
-    """One direction of travel between two clouds: the line, what crosses it, and its strongest codecs."""
+    """One direction of travel between two clouds: the line, and the width of what crosses it."""
 
     line: Line
     width: int
-    strongest: Pair
     bottleneck: Bottleneck | None = None
 
     @property
@@ -107,6 +125,21 @@ class ModelSupply:
         if key not in self._tables:
             self._tables[key] = self._table(cloud, setting)
         return self._tables[key]
+
+    def stage_load(self, cloud: int, setting: Setting, layers: range) -> StageLoad:
+        """The times of one stage."""
+        table, spot = self.table(cloud, setting), (layers.start, layers.stop)
+        return StageLoad(
+            cloud=self.clouds[cloud].name,
+            forward_s=float(table.forward_s[spot]),
+            backward_s=float(table.backward_s[spot]),
+            update_s=float(table.update_s[spot]),
+            num_ranks=self.clouds[cloud].num_ranks,
+        )
+
+    def without_cache(self, **changes: Any) -> "ModelSupply":
+        """The same with something changed, and nothing that was computed before."""
+        return replace(self, **changes, _tables={}, _memory={}, _costs={})
 
     def _table(self, cloud: int, setting: Setting) -> StageTable:
         facts = self.clouds[cloud]
@@ -176,18 +209,14 @@ class ModelSupply:
         """The same while hidden states still cross where a bottleneck is to begin."""
         return replace(self, links={pair: one.before_bottleneck for pair, one in self.links.items()})
 
-    def hop(self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool = True) -> HopLoad | None:
-        """What a micro-batch sends, as strongly coded as is allowed, as if the pair's first were the first.
-
-        None where a bottleneck would have to learn and cannot, since nothing goes back, and between ranks
-        that could not keep in step.
-        """
-        link = self.links[pair]
-        if (link.bottleneck is not None and not has_gradient) or not self._keep_in_step(pair, setting):
-            return None
-        (element_bytes,) = self.element_bytes(pair, setting)
-        crossing = self.crossing(pair, setting, has_gradient=has_gradient, element_bytes=element_bytes)
-        return self.coded_hop(pair, crossing, link.strongest)
+    def can_cross(self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool) -> bool:
+        """Whether there can be a cut: bottlenecks must learn, and ranks with one schedule must be as many."""
+        if self.links[pair].bottleneck is not None and not has_gradient:
+            return False
+        first, second = (self.clouds[one] for one in pair)
+        level = self.levels[setting.level]
+        is_full = any(level.sharding(one) is Sharding.FULL for one in self.clouds)
+        return not is_full or first.num_ranks == second.num_ranks
 
     def element_bytes(self, clouds: Sequence[int], setting: Setting) -> tuple[int, ...]:
         """Of a number that crosses raw behind each of these stages but the last."""
@@ -244,13 +273,6 @@ class ModelSupply:
             backward_coding_s=is_coded[1] * both_ends_s + copying_s(backward_bytes, first, second),
         )
 
-    def _keep_in_step(self, pair: tuple[int, int], setting: Setting) -> bool:
-        """Ranks of one cloud in lock-step bind those of all, so all clouds have as many."""
-        first, second = (self.clouds[one] for one in pair)
-        level = self.levels[setting.level]
-        is_full = any(level.sharding(one) is Sharding.FULL for one in self.clouds)
-        return not is_full or first.num_ranks == second.num_ranks
-
     def _is_sharded(self, cloud: CloudFacts, setting: Setting) -> bool:
         return self.levels[setting.level].sharding(cloud) is not Sharding.NONE
 
@@ -269,6 +291,11 @@ def _largest(halves: Sequence[HalfCosts]) -> HalfCosts | None:
     return max(halves, key=lambda one: one.held_bytes, default=None)
 
 
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
 def microbatch_choices(
     num_sequences: int, *, given: int | None, most: int, num_ranks: int = 1, multiple_of: int = 1
 ) -> list[int]:
@@ -279,7 +306,7 @@ def microbatch_choices(
     """
     if given is not None:
         return [given]
-    every = [one for one in range(1, min(num_sequences, most) + 1) if num_sequences % one == 0]
+    every = [one for one in divisors(num_sequences) if one <= most]
     every = [one for one in every if one % multiple_of == 0] or every
     enough = [one for one in every if one >= num_ranks] or every[-1:]
     return sorted({round(2 * math.log2(one)): one for one in enough}.values())

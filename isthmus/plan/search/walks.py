@@ -1,272 +1,178 @@
-"""Shortest walks through the clouds under a cap on the pace: stages and passages as edges of a graph.
+"""Enumerates the walks of a pipeline through the clouds: orders of clouds along links, and cuts of layers.
 
-Walks are built from the last stage to the first, since what a stage must keep in flight grows with all that
-lies behind it: a walk that is shorter from some stage on is better for every stage before it, too.
+Up to four clouds every order of every subset and every cut is enumerated. Beyond that a beam extends walks
+cloud by cloud: under a cap on the time of a stage each cloud takes as many layers as keep to it, the walks
+with the least time per layer are kept, and every cut near those that are found is enumerated.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, Self
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, permutations, product
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 Table = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Stops = NDArray[np.int64]
+"""Rows of where the layers of each stage end."""
+
+MAX_ENUMERATED: Final = 4
+"""Clouds whose orders and cuts are all enumerated."""
+_BEAM_WIDTH: Final = 24
+_NUM_HALVINGS: Final = 9
+_CAPS: Final = (1.0, 1.02, 1.05, 1.1, 1.16, 1.25, 1.4, 1.7, 2.2)
+# Of so few stages a beam has all cuts, of more those near the ones that it finds.
+_MAX_ALL_CUTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What a cloud takes for the layers from `a` to before `b`, as tables (a, b)."""
+class Constraints:
+    """What the job fixes of a pipeline."""
 
-    once_s: Table
-    """One micro-batch forward and backward; infinite where the cloud cannot hold the layers."""
-    pace_s: Table
-    """All that its busiest rank does in a step, but for that one micro-batch."""
-    held: Table
-    """How many micro-batches all its ranks together can keep in flight."""
-    num_ranks: int = 1
-
-    def turns(self, num_microbatches: int, window: float = math.inf) -> Table:
-        """How often a step fills all that is in flight, less the first time; 0 where it is not needed.
-
-        No rank keeps more than `window`.
-        """
-        turns = num_microbatches / np.clip(self.held, 1.0, window * self.num_ranks) - 1
-        return np.where(np.isfinite(self.once_s) & (turns > 0), turns, 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passage:
-    """What it takes to cross from one cloud to another: there and back once, and all others of a step."""
-
-    once_s: float
-    pace_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Clouds by number, and the passages between those that may follow each other."""
-
-    offers: Sequence[Offer]
-    passages: Mapping[tuple[int, int], Passage]
-    num_microbatches: int
-    uses_all: bool = False
-    """Whether every cloud must have a stage."""
     in_row: bool = False
-    """Whether stages must keep the order of the clouds."""
-    num_frozen: int = 0
-    """Behind up to so many layers nothing goes back: a cut there takes its passage from `one_way`."""
-    one_way: Mapping[tuple[int, int], Passage] = field(default_factory=dict)
-    has_narrow_windows: bool = False
-    """Whether a rank keeps no more in flight than there are stages from its own on, as 1F1B has it."""
-    _turns: dict[tuple[int, float], Table] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    """Whether the clouds are the stages, in the order in which they are given."""
+    stops: tuple[int, ...] | None = None
+    """Where the layers of each stage end; only for clouds in a row."""
+    cuts: frozenset[int] | None = None
+    """Where a cut is possible at all; None for anywhere."""
+    uses_all: bool = False
 
-    def window(self, num_left: int) -> float:
-        """The most that a rank keeps in flight with so many stages from its own on; the last never waits."""
-        return num_left if self.has_narrow_windows and num_left > 1 else math.inf
+    def sizes(self, num_clouds: int) -> range:
+        """How many stages there may be."""
+        return range(num_clouds if self.uses_all or self.in_row else 1, num_clouds + 1)
 
-    def turns(self, cloud: int, *, num_left: int) -> Table:
-        """How often a step fills what a cloud may keep in flight with so many stages from it on."""
-        key = cloud, self.window(num_left)
-        if key not in self._turns:
-            self._turns[key] = self.offers[cloud].turns(self.num_microbatches, key[1])
-        return self._turns[key]
 
-    def passage(self, pair: tuple[int, int], stop: int) -> Passage:
-        """Between these clouds, where the first one's layers end at `stop`."""
-        return (self.one_way if stop <= self.num_frozen else self.passages)[pair]
+def all_orders(
+    num_clouds: int, pairs: Collection[tuple[int, int]], constraints: Constraints
+) -> Iterator[tuple[int, ...]]:
+    """Every walk along the links that meets no cloud twice, the shortest first."""
+    if constraints.in_row:
+        walks: Iterator[tuple[int, ...]] = iter([tuple(range(num_clouds))])
+    else:
+        walks = (
+            one for size in constraints.sizes(num_clouds) for one in permutations(range(num_clouds), size)
+        )
+    return (one for one in walks if all(pair in pairs for pair in pairwise(one)))
+
+
+@functools.lru_cache(maxsize=64)
+def all_cuts(num_layers: int, num_stages: int, constraints: Constraints) -> Stops:
+    """Every way to cut the layers into stages, one row each."""
+    if constraints.stops is not None:
+        return np.array([constraints.stops])
+    allowed = range(1, num_layers) if constraints.cuts is None else sorted(constraints.cuts)
+    found = list(combinations(allowed, num_stages - 1))
+    inner = np.array(found, dtype=np.int64).reshape(len(found), num_stages - 1)
+    return np.hstack([inner, np.full((len(found), 1), num_layers)])
+
+
+def least_slowest_s(stages_s: Sequence[Table]) -> float:
+    """The least time of the slowest stage over all cuts; tables (a, b), infinite where no stage can be."""
+    best_s = stages_s[0][0]
+    for stage_s in stages_s[1:]:
+        best_s = np.maximum(best_s[:, None], stage_s).min(axis=0)
+    return float(best_s[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beam:
+    """Walks of many clouds: `stages_s` is what each cloud takes for the layers (a, b) in a step."""
+
+    stages_s: Sequence[Table]
+    once_s: Sequence[Table]
+    """What one micro-batch takes at each cloud."""
+    hops_s: Mapping[tuple[int, int], float]
+    """What it takes there and back between two clouds."""
+    lines_s: Mapping[tuple[int, int], float]
+    """How long all messages of a step are on the line between two clouds, in the slower direction."""
+    constraints: Constraints
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are to place."""
-        return int(self.offers[0].once_s.shape[0]) - 1
+        """Of the model."""
+        return len(self.stages_s[0]) - 1
 
+    def walks(self) -> dict[tuple[int, ...], Stops]:
+        """Orders that were found, each with the cuts that are worth a bound."""
+        found: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+        for cap_s in self._caps_s():
+            for order, stops in self._under(cap_s):
+                found.setdefault(order, set()).add(stops)
+        return {order: self._near(stops) for order, stops in found.items()}
 
-Route = list[tuple[int, int]]
-"""Stages in order: the number of the cloud, and where its layers end."""
+    def _caps_s(self) -> Sequence[float]:
+        """The least cap under which any walk places all layers, and some above it."""
+        finite_s = [one[np.isfinite(one)] for one in self.stages_s]
+        finite_s += [np.array([one]) for one in self.lines_s.values() if one > 0]
+        least_s = min((float(one.min()) for one in finite_s if one.size), default=0.0)
+        most_s = max((float(one.max()) for one in finite_s if one.size), default=0.0)
+        if least_s <= 0 or not any(self._under(most_s)):
+            return ()
+        for _ in range(_NUM_HALVINGS):
+            middle_s = math.sqrt(least_s * most_s)
+            least_s, most_s = (least_s, middle_s) if any(self._under(middle_s)) else (middle_s, most_s)
+        return [most_s * one for one in _CAPS]
 
-Key = tuple[int, ...]
-"""By which a walk is known: the first of its clouds, and the set of all where that is not given with it."""
+    def _under(self, cap_s: float) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        ends = [self._furthest(one <= cap_s) for one in self.stages_s]
+        states: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = [(0.0, (), ())]
+        num_clouds = len(self.stages_s)
+        sizes = self.constraints.sizes(num_clouds)
+        for depth in range(num_clouds):
+            grown = []
+            for once_s, order, stops in states:
+                for cloud, stop, added_s in self._next(
+                    order, stops, ends, cap_s, num_left=sizes.start - depth - 1
+                ):
+                    grown.append((once_s + added_s, (*order, cloud), (*stops, stop)))
+            yield from (
+                (order, stops)
+                for _, order, stops in grown
+                if stops[-1] == self.num_layers and len(order) in sizes
+            )
+            rest = [one for one in grown if one[2][-1] < self.num_layers]
+            states = sorted(rest, key=lambda one: (one[0] / one[2][-1], one[1]))[:_BEAM_WIDTH]
 
+    def _next(
+        self,
+        order: tuple[int, ...],
+        stops: tuple[int, ...],
+        ends: Sequence[Stops],
+        cap_s: float,
+        *,
+        num_left: int,
+    ) -> Iterator[tuple[int, int, float]]:
+        start = stops[-1] if stops else 0
+        clouds = [len(order)] if self.constraints.in_row else range(len(self.stages_s))
+        for cloud in clouds:
+            if cloud in order or (order and self.lines_s.get((order[-1], cloud), math.inf) > cap_s):
+                continue
+            # Every cloud that is still to come needs a layer.
+            stop = min(int(ends[cloud][start]), self.num_layers - max(0, num_left))
+            if stop > start and math.isfinite(self.stages_s[cloud][start, stop]):
+                hop_s = self.hops_s[order[-1], cloud] if order else 0.0
+                yield cloud, stop, hop_s + float(self.once_s[cloud][start, stop])
 
-class Walks(Protocol):
-    """All shortest walks under one cap, each known by its key."""
+    def _furthest(self, fits: Mask) -> Stops:
+        """For each first layer, the last end that fits; 0 where none does."""
+        stops = np.arange(self.num_layers + 1)
+        return np.asarray(np.where(fits, stops[None, :], 0).max(axis=1))
 
-    @classmethod
-    def under(cls, problem: Problem, cap_s: float) -> Self:
-        """Find the walks whose every pace keeps to the cap."""
-
-    def lengths(self) -> Mapping[Key, float]:
-        """The length of the shortest whole walk of every key that has one."""
-
-    def route(self, key: Key) -> Route:
-        """The stages of that walk."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Edges:
-    """What is left of a problem under a cap: infinite where a pace is beyond it.
-
-    `limits_s` is how long a micro-batch may stay in flight, None where any time will do: the window is too
-    small for longer; it is by cloud, and by the stages that are left from it on where that matters. Both
-    tables are (b, a), since numpy is fastest at minima over any axis but the last. `hops_s` is (cloud, next
-    cloud, b).
-    """
-
-    stages_s: Sequence[Table]
-    limits_s: Sequence[Sequence[Table | None]]
-    hops_s: Table
-
-    @classmethod
-    def under(cls, problem: Problem, cap_s: float) -> Self:
-        stages_s = [np.where(one.pace_s <= cap_s, one.once_s, np.inf).T.copy() for one in problem.offers]
-        hops_s = np.full((len(stages_s), len(stages_s), problem.num_layers + 1), np.inf)
-        ends = slice(0, problem.num_frozen + 1), slice(problem.num_frozen + 1, None)
-        for where, passages in zip(ends, (problem.one_way, problem.passages), strict=True):
-            for pair, passage in passages.items():
-                if passage.pace_s <= cap_s:
-                    hops_s[(*pair, where)] = passage.once_s
-        most = len(problem.offers) if problem.has_narrow_windows else 1
-        limits_s = [
-            [_limits(problem.turns(cloud, num_left=number + 1), cap_s) for number in range(most)]
-            for cloud in range(len(problem.offers))
-        ]
-        return cls(stages_s=stages_s, limits_s=limits_s, hops_s=hops_s)
-
-    def first(self, cloud: int, behind_s: Table, *, num_left: int) -> Table:
-        """Lengths (…, b, a) with the layers from a to b at this cloud, and `behind_s` (…, b) behind them."""
-        lengths_s = self.stages_s[cloud] + behind_s[..., None]
-        limits_s = self.limits_s[cloud]
-        limit_s = limits_s[min(num_left, len(limits_s)) - 1]
-        return lengths_s if limit_s is None else np.where(lengths_s <= limit_s, lengths_s, np.inf)
-
-    def shortest(self, cloud: int, behind_s: Table, *, num_left: int) -> Table:
-        """The least of these lengths over b; one row of `behind_s` after the other, which the cache holds."""
-        return np.array([self.first(cloud, one, num_left=num_left).min(axis=0) for one in behind_s])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetWalks:
-    """Walks in any order, known by their first cloud and the set of all as a bit mask: `[set, first, a]`."""
-
-    edges: _Edges
-    uses_all: bool
-    lengths_s: Table
-
-    @classmethod
-    def under(cls, problem: Problem, cap_s: float) -> Self:
-        """Find the walks whose every pace keeps to the cap, set after set by size."""
-        edges = _Edges.under(problem, cap_s)
-        num_clouds = len(problem.offers)
-        lengths_s = np.full((1 << num_clouds, num_clouds, problem.num_layers + 1), np.inf)
-        for cloud in range(num_clouds):
-            lengths_s[1 << cloud, cloud] = edges.first(cloud, _end(problem), num_left=1).min(axis=-2)
-        for size, same_size in enumerate(_sets_by_size(num_clouds)[2:], start=2):
-            for cloud in range(num_clouds):
-                sets = same_size[same_size >> cloud & 1 == 1]
-                behind_s = (lengths_s[sets ^ (1 << cloud)] + edges.hops_s[cloud]).min(axis=1)
-                lengths_s[sets, cloud] = edges.shortest(cloud, behind_s, num_left=size)
-        return cls(edges=edges, uses_all=problem.uses_all, lengths_s=lengths_s)
-
-    def lengths(self) -> Mapping[Key, float]:
-        """The length of the shortest whole walk of every set of clouds, from each that it can begin at."""
-        whole_s = self.lengths_s[:, :, 0]
-        least = len(whole_s) - 1 if self.uses_all else 0
-        found = zip(*np.nonzero(np.isfinite(whole_s)), strict=True)
-        return {(int(first), int(one)): float(whole_s[one, first]) for one, first in found if one >= least}
-
-    def route(self, key: Key) -> Route:
-        """The stages of the shortest walk of a set of clouds from the first on."""
-        num_layers = self.lengths_s.shape[2] - 1
-        (cloud, clouds), start = key, 0
-        route: Route = []
-        while clouds != 1 << cloud:
-            num_left = clouds.bit_count()
-            clouds ^= 1 << cloud
-            behind_s = self.lengths_s[clouds] + self.edges.hops_s[cloud]
-            following, stop = _least(self.edges.first(cloud, behind_s, num_left=num_left)[..., start])
-            route.append((cloud, stop))
-            cloud, start = following, stop
-        return [*route, (cloud, num_layers)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowWalks:
-    """Walks that keep the order of the clouds but may skip some, known by the first: `lengths[first, a]`.
-
-    The row behind the last cloud stands for the end of a walk. Where some may be skipped, narrow windows
-    count as if none were.
-    """
-
-    edges: _Edges
-    uses_all: bool
-    lengths_s: Table
-
-    @classmethod
-    def under(cls, problem: Problem, cap_s: float) -> Self:
-        """Find the walks whose every pace keeps to the cap, from the last cloud to the first."""
-        num_clouds = len(problem.offers)
-        lengths_s = np.full((num_clouds + 1, problem.num_layers + 1), np.inf)
-        lengths_s[num_clouds] = _end(problem)
-        walks = cls(edges=_Edges.under(problem, cap_s), uses_all=problem.uses_all, lengths_s=lengths_s)
-        for cloud in reversed(range(num_clouds)):
-            behind_s = walks._behind(cloud).min(axis=0)
-            first_s = walks.edges.first(cloud, behind_s, num_left=num_clouds - cloud)
-            lengths_s[cloud] = first_s.min(axis=-2)
-        return walks
-
-    def lengths(self) -> Mapping[Key, float]:
-        """The length of the shortest whole walk that starts at each cloud."""
-        whole_s = self.lengths_s[:-1, 0]
-        allowed = [0] if self.uses_all else range(len(whole_s))
-        return {(one,): float(whole_s[one]) for one in allowed if math.isfinite(whole_s[one])}
-
-    def route(self, key: Key) -> Route:
-        """The stages of the shortest walk that starts at a cloud."""
-        end = self.lengths_s.shape[0] - 1
-        (cloud,), start = key, 0
-        route: Route = []
-        while cloud < end:
-            first_s = self.edges.first(cloud, self._behind(cloud), num_left=end - cloud)
-            row, stop = _least(first_s[..., start])
-            route.append((cloud, stop))
-            cloud, start = cloud + 1 + row, stop
-        return route
-
-    def _behind(self, cloud: int) -> Table:
-        """Lengths (later cloud or end, b) behind a cloud."""
-        behind_s = self.lengths_s[cloud + 1 :].copy()
-        behind_s[:-1] += self.edges.hops_s[cloud, cloud + 1 :]
-        if self.uses_all:
-            behind_s[1:] = np.inf
-        return behind_s
-
-
-def _end(problem: Problem) -> Table:
-    """Nothing lies behind the last layer, and no walk ends before it."""
-    end_s = np.full(problem.num_layers + 1, np.inf)
-    end_s[-1] = 0.0
-    return end_s
-
-
-def _limits(turns: Table, cap_s: float) -> Table | None:
-    """With h in flight, m take `m/h` as long as one stays: all but the first keep to the cap."""
-    if not turns.any():
-        return None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(turns > 0, cap_s / turns, np.inf).T.copy()
-
-
-def _sets_by_size(num_clouds: int) -> list[NDArray[np.int64]]:
-    """All sets of clouds as bit masks, those of the same size together."""
-    every = np.arange(1 << num_clouds)
-    sizes = sum(every >> cloud & 1 for cloud in range(num_clouds))
-    return [every[sizes == size] for size in range(num_clouds + 1)]
-
-
-def _least(values: Table) -> tuple[int, int]:
-    row, column = np.unravel_index(values.argmin(), values.shape)
-    return int(row), int(column)
+    def _near(self, found: Collection[tuple[int, ...]]) -> Stops:
+        """The cuts that were found, and those with one end or two neighbouring ends moved."""
+        num_stages = len(next(iter(found)))
+        if num_stages <= _MAX_ALL_CUTS or self.constraints.stops is not None:
+            return all_cuts(self.num_layers, num_stages, self.constraints)
+        moves = [(0,) * num_stages]
+        for index, size, wide in product(range(num_stages - 1), (-3, -2, -1, 1, 2, 3), (1, 2)):
+            ends = range(index, min(index + wide, num_stages - 1))
+            moves.append(tuple(size if one in ends else 0 for one in range(num_stages)))
+        rows = np.unique(np.concatenate([np.array(one) + np.array(moves) for one in sorted(found)]), axis=0)
+        is_cut = (np.diff(rows, axis=1, prepend=0) > 0).all(axis=1)
+        if self.constraints.cuts is not None:
+            is_cut &= np.isin(rows[:, :-1], sorted(self.constraints.cuts)).all(axis=1)
+        return np.asarray(rows[is_cut])
