@@ -16,6 +16,7 @@ from isthmus.job import (
     parse_codec,
 )
 from isthmus.plan.costs.memory import Sharding
+from isthmus.plan.costs.source import CostSource, nothing_measured
 from isthmus.plan.planner import plan as make_plan
 from isthmus.plan.replicated.replicas import INNER_STEPS
 from isthmus.plan.search.choice import DataSettings, Form, PipelineSettings, Plan
@@ -35,15 +36,21 @@ class Lever:
     usd_change: float | None
 
 
-def levers(job: Job, plan: Plan, *, progress: Callable[[str], None] = lambda _: None) -> tuple[Lever, ...]:
+def levers(
+    job: Job,
+    plan: Plan,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+    source: CostSource = nothing_measured,
+) -> tuple[Lever, ...]:
     """Every change that is possible, the greatest gain first."""
     fixed = _as_planned(job, plan)
-    base = make_plan(fixed, is_quick=True)
+    base = make_plan(fixed, is_quick=True, source=source)
     found = []
     for what, changed in _changes(fixed, plan):
         progress(f"trying {what}")
         try:
-            other = make_plan(changed, is_quick=True)
+            other = make_plan(changed, is_quick=True, source=source)
         except UserError:
             # Such as a recompute that is switched off and does not fit: no lever.
             continue

@@ -11,6 +11,7 @@ from typing import Final
 from isthmus.errors import UserError
 from isthmus.job import AutoStrategy, DataStrategy, GeneratorDiscriminatorStrategy, Job
 from isthmus.job.sections import why_not_run
+from isthmus.plan.costs.source import CostSource, nothing_measured
 from isthmus.plan.cuts import check_cuts, frozen_notes, links_along
 from isthmus.plan.replicated.data import data_plans
 from isthmus.plan.replicated.generator import generator_plans
@@ -38,13 +39,21 @@ _MAX_RUNNERS_UP: Final = 6
 _VERBS: Final = ("takes", "costs", "has", "would")
 
 
-def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: None) -> Plan:
+def plan(
+    job: Job,
+    *,
+    is_quick: bool = False,
+    progress: Progress = lambda _: None,
+    source: CostSource = nothing_measured,
+) -> Plan:
     """Choose the best plan within the job's limits, or say in one sentence what is in the way of any.
+
+    The source measures the costs of the model where torch is installed.
 
     With `is_quick` the same plan is chosen, and no other is told of.
     """
     progress("reading the job")
-    ready = study(job)
+    ready = study(job, source=source)
     match job.strategy:
         case GeneratorDiscriminatorStrategy() as strategy:
             best, others, num_tried = _best_of(generator_plans(ready, strategy), job)
@@ -58,7 +67,7 @@ def plan(job: Job, *, is_quick: bool = False, progress: Progress = lambda _: Non
     runners_up = tuple(_runner_up(one, best, job) for one in others)
     return replace(
         best,
-        notes=(*best.notes, *_cut_notes(best, ready)),
+        notes=(*best.notes, *filter(None, [ready.model.note]), *_cut_notes(best, ready)),
         reason=_reason(best, runners_up),
         runners_up=runners_up,
         num_tried=num_tried,

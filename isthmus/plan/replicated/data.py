@@ -14,7 +14,6 @@ from isthmus.plan.search.estimates import estimated
 from isthmus.plan.search.facts import line
 from isthmus.plan.search.limits import excess, fits
 from isthmus.plan.search.study import Study
-from isthmus.plan.search.study import study as read_study
 
 # Every subset of more clouds than this would be too many; then all that hold the model and are joined count.
 _MAX_SUBSETS: Final = 6
@@ -96,7 +95,7 @@ def _refusal(study: Study) -> UserError:
 
 def _fits_as_pipeline(study: Study) -> bool:
     try:
-        cut = read_study(study.job.model_copy(update={"strategy": PipelineStrategy(kind="pipeline")}))
+        cut = study.of(study.job.model_copy(update={"strategy": PipelineStrategy(kind="pipeline")}))
     except UserError:
         # Such as more clouds than layers.
         return False

@@ -12,13 +12,14 @@ from isthmus.job import GeneratorDiscriminatorStrategy, Job, LinkSpec
 from isthmus.plan.costs.messages import messages_of
 from isthmus.plan.costs.parts import model_costs
 from isthmus.plan.costs.shapes import ModelShape, Task, load_config, read_shape
+from isthmus.plan.costs.source import PlannedModel
 from isthmus.plan.replicated.refusals import Pair, holders, linked_fit, no_room
 from isthmus.plan.replicated.replicas import share_out
 from isthmus.plan.replicated.whole import Whole, whole_models
 from isthmus.plan.search.choice import BubbleSplit, Form, Plan, PlannedLink
 from isthmus.plan.search.estimates import estimated
 from isthmus.plan.search.facts import line, model_config
-from isthmus.plan.search.study import Model, Study, make_supply
+from isthmus.plan.search.study import Study, make_supply
 from isthmus.plan.search.supply import ModelSupply
 
 # XLM-E's generator has 4 layers to the discriminator's 12, of the same width.
@@ -110,7 +111,7 @@ def _shapes(job: Job, strategy: GeneratorDiscriminatorStrategy) -> tuple[ModelSh
 
 
 def _supply(study: Study, shape: ModelShape) -> ModelSupply:
-    model = Model(
+    model = PlannedModel(
         costs_of=lambda workload: model_costs(shape, workload),
         num_layers=shape.num_layers,
         width=shape.width,

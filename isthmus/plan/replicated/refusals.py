@@ -9,7 +9,6 @@ from isthmus.errors import UserError
 from isthmus.plan.replicated.whole import can_hold, microbatch_numbers, whole_memory
 from isthmus.plan.search.facts import CloudFacts
 from isthmus.plan.search.study import Study
-from isthmus.plan.search.study import study as read_study
 from isthmus.plan.search.supply import ModelSupply, Setting
 from isthmus.units import format_bytes, join_words
 
@@ -112,7 +111,7 @@ def _cause(apart: Pair | None, nearest: Pair | None) -> str:
 def _narrow_way(study: Study, pairs_of: Callable[[Study], Sequence[Pair]]) -> Iterator[str]:
     if study.job.train.precision == "float32":
         train = study.job.train.model_copy(update={"precision": "bfloat16"})
-        narrow = read_study(study.job.model_copy(update={"train": train}))
+        narrow = study.of(study.job.model_copy(update={"train": train}))
         if linked_fit(narrow, pairs_of(narrow)):
             yield 'set train.precision to "bfloat16"'
 

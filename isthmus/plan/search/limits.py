@@ -18,7 +18,6 @@ from isthmus.plan.search.best_first import Space
 from isthmus.plan.search.candidates import Partition, candidates, planned_stages
 from isthmus.plan.search.choice import Estimate, Form, Plan, PlannedStage
 from isthmus.plan.search.study import LOSSES, Study
-from isthmus.plan.search.study import study as read_study
 from isthmus.plan.search.supply import MAX_MICROBATCHES, ModelSupply, Setting, divisors
 from isthmus.units import format_bytes, format_duration, join_words, shorten
 
@@ -130,7 +129,7 @@ def _lock_step_fits(study: Study) -> bool:
     """Whether the job's policy is in the way: ranks in lock-step can share out all of a stage."""
     if study.terms.policy.keeps_order:
         return False
-    changed = read_study(study.job, policy=Policy.LOCK_STEP)
+    changed = study.of(study.job, policy=Policy.LOCK_STEP)
     return _fits(changed, changed.supply)
 
 

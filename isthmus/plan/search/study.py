@@ -18,10 +18,12 @@ from isthmus.plan.codec_choice import Bounds
 from isthmus.plan.costs.bottlenecks import Bottleneck, bottleneck_costs
 from isthmus.plan.costs.encoder_decoder import MODEL_TYPE as ENCODER_DECODER
 from isthmus.plan.costs.encoder_decoder import read_encoder_decoder
+from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.learning import ALL, Learning, read_adapters
-from isthmus.plan.costs.messages import Messages, messages_of
+from isthmus.plan.costs.messages import messages_of
 from isthmus.plan.costs.parts import model_costs
 from isthmus.plan.costs.shapes import ModelShape, check_length, max_length, read_shape
+from isthmus.plan.costs.source import CostSource, PlannedModel, nothing_measured
 from isthmus.plan.cuts import check_frozen
 from isthmus.plan.ladder import Loss, ladder
 from isthmus.plan.lock_step import OPEN, check_even, check_lock_step, policy_of
@@ -29,24 +31,12 @@ from isthmus.plan.scenario import Policy
 from isthmus.plan.search.candidates import LinkTerms, Terms
 from isthmus.plan.search.facts import CloudFacts, StepFacts, cloud_facts, line, model_config, step_facts, task
 from isthmus.plan.search.sparing import levels
-from isthmus.plan.search.supply import CostModel, LinkFacts, ModelSupply
+from isthmus.plan.search.supply import LinkFacts, ModelSupply
 from isthmus.plan.search.walks import Constraints
 
+_SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_MORE_SIZES: Final = ("intermediate_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
 LOSSES: Final = {"none": Loss.NONE, "slight": Loss.SLIGHT, "some": Loss.SOME}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """What is trained, as far as planning goes."""
-
-    costs_of: CostModel
-    num_layers: int
-    width: int
-    vocabulary_size: int
-    messages: Messages
-    cuts: frozenset[int] | None = None
-    max_length: int | None = None
-    """Of a sequence; None where there is no telling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +44,12 @@ class Study:
     """All that the search needs to know of a job."""
 
     job: Job
-    model: Model
+    model: PlannedModel
     step: StepFacts
     clouds: tuple[CloudFacts, ...]
     supply: ModelSupply
     terms: Terms
+    source: CostSource = nothing_measured
 
     @property
     def strategy(self) -> PipelineStrategy:
@@ -70,12 +61,16 @@ class Study:
         """The same with ranks that can share out all of a stage; None where the job has its own policy."""
         if self.strategy.policy != OPEN or self.terms.policy.keeps_order:
             return None
-        return study(self.job, policy=Policy.LOCK_STEP)
+        return self.of(self.job, policy=Policy.LOCK_STEP)
+
+    def of(self, job: Job, *, policy: Policy | None = None) -> "Study":
+        """A study of another job, with costs from the same source."""
+        return study(job, policy=policy, source=self.source)
 
 
-def study(job: Job, *, policy: Policy | None = None) -> Study:
+def study(job: Job, *, policy: Policy | None = None, source: CostSource = nothing_measured) -> Study:
     """Read a job, or say in one sentence what is missing or wrong; by this policy if it leaves that open."""
-    model, step = read_model(job), step_facts(job)
+    model, step = read_model(job, source=source), step_facts(job)
     strategy = _pipeline(job)
     clouds = _ordered(cloud_facts(job), strategy)
     _check_given(strategy, model, step, clouds)
@@ -101,15 +96,22 @@ def study(job: Job, *, policy: Policy | None = None) -> Study:
             windows=strategy.windows if strategy else None,
             counts_money=job.limits.counts_money,
         ),
+        source=source,
     )
 
 
-def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
-    """The costs of the job's model, or of another configuration in its place."""
-    config = model_config(job) if config is None else config
+def read_model(
+    job: Job, config: Mapping[str, object] | None = None, *, source: CostSource = nothing_measured
+) -> PlannedModel:
+    """The costs of the job's model, or of another configuration in its place.
+
+    They are measured where the source can. Without it formulas serve the families that they know, and of any
+    other model the costs are estimated.
+    """
+    other, config = config, model_config(job) if config is None else config
     if config.get("model_type") == ENCODER_DECODER:
         both = read_encoder_decoder(config)
-        return Model(
+        return PlannedModel(
             costs_of=both.costs,
             num_layers=both.num_layers,
             width=both.width,
@@ -117,16 +119,49 @@ def read_model(job: Job, config: Mapping[str, object] | None = None) -> Model:
             messages=messages_of(both.encoder),
             cuts=frozenset({both.num_encoder_layers}),
         )
-    shape = read_shape(config, task=task(job))
+    measured = source(job, other)
+    if measured is not None:
+        check_frozen(_num_frozen(job), num_layers=measured.num_layers)
+        return measured
+    return _by_formula(job, config)
+
+
+def _by_formula(job: Job, config: Mapping[str, object]) -> PlannedModel:
+    known, note = config, None
+    if config.get("model_type") is not None and config["model_type"] not in FAMILIES:
+        known, note = _as_llama(config)
+    shape = read_shape(known, task=task(job))
     learning = _learning(job, shape)
-    return Model(
+    return PlannedModel(
         costs_of=lambda workload: model_costs(shape, workload, learning),
         num_layers=shape.num_layers,
         width=shape.width,
         vocabulary_size=shape.vocabulary_size,
         messages=messages_of(shape),
-        max_length=max_length(config),
+        max_length=max_length(known),
+        note=note,
     )
+
+
+def _as_llama(config: Mapping[str, object]) -> tuple[Mapping[str, object], str]:
+    """A Llama of the same sizes, for a model that nothing is known of; it must give the sizes itself."""
+    missing = [key for key in _SIZES if not isinstance(config.get(key), int)]
+    if missing:
+        raise UserError(
+            f"the costs of model_type {config['model_type']!r} are not known, and its configuration does not "
+            f"give {' and '.join(missing)}",
+            hint="install isthmus with its extra train, which measures them",
+        )
+    sizes = {key: config[key] for key in (*_SIZES, *_MORE_SIZES) if config.get(key) is not None}
+    note = (
+        f"the costs of {config['model_type']} are estimated as those of a Llama of its size; with torch "
+        "installed they are measured"
+    )
+    return {**sizes, "model_type": "llama"}, note
+
+
+def _num_frozen(job: Job) -> int:
+    return 0 if job.model is None else job.model.frozen_layers
 
 
 def _learning(job: Job, shape: ModelShape) -> Learning:
@@ -140,7 +175,7 @@ def _learning(job: Job, shape: ModelShape) -> Learning:
 
 def make_supply(
     job: Job,
-    model: Model,
+    model: PlannedModel,
     step: StepFacts,
     clouds: tuple[CloudFacts, ...],
     *,
@@ -182,7 +217,7 @@ def _ordered(clouds: tuple[CloudFacts, ...], strategy: PipelineStrategy | None) 
     return tuple(by_name[name] for name in strategy.clouds)
 
 
-def _constraints(strategy: PipelineStrategy | None, model: Model) -> Constraints:
+def _constraints(strategy: PipelineStrategy | None, model: PlannedModel) -> Constraints:
     stops = None
     if strategy is not None and strategy.layers is not None:
         stops = tuple(sum(strategy.layers[: stage + 1]) for stage in range(len(strategy.layers)))
@@ -195,7 +230,7 @@ def _constraints(strategy: PipelineStrategy | None, model: Model) -> Constraints
 
 
 def _check_given(
-    strategy: PipelineStrategy | None, model: Model, step: StepFacts, clouds: tuple[CloudFacts, ...]
+    strategy: PipelineStrategy | None, model: PlannedModel, step: StepFacts, clouds: tuple[CloudFacts, ...]
 ) -> None:
     if strategy is None:
         return
@@ -243,7 +278,7 @@ def _link_terms(job: Job, link: LinkSpec, width: int) -> LinkTerms:
     )
 
 
-def _link_facts(link: LinkSpec, first: str, model: Model) -> LinkFacts:
+def _link_facts(link: LinkSpec, first: str, model: PlannedModel) -> LinkFacts:
     return LinkFacts(
         line=line(link, first),
         width=link.boundary.crossing_width(model.width),
@@ -251,7 +286,7 @@ def _link_facts(link: LinkSpec, first: str, model: Model) -> LinkFacts:
     )
 
 
-def _bottleneck(link: LinkSpec, model: Model) -> Bottleneck | None:
+def _bottleneck(link: LinkSpec, model: PlannedModel) -> Bottleneck | None:
     if not isinstance(link.boundary, BottleneckSpec):
         return None
     return bottleneck_costs(link.boundary, width=model.width, vocabulary_size=model.vocabulary_size)
