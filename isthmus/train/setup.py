@@ -58,10 +58,13 @@ class Setup:
         return tuple(range(start, stop) for start, stop in pairwise((0, *accumulate(self.layers))))
 
 
-def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) -> Setup:
+def set_up(
+    job: Job, *, decisions: Decisions | None = None, plans: bool = True, known: Job | None = None
+) -> Setup:
     """Choose what the job leaves open, with reasons, and refuse what cannot run.
 
     A cloud that does not plan takes the decisions of the one that has, or those that the run began with.
+    Plans are made for `known`: the job with what is known of its clouds beside it, such as profiles.
     """
     if job.data is None or job.model is None:
         missing = "[data]" if job.data is None else "[model]"
@@ -72,14 +75,14 @@ def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) 
     check_lists(strategy, num_clouds=len(clouds))
     if decisions is not None:
         return _decided(job, strategy, clouds, decisions)
-    why_not = _why_not_planned(job)
+    why_not = _why_not_planned(known or job)
     if plans and why_not is None:
-        return _planned(job, strategy, clouds)
+        return _planned(job, strategy, clouds, known or job)
     return _unplanned(job, strategy, clouds, why_not)
 
 
-def _planned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...]) -> Setup:
-    fixed = job.model_copy(update={"strategy": strategy.model_copy(update={"clouds": clouds})})
+def _planned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], known: Job) -> Setup:
+    fixed = known.model_copy(update={"strategy": strategy.model_copy(update={"clouds": clouds})})
     chosen = plan(fixed)
     chosen = replace(chosen, notes=(*_reasons(job, strategy, chosen), *chosen.notes))
     if chosen.decisions is None:

@@ -11,7 +11,9 @@ from isthmus.plan.costs.activations import Precision
 from isthmus.plan.costs.parts import Workload
 from isthmus.plan.costs.profile import Profile, read_profile, write_profile
 from isthmus.plan.costs.times import measured_times
-from isthmus.train.profiling import Rig, measure
+from isthmus.train.profiling import Effort, Rig, measure
+
+FEW = Effort(least_rounds=2, most_rounds=3, size_s=0.0, round_s=10.0, rehearsal_s=0.0)
 
 JOB = """
 name = "small"
@@ -63,13 +65,7 @@ num_hidden_layers = 4
 def measured(config: str, *, task: str = "causal-lm", microbatches: int = 2) -> Profile:
     text = JOB.format(config=config, task=task, microbatches=microbatches)
     job = parse_job(text, file=Path("job.toml"))
-    return measure(job, job.cloud[0])
-
-
-@pytest.fixture(autouse=True)
-def _few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.train.profiling._NUM_REPEATS", 3)
-    monkeypatch.setattr("isthmus.train.profiling._NUM_WARM_UPS", 1)
+    return measure(job, job.cloud[0], effort=FEW)
 
 
 def test_every_size_and_layer_is_measured_and_can_be_planned_with(tmp_path: Path) -> None:

@@ -316,6 +316,14 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return 0.0, sum(weight * size * time for weight, size, time in weighted) / squares
 
 
+def mean_sample(samples: Sequence[Sample]) -> Sample:
+    """The mean of samples of one size."""
+    share = 1 / len(samples)
+    parts = zip(*(_parts(one) for one in samples), strict=True)
+    means = [sum((one.each(lambda time_s: share * time_s) for one in part), NO_TIME) for part in parts]
+    return replace(_with_parts(samples[0], means, samples[0].num_sequences), peak_bytes=samples[0].peak_bytes)
+
+
 def _beyond(samples: Sequence[Sample], num_sequences: int) -> Sample:
     """A size outside of those measured: as the nearest one, scaled along the line through all."""
     nearest = samples[0] if num_sequences < samples[0].num_sequences else samples[-1]

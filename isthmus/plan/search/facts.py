@@ -165,7 +165,7 @@ def line(link: LinkSpec, first: str) -> Line:
 def _cloud(cloud: CloudSpec, own: Mapping[str, Accelerator], *, sharing: int) -> CloudFacts:
     """A cloud; what it shares with others of this machine is divided between them."""
     profile = _profile(cloud.name, cloud.profile) if cloud.profile is not None else None
-    accelerator = _accelerator(cloud, own, has_profile=profile is not None).shared_by(sharing)
+    accelerator = _accelerator(cloud, own, profile).shared_by(sharing)
     price = accelerator.usd_per_hour
     whole = None if price is None else price * cloud.ranks
     is_known = cloud.accelerator is not None or cloud.flops is not None or accelerator.is_cpu
@@ -191,15 +191,15 @@ def _profile(cloud: str, file: str) -> Profile:
         ) from None
 
 
-def _accelerator(cloud: CloudSpec, own: Mapping[str, Accelerator], *, has_profile: bool) -> Accelerator:
+def _accelerator(cloud: CloudSpec, own: Mapping[str, Accelerator], profile: Profile | None) -> Accelerator:
     if cloud.accelerator is not None:
         found = find_accelerator(cloud.accelerator, own=own)
         return found if cloud.flops is None else replace(found, flops=cloud.flops)
-    if cloud.device == "cpu":
+    if cloud.device == "cpu" or (profile is not None and profile.device == "cpu"):
         return CATALOGUE["cpu"]
     if cloud.flops is not None and cloud.memory_bytes is not None:
         return new_accelerator(cloud.name, flops=cloud.flops, memory_bytes=cloud.memory_bytes)
-    if has_profile:
+    if profile is not None:
         return replace(CATALOGUE["a100-80gb"], name=cloud.name, usd_per_hour=None)
     raise UserError(
         f"cloud {cloud.name!r} does not say what its devices are",
