@@ -257,7 +257,7 @@ def _run_as(
     from isthmus.train.profiles import is_open, unpack_profile
     from isthmus.train.runs import find_unfinished, writing_to
     from isthmus.train.session import Place, train_cloud
-    from isthmus.train.setup import set_up
+    from isthmus.train.setup import may_plan, set_up
     from isthmus.wan.endpoint import Endpoint
     from isthmus.wan.trust.certificates import read_identity
 
@@ -290,7 +290,7 @@ def _run_as(
             return stack.enter_context(chosen).name
 
         is_new = not resume or find_unfinished(root, job) is None
-        is_measured = chooses and is_profiled and is_new and is_open(job)
+        is_measured = chooses and is_profiled and is_new and is_open(job) and may_plan(job)
         if is_measured:
             check_unplanned(job, root=root, note=note)
         place = Place(

@@ -24,7 +24,7 @@ from isthmus.train.data.token_files import TokenFiles, tokens_of
 from isthmus.train.data.training_data import open_data
 from isthmus.train.fitting import check_fits
 from isthmus.train.runs import TOKENIZER_FOLDER, find_unfinished, go_on, refuse_changed, start_run
-from isthmus.train.setup import Setup, set_up
+from isthmus.train.setup import Setup, may_plan, set_up
 from isthmus.wan.devices import Devices, require_kind, require_one_each
 from isthmus.wan.handshake import Seat
 
@@ -92,7 +92,8 @@ def check_job(
     set_up(job, decisions=decisions, plans=False)
     data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
-    known = learn(job)
+    is_planned = plans and decisions is None and may_plan(job)
+    known = learn(job) if is_planned else job
     setup = set_up(job, decisions=decisions, plans=plans, known=known)
     check_export(job, setup, blueprint)
     check_fits(known, setup, blueprint)

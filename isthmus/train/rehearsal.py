@@ -247,6 +247,8 @@ class _Rehearsing:
         )
         with loop:
             loop.run()
+        # The wires of this pipeline must be closed everywhere, or they would take what the next one sends.
+        agree_on_end(up=self._up, down=self._down)
         return [step.duration_s for step in record.steps[_NUM_WARM_UP_STEPS:]]
 
     def _config(self, size: Size, num_microbatches: int, width: int) -> RunConfig:

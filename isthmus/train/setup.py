@@ -177,15 +177,25 @@ def _layout(job: Job, num_microbatches: int) -> Layout:
     )
 
 
+def may_plan(job: Job) -> bool:
+    """Whether a plan can be made once all clouds are measured."""
+    return _why_no_costs(job) is None
+
+
 def _why_not_planned(job: Job) -> str | None:
     """What the planner would have to know, None where it knows enough."""
-    for link in job.link:
-        if link.bandwidth_bps is None or link.rtt_s is None:
-            return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"
     for cloud in job.cloud:
         is_known = cloud.device == "cpu" or cloud.profile is not None or cloud.accelerator is not None
         if not is_known and (cloud.flops is None or cloud.memory_bytes is None):
             return f"cloud {cloud.name} does not say what its devices are; set its accelerator"
+    return _why_no_costs(job)
+
+
+def _why_no_costs(job: Job) -> str | None:
+    """What the planner lacks of links and model."""
+    for link in job.link:
+        if link.bandwidth_bps is None or link.rtt_s is None:
+            return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"
     model_type = model_config(job).get("model_type")
     if model_type not in FAMILIES:
         return f"the costs of model_type {model_type!r} are not known"
