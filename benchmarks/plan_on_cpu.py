@@ -11,6 +11,7 @@ starts, and both follow each other closely, since other programs may share the c
 
 import argparse
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -88,6 +89,8 @@ class Trial:
     planned: Planned
     measured_s: float
     steps_s: tuple[float, ...]
+    loads: tuple[float, float]
+    """The machine's load before the plan and after the run: what else computes disturbs both."""
 
     @property
     def error(self) -> float:
@@ -121,6 +124,7 @@ def _trial(
     # With a cache of its own every trial measures anew, and its run uses what its plan has measured.
     commands = Commands(cache=folder / "cache", limit_s=options.limit_s)
     given: list[str] = []
+    before = os.getloadavg()[0]
     if how == "with isthmus profile":
         for cloud in _profiled(commands, job, folder):
             given += ["--set", cloud]
@@ -135,6 +139,7 @@ def _trial(
         planned=planned,
         measured_s=middle(steps_s),
         steps_s=tuple(steps_s),
+        loads=(before, os.getloadavg()[0]),
     )
 
 
@@ -150,7 +155,7 @@ def _profiled(commands: Commands, job: Path, folder: Path) -> Iterator[str]:
 def show(found: list[Trial]) -> Table:
     """The table."""
     table = Table(
-        "job", "times", "repeat", "micro-batches", "layers", "predicted", "measured", "error", "goal"
+        "job", "times", "repeat", "micro-batches", "layers", "predicted", "measured", "error", "goal", "load"
     )
     for one in found:
         table.add_row(
@@ -163,6 +168,7 @@ def show(found: list[Trial]) -> Table:
             f"{one.measured_s:.3f} s ({min(one.steps_s):.3f}–{max(one.steps_s):.3f})",
             f"{one.error:+.0%}",
             f"± {GOALS[one.how]:.0%}",
+            f"{one.loads[0]:.1f} → {one.loads[1]:.1f}",
         )
     return table
 
