@@ -190,9 +190,8 @@ def outcome_of(
         started_s = time.monotonic()
         notes.print(f"{job.name}: {number} micro-batches, {codec[0]}")
         try:
-            steps_s = commands.run(
-                path, folder / "runs", "--no-profile", *_fixed(job, planned, number, codec)
-            )
+            swept, given = _swept(folder, planned, number, codec)
+            steps_s = commands.run(swept, folder / "runs", "--no-profile", *given)
         except CommandFailed as failed:
             notes.print(f"{job.name}: {failed}")
         else:
@@ -201,14 +200,13 @@ def outcome_of(
     return Outcome(job=job.name, planned=planned, measured_s=measured_s, tried=tuple(tried))
 
 
-def _fixed(job: GpuJob, planned: Planned, number: int, codec: tuple[str, str]) -> list[str]:
-    """Options that leave nothing open."""
+def _swept(folder: Path, planned: Planned, number: int, codec: tuple[str, str]) -> tuple[Path, list[str]]:
+    """The job with these codecs, and options that leave nothing else open."""
+    path = folder / "swept.toml"
+    both = f'codec = {{ forward = "{codec[0]}", backward = "{codec[1]}" }}'
+    path.write_text((folder / "job.toml").read_text().replace('codec = "auto"', both))
     layers = ", ".join(map(str, planned.layers))
-    given = ["--set", f"strategy.microbatches={number}", "--set", f"strategy.layers=[{layers}]"]
-    for index in range(len(job.links)):
-        given += ["--set", f"link.{index}.codec.forward={codec[0]}"]
-        given += ["--set", f"link.{index}.codec.backward={codec[1]}"]
-    return given
+    return path, ["--set", f"strategy.microbatches={number}", "--set", f"strategy.layers=[{layers}]"]
 
 
 def show(found: Sequence[Outcome]) -> Table:

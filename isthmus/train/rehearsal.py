@@ -53,7 +53,8 @@ from isthmus.wan.processes import run_ranks
 
 _NEXT: Final = "rehearsal/next"
 _MAX_LAYERS: Final = 4
-_MOST_MICROBATCHES: Final = 12
+# The more there are, the less the end of a step counts.
+_MOST_MICROBATCHES: Final = 24
 _LEAST_MICROBATCHES: Final = 4
 _NUM_WARM_UP_STEPS: Final = 1
 _NUM_STEPS: Final = 2
@@ -73,6 +74,8 @@ class Rehearsal:
     num_sequences: int
     num_microbatches: int
     step_s: float
+    update_s: float = 0.0
+    """What of it the optimizer takes at one stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +181,14 @@ class _Rehearsing:
                 self._tell(size, number)
                 taken[size] += self._run(size, number)
         self._tell(0, 0)
+        num_parameters = sum(one.numel() for one in self._built().parameters())
         return tuple(
-            Rehearsal(num_sequences=size, num_microbatches=number, step_s=statistics.median(taken[size]))
+            Rehearsal(
+                num_sequences=size,
+                num_microbatches=number,
+                step_s=statistics.median(taken[size]),
+                update_s=num_parameters * profile.update_s_per_parameter,
+            )
             for size, number in chosen.items()
         )
 
@@ -409,7 +418,10 @@ def rehearsed_scenario(
         times = sample.stage(layers)
         stages.append(
             StageLoad(
-                cloud=cloud, forward_s=times.whole_forward_s, backward_s=times.whole_backward_s, update_s=0.0
+                cloud=cloud,
+                forward_s=times.whole_forward_s,
+                backward_s=times.whole_backward_s,
+                update_s=rehearsal.update_s,
             )
         )
     line = Line(down_bps=_ANY_BPS, up_bps=_ANY_BPS, latency_s=0.0)

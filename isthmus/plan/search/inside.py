@@ -91,19 +91,24 @@ def exchange_s(part: PartCosts, costs: ModelCosts, savers: Savers, cloud: CloudF
     return gathered_bytes / rate, (gathered_bytes + reduced_bytes) / rate
 
 
-def coding_s(codec: CodecSpec, num_elements: int, *, sender: CloudFacts, receiver: CloudFacts) -> float:
-    """What a codec takes at both ends, as measured there or by passes over the memory."""
-    return _encoding_s(codec, num_elements, sender) + _decoding_s(codec, num_elements, receiver)
-
-
-def _encoding_s(codec: CodecSpec, num_elements: int, cloud: CloudFacts) -> float:
-    measured = None if cloud.profile is None else cloud.profile.coding(str(codec))
-    return _guessed_s(codec, num_elements, cloud) if measured is None else measured.encode_s(num_elements)
-
-
-def _decoding_s(codec: CodecSpec, num_elements: int, cloud: CloudFacts) -> float:
-    measured = None if cloud.profile is None else cloud.profile.coding(str(codec))
-    return _guessed_s(codec, num_elements, cloud) if measured is None else measured.decode_s(num_elements)
+def coding_s(
+    codec: CodecSpec, num_elements: int, num_bytes: int, *, sender: CloudFacts, receiver: CloudFacts
+) -> float:
+    """What coding a message takes at both ends, copies between devices and hosts included."""
+    encoding, decoding = (
+        None if one.profile is None else one.profile.coding(str(codec)) for one in (sender, receiver)
+    )
+    if encoding is None:
+        speed = None if sender.profile is None else sender.profile.to_host_bytes_per_s
+        encode_s = _guessed_s(codec, num_elements, sender) + _copy_s(num_bytes, sender, speed)
+    else:
+        encode_s = encoding.encode_s(num_elements)
+    if decoding is None:
+        speed = None if receiver.profile is None else receiver.profile.from_host_bytes_per_s
+        decode_s = _guessed_s(codec, num_elements, receiver) + _copy_s(num_bytes, receiver, speed)
+    else:
+        decode_s = decoding.decode_s(num_elements)
+    return encode_s + decode_s
 
 
 def _guessed_s(codec: CodecSpec, num_elements: int, cloud: CloudFacts) -> float:
@@ -111,13 +116,6 @@ def _guessed_s(codec: CodecSpec, num_elements: int, cloud: CloudFacts) -> float:
     if codec.is_raw:
         return 0.0
     return _CODING_PASSES * WIDE_BYTES * num_elements / cloud.accelerator.memory_bandwidth
-
-
-def copying_s(num_bytes: int, *, sender: CloudFacts, receiver: CloudFacts) -> float:
-    """What a message takes from the device of its sender to the host, and at its receiver back again."""
-    to_host = None if sender.profile is None else sender.profile.to_host_bytes_per_s
-    from_host = None if receiver.profile is None else receiver.profile.from_host_bytes_per_s
-    return _copy_s(num_bytes, sender, to_host) + _copy_s(num_bytes, receiver, from_host)
 
 
 def _copy_s(num_bytes: int, cloud: CloudFacts, bytes_per_s: float | None) -> float:

@@ -17,7 +17,7 @@ from isthmus.plan.costs.times import ModelTimes, estimated_times, learned_times,
 from isthmus.plan.ladder import Crossing, Pair, Stretch, num_learners
 from isthmus.plan.scenario import HopLoad, Line
 from isthmus.plan.search.facts import CloudFacts, StepFacts
-from isthmus.plan.search.inside import between, coding_s, copying_s, exchange_s, updating_s, whole_passes_s
+from isthmus.plan.search.inside import between, coding_s, exchange_s, updating_s, whole_passes_s
 from isthmus.plan.search.memory_tables import MemoryTables
 from isthmus.plan.search.settings import Setting, StageTable
 from isthmus.plan.search.sparing import Level
@@ -227,12 +227,14 @@ class ModelSupply:
         if crossing.has_gradient:
             backward_bytes = self.messages.backward_bytes(codecs.backward_bytes(crossing))
         num_elements = crossing.num_rows * crossing.width
-        forward_coding_s = coding_s(codecs.forward, num_elements, sender=first, receiver=second)
-        forward_coding_s += copying_s(forward_bytes, sender=first, receiver=second)
+        forward_coding_s = coding_s(
+            codecs.forward, num_elements, forward_bytes, sender=first, receiver=second
+        )
         backward_coding_s = 0.0
         if crossing.has_gradient:
-            backward_coding_s = coding_s(codecs.backward, num_elements, sender=second, receiver=first)
-            backward_coding_s += copying_s(backward_bytes, sender=second, receiver=first)
+            backward_coding_s = coding_s(
+                codecs.backward, num_elements, backward_bytes, sender=second, receiver=first
+            )
         return HopLoad(
             line=self.links[pair].line,
             forward_bytes=forward_bytes,
