@@ -437,10 +437,24 @@ def rehearsed_scenario(
 def _stretched(profile: Profile, factors: Mapping[int, float]) -> Profile:
     if not factors:
         return profile
-    samples = tuple(one.stretched(_nearest(factors, one.num_sequences)) for one in profile.samples)
-    return replace(profile, samples=samples)
+    whole_s = {one.num_sequences: _whole_s(one) for one in _of_first_precision(profile)}
+    samples = []
+    for sample in profile.samples:
+        nearest = _nearest(factors, sample.num_sequences)
+        factor = factors[nearest]
+        if factor > 1:
+            # What a run adds to a pass is there for each message: larger passes are stretched by less.
+            factor = 1 + (factor - 1) * min(1.0, whole_s.get(nearest, 0.0) / _whole_s(sample))
+        samples.append(sample.stretched(factor))
+    return replace(profile, samples=tuple(samples))
 
 
-def _nearest(factors: Mapping[int, float], num_sequences: int) -> float:
-    """The factor of the nearest size, by ratio."""
-    return factors[min(factors, key=lambda one: abs(math.log(one / num_sequences)))]
+def _whole_s(sample: Sample) -> float:
+    """A forward and a backward pass of the whole model."""
+    times = sample.stage(range(len(sample.layers)))
+    return times.whole_forward_s + times.whole_backward_s
+
+
+def _nearest(factors: Mapping[int, float], num_sequences: int) -> int:
+    """The nearest size, by ratio."""
+    return min(factors, key=lambda one: abs(math.log(one / num_sequences)))
