@@ -1,5 +1,9 @@
 """Settings for all tests."""
 
+import os
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 # The same cases at every run, so that a commit which was green stays so; machines that share their cores are
@@ -8,3 +12,15 @@ settings.register_profile("isthmus", deadline=None, derandomize=True)
 # New cases at every run: `make fuzz`.
 settings.register_profile("fuzz", deadline=None)
 settings.load_profile("isthmus")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what tests measure out of the user's cache."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before

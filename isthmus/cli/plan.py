@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from isthmus.cli.options import JobArgument, JsonOption, SetOption
+from isthmus.cli.options import JobArgument, JsonOption, ProfileOption, SetOption
 from isthmus.cli.pictures import HtmlOption, Pictures, PngOption, SvgOption, tell_written
 from isthmus.cli.tables import as_rich
 from isthmus.errors import UserError
@@ -50,15 +50,18 @@ def plan(
     with_levers: Annotated[
         bool, typer.Option("--levers/--no-levers", help="Also say what one thing changed would bring.")
     ] = True,
+    profile: ProfileOption = True,
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose how to run a job, and say what it will take: time, memory, bytes and dollars.
 
-    Nothing is started, and neither torch nor an accelerator is needed.
+    No training is started, and neither torch nor an accelerator is needed. Where all clouds are on this
+    machine and have no profile, they are measured for a few seconds.
     """
     from rich.console import Console
 
+    from isthmus.cli.measuring import learn_for_plan
     from isthmus.cli.plan_tables import plan_advice, why_not_planned_run
     from isthmus.job import load_job, update_job_sections
     from isthmus.plan.following import planned_changes
@@ -70,8 +73,14 @@ def plan(
         _check_overrides(overrides or (), job)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with notes.status("planning") as status:
-        chosen = make_plan(loaded, progress=status.update)
-        found = levers(loaded, chosen, progress=status.update) if with_levers else ()
+        known = learn_for_plan(
+            loaded,
+            is_wanted=profile,
+            note=notes.print,
+            report=lambda what: status.update(f"measuring {what}"),
+        )
+        chosen = make_plan(known, progress=status.update)
+        found = levers(known, chosen, progress=status.update) if with_levers else ()
     if as_json:
         typer.echo(json.dumps(_facts(chosen, found), indent=2))
     else:

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from isthmus.cli.options import NO_EMULATED_WAN, CloudOption, JobArgument, JsonOption, SetOption
+from isthmus.cli.options import (
+    NO_EMULATED_WAN,
+    CloudOption,
+    JobArgument,
+    JsonOption,
+    ProfileOption,
+    SetOption,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
     from isthmus.cli.display import Display
@@ -47,6 +56,7 @@ def run(
     track: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="tensorboard, wandb, mlflow or trackio.")
     ] = None,
+    profile: ProfileOption = True,
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -84,10 +94,19 @@ def run(
                     display,
                     ending,
                     restarts=restarts,
+                    is_profiled=profile,
                 )
             else:
                 trained = _run_as(
-                    loaded, cloud, seat, runs, resume == "auto", tuple(track or ()), display, ending
+                    loaded,
+                    cloud,
+                    seat,
+                    runs,
+                    resume == "auto",
+                    tuple(track or ()),
+                    display,
+                    ending,
+                    is_profiled=profile,
                 )
     except KeyboardInterrupt:
         console.print(stopped_by(signal.SIGINT), soft_wrap=True)
@@ -144,10 +163,14 @@ def _run_here(
     ending: "Ending",
     *,
     restarts: int,
+    is_profiled: bool,
 ) -> "Trained":
+    from isthmus.cli.measuring import new_profiler
     from isthmus.observe.trackers import check_trackers, open_trackers
     from isthmus.plan.faults import load_faults
     from isthmus.train.preflight import check_all_devices, choose_run
+    from isthmus.train.profiles import is_open
+    from isthmus.train.profiling import threads_here
     from isthmus.train.runs import writing_to
     from isthmus.train.session import Place
     from isthmus.wan.local import LocalWan
@@ -156,10 +179,11 @@ def _run_here(
     check_all_devices(job)
     script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
     note = functools.partial(_tell, display, job.cloud[0].name)
-    num_threads = max(1, (os.cpu_count() or 1) // sum(cloud.ranks for cloud in job.cloud))
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
-    with writing_to(root), choose_run(job, root=root, resume=resume, note=note) as folder:
-        place = Place(root=root, run_id=folder.name, open_trackers=opens, num_threads=num_threads)
+    profiler = new_profiler(is_wanted=is_profiled and is_open(job), note=note)
+    chosen = choose_run(job, root=root, resume=resume, note=note, learn=profiler.all_here)
+    with writing_to(root), chosen as folder:
+        place = Place(root=root, run_id=folder.name, open_trackers=opens, num_threads=threads_here(job))
         with LocalWan(job) as wan:
             wan.play(script)
             return _run_until_done(job, wan, place, display, ending, restarts=restarts)
@@ -223,13 +247,17 @@ def _run_as(
     trackers: tuple[str, ...],
     display: "Display",
     ending: "Ending",
+    *,
+    is_profiled: bool,
 ) -> "Trained":
+    from isthmus.cli.measuring import new_profiler
     from isthmus.job.rundir import lock_site
     from isthmus.observe.trackers import check_trackers, open_trackers
-    from isthmus.train.preflight import check_device, choose_run
-    from isthmus.train.runs import writing_to
+    from isthmus.train.preflight import check_device, check_unplanned, choose_run
+    from isthmus.train.profiles import is_open, unpack_profile
+    from isthmus.train.runs import find_unfinished, writing_to
     from isthmus.train.session import Place, train_cloud
-    from isthmus.train.setup import set_up
+    from isthmus.train.setup import may_plan, set_up
     from isthmus.wan.endpoint import Endpoint
     from isthmus.wan.trust.certificates import read_identity
 
@@ -240,14 +268,38 @@ def _run_as(
     note = functools.partial(_tell, display, cloud)
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     report = functools.partial(display.hear, cloud)
+    profiler = new_profiler(is_wanted=is_profiled, note=note)
+
+    def learn(found: "Mapping[str, str]", known: "Job") -> "Job":
+        profiles = {name: unpack_profile(text, cloud=name) for name, text in found.items()}
+        return profiler.with_profiles(known, profiles)
+
     with ExitStack() as stack:
         stack.enter_context(writing_to(root))
         stack.enter_context(lock_site(root, job, cloud=cloud, rank=seat.rank, note=note))
-        run_id = None
-        if chooses:
-            chosen = choose_run(job, root=root, resume=resume, note=note, is_shared=True)
-            run_id = stack.enter_context(chosen).name
-        place = Place(root=root, run_id=run_id, open_trackers=opens)
+
+        def choose(found: "Mapping[str, str]") -> str:
+            chosen = choose_run(
+                job,
+                root=root,
+                resume=resume,
+                note=note,
+                is_shared=True,
+                learn=functools.partial(learn, found),
+            )
+            return stack.enter_context(chosen).name
+
+        is_new = not resume or find_unfinished(root, job) is None
+        is_measured = chooses and is_profiled and is_new and is_open(job) and may_plan(job)
+        if is_measured:
+            check_unplanned(job, root=root, note=note)
+        place = Place(
+            root=root,
+            run_id=choose({}) if chooses and not is_measured else None,
+            open_trackers=opens,
+            choose=choose if is_measured else None,
+            profile=functools.partial(profiler.text_of, job, cloud),
+        )
         endpoint = stack.enter_context(Endpoint(job, cloud=cloud, rank=seat.rank, identity=identity))
         ending.tell_peers_of(endpoint)
         # Peers are to read in our words what is wrong with the disk.

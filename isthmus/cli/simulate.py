@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.cli.options import JsonOption, SetOption
+from isthmus.cli.options import JsonOption, ProfileOption, SetOption
 from isthmus.cli.pictures import HtmlOption, Pictures, PngOption, SvgOption, tell_written
 from isthmus.cli.tables import as_rich, duration
 from isthmus.errors import UserError
@@ -37,6 +37,7 @@ def simulate(
     svg: SvgOption = None,
     png: PngOption = None,
     html: HtmlOption = None,
+    profile: ProfileOption = True,
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -51,7 +52,7 @@ def simulate(
     from isthmus.observe.page import Section
     from isthmus.plan.simulated_pipeline import simulate_scenario
 
-    scenario, checkpoint = _scenario(job, overrides or ())
+    scenario, checkpoint = _scenario(job, overrides or (), is_profiled=profile)
     script = _script(faults, scenario)
     found = simulate_scenario(scenario, num_steps=steps, seed=seed, faults=script, checkpoint=checkpoint)
     costs = _costs(scenario, steps, seed, script)
@@ -68,15 +69,24 @@ def simulate(
     tell_written(console, pictures.write(draw_chart(chart, title=title), title=title, sections=sections))
 
 
-def _scenario(path: Path, overrides: Sequence[str]) -> "tuple[Scenario, Checkpointing | None]":
+def _scenario(
+    path: Path, overrides: Sequence[str], *, is_profiled: bool
+) -> "tuple[Scenario, Checkpointing | None]":
     if path.suffix == ".json":
         return _scenario_of_plan(path, overrides), None
+    from rich.console import Console
+
+    from isthmus.cli.measuring import learn_for_plan
     from isthmus.job import load_job
     from isthmus.plan.planner import plan
     from isthmus.plan.simulated_pipeline import Checkpointing
 
     job = load_job(path, overrides=overrides)
-    scenario = plan(job).scenario
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    with notes.status("planning") as status:
+        report = status.update
+        known = learn_for_plan(job, is_wanted=is_profiled, note=notes.print, report=report)
+    scenario = plan(known).scenario
     if scenario is None:
         raise UserError(
             "the best plan is no pipeline, and only pipelines can be simulated so far",

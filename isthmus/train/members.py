@@ -18,6 +18,8 @@ from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.frames import Packet
 from isthmus.wan.link import Link
 
+_PROFILE: Final = "start/profile"
+_PROFILES: Final = "start/profiles"
 _OFFER: Final = "start/offer"
 _SAVED: Final = "start/saved"
 _START: Final = "start/step"
@@ -26,6 +28,7 @@ _ALL_ENDED: Final = "end/all"
 _MAX_CLOUDS: Final = 64
 _MAX_STEPS: Final = 100_000
 _MAX_TOLD: Final = 5
+_MAX_PROFILE_BYTES: Final = 8 * 2**20
 # A neighbour that has not come by then is named.
 _PATIENCE_S: Final = 5.0
 
@@ -58,6 +61,47 @@ class Start:
     clock_offset_s: float
     note: str | None = None
     """What the first cloud has to say about the step, known there alone."""
+
+
+def gather_profiles(
+    own: Callable[[], str | None],
+    *,
+    cloud: str,
+    is_wanted: bool,
+    up: Link | None,
+    down: Link | None,
+) -> dict[str, str]:
+    """What all clouds have measured of themselves, at the first one, if it asks for it.
+
+    The question travels down, so that all measure at the same time; the figures travel up as `own` gives
+    them. None stands for a cloud that has nothing to tell.
+    """
+    if up is not None:
+        is_wanted = up.receive(_PROFILE).header.get("is_wanted") is True
+    if down is not None:
+        down.send(_PROFILE, Packet({"is_wanted": is_wanted}))
+    if not is_wanted:
+        return {}
+    text = own()
+    found = {} if text is None else {cloud: text}
+    if down is not None:
+        found |= _read_profiles(down.receive(_PROFILES))
+    if up is not None:
+        up.send(_PROFILES, Packet({"clouds": list(found)}, tuple(one.encode() for one in found.values())))
+    return found
+
+
+def _read_profiles(packet: Packet) -> dict[str, str]:
+    names = packet.header.get("clouds")
+    if not isinstance(names, list) or not len(names) == len(packet.buffers) <= _MAX_CLOUDS:
+        raise FrameError("profiles without the names of their clouds")
+    if any(memoryview(one).nbytes > _MAX_PROFILE_BYTES for one in packet.buffers):
+        raise FrameError(f"a profile of more than {_MAX_PROFILE_BYTES} bytes")
+    try:
+        texts = [bytes(one).decode() for one in packet.buffers]
+    except UnicodeDecodeError as error:
+        raise FrameError(f"a profile that is no text: {error}") from error
+    return {str(name): text for name, text in zip(names, texts, strict=True)}
 
 
 def pass_offer_on(offer: Offer | None, *, up: Link | None, down: Link | None) -> Offer:
@@ -146,6 +190,14 @@ class Neighbours:
                 place = f" at {peer.listen}" if peer.listen is not None else ""
                 note(f"waiting for cloud {peer.name!r}{place}")
                 link.wait_ready()
+
+    def gather_profiles(self, own: Callable[[], str | None], *, is_wanted: bool) -> dict[str, str]:
+        """What clouds have measured of themselves, by name, at the leader of the first; else nothing."""
+        if not self._world.seat.is_leader:
+            return {}
+        return gather_profiles(
+            own, cloud=self._clouds[self.index], is_wanted=is_wanted, up=self.up, down=self.down
+        )
 
     def agree_on_offer(self, own: Offer | None) -> Offer:
         """What the first cloud, whose leader alone has an offer, runs."""

@@ -24,9 +24,12 @@ from isthmus.train.data.token_files import TokenFiles, tokens_of
 from isthmus.train.data.training_data import open_data
 from isthmus.train.fitting import check_fits
 from isthmus.train.runs import TOKENIZER_FOLDER, find_unfinished, go_on, refuse_changed, start_run
-from isthmus.train.setup import Setup, set_up
+from isthmus.train.setup import Setup, may_plan, set_up
 from isthmus.wan.devices import Devices, require_kind, require_one_each
 from isthmus.wan.handshake import Seat
+
+Learn = Callable[[Job], Job]
+"""Gives a job with what is known of its clouds beside it: profiles, and their share of this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +42,19 @@ class Checked:
 
 @contextmanager
 def choose_run(
-    job: Job, *, root: Path, resume: bool, note: Callable[[str], None], is_shared: bool = False
+    job: Job,
+    *,
+    root: Path,
+    resume: bool,
+    note: Callable[[str], None],
+    is_shared: bool = False,
+    learn: Learn = lambda job: job,
 ) -> Iterator[Path]:
     """Find all that is wrong with job, model and data; then hold the run to go on with, or a new one.
 
     The tokens that are made for this are those that the run reads. With `is_shared` other clouds of the run
-    may be run from this disk, too.
+    may be run from this disk, too. A new run is planned with what `learn` finds out; one that goes on keeps
+    its plan, and nothing is measured.
     """
     with ExitStack() as held:
         with choosing(root, job, note=note):
@@ -55,7 +65,7 @@ def choose_run(
             else:
                 if resume:
                     refuse_changed(root, job)
-                run = _start(job, root=root, note=note)
+                run = _start(job, root=root, note=note, learn=learn)
                 held.enter_context(lock_run(run, note=note, is_shared=is_shared))
         yield run
 
@@ -73,13 +83,20 @@ def check_job(
     tokens: TokenFiles | None = None,
     decisions: Decisions | None = None,
     plans: bool = True,
+    learn: Learn = lambda job: job,
 ) -> Checked:
-    """Refuse a job that cannot run, in one sentence, before any cloud starts."""
-    setup = set_up(job, decisions=decisions, plans=plans)
+    """Refuse a job that cannot run, in one sentence, before any cloud starts.
+
+    What can be refused without a plan is refused before anything is measured for one.
+    """
+    set_up(job, decisions=decisions, plans=False)
     data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
+    is_planned = plans and decisions is None and may_plan(job)
+    known = learn(job) if is_planned else job
+    setup = set_up(job, decisions=decisions, plans=plans, known=known)
     check_export(job, setup, blueprint)
-    check_fits(job, setup, blueprint)
+    check_fits(known, setup, blueprint)
     stage_layers = setup.stage_layers(blueprint.num_layers)
     check_cuts(
         links_along(job, setup.clouds),
@@ -90,6 +107,13 @@ def check_job(
     )
     data.steps(setup.layout).close()
     return Checked(plan=setup.plan, data_sha256=data.sha256)
+
+
+def check_unplanned(job: Job, *, root: Path, note: Callable[[str], None]) -> None:
+    """Refuse a job that cannot run, as far as that can be told before all clouds have met."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens = tokens_of(job, root=root, note=note)
+        check_job(job, tokenizer_folder=Path(scratch) / TOKENIZER_FOLDER, tokens=tokens, plans=False)
 
 
 def _go_on(run: Path, job: Job, *, root: Path, note: Callable[[str], None]) -> None:
@@ -104,10 +128,11 @@ def _go_on(run: Path, job: Job, *, root: Path, note: Callable[[str], None]) -> N
     go_on(run, job, data_sha256=checked.data_sha256, note=note)
 
 
-def _start(job: Job, *, root: Path, note: Callable[[str], None]) -> Path:
+def _start(job: Job, *, root: Path, note: Callable[[str], None], learn: Learn) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = Path(scratch) / TOKENIZER_FOLDER
-        checked = check_job(job, tokenizer_folder=tokenizer, tokens=tokens_of(job, root=root, note=note))
+        tokens = tokens_of(job, root=root, note=note)
+        checked = check_job(job, tokenizer_folder=tokenizer, tokens=tokens, learn=learn)
         plan = None if checked.plan is None else plan_to_json(checked.plan)
         return start_run(root, job, tokenizer=tokenizer, data_sha256=checked.data_sha256, plan=plan)
 

@@ -1,10 +1,18 @@
-"""Measures what the parts of a model take on the device at hand: real stages, made-up micro-batches."""
+"""Measures what the parts of a model take on the device at hand: real stages, made-up micro-batches.
 
+All stages that are compared take turns, round by round, so that a machine that gets slower does so for all of
+them; parts are told apart by differences within a round. Rounds are repeated until the medians are certain,
+within bounds on their number and their time.
+"""
+
+import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from datetime import UTC, datetime
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,22 +25,53 @@ from isthmus.model.families import HEADS, Head
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
 from isthmus.plan.costs.activations import Precision
-from isthmus.plan.costs.profile import NO_TIME, PassTimes, Profile, Sample
+from isthmus.plan.costs.profile import NO_TIME, CodingTimes, PassTimes, Profile, Sample
 from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device
 from isthmus.train.optimize.optimizer import Optimizer, Schedule
 from isthmus.train.passes import Passes
+from isthmus.train.profiled_codecs import measure_codings
 from isthmus.train.ranks.world import NoReduction, Reduction
 
-_NUM_WARM_UPS: Final = 3
-_NUM_REPEATS: Final = 10
-_MAX_SEQUENCES: Final = 8
+_NUM_WARM_UPS: Final = 2
+_SIZE_RATIO: Final = 4
 _COPY_BYTES: Final = 64 * 2**20
+_NUM_COPIES: Final = 10
 _NUM_LABELS: Final = 2
+# The error of a median, as a multiple of the median of the absolute deviations over the root of the number.
+_MEDIAN_ERROR: Final = 1.25 * 1.4826
+# What keeps the device busy while a pass is launched: products of matrices of this size.
+_FILLER_WIDTH: Final = 2048
 
 AUTOCAST: Final = {Precision.FLOAT32: None, Precision.BFLOAT16: torch.bfloat16}
 
 Report = Callable[[str], None]
+Clock = Callable[[], float]
+Round = Mapping[tuple[int, int], PassTimes]
+"""The passes of several stages, each by its first layer and the one behind its last."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured: rounds for each size, and the time that they and a single pass may take."""
+
+    least_rounds: int
+    most_rounds: int
+    size_s: float
+    """Rounds of one size end when they have taken so long, if there are enough of them."""
+    round_s: float
+    """Sizes of which one round would take longer are not measured."""
+    rehearsal_s: float
+    """What rehearsing a size may take, where several clouds share a machine."""
+    wanted_error: float = 0.03
+    """Rounds end when all medians are so certain."""
+
+
+QUICK: Final = Effort(least_rounds=4, most_rounds=12, size_s=0.8, round_s=1.0, rehearsal_s=4.0)
+THOROUGH: Final = Effort(least_rounds=8, most_rounds=60, size_s=4.0, round_s=4.0, rehearsal_s=10.0)
+MAX_SCATTER: Final = 0.25
+"""Medians that are less certain are refused: a plan from them would be no better than the catalogue's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +82,11 @@ class Size:
     sequence_length: int
     precision: Precision
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole micro-batch."""
+        return self.num_sequences * self.sequence_length
+
 
 class Rig:
     """One stage alone, with its optimizer, fed with micro-batches that are made up."""
@@ -51,9 +95,9 @@ class Rig:
         self, stage: Stage, *, device: Device, size: Size, reduction: Reduction | None = None
     ) -> None:
         self.stage = stage.to(device.torch_device)
+        self.size = size
         self._reduction = reduction or NoReduction()
         self._device = device
-        self._size = size
         self._width: int = stage.model.config.hidden_size
         self._generator = torch.Generator().manual_seed(0)
         self._passes = Passes(
@@ -73,7 +117,9 @@ class Rig:
 
     def forward(self, microbatch: int, *, step: int = 0) -> None:
         """Run a micro-batch, and keep what its backward needs."""
-        batch = _batch(self.stage.head, self.stage.model.config.vocab_size, self._size, self._generator)
+        batch = made_up_batch(
+            self.stage.head, self.stage.model.config.vocab_size, self.size, generator=self._generator
+        )
         arrived = None if self.stage.is_first else self._hidden()
         self._passes.forward(batch, arrived, step=step, item=microbatch, num_step_targets=batch.num_targets)
 
@@ -95,88 +141,301 @@ class Rig:
         return sum({one.data_ptr(): one.nbytes for one in own}.values())
 
     def _hidden(self) -> Tensor:
-        shape = (self._size.num_sequences, self._size.sequence_length, self._width)
+        shape = (self.size.num_sequences, self.size.sequence_length, self._width)
         return torch.zeros(shape, dtype=self.stage.stream_dtype, device=self._device.torch_device)
 
 
-def measure(job: Job, cloud: CloudSpec, *, report: Report = lambda _: None) -> Profile:
-    """Measure the job's model on this machine's device, in the precision and the sizes that it may use."""
-    if job.data is None or job.model is None:
-        raise UserError(
-            "the job has no [model] or no [data] section", hint="docs/job.md shows what they hold"
-        )
+def threads_here(job: Job) -> int:
+    """CPU threads of each rank where all clouds of a job are on this machine: they share its cores."""
+    return max(1, (os.cpu_count() or 1) // sum(cloud.ranks for cloud in job.cloud))
+
+
+def measure(
+    job: Job,
+    cloud: CloudSpec,
+    *,
+    effort: Effort = THOROUGH,
+    num_sharing: int = 1,
+    takes_least: bool = False,
+    report: Report = lambda _: None,
+) -> Profile:
+    """Measure the job's model on this machine's device, in the precision and the sizes that it may use.
+
+    The threads are those that this process computes with. Times are medians; with `takes_least` they are the
+    least of all rounds, which are disturbed the least: for parts whose sum is measured in another way.
+    """
     device = Device(cloud.device)
-    num_labels = None if job.data.task.endswith("lm") else _NUM_LABELS
-    # Values do not matter to how long they take, so nothing is loaded.
-    blueprint = replace(blueprint_of(job, config={}, num_labels=num_labels), checkpoint=None)
-    sizes = tuple(_sizes(job, job.data.sequence_length, device))
-    samples = [_sample(blueprint, device, size, report) for size in sizes]
-    report("the update of the weights, and copies")
+    blueprint = made_up_blueprint(job)
+    found = _measure_sizes(blueprint, device, job, effort, report, takes_least=takes_least)
+    report("codecs, copies and the update of the weights")
+    sizes = [
+        Size(num_sequences=one.num_sequences, sequence_length=one.sequence_length, precision=one.precision)
+        for one in found.samples
+    ]
     to_host, from_host = _copy_speeds(device)
     return Profile(
         device=device.name,
         model_type=str(blueprint.config.model_type),
-        samples=tuple(samples),
+        samples=found.samples,
         update_s_per_parameter=_update_s_per_parameter(blueprint, device, sizes[0]),
         to_host_bytes_per_s=to_host,
         from_host_bytes_per_s=from_host,
+        codings=_codings(job, blueprint, device, sizes),
+        num_threads=None if device.is_accelerator else torch.get_num_threads(),
+        num_sharing=num_sharing,
+        is_compiled=job.train.compile,
+        scatter=found.scatter,
+        measured=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
-def _sizes(job: Job, sequence_length: int, device: Device) -> Iterable[Size]:
-    """Powers of two up to the micro-batch that the job asks for, or up to a few sequences."""
-    num_sequences = max(1, job.train.batch_tokens // sequence_length)
-    most = min(num_sequences, _MAX_SEQUENCES)
+def require_certain(profile: Profile) -> None:
+    """Refuse a profile whose figures scatter too much to plan with."""
+    if profile.scatter > MAX_SCATTER:
+        raise UserError(
+            f"the figures of {profile.device} scatter: their medians are certain to {profile.scatter:.0%} "
+            f"only, and {MAX_SCATTER:.0%} is the most; something else computes on this machine",
+            hint="end other programs there and measure again, or plan without: isthmus plan JOB --no-profile",
+        )
+
+
+def made_up_blueprint(job: Job) -> Blueprint:
+    """The job's model without its weights, whose values do not matter to how long passes take."""
+    if job.data is None or job.model is None:
+        raise UserError(
+            "the job has no [model] or no [data] section", hint="docs/job.md shows what they hold"
+        )
+    num_labels = None if job.data.task.endswith("lm") else _NUM_LABELS
+    # A run has the ids of its tokenizer; those that a family assumes may lie beyond a small vocabulary.
+    config = dict.fromkeys(("bos_token_id", "eos_token_id")) if job.model.source is None else {}
+    return replace(blueprint_of(job, config=config, num_labels=num_labels), checkpoint=None)
+
+
+def sizes_of(job: Job) -> list[int]:
+    """Sequences of the micro-batches that are measured, from the least on.
+
+    All that may be chosen, a few times as many each time; where the job gives the micro-batches, theirs and
+    one that is smaller, which shows what is fixed.
+    """
+    length = 1 if job.data is None else job.data.sequence_length
+    most = max(1, job.train.batch_tokens // length)
     if isinstance(job.strategy, PipelineStrategy) and job.strategy.microbatches is not None:
-        most = max(1, num_sequences // job.strategy.microbatches)
-    precisions = [Precision(job.train.precision)]
-    if device.is_accelerator and precisions[0] is not Precision.BFLOAT16:
-        precisions.append(Precision.BFLOAT16)
-    counts = sorted({most, *(2**power for power in range(most.bit_length()))})
-    for precision in precisions:
-        for count in counts:
-            yield Size(num_sequences=count, sequence_length=sequence_length, precision=precision)
+        given = max(1, most // job.strategy.microbatches)
+        return sorted({max(1, given // _SIZE_RATIO), given})
+    return [_SIZE_RATIO**power for power in range(int(math.log(most, _SIZE_RATIO) + 1e-9) + 1)]
 
 
-def _sample(blueprint: Blueprint, device: Device, size: Size, report: Report) -> Sample:
-    report(f"{size.num_sequences} × {size.sequence_length} tokens in {size.precision.value}")
+def precisions_of(job: Job, device: Device) -> list[Precision]:
+    """The job's own, and on accelerators bfloat16 too, since a plan may show what it would bring."""
+    found = [Precision(job.train.precision)]
+    if device.is_accelerator and found[0] is not Precision.BFLOAT16:
+        found.append(Precision.BFLOAT16)
+    return found
 
-    def stage_times(start: int, stop: int) -> PassTimes:
-        return _stage_times(blueprint, range(start, stop), device, size)
 
-    num_layers = blueprint.num_layers
-    if num_layers < 3:
-        return _small_sample(num_layers, stage_times, size)
-    one, layer = _layer_times(blueprint, device, size)
-    beside = _difference(one, layer)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    samples: tuple[Sample, ...]
+    scatter: float
+
+
+def _measure_sizes(
+    blueprint: Blueprint, device: Device, job: Job, effort: Effort, report: Report, *, takes_least: bool
+) -> _Found:
+    length = 1 if job.data is None else job.data.sequence_length
+    samples: list[Sample] = []
+    scatter = 0.0
+    for precision in precisions_of(job, device):
+        bench = _Bench(blueprint, device, precision, sequence_length=length, compiles=job.train.compile)
+        round_s = 0.0
+        for number in sizes_of(job):
+            if samples and round_s * _SIZE_RATIO > effort.round_s:
+                break
+            report(f"{number} × {length} tokens in {precision.value}")
+            try:
+                rounds = bench.rounds(number, effort)
+            except torch.OutOfMemoryError:
+                if not samples:
+                    raise
+                break
+            round_s = statistics.median(sum(map(_total_s, one.values())) for one in rounds)
+            scatter = max(scatter, median_error([sum(map(_total_s, one.values())) for one in rounds]))
+            samples.append(bench.sample(number, [least_of(rounds)] if takes_least else rounds))
+    return _Found(samples=tuple(samples), scatter=scatter)
+
+
+class _Bench:
+    """The stages that tell the parts of a model apart: each has a layer or two, some an end of the model."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        device: Device,
+        precision: Precision,
+        *,
+        sequence_length: int,
+        compiles: bool,
+    ) -> None:
+        self._blueprint = blueprint
+        self._device = device
+        self._filler = _Filler(device)
+        self._size = Size(num_sequences=1, sequence_length=sequence_length, precision=precision)
+        self._rigs: dict[tuple[int, int], Rig] = {}
+        for layers in _cuts(blueprint):
+            stage = build_stage(blueprint, range(*layers), seed=0)
+            rig = Rig(stage, device=device, size=self._size)
+            if compiles:
+                rig.stage.compile_layers(dynamic=None)
+            self._rigs[layers] = rig
+
+    def rounds(self, num_sequences: int, effort: Effort) -> list[Round]:
+        """Passes of all stages in turn, after some that count for nothing."""
+        for rig in self._rigs.values():
+            rig.size = replace(self._size, num_sequences=num_sequences)
+
+        def take() -> Round:
+            return {key: self._pass_times(rig) for key, rig in self._rigs.items()}
+
+        for _ in range(_NUM_WARM_UPS):
+            take()
+        return repeat(take, figure=lambda one: sum(map(_total_s, one.values())), effort=effort)
+
+    def sample(self, num_sequences: int, rounds: Sequence[Round]) -> Sample:
+        """The parts, from differences within rounds."""
+        num_layers = self._blueprint.num_layers
+        parts = _parts(self._blueprint, rounds)
+        return Sample(
+            num_sequences=num_sequences,
+            sequence_length=self._size.sequence_length,
+            precision=self._size.precision,
+            embedding=parts.embedding,
+            layers=tuple(parts.by_kind[_kind(self._blueprint, index)] for index in range(num_layers)),
+            head=parts.head,
+            beside=parts.beside,
+            peak_bytes=self._device.peak_bytes(),
+        )
+
+    def _pass_times(self, rig: Rig) -> PassTimes:
+        forward_s, forward_launch_s = self._timed(lambda: rig.forward(0))
+        backward_s, backward_launch_s = self._timed(lambda: rig.backward(0))
+        return PassTimes(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            forward_launch_s=forward_launch_s,
+            backward_launch_s=backward_launch_s,
+        )
+
+    def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
+        """How long work computes and how long the host takes to launch it, which on a CPU is one thing.
+
+        The device is kept busy until all is launched, so that its own time has no gaps in it.
+        """
+        if not self._device.is_accelerator:
+            started_s = time.perf_counter()
+            work()
+            return time.perf_counter() - started_s, 0.0
+        self._device.mark().wait()
+        self._filler.start()
+        begun = self._device.mark(is_timed=True)
+        started_s = time.perf_counter()
+        work()
+        launch_s = time.perf_counter() - started_s
+        ended = self._device.mark(is_timed=True)
+        ended.wait()
+        self._filler.cover(launch_s)
+        return ended.since_s(begun), launch_s
+
+
+class _Filler:
+    """Work that keeps an accelerator busy for as long as it takes to launch a pass behind it."""
+
+    def __init__(self, device: Device) -> None:
+        self._number = 8
+        self._one_s = 0.0
+        self._device = device
+        self._matrix: Tensor | None = None
+        if device.is_accelerator:
+            shape = (_FILLER_WIDTH, _FILLER_WIDTH)
+            self._matrix = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
+            for _ in range(_NUM_WARM_UPS):
+                self._one_s = self._time_one()
+
+    def start(self) -> None:
+        """Start it; the host does not wait."""
+        if self._matrix is not None:
+            for _ in range(self._number):
+                torch.mm(self._matrix, self._matrix)
+
+    def cover(self, launch_s: float) -> None:
+        """Last longer from now on than launches that take so long."""
+        if self._one_s > 0:
+            self._number = max(self._number, math.ceil(1.5 * launch_s / self._one_s))
+
+    def _time_one(self) -> float:
+        begun = self._device.mark(is_timed=True)
+        self.start()
+        ended = self._device.mark(is_timed=True)
+        ended.wait()
+        return ended.since_s(begun) / self._number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    embedding: PassTimes
+    head: PassTimes
+    beside: PassTimes
+    by_kind: Mapping[object, PassTimes]
+
+
+def _cuts(blueprint: Blueprint) -> list[tuple[int, int]]:
+    """Stages to measure: one layer, two layers, both ends, and a layer of every further kind."""
+    number = blueprint.num_layers
+    if number < 3:
+        return [(index, index + 1) for index in range(number)]
+    found = [(0, 1), (1, 2), (number - 1, number)]
+    if number > 3:
+        found.append((1, 3))
+    kinds = {_kind(blueprint, 1)}
+    for index in range(1, number - 1):
+        if _kind(blueprint, index) not in kinds:
+            kinds.add(_kind(blueprint, index))
+            found.append((index, index + 1))
+    return found
+
+
+def _parts(blueprint: Blueprint, rounds: Sequence[Round]) -> _Parts:
+    number = blueprint.num_layers
+
+    def median(pick: Callable[[Round], PassTimes]) -> PassTimes:
+        return median_times([pick(one) for one in rounds])
+
+    if number < 3:
+        # One or two layers cannot be told from what stands beside them: the embedding counts as theirs.
+        layer = median(lambda one: one[0, 1])
+        head = median(lambda one: _minus(one[1, 2], one[0, 1])) if number == 2 else NO_TIME
+        kinds = {_kind(blueprint, index): layer for index in range(number)}
+        return _Parts(embedding=NO_TIME, head=_at_least_nothing(head), beside=NO_TIME, by_kind=kinds)
+    one = median(lambda found: found[1, 2])
+    layer = one
+    if number > 3:
+        layer = _within(median(lambda found: _minus(found[1, 3], found[1, 2])), one)
+    beside = _minus(one, layer)
     by_kind = {_kind(blueprint, 1): layer}
-    for index in range(1, num_layers - 1):
-        if _kind(blueprint, index) not in by_kind:
-            by_kind[_kind(blueprint, index)] = _difference(stage_times(index, index + 1), beside)
-    return Sample(
-        num_sequences=size.num_sequences,
-        sequence_length=size.sequence_length,
-        precision=size.precision,
-        embedding=_difference(stage_times(0, 1), one),
-        layers=tuple(by_kind.get(_kind(blueprint, index), layer) for index in range(num_layers)),
-        head=_difference(stage_times(num_layers - 1, num_layers), one),
-        beside=beside,
-        peak_bytes=device.peak_bytes(),
+    for start, stop in rounds[0]:
+        if start > 0 and stop < number and stop == start + 1:
+            by_kind.setdefault(_kind(blueprint, start), _only(median(_stage(start, stop)), beside))
+    for index in (0, number - 1):
+        by_kind.setdefault(_kind(blueprint, index), layer)
+    return _Parts(
+        embedding=_at_least_nothing(median(lambda found: _minus(found[0, 1], found[1, 2]))),
+        head=_at_least_nothing(median(lambda found: _minus(found[number - 1, number], found[1, 2]))),
+        beside=_at_least_nothing(beside),
+        by_kind=by_kind,
     )
 
 
-def _small_sample(num_layers: int, stage_times: Callable[[int, int], PassTimes], size: Size) -> Sample:
-    """One or two layers cannot be told from what stands beside them: the embedding counts as theirs."""
-    layer = stage_times(0, 1)
-    head = _difference(stage_times(1, 2), layer) if num_layers == 2 else NO_TIME
-    return Sample(
-        num_sequences=size.num_sequences,
-        sequence_length=size.sequence_length,
-        precision=size.precision,
-        embedding=NO_TIME,
-        layers=(layer,) * num_layers,
-        head=head,
-    )
+def _stage(start: int, stop: int) -> Callable[[Round], PassTimes]:
+    return lambda one: one[start, stop]
 
 
 def _kind(blueprint: Blueprint, layer: int) -> object:
@@ -185,70 +444,108 @@ def _kind(blueprint: Blueprint, layer: int) -> object:
     return tuple(blueprint.anatomy.layers[layer].values()), kinds[layer] if kinds else None
 
 
-def _stage_times(blueprint: Blueprint, layers: range, device: Device, size: Size) -> PassTimes:
-    (taken,) = _alternate(blueprint, (layers,), device, size)
-    return _median(taken)
+def repeat(
+    take: Callable[[], T],
+    *,
+    figure: Callable[[T], float],
+    effort: Effort,
+    clock: Clock = time.perf_counter,
+) -> list[T]:
+    """Measure until the median of a figure is certain enough, or there is no time for more."""
+    started_s = clock()
+    taken: list[T] = []
+    while len(taken) < effort.most_rounds:
+        taken.append(take())
+        if len(taken) < effort.least_rounds:
+            continue
+        if median_error([figure(one) for one in taken]) <= effort.wanted_error:
+            break
+        if clock() - started_s >= effort.size_s:
+            break
+    return taken
 
 
-def _layer_times(blueprint: Blueprint, device: Device, size: Size) -> tuple[PassTimes, PassTimes]:
-    """A stage of one layer in the middle, and the layer alone: what a second one adds.
-
-    The two stages take turns, so that a machine that gets slower does so for both.
-    """
-    if blueprint.num_layers < 4:
-        one = _stage_times(blueprint, range(1, 2), device, size)
-        return one, one
-    ones, twos = _alternate(blueprint, (range(1, 2), range(1, 3)), device, size)
-    one = _median(ones)
-    added = _median(
-        [
-            PassTimes(forward_s=two.forward_s - one.forward_s, backward_s=two.backward_s - one.backward_s)
-            for one, two in zip(ones, twos, strict=True)
-        ]
-    )
-    layer = PassTimes(
-        forward_s=_within(added.forward_s, one.forward_s),
-        backward_s=_within(added.backward_s, one.backward_s),
-    )
-    return one, layer
+def median_error(figures: Sequence[float]) -> float:
+    """The standard error of a median as a share of it, from the median of the absolute deviations."""
+    middle = statistics.median(figures)
+    if middle <= 0:
+        return 0.0
+    deviation = statistics.median(abs(one - middle) for one in figures)
+    return _MEDIAN_ERROR * deviation / math.sqrt(len(figures)) / middle
 
 
-def _within(added_s: float, whole_s: float) -> float:
-    """A layer is most of its stage; what says otherwise is noise."""
-    return min(max(added_s, whole_s / 2), whole_s)
-
-
-def _alternate(
-    blueprint: Blueprint, cuts: Sequence[range], device: Device, size: Size
-) -> list[list[PassTimes]]:
-    """Several passes of each stage in turn, after some that count for nothing."""
-    rigs = [Rig(build_stage(blueprint, layers, seed=0), device=device, size=size) for layers in cuts]
-    rounds = [[_pass_times(rig, device) for rig in rigs] for _ in range(_NUM_WARM_UPS + _NUM_REPEATS)]
-    return [list(taken) for taken in zip(*rounds[_NUM_WARM_UPS:], strict=True)]
-
-
-def _pass_times(rig: Rig, device: Device) -> PassTimes:
-    forward_s = _timed(device, lambda: rig.forward(0))
-    return PassTimes(forward_s=forward_s, backward_s=_timed(device, lambda: rig.backward(0)))
-
-
-def _median(taken: Sequence[PassTimes]) -> PassTimes:
+def median_times(taken: Sequence[PassTimes]) -> PassTimes:
+    """The median of each time."""
     return PassTimes(
         forward_s=statistics.median(one.forward_s for one in taken),
         backward_s=statistics.median(one.backward_s for one in taken),
+        forward_launch_s=statistics.median(one.forward_launch_s for one in taken),
+        backward_launch_s=statistics.median(one.backward_launch_s for one in taken),
+    )
+
+
+def least_of(rounds: Sequence[Round]) -> Round:
+    """One round with the least time of each stage."""
+    return {
+        key: PassTimes(
+            forward_s=min(one[key].forward_s for one in rounds),
+            backward_s=min(one[key].backward_s for one in rounds),
+            forward_launch_s=min(one[key].forward_launch_s for one in rounds),
+            backward_launch_s=min(one[key].backward_launch_s for one in rounds),
+        )
+        for key in rounds[0]
+    }
+
+
+def _total_s(times: PassTimes) -> float:
+    return times.whole_forward_s + times.whole_backward_s
+
+
+def _minus(whole: PassTimes, part: PassTimes) -> PassTimes:
+    return whole + part.each(lambda time_s: -time_s)
+
+
+def _at_least_nothing(times: PassTimes) -> PassTimes:
+    """The same where noise has not made a time negative."""
+    return times.each(lambda time_s: max(0.0, time_s))
+
+
+def _only(whole: PassTimes, beside: PassTimes) -> PassTimes:
+    return _at_least_nothing(_minus(whole, beside))
+
+
+def _within(added: PassTimes, whole: PassTimes) -> PassTimes:
+    """A layer is most of its stage; what says otherwise is noise."""
+
+    def clamp(added_s: float, whole_s: float) -> float:
+        return min(max(added_s, whole_s / 2), whole_s)
+
+    return PassTimes(
+        forward_s=clamp(added.forward_s, whole.forward_s),
+        backward_s=clamp(added.backward_s, whole.backward_s),
+        forward_launch_s=clamp(added.forward_launch_s, whole.forward_launch_s),
+        backward_launch_s=clamp(added.backward_launch_s, whole.backward_launch_s),
     )
 
 
 def _update_s_per_parameter(blueprint: Blueprint, device: Device, size: Size) -> float:
-    layers = range(1)
-    rig = Rig(build_stage(blueprint, layers, seed=0), device=device, size=size)
+    rig = Rig(build_stage(blueprint, range(1), seed=0), device=device, size=size)
     taken = []
-    for _ in range(_NUM_WARM_UPS + _NUM_REPEATS):
+    for _ in range(_NUM_WARM_UPS + QUICK.least_rounds):
         rig.forward(0)
         rig.backward(0)
         taken.append(_timed(device, rig.update))
     num_parameters = sum(one.numel() for one in rig.stage.parameters())
     return statistics.median(taken[_NUM_WARM_UPS:]) / num_parameters
+
+
+def _codings(
+    job: Job, blueprint: Blueprint, device: Device, sizes: Sequence[Size]
+) -> tuple[CodingTimes, ...]:
+    rows = sorted({one.num_tokens for one in sizes})
+    return measure_codings(
+        job, width=blueprint.config.hidden_size, num_rows=(rows[0], rows[-1]), device=device
+    )
 
 
 def _copy_speeds(device: Device) -> tuple[float | None, float | None]:
@@ -261,7 +558,7 @@ def _copy_speeds(device: Device) -> tuple[float | None, float | None]:
     def bytes_per_s(to: Tensor, source: Tensor) -> float:
         taken = [
             _timed(device, lambda: to.copy_(source, non_blocking=True))
-            for _ in range(_NUM_WARM_UPS + _NUM_REPEATS)
+            for _ in range(_NUM_WARM_UPS + _NUM_COPIES)
         ]
         return _COPY_BYTES / statistics.median(taken[_NUM_WARM_UPS:])
 
@@ -276,15 +573,8 @@ def _timed(device: Device, work: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def _difference(whole: PassTimes, part: PassTimes) -> PassTimes:
-    """What is left of a time; noise may make it less than nothing."""
-    return PassTimes(
-        forward_s=max(0.0, whole.forward_s - part.forward_s),
-        backward_s=max(0.0, whole.backward_s - part.backward_s),
-    )
-
-
-def _batch(head: Head, vocabulary_size: int, size: Size, generator: torch.Generator) -> Batch:
+def made_up_batch(head: Head, vocabulary_size: int, size: Size, *, generator: torch.Generator) -> Batch:
+    """A micro-batch of random tokens, with labels of the kind that a head takes."""
     ids = torch.randint(0, vocabulary_size, (size.num_sequences, size.sequence_length), generator=generator)
     if head is HEADS["sequence-classification"]:
         labels = torch.zeros(size.num_sequences, dtype=torch.int64)

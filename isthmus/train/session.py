@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -63,6 +63,10 @@ class Place:
     run_id: str | None = None
     open_trackers: Callable[[Path], Sequence[Tracker]] | None = None
     num_threads: int | None = None
+    choose: Callable[[Mapping[str, str]], str] | None = None
+    """Chooses the run at the first cloud, where it is planned from the profiles that all clouds send."""
+    profile: Callable[[], str | None] | None = None
+    """Measures this cloud, if the first cloud asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +143,15 @@ class _Session:
 
     def run(self) -> Trained:
         """Agree, build, train, export."""
-        data = self._open_data(self.place.run_id) if self._is_first and self._is_leader else None
+        is_told = self.place.choose is not None
+        data = None
+        if self._is_first and self._is_leader and not is_told:
+            data = self._open_data(self.place.run_id)
         self.neighbours.meet(self.job, note=self._note)
+        profiles = self.neighbours.gather_profiles(self.place.profile or (lambda: None), is_wanted=is_told)
+        if self.place.choose is not None:
+            self.place = replace(self.place, run_id=self.place.choose(profiles))
+            data = self._open_data(self.place.run_id)
         offer = self.neighbours.agree_on_offer(self._offer(data))
         config = unpack_config(offer.config, member=self.member)
         run = join_run(self.place.root, self.job, offer.run_id)

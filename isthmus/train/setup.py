@@ -58,10 +58,13 @@ class Setup:
         return tuple(range(start, stop) for start, stop in pairwise((0, *accumulate(self.layers))))
 
 
-def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) -> Setup:
+def set_up(
+    job: Job, *, decisions: Decisions | None = None, plans: bool = True, known: Job | None = None
+) -> Setup:
     """Choose what the job leaves open, with reasons, and refuse what cannot run.
 
     A cloud that does not plan takes the decisions of the one that has, or those that the run began with.
+    Plans are made for `known`: the job with what is known of its clouds beside it, such as profiles.
     """
     if job.data is None or job.model is None:
         missing = "[data]" if job.data is None else "[model]"
@@ -72,14 +75,14 @@ def set_up(job: Job, *, decisions: Decisions | None = None, plans: bool = True) 
     check_lists(strategy, num_clouds=len(clouds))
     if decisions is not None:
         return _decided(job, strategy, clouds, decisions)
-    why_not = _why_not_planned(job)
+    why_not = _why_not_planned(known or job)
     if plans and why_not is None:
-        return _planned(job, strategy, clouds)
+        return _planned(job, strategy, clouds, known or job)
     return _unplanned(job, strategy, clouds, why_not)
 
 
-def _planned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...]) -> Setup:
-    fixed = job.model_copy(update={"strategy": strategy.model_copy(update={"clouds": clouds})})
+def _planned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], known: Job) -> Setup:
+    fixed = known.model_copy(update={"strategy": strategy.model_copy(update={"clouds": clouds})})
     chosen = plan(fixed)
     chosen = replace(chosen, notes=(*_reasons(job, strategy, chosen), *chosen.notes))
     if chosen.decisions is None:
@@ -174,15 +177,25 @@ def _layout(job: Job, num_microbatches: int) -> Layout:
     )
 
 
+def may_plan(job: Job) -> bool:
+    """Whether a plan can be made once all clouds are measured."""
+    return _why_no_costs(job) is None
+
+
 def _why_not_planned(job: Job) -> str | None:
     """What the planner would have to know, None where it knows enough."""
-    for link in job.link:
-        if link.bandwidth_bps is None or link.rtt_s is None:
-            return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"
     for cloud in job.cloud:
         is_known = cloud.device == "cpu" or cloud.profile is not None or cloud.accelerator is not None
         if not is_known and (cloud.flops is None or cloud.memory_bytes is None):
             return f"cloud {cloud.name} does not say what its devices are; set its accelerator"
+    return _why_no_costs(job)
+
+
+def _why_no_costs(job: Job) -> str | None:
+    """What the planner lacks of links and model."""
+    for link in job.link:
+        if link.bandwidth_bps is None or link.rtt_s is None:
+            return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"
     model_type = model_config(job).get("model_type")
     if model_type not in FAMILIES:
         return f"the costs of model_type {model_type!r} are not known"

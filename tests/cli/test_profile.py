@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from isthmus.cli.profile import profile
 from isthmus.errors import UserError
 from isthmus.plan.costs.profile import read_profile
+from isthmus.train.profiling import Effort
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "demo.toml"
 SMALL = ["--set", "data.sequence_length=16", "--set", "train.batch_tokens=256"]
@@ -17,7 +18,9 @@ SMALL = ["--set", "data.sequence_length=16", "--set", "train.batch_tokens=256"]
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typer.Typer:
-    monkeypatch.setattr("isthmus.train.profiling._NUM_REPEATS", 2)
+    few = Effort(least_rounds=2, most_rounds=2, size_s=0.0, round_s=10.0, rehearsal_s=0.0)
+    monkeypatch.setattr("isthmus.train.profiling.THOROUGH", few)
+    monkeypatch.setattr("isthmus.train.profiling.MAX_SCATTER", 100.0)
     monkeypatch.chdir(tmp_path)
     one = typer.Typer()
     one.command()(profile)
@@ -42,11 +45,20 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert result.exception.message == "nowhere/mine.json cannot be written"
 
 
-def test_of_several_clouds_one_must_be_named(app: typer.Typer) -> None:
-    result = CliRunner().invoke(app, [str(EXAMPLE), *SMALL])
+def test_one_file_holds_one_cloud(app: typer.Typer) -> None:
+    result = CliRunner().invoke(app, [str(EXAMPLE), "--out", "mine.json", *SMALL])
     assert isinstance(result.exception, UserError)
-    assert result.exception.message == "the job has 2 clouds, and this machine stands for one of them"
-    assert result.exception.hint == "say which: --cloud east or --cloud west"
+    assert result.exception.message == "--out names one file, and the job has 2 clouds"
+    assert result.exception.hint == "leave it out, or say which: --cloud east or --cloud west"
+
+
+def test_all_clouds_are_measured_together_and_have_a_file_each(app: typer.Typer, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [str(EXAMPLE), "--json", *SMALL])
+    assert result.exit_code == 0, result.output
+    assert set(json.loads(result.stdout)) == {"east", "west"}
+    east, west = (read_profile(tmp_path / f"{name}.profile.json") for name in ("east", "west"))
+    assert east.samples == west.samples
+    assert east.num_sharing == 2
 
 
 def test_json_is_what_the_file_holds(app: typer.Typer, tmp_path: Path) -> None:

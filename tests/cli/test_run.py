@@ -48,7 +48,7 @@ def invoke(job: Path, *options: str, changes: Sequence[str] = CHANGES) -> Any:
     app = typer.Typer()
     app.command()(run)
     sets = [text for change in changes for text in ("--set", change)]
-    return CliRunner().invoke(app, [str(job), "--json", *sets, *options])
+    return CliRunner().invoke(app, [str(job), "--json", "--no-profile", *sets, *options])
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def command(
     job: Path, *options: str, log: Path, **env: str
 ) -> AbstractContextManager[subprocess.Popen[bytes]]:
     sets = [text for change in LONG for text in ("--set", change)]
-    arguments = ("run", str(job), *sets, *options)
+    arguments = ("run", str(job), "--no-profile", *sets, *options)
     return running("from isthmus.cli.main import main; main()", *arguments, log=log, env=env)
 
 

@@ -72,7 +72,7 @@ def test_a_short_hand_written_profile_will_do(tmp_path: Path) -> None:
         "layers": [layer, layer],
         "head": nothing,
     }
-    text = json.dumps({"version": 1, "device": "sleep", "model_type": "none", "samples": [one]})
+    text = json.dumps({"version": 2, "device": "sleep", "model_type": "none", "samples": [one]})
     (tmp_path / "one.json").write_text(text)
     found = measured_times(
         read_profile(tmp_path / "one.json"), Workload(num_sequences=1, sequence_length=64), num_layers=2
@@ -130,7 +130,7 @@ def test_what_was_not_measured_is_refused(wanted: Workload, num_layers: int, mes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "no profile of version 1"),
+        ({"version": 1}, "no profile of version 2 but of version 1, which an older release measured"),
         ({"samples": []}, "no samples"),
         ({"device": None, "samples": [{}]}, "no valid profile"),
         ({"update_s_per_parameter": -1}, "no time in seconds"),
@@ -153,7 +153,7 @@ def test_a_missing_profile_says_how_to_make_one(tmp_path: Path) -> None:
     assert "isthmus profile" in caught.value.hint
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1]", '{"version": 1}'])
+@pytest.mark.parametrize("content", [None, "{", "[1]", '{"version": 2}'])
 def test_a_job_that_names_what_is_no_profile_is_told_which_cloud_and_key(
     content: str | None, tmp_path: Path
 ) -> None:

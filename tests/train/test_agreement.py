@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from isthmus.errors import FrameError, UserError
-from isthmus.train.members import SavedSteps, Start, agree_on_start, choose_start
+from isthmus.train.members import SavedSteps, Start, agree_on_start, choose_start, gather_profiles
 from isthmus.wan.frames import Packet
 from isthmus.wan.memory import MemoryLink
 
@@ -123,3 +123,37 @@ def test_what_is_no_list_of_steps_is_refused(header: dict[str, object]) -> None:
         link.end("west").send("start/saved", Packet(header))
         with pytest.raises(FrameError, match="a list of saved steps that is none"):
             agree_on_start(steps(), cloud="east", num_steps=9, up=None, down=link.end("east"))
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_profiles_travel_up_to_the_first_cloud_that_asks(is_wanted: bool) -> None:
+    asked: list[str] = []
+
+    def measure(cloud: str) -> str | None:
+        asked.append(cloud)
+        return None if cloud == "mid" else f"profile of {cloud}"
+
+    clouds = ("east", "mid", "west")
+    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        links = [stack.enter_context(MemoryLink(*pair)) for pair in pairwise(clouds)]
+
+        def gather(index: int, cloud: str) -> dict[str, str]:
+            up = links[index - 1].end(cloud) if index > 0 else None
+            down = links[index].end(cloud) if index < len(links) else None
+            wanted = is_wanted and up is None
+            return gather_profiles(lambda: measure(cloud), cloud=cloud, is_wanted=wanted, up=up, down=down)
+
+        first, *_ = pool.map(gather, range(3), clouds)
+    assert first == ({"east": "profile of east", "west": "profile of west"} if is_wanted else {})
+    assert sorted(asked) == (sorted(clouds) if is_wanted else [])
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [Packet({}), Packet({"clouds": ["west", "north"]}, (b"{}",)), Packet({"clouds": ["west"]}, (b"\xff",))],
+)
+def test_profiles_that_are_none_are_refused(packet: Packet) -> None:
+    with MemoryLink("east", "west") as link:
+        link.end("west").send("start/profiles", packet)
+        with pytest.raises(FrameError, match="profile"):
+            gather_profiles(lambda: None, cloud="east", is_wanted=True, up=None, down=link.end("east"))

@@ -1,5 +1,6 @@
 """Measuring on the device at hand: every part has its time, and plans can rest on the file."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from isthmus.plan.costs.activations import Precision
 from isthmus.plan.costs.parts import Workload
 from isthmus.plan.costs.profile import Profile, read_profile, write_profile
 from isthmus.plan.costs.times import measured_times
-from isthmus.train.profiling import Rig, measure
+from isthmus.train.profiling import Effort, Rig, measure, repeat, require_certain, sizes_of
+
+FEW = Effort(least_rounds=2, most_rounds=3, size_s=0.0, round_s=10.0, rehearsal_s=0.0)
 
 JOB = """
 name = "small"
@@ -63,13 +66,7 @@ num_hidden_layers = 4
 def measured(config: str, *, task: str = "causal-lm", microbatches: int = 2) -> Profile:
     text = JOB.format(config=config, task=task, microbatches=microbatches)
     job = parse_job(text, file=Path("job.toml"))
-    return measure(job, job.cloud[0])
-
-
-@pytest.fixture(autouse=True)
-def _few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.train.profiling._NUM_REPEATS", 3)
-    monkeypatch.setattr("isthmus.train.profiling._NUM_WARM_UPS", 1)
+    return measure(job, job.cloud[0], effort=FEW)
 
 
 def test_every_size_and_layer_is_measured_and_can_be_planned_with(tmp_path: Path) -> None:
@@ -131,3 +128,67 @@ def test_a_rig_holds_weights_and_moments() -> None:
     rig.backward(0)
     rig.update()
     assert rig.held_bytes() == pytest.approx(12 * num_parameters, rel=0.02)
+
+
+class FakeClock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def rounds_of(figures: list[float], *, round_s: float = 0.125, **changes: Any) -> int:
+    """How many rounds are taken of these figures, over and over."""
+    clock, effort = FakeClock(), replace(EFFORT, **changes)
+    taken = iter(figures * 100)
+
+    def take() -> float:
+        clock.now_s += round_s
+        return next(taken)
+
+    return len(repeat(take, figure=lambda one: one, effort=effort, clock=clock))
+
+
+EFFORT = Effort(least_rounds=4, most_rounds=20, size_s=1.0, round_s=1.0, rehearsal_s=1.0)
+
+
+def test_figures_that_agree_are_taken_a_few_times() -> None:
+    assert rounds_of([1.0, 1.01]) == 4
+
+
+def test_figures_that_scatter_are_taken_until_the_time_is_over() -> None:
+    assert rounds_of([1.0, 2.0, 3.0]) == 8
+    assert rounds_of([1.0, 2.0, 3.0], size_s=100.0) == 20
+    assert rounds_of([1.0, 2.0, 3.0], round_s=5.0) == 4
+
+
+def test_scattered_figures_are_refused_with_a_cure() -> None:
+    found = measured(LLAMA.format(layers=1), microbatches=4)
+    require_certain(replace(found, scatter=0.2))
+    with pytest.raises(UserError, match="certain to 30% only") as caught:
+        require_certain(replace(found, scatter=0.3))
+    assert caught.value.hint is not None
+    assert "--no-profile" in caught.value.hint
+
+
+def test_open_micro_batches_are_measured_at_sizes_far_apart() -> None:
+    text = JOB.format(config=LLAMA.format(layers=2), task="causal-lm", microbatches=2)
+    job = parse_job(text, file=Path("job.toml"))
+    assert sizes_of(job) == [1, 2]
+    free = parse_job(text.replace("microbatches = 2", ""), file=Path("job.toml"))
+    assert sizes_of(free) == [1, 4]
+
+
+def test_codecs_of_the_job_are_measured_both_ways() -> None:
+    text = JOB.format(config=LLAMA.format(layers=2), task="causal-lm", microbatches=4)
+    text += '[[cloud]]\nname = "west"\nlisten = "127.0.0.1:7600"\ndevice = "cpu"\n'
+    text += '[[link]]\nbetween = ["east", "west"]\ncodec = "auto"\n'
+    job = parse_job(text, file=Path("job.toml"))
+    found = measure(job, job.cloud[0], effort=FEW)
+    texts = [one.codec for one in found.codings]
+    assert texts[:2] == ["raw", "bf16"]
+    assert "rotate | int8(stochastic)" in texts
+    assert all(one.encode_s(64) > 0 and one.decode_s(64) > 0 for one in found.codings)

@@ -1,5 +1,6 @@
 """What the planner knows of a job: devices, lines, the model and a step, each checked as it is read."""
 
+import ipaddress
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ class StepFacts:
     sequence_length: int
     precision: Precision
     num_steps: int
+    is_compiled: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +74,7 @@ def cloud_facts(job: Job) -> tuple[CloudFacts, ...]:
         )
         for one in job.accelerator
     }
-    return tuple(_cloud(cloud, own) for cloud in job.cloud)
+    return tuple(_cloud(cloud, own, sharing=num_sharing(cloud, job)) for cloud in job.cloud)
 
 
 def step_facts(job: Job) -> StepFacts:
@@ -91,7 +93,34 @@ def step_facts(job: Job) -> StepFacts:
         sequence_length=length,
         precision=Precision(job.train.precision),
         num_steps=job.train.steps,
+        is_compiled=job.train.compile,
     )
+
+
+def is_here(cloud: CloudSpec, job: Job) -> bool:
+    """Whether a cloud is this machine's CPU: it names no accelerator, and the job no other machine."""
+    hosts = [one.listen.host for one in job.cloud if one.listen is not None]
+    return cloud.device == "cpu" and cloud.accelerator is None and all(map(is_loopback, hosts))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address leads back to the machine itself."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def num_sharing(cloud: CloudSpec, job: Job) -> int:
+    """How many ranks of the job compute on this machine's CPU, where the cloud does; else 1.
+
+    A cloud's own ranks share it too.
+    """
+    if not is_here(cloud, job):
+        return 1
+    return sum(one.ranks for one in job.cloud if is_here(one, job))
 
 
 def model_config(job: Job) -> Mapping[str, object]:
@@ -133,9 +162,10 @@ def line(link: LinkSpec, first: str) -> Line:
     )
 
 
-def _cloud(cloud: CloudSpec, own: Mapping[str, Accelerator]) -> CloudFacts:
+def _cloud(cloud: CloudSpec, own: Mapping[str, Accelerator], *, sharing: int) -> CloudFacts:
+    """A cloud; what it shares with others of this machine is divided between them."""
     profile = _profile(cloud.name, cloud.profile) if cloud.profile is not None else None
-    accelerator = _accelerator(cloud, own, has_profile=profile is not None)
+    accelerator = _accelerator(cloud, own, profile).shared_by(sharing)
     price = accelerator.usd_per_hour
     whole = None if price is None else price * cloud.ranks
     is_known = cloud.accelerator is not None or cloud.flops is not None or accelerator.is_cpu
@@ -161,15 +191,15 @@ def _profile(cloud: str, file: str) -> Profile:
         ) from None
 
 
-def _accelerator(cloud: CloudSpec, own: Mapping[str, Accelerator], *, has_profile: bool) -> Accelerator:
+def _accelerator(cloud: CloudSpec, own: Mapping[str, Accelerator], profile: Profile | None) -> Accelerator:
     if cloud.accelerator is not None:
         found = find_accelerator(cloud.accelerator, own=own)
         return found if cloud.flops is None else replace(found, flops=cloud.flops)
-    if cloud.device == "cpu":
+    if cloud.device == "cpu" or (profile is not None and profile.device == "cpu"):
         return CATALOGUE["cpu"]
     if cloud.flops is not None and cloud.memory_bytes is not None:
         return new_accelerator(cloud.name, flops=cloud.flops, memory_bytes=cloud.memory_bytes)
-    if has_profile:
+    if profile is not None:
         return replace(CATALOGUE["a100-80gb"], name=cloud.name, usd_per_hour=None)
     raise UserError(
         f"cloud {cloud.name!r} does not say what its devices are",

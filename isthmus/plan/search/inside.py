@@ -5,6 +5,7 @@ from typing import Final
 
 import numpy as np
 
+from isthmus.job import CodecSpec
 from isthmus.plan.costs.activations import WIDE_BYTES
 from isthmus.plan.costs.memory import Savers, Sharding
 from isthmus.plan.costs.parts import ModelCosts, PartCosts
@@ -24,6 +25,28 @@ _OFFLOADED_BYTES_PER_PARAMETER: Final = 16
 def between(first: float, layers: Sequence[float], last: float) -> Table:
     """Sums (a, b) over the layers from a to before b, with the ends of the model where a stage has them."""
     return np.maximum(Stages.every(len(layers)).total([first, *layers, last]), 0.0)
+
+
+def whole_passes_s(times: ModelTimes, forward_s: Table, backward_s: Table) -> tuple[Table, Table]:
+    """Tables of passes from those of computing alone: with what is beside the parts, and with launches.
+
+    The host launches ahead of the device, so a pass takes the longer of launching its parts and computing.
+    """
+    beside = times.beside
+    launch_forward_s = between(
+        times.embedding.forward_launch_s,
+        [one.forward_launch_s for one in times.layers],
+        times.head.forward_launch_s,
+    )
+    launch_backward_s = between(
+        times.embedding.backward_launch_s,
+        [one.backward_launch_s for one in times.layers],
+        times.head.backward_launch_s,
+    )
+    return (
+        np.maximum(forward_s + beside.forward_s, launch_forward_s + beside.forward_launch_s),
+        np.maximum(backward_s + beside.backward_s, launch_backward_s + beside.backward_launch_s),
+    )
 
 
 def updating_s(costs: ModelCosts, times: ModelTimes, savers: Savers, cloud: CloudFacts) -> Table:
@@ -68,11 +91,34 @@ def exchange_s(part: PartCosts, costs: ModelCosts, savers: Savers, cloud: CloudF
     return gathered_bytes / rate, (gathered_bytes + reduced_bytes) / rate
 
 
-def coding_s(raw_bytes: int, *clouds: CloudFacts) -> float:
-    """What a codec takes at both ends."""
-    return sum(_CODING_PASSES * raw_bytes / cloud.accelerator.memory_bandwidth for cloud in clouds)
+def coding_s(
+    codec: CodecSpec, num_elements: int, num_bytes: int, *, sender: CloudFacts, receiver: CloudFacts
+) -> float:
+    """What coding a message takes at both ends, copies between devices and hosts included."""
+    encoding, decoding = (
+        None if one.profile is None else one.profile.coding(str(codec)) for one in (sender, receiver)
+    )
+    if encoding is None:
+        speed = None if sender.profile is None else sender.profile.to_host_bytes_per_s
+        encode_s = _guessed_s(codec, num_elements, sender) + _copy_s(num_bytes, sender, speed)
+    else:
+        encode_s = encoding.encode_s(num_elements)
+    if decoding is None:
+        speed = None if receiver.profile is None else receiver.profile.from_host_bytes_per_s
+        decode_s = _guessed_s(codec, num_elements, receiver) + _copy_s(num_bytes, receiver, speed)
+    else:
+        decode_s = decoding.decode_s(num_elements)
+    return encode_s + decode_s
 
 
-def copying_s(num_bytes: int, *clouds: CloudFacts) -> float:
-    """What a message takes between devices and their hosts."""
-    return sum(num_bytes / _HOST_BYTES_PER_S for cloud in clouds if not cloud.accelerator.is_cpu)
+def _guessed_s(codec: CodecSpec, num_elements: int, cloud: CloudFacts) -> float:
+    """By the memory's bandwidth; codecs compute in float32 whatever they are given."""
+    if codec.is_raw:
+        return 0.0
+    return _CODING_PASSES * WIDE_BYTES * num_elements / cloud.accelerator.memory_bandwidth
+
+
+def _copy_s(num_bytes: int, cloud: CloudFacts, bytes_per_s: float | None) -> float:
+    if cloud.accelerator.is_cpu:
+        return 0.0
+    return num_bytes / (bytes_per_s or _HOST_BYTES_PER_S)

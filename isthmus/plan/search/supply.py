@@ -17,7 +17,7 @@ from isthmus.plan.costs.times import ModelTimes, estimated_times, learned_times,
 from isthmus.plan.ladder import Crossing, Pair, Stretch, num_learners
 from isthmus.plan.scenario import HopLoad, Line, StageLoad
 from isthmus.plan.search.facts import CloudFacts, StepFacts
-from isthmus.plan.search.inside import between, coding_s, copying_s, exchange_s, updating_s
+from isthmus.plan.search.inside import between, coding_s, exchange_s, updating_s, whole_passes_s
 from isthmus.plan.search.memory_tables import MemoryTables
 from isthmus.plan.search.sparing import Level
 from isthmus.plan.search.walks import Table
@@ -25,11 +25,8 @@ from isthmus.plan.search.walks import Table
 MAX_MICROBATCHES: Final = 4096
 """Of a step."""
 
-# Python, the scheduler and the courier for every pass, whatever its size.
+# Python, the scheduler and the wires for every pass, whatever its size; a profile has it in its figures.
 _PASS_OVERHEAD_S: Final = 2e-4
-# A layer is some tens of kernels, and each takes a few microseconds to start; on a CPU nothing hides that.
-_LEAST_LAYER_S: Final = 1e-4
-_LEAST_CPU_LAYER_S: Final = 8e-4
 
 
 CostModel = Callable[[Workload], ModelCosts]
@@ -117,7 +114,7 @@ class ModelSupply:
         if cloud.profile is not None:
             measured = measured_times(cloud.profile, costs.workload, num_layers=costs.num_layers)
             return learned_times(measured, costs)
-        return estimated_times(costs, cloud.accelerator)
+        return estimated_times(costs, cloud.accelerator, is_compiled=self.step.is_compiled)
 
     def table(self, cloud: int, setting: Setting) -> StageTable:
         """What a cloud takes for any of its possible stages."""
@@ -145,35 +142,31 @@ class ModelSupply:
         facts = self.clouds[cloud]
         costs, times = self.costs(facts, setting), self.times(facts, setting)
         savers = self.levels[setting.level].savers(facts)
-        least_s = _LEAST_CPU_LAYER_S if facts.accelerator.is_cpu else _LEAST_LAYER_S
-        if facts.profile is not None:
-            least_s = 0.0
         # Beside what moves for a layer another one is computed; for the ends of a model there is none.
         moved = [exchange_s(part, costs, savers, facts) for part in costs.layers]
         first, last = (exchange_s(part, costs, savers, facts) for part in (costs.embedding, costs.head))
         forward_s = between(
             times.embedding.forward_s + first[0],
-            [
-                max(least_s, one.forward_s, wait_s)
-                for one, (wait_s, _) in zip(times.layers, moved, strict=True)
-            ],
+            [max(one.forward_s, wait_s) for one, (wait_s, _) in zip(times.layers, moved, strict=True)],
             times.head.forward_s + last[0],
         )
         backward_s = between(
             times.embedding.backward_s + first[1],
             [
-                max(2 * least_s, one.backward_s, wait_s) if one.backward_s else 0.0
+                max(one.backward_s, wait_s) if one.backward_s else 0.0
                 for one, (_, wait_s) in zip(times.layers, moved, strict=True)
             ],
             times.head.backward_s + last[1],
         )
+        forward_s, backward_s = whole_passes_s(times, forward_s, backward_s)
+        overhead_s = _PASS_OVERHEAD_S if facts.profile is None else 0.0
         held = self._memory_tables(cloud, costs, savers).held(facts.room_bytes(self.memory_share))
         if savers.sharding is Sharding.FULL and setting.num_microbatches % facts.num_ranks:
             # Ranks in lock-step have as many micro-batches each.
             held = np.zeros_like(held)
         return StageTable(
-            forward_s=forward_s + _PASS_OVERHEAD_S,
-            backward_s=backward_s + _PASS_OVERHEAD_S,
+            forward_s=forward_s + overhead_s,
+            backward_s=backward_s + overhead_s,
             update_s=updating_s(costs, times, savers, facts),
             held=held,
         )
@@ -262,15 +255,21 @@ class ModelSupply:
         backward_bytes = 0
         if crossing.has_gradient:
             backward_bytes = self.messages.backward_bytes(codecs.backward_bytes(crossing))
-        # Codecs compute in float32 whatever they are given.
-        both_ends_s = coding_s(crossing.num_rows * crossing.width * WIDE_BYTES, first, second)
-        is_coded = not codecs.forward.is_raw, crossing.has_gradient and not codecs.backward.is_raw
+        num_elements = crossing.num_rows * crossing.width
+        forward_coding_s = coding_s(
+            codecs.forward, num_elements, forward_bytes, sender=first, receiver=second
+        )
+        backward_coding_s = 0.0
+        if crossing.has_gradient:
+            backward_coding_s = coding_s(
+                codecs.backward, num_elements, backward_bytes, sender=second, receiver=first
+            )
         return HopLoad(
             line=self.links[pair].line,
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes,
-            forward_coding_s=is_coded[0] * both_ends_s + copying_s(forward_bytes, first, second),
-            backward_coding_s=is_coded[1] * both_ends_s + copying_s(backward_bytes, first, second),
+            forward_coding_s=forward_coding_s,
+            backward_coding_s=backward_coding_s,
         )
 
     def _is_sharded(self, cloud: CloudFacts, setting: Setting) -> bool:

@@ -1,0 +1,265 @@
+"""What a run or a plan knows of the clouds on this machine: measured times, and their share of its memory.
+
+Profiles are kept in a folder by a digest of all that they depend on, so that a second start measures nothing.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from isthmus.errors import UserError
+from isthmus.job import CloudSpec, Job, PipelineStrategy
+from isthmus.job.findings import plain_name
+from isthmus.job.limits import AcceleratorSpec
+from isthmus.job.write import replace_file
+from isthmus.plan.costs.devices import find_accelerator
+from isthmus.plan.costs.profile import VERSION, Profile, parse_profile, read_profile, write_profile
+from isthmus.plan.search.facts import is_loopback, model_config
+from isthmus.train.device import Device
+from isthmus.train.profiling import MAX_SCATTER, QUICK, Effort, measure, sizes_of, threads_here
+from isthmus.train.rehearsal import measure_together
+from isthmus.units import format_duration, shorten
+
+_FOLDER: Final = "profiles"
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiler:
+    """How clouds on this machine are profiled where the job names no profile of theirs."""
+
+    cache: Path
+    """The folder that keeps what was measured."""
+    note: Note
+    report: Callable[[str], None] = lambda _: None
+    """Told what is measured at the moment."""
+    effort: Effort = QUICK
+    is_wanted: bool = True
+
+    def all_here(self, job: Job) -> Job:
+        """The job as planned where all its clouds are on this machine, each with its share of it."""
+        local = as_local(job)
+        lacking = [one.name for one in job.cloud if one.profile is None]
+        if not lacking:
+            return local
+        if not self.is_wanted:
+            self.note("times are those of the catalogue, since --no-profile was given")
+            return _with_shared_devices(local)
+        found = self._kept(job, lambda: measure_together(job, effort=self.effort, report=self.report))
+        return self._with_profiles(local, {name: found[name] for name in lacking})
+
+    def one_here(self, job: Job, cloud: str) -> Profile | None:
+        """The profile of the cloud that this machine is; None where the job has one, or none is wanted."""
+        spec = job.cloud_named(cloud)
+        if spec.profile is not None or not self.is_wanted:
+            return None
+        alone = job.model_copy(update={"cloud": (spec,), "link": job.links_of(cloud)})
+
+        def take() -> dict[str, Profile]:
+            return {cloud: measure(alone, spec, effort=self.effort, report=self.report)}
+
+        return self._kept(alone, take, num_threads=torch.get_num_threads())[cloud]
+
+    def text_of(self, job: Job, cloud: str) -> str | None:
+        """The same as the text that clouds exchange; a profile that the job names is sent, too."""
+        given = job.cloud_named(cloud).profile
+        found = self.one_here(job, cloud) if given is None else read_profile(Path(given))
+        return None if found is None else write_profile(found)
+
+    def with_profiles(self, job: Job, profiles: Mapping[str, Profile]) -> Job:
+        """The job with profiles that other clouds have measured of themselves."""
+        return self._with_profiles(job, profiles)
+
+    def _kept(
+        self, job: Job, take: Callable[[], Mapping[str, Profile]], *, num_threads: int | None = None
+    ) -> Mapping[str, Profile]:
+        """The profiles of these clouds, from the cache or measured now."""
+        folder = self.cache / _FOLDER / digest_of(job, num_threads=num_threads or threads_here(job))
+        paths = {one.name: folder / f"{one.name}.json" for one in job.cloud}
+        names = " and of ".join(paths)
+        if all(path.exists() for path in paths.values()):
+            kept = {name: read_profile(path) for name, path in paths.items()}
+            when = next(iter(kept.values())).measured
+            self.note(f"times of {names} were measured here on {when}; isthmus profile JOB measures again")
+            return kept
+        started_s = time.monotonic()
+        found = take()
+        for name, path in paths.items():
+            _keep(path, found[name])
+        together = " at the same time" if len(found) > 1 else ""
+        took = format_duration(shorten(time.monotonic() - started_s))
+        self.note(f"times of {names} were measured here{together}, in {took}")
+        scatter = max(one.scatter for one in found.values())
+        if scatter > MAX_SCATTER:
+            self.note(
+                f"these times scatter by {scatter:.0%}, since something else computes on this machine; "
+                "predictions are no better"
+            )
+        return found
+
+    def _with_profiles(self, job: Job, profiles: Mapping[str, Profile]) -> Job:
+        paths = {}
+        for name, profile in profiles.items():
+            text = write_profile(profile)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+            paths[name] = self.cache / _FOLDER / "used" / f"{digest}.json"
+            _keep(paths[name], profile)
+        clouds = tuple(
+            one.model_copy(update={"profile": str(paths[one.name])}) if one.name in paths else one
+            for one in job.cloud
+        )
+        return job.model_copy(update={"cloud": clouds})
+
+
+def _keep(path: Path, profile: Profile) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, write_profile(profile))
+    except OSError as error:
+        raise UserError(
+            f"what was measured cannot be kept in {path.parent}: {error.strerror}",
+            hint="set XDG_CACHE_HOME to a folder that can be written, or give --no-profile",
+        ) from error
+
+
+def unpack_profile(text: str, *, cloud: str) -> Profile:
+    """The profile that a cloud has sent."""
+    return parse_profile(text, name=f"what cloud {cloud!r} has sent")
+
+
+def is_open(job: Job) -> bool:
+    """Whether a plan has anything to choose, so that it is worth to measure first."""
+    strategy = job.strategy
+    if not isinstance(strategy, PipelineStrategy):
+        return True
+    codecs = [one for link in job.link for one in (link.codec.forward, link.codec.backward)]
+    return strategy.layers is None or strategy.microbatches is None or "auto" in codecs
+
+
+def why_not_here(job: Job) -> str | None:
+    """Why a plan cannot be made from what is measured on this machine; None where it can."""
+    for cloud in job.cloud:
+        if cloud.profile is not None:
+            continue
+        if cloud.listen is not None and not is_loopback(cloud.listen.host):
+            return f"cloud {cloud.name} is not on this machine but at {cloud.listen}"
+        why_not = _why_no_device(cloud, job)
+        if why_not is not None:
+            return why_not
+    if job.model is None or job.data is None:
+        return "the job has no [model] or no [data] section"
+    return None
+
+
+def _why_no_device(cloud: CloudSpec, job: Job) -> str | None:
+    """Why the device of a cloud is not one of this machine; None where it is."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = "cpu" if found is None else found.type
+    if cloud.device not in ("auto", "cpu", kind):
+        return f"cloud {cloud.name} has a device of kind {cloud.device}, which this machine has not"
+    name = Device(cloud.device).name
+    if cloud.accelerator is not None and plain_name(cloud.accelerator) not in plain_name(name):
+        return f"cloud {cloud.name} has the accelerator {cloud.accelerator}, and this machine has {name}"
+    if cloud.accelerator is None and cloud.flops is not None:
+        return f"cloud {cloud.name} says what its devices reach"
+    if cloud.ranks > 1 and any(one.ranks > 1 for one in job.cloud) and found is not None:
+        return None if torch.accelerator.device_count() >= cloud.ranks else f"{cloud.name} has more devices"
+    return None
+
+
+def as_local(job: Job) -> Job:
+    """The job with all clouds on this machine: at no address, and with a part of its memory each."""
+    num_ranks = sum(one.ranks for one in job.cloud)
+    clouds = tuple(
+        one.model_copy(
+            update={
+                "listen": None,
+                "gateway": None,
+                "memory_bytes": one.memory_bytes or _memory_bytes(one, num_ranks=num_ranks),
+            }
+        )
+        for one in job.cloud
+    )
+    return job.model_copy(update={"cloud": clouds})
+
+
+def _memory_bytes(cloud: CloudSpec, *, num_ranks: int) -> int:
+    """The memory that each of so many ranks has on the devices of this machine."""
+    device = Device(cloud.device)
+    if not device.is_accelerator:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
+    module = torch.get_device_module(device.torch_device)
+    sharing = -(-num_ranks // torch.accelerator.device_count())
+    return int(module.mem_get_info(device.torch_device)[1]) // sharing
+
+
+def _with_shared_devices(job: Job) -> Job:
+    """The job with accelerators of the catalogue divided by the clouds that share each here."""
+    named = [one for one in job.cloud if one.accelerator is not None]
+    sharing = len(named)
+    if sharing < 2 or (torch.accelerator.is_available() and torch.accelerator.device_count() >= sharing):
+        return job
+    own = {one.name: one for one in job.accelerator}
+    shared = {}
+    for cloud in named:
+        name = str(cloud.accelerator)
+        if name not in own:
+            shared[name] = _divided(name, sharing)
+    clouds = tuple(
+        one.model_copy(update={"accelerator": shared[str(one.accelerator)].name})
+        if str(one.accelerator) in shared
+        else one
+        for one in job.cloud
+    )
+    return job.model_copy(update={"cloud": clouds, "accelerator": (*job.accelerator, *shared.values())})
+
+
+def _divided(name: str, sharing: int) -> AcceleratorSpec:
+    one = find_accelerator(name).shared_by(sharing)
+    return AcceleratorSpec.model_construct(
+        name=f"{name}, shared by {sharing}",
+        flops=one.flops,
+        flops_float32=one.flops_float32,
+        achievable=one.achievable,
+        memory_bytes=one.memory_bytes,
+        memory_bandwidth_bytes_per_s=one.memory_bandwidth,
+        usd_per_hour=one.usd_per_hour,
+    )
+
+
+def digest_of(job: Job, *, num_threads: int) -> str:
+    """A digest of all that the figures of a profile depend on."""
+    links = [[*link.between, str(link.codec.forward), str(link.codec.backward)] for link in job.link]
+    about: dict[str, Any] = {
+        "profile": VERSION,
+        "versions": [_version(name) for name in ("isthmus", "torch", "transformers")],
+        "machine": [platform.machine(), platform.node(), os.cpu_count()],
+        "model": dict(model_config(job)),
+        "task": None if job.data is None else job.data.task,
+        "sequence_length": None if job.data is None else job.data.sequence_length,
+        "sizes": sizes_of(job),
+        "precision": job.train.precision,
+        "compile": job.train.compile,
+        "codec_loss": job.limits.codec_loss,
+        "links": links,
+        "clouds": [[one.name, Device(one.device).name, one.ranks] for one in job.cloud],
+        "threads": num_threads,
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,460 @@
+"""Measures all clouds of a job together, where they share one machine as in `isthmus run JOB`.
+
+Ranks are started as in the run: a process each, with the run's threads, joined by the run's links. First all
+of them measure their parts of the model at the same time, since they share cores, caches and memory. Then
+they rehearse: a few steps of a real pipeline over links without limits. What such a step takes beyond what
+the simulator makes of the parts is what the run adds to them here: the scheduler, wires, TLS and the emulated
+WAN, which compute on the same cores and take turns with the passes at Python's lock. All times of a size are
+stretched by that factor.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import torch
+
+from isthmus.errors import FrameError
+from isthmus.events import Span
+from isthmus.job import CodecSpec, Job, LinkSpec, stage_order
+from isthmus.model.blueprint import Blueprint, split_layers
+from isthmus.model.load import build_stage
+from isthmus.model.stage import Batch, Stage
+from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.profile import Profile, Sample, mean_sample
+from isthmus.plan.cuts import links_along
+from isthmus.plan.end_of_step import StepEnded
+from isthmus.plan.ladder import RAW_PAIR, Crossing, Pair
+from isthmus.plan.pipeline import PipelineScheduler
+from isthmus.plan.pipeline_parts import Pipeline
+from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
+from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.steering import Cut
+from isthmus.plan.types import Facts, Member, Message
+from isthmus.train.build import AUTOCAST
+from isthmus.train.device import Device
+from isthmus.train.loop import Loop
+from isthmus.train.members import agree_on_end
+from isthmus.train.optimize.optimizer import Optimizer, Schedule
+from isthmus.train.pipeline import PipelineActor, pipeline_wires
+from isthmus.train.profiling import Effort, Size, made_up_batch, made_up_blueprint, measure, threads_here
+from isthmus.train.run_config import RunConfig
+from isthmus.train.wire import Inbox
+from isthmus.wan.endpoint import Endpoint
+from isthmus.wan.frames import Packet
+from isthmus.wan.handshake import Seat
+from isthmus.wan.link import Link
+from isthmus.wan.local import LocalWan
+from isthmus.wan.processes import run_ranks
+
+_NEXT: Final = "rehearsal/next"
+_MAX_LAYERS: Final = 4
+# The more there are, the less the end of a step counts.
+_MOST_MICROBATCHES: Final = 24
+_LEAST_MICROBATCHES: Final = 4
+_NUM_WARM_UP_STEPS: Final = 1
+_NUM_STEPS: Final = 2
+_NUM_ROUNDS: Final = 3
+# A line without limits, for the simulator.
+_ANY_BPS: Final = 1e12
+# Links are served by Python threads beside the one that computes, as in a session.
+_SWITCH_INTERVAL_S: Final = 0.0005
+_MAX_FACTOR: Final = 20.0
+_PATIENCE_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Steps of a small pipeline that really ran: its micro-batches, and what the step in the middle took."""
+
+    num_sequences: int
+    num_microbatches: int
+    step_s: float
+    update_s: float = 0.0
+    """What of it the optimizer takes at one stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    profile: Profile
+    rehearsals: tuple[Rehearsal, ...] = ()
+
+
+def measure_together(
+    job: Job, *, effort: Effort, report: Callable[[str], None] = lambda _: None
+) -> dict[str, Profile]:
+    """Measure all clouds of a job at the same time on this machine; gives a profile for each."""
+    work = partial(_measure_rank, effort=effort, num_threads=threads_here(job))
+    free = job.model_copy(update={"link": tuple(map(_without_limits, job.link))})
+
+    def hear(cloud: str, text: str) -> None:
+        report(f"{cloud}: {text}")
+
+    with LocalWan(free) as wan:
+        found: dict[tuple[str, int], _Measured] = run_ranks(free, work, wan, on_report=hear)
+    profiles = {cloud: found[cloud, 0].profile for cloud in (one.name for one in job.cloud)}
+    rehearsals = found[stage_order(job)[0], 0].rehearsals
+    return stretch_all(alike(profiles), rehearsals, clouds=stage_order(job))
+
+
+def _without_limits(link: LinkSpec) -> LinkSpec:
+    return link.model_copy(update={"bandwidth_bps": None, "rtt_s": None, "jitter_s": 0.0})
+
+
+# In the process of a rank.
+
+
+def _measure_rank(
+    job: Job,
+    endpoint: Endpoint,
+    *,
+    cloud: str,
+    report: Callable[[str], None],
+    seat: Seat,
+    effort: Effort,
+    num_threads: int,
+) -> _Measured:
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    torch.set_num_threads(num_threads)
+    num_sharing = sum(one.ranks for one in job.cloud)
+    clouds = stage_order(job)
+    is_chain = all(one.ranks == 1 for one in job.cloud) and len(clouds) > 1
+    index = clouds.index(cloud)
+    up, down = (
+        endpoint.link(clouds[one]) if is_chain and 0 <= one < len(clouds) else None
+        for one in (index - 1, index + 1)
+    )
+    # All are to measure at the same time.
+    for link in filter(None, (up, down)):
+        link.wait_ready(timeout_s=_PATIENCE_S)
+    profile = measure(
+        job,
+        job.cloud_named(cloud),
+        effort=effort,
+        num_sharing=num_sharing,
+        takes_least=is_chain,
+        report=report,
+    )
+    if not is_chain or seat.num_ranks > 1:
+        return _Measured(profile=profile)
+    report("a rehearsal of the pipeline")
+    stage = _Rehearsing(job, cloud, clouds, up=up, down=down)
+    if not stage.is_possible:
+        return _Measured(profile=profile)
+    rehearsals = stage.lead(profile, effort) if up is None else stage.follow()
+    agree_on_end(up=up, down=down)
+    return _Measured(profile=profile, rehearsals=rehearsals)
+
+
+class _Rehearsing:
+    """One stage of the pipelines that are rehearsed; the first decides on sizes, the others follow."""
+
+    def __init__(
+        self, job: Job, cloud: str, clouds: Sequence[str], *, up: Link | None, down: Link | None
+    ) -> None:
+        self._job = job
+        self._clouds = clouds
+        self._cloud = cloud
+        self._up, self._down = up, down
+        self._device = Device(job.cloud_named(cloud).device)
+        self._blueprint = made_up_blueprint(job)
+        self._stage: Stage | None = None
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is a layer for every stage."""
+        return self._blueprint.num_layers >= len(self._clouds)
+
+    def lead(self, profile: Profile, effort: Effort) -> tuple[Rehearsal, ...]:
+        """Rehearse every size that was measured and that there is time for, at least one.
+
+        Sizes take turns, so that what disturbs the machine for a while does not fall on one of them alone.
+        """
+        chosen = rehearsed_sizes(_of_first_precision(profile), self._layers(0), effort)
+        taken: dict[int, list[float]] = {size: [] for size in chosen}
+        for _ in range(_NUM_ROUNDS):
+            for size, number in chosen.items():
+                self._tell(size, number)
+                taken[size] += self._run(size, number)
+        self._tell(0, 0)
+        num_parameters = sum(one.numel() for one in self._built().parameters())
+        return tuple(
+            Rehearsal(
+                num_sequences=size,
+                num_microbatches=number,
+                step_s=statistics.median(taken[size]),
+                update_s=num_parameters * profile.update_s_per_parameter,
+            )
+            for size, number in chosen.items()
+        )
+
+    def follow(self) -> tuple[Rehearsal, ...]:
+        """Rehearse what the first cloud asks for."""
+        if self._up is None:
+            raise ValueError("the first cloud leads")
+        while True:
+            match self._up.receive(_NEXT).header:
+                case {"num_sequences": int(size), "num_microbatches": int(number)} if size >= 0 <= number:
+                    self._tell(size, number)
+                case _:
+                    raise FrameError("a rehearsal without a size")
+            if size == 0:
+                return ()
+            self._run(size, number)
+
+    def _tell(self, num_sequences: int, num_microbatches: int) -> None:
+        if self._down is not None:
+            header = {"num_sequences": num_sequences, "num_microbatches": num_microbatches}
+            self._down.send(_NEXT, Packet(header))
+
+    def _layers(self, index: int) -> range:
+        return rehearsed_layers(self._blueprint.num_layers, len(self._clouds))[index]
+
+    def _built(self) -> Stage:
+        if self._stage is None:
+            layers = self._layers(self._clouds.index(self._cloud))
+            self._stage = build_stage(self._blueprint, layers, seed=0).to(self._device.torch_device)
+            if self._job.train.compile:
+                self._stage.compile_layers(dynamic=None)
+        return self._stage
+
+    def _run(self, num_sequences: int, num_microbatches: int) -> list[float]:
+        """Some steps of a pipeline; gives what all but the first took, at the first cloud."""
+        stage, member, inbox, record = self._built(), Member(self._cloud), Inbox(), _Record()
+        size = Size(
+            num_sequences=num_sequences,
+            sequence_length=1 if self._job.data is None else self._job.data.sequence_length,
+            precision=Precision(self._job.train.precision),
+        )
+        width = stage.model.config.hidden_size
+        config = self._config(size, num_microbatches, width)
+        links = {Member(link.peer.cloud): link for link in (self._up, self._down) if link is not None}
+        loop = Loop(
+            PipelineScheduler(config.pipeline, member),
+            PipelineActor(
+                config,
+                member,
+                stage=stage,
+                optimizer=Optimizer(
+                    stage.parameters_by_name(), schedule=Schedule(peak=1e-6, num_steps=1), max_norm=1.0
+                ),
+                device=self._device,
+                on_span=record.span,
+                source=_Same(self._blueprint, size, num_microbatches) if self._up is None else None,
+                autocast=AUTOCAST[self._job.train.precision],
+            ),
+            pipeline_wires(
+                config, member, links, hidden_width=width, device=self._device, inbox=inbox, observer=record
+            ),
+            inbox,
+            tell=record.tell,
+            save=lambda _step, _facts: None,
+        )
+        with loop:
+            loop.run()
+        # The wires of this pipeline must be closed everywhere, or they would take what the next one sends.
+        agree_on_end(up=self._up, down=self._down)
+        return [step.duration_s for step in record.steps[_NUM_WARM_UP_STEPS:]]
+
+    def _config(self, size: Size, num_microbatches: int, width: int) -> RunConfig:
+        crossing = Crossing(num_rows=size.num_tokens, width=width)
+        links = links_along(self._job, tuple(self._clouds))
+        pipeline = Pipeline(
+            stages=tuple((Member(cloud),) for cloud in self._clouds),
+            num_steps=_NUM_WARM_UP_STEPS + _NUM_STEPS,
+            num_microbatches=num_microbatches,
+            max_in_flight=num_microbatches,
+            cuts=tuple(Cut(crossing=crossing, codecs=_pair(link)) for link in links),
+        )
+        return RunConfig(pipeline=pipeline, seed=0)
+
+
+def _pair(link: LinkSpec) -> Pair:
+    """The link's codecs, raw where one is open."""
+    forward, backward = link.codec.forward, link.codec.backward
+    if isinstance(forward, CodecSpec) and isinstance(backward, CodecSpec):
+        return Pair(forward=forward, backward=backward)
+    return RAW_PAIR
+
+
+def rehearsed_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    """The layers that each stage rehearses with: a few of an even share, at the ends the model's own."""
+    found = []
+    for index, layers in enumerate(split_layers(num_layers, num_stages)):
+        number = min(len(layers), _MAX_LAYERS)
+        is_last = index == num_stages - 1
+        start = layers.stop - number if is_last else layers.start
+        found.append(range(start, start + number))
+    return tuple(found)
+
+
+def _of_first_precision(profile: Profile) -> list[Sample]:
+    return [one for one in profile.samples if one.precision is profile.samples[0].precision]
+
+
+def rehearsed_sizes(samples: Sequence[Sample], layers: range, effort: Effort) -> dict[int, int]:
+    """The micro-batches that are rehearsed of each size, for as many sizes as there is time for."""
+    found: dict[int, int] = {}
+    for sample in samples:
+        number = _num_microbatches(sample, layers, effort, is_first=not found)
+        if number is None:
+            break
+        found[sample.num_sequences] = number
+    return found
+
+
+def _num_microbatches(sample: Sample, layers: range, effort: Effort, *, is_first: bool) -> int | None:
+    """How many micro-batches are rehearsed of a size; None where that takes too long."""
+    times = sample.stage(layers)
+    pass_s = times.whole_forward_s + times.whole_backward_s
+    num_steps = _NUM_ROUNDS * (_NUM_WARM_UP_STEPS + _NUM_STEPS)
+    # Passes take longer than alone.
+    number = math.floor(effort.rehearsal_s / (2 * num_steps * max(pass_s, 1e-6)))
+    if number < _LEAST_MICROBATCHES:
+        return _LEAST_MICROBATCHES if is_first else None
+    return min(number, _MOST_MICROBATCHES)
+
+
+class _Same:
+    """The same made-up micro-batch over and over."""
+
+    def __init__(self, blueprint: Blueprint, size: Size, num_microbatches: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        batch = made_up_batch(blueprint.head, blueprint.config.vocab_size, size, generator=generator)
+        self._batches = (batch,) * num_microbatches
+
+    def training(self, step: int) -> Sequence[Batch]:
+        """The micro-batches of every step."""
+        del step
+        return self._batches
+
+    def validation(self) -> Sequence[Batch]:
+        """None: nothing is evaluated."""
+        return ()
+
+
+class _Record:
+    """Keeps the ends of steps and forgets the rest."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepEnded] = []
+
+    def span(self, span: Span) -> None:
+        """Forget a span."""
+
+    def measured(self, *, track: str, message: Message, relative_error: float, cosine: float) -> None:
+        """Forget what coding changed."""
+
+    def tell(self, fact: Facts) -> None:
+        """Keep the end of a step."""
+        if isinstance(fact, StepEnded):
+            self.steps.append(fact)
+
+
+# What follows from it.
+
+
+def alike(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
+    """The same figures for all clouds on the same device: on one machine only noise tells them apart."""
+    found = {}
+    for cloud, profile in profiles.items():
+        same = [one for one in profiles.values() if one.device == profile.device]
+        sizes = set.intersection(*({_key(sample) for sample in one.samples} for one in same))
+        by_key = [{_key(sample): sample for sample in one.samples} for one in same]
+        samples = [
+            mean_sample([one[_key(sample)] for one in by_key])
+            for sample in profile.samples
+            if _key(sample) in sizes
+        ]
+        update_s = statistics.fmean(one.update_s_per_parameter for one in same)
+        found[cloud] = replace(profile, samples=tuple(samples), update_s_per_parameter=update_s)
+    return found
+
+
+def _key(sample: Sample) -> tuple[int, int, Precision]:
+    return sample.num_sequences, sample.sequence_length, sample.precision
+
+
+def stretch_all(
+    profiles: Mapping[str, Profile], rehearsals: Sequence[Rehearsal], *, clouds: Sequence[str]
+) -> dict[str, Profile]:
+    """Stretch all times by what rehearsals took beyond the simulation of the parts alone."""
+    factors = {
+        one.num_sequences: _factor(one, [profiles[cloud] for cloud in clouds], clouds) for one in rehearsals
+    }
+    return {cloud: _stretched(profile, factors) for cloud, profile in profiles.items()}
+
+
+def _factor(rehearsal: Rehearsal, profiles: Sequence[Profile], clouds: Sequence[str]) -> float:
+    scenario = rehearsed_scenario(rehearsal, profiles, clouds)
+    if scenario is None:
+        return 1.0
+    expected_s = simulate_scenario(scenario, num_steps=_NUM_WARM_UP_STEPS + _NUM_STEPS).steps[-1].duration_s
+    return min(max(rehearsal.step_s / expected_s, 1 / _MAX_FACTOR), _MAX_FACTOR)
+
+
+def rehearsed_scenario(
+    rehearsal: Rehearsal, profiles: Sequence[Profile], clouds: Sequence[str]
+) -> Scenario | None:
+    """A rehearsal as the simulator sees it, with the times of parts; None where one lacks this size."""
+    samples = [
+        next(
+            (one for one in _of_first_precision(profile) if one.num_sequences == rehearsal.num_sequences),
+            None,
+        )
+        for profile in profiles
+    ]
+    found = [one for one in samples if one is not None]
+    if len(found) < len(profiles):
+        return None
+    stages = []
+    for cloud, sample, layers in zip(
+        clouds, found, rehearsed_layers(len(found[0].layers), len(clouds)), strict=True
+    ):
+        times = sample.stage(layers)
+        stages.append(
+            StageLoad(
+                cloud=cloud,
+                forward_s=times.whole_forward_s,
+                backward_s=times.whole_backward_s,
+                update_s=rehearsal.update_s,
+            )
+        )
+    line = Line(down_bps=_ANY_BPS, up_bps=_ANY_BPS, latency_s=0.0)
+    hop = HopLoad(line=line, forward_bytes=1, backward_bytes=1)
+    return Scenario(
+        stages=tuple(stages),
+        hops=(hop,) * (len(stages) - 1),
+        num_microbatches=rehearsal.num_microbatches,
+        max_in_flight=rehearsal.num_microbatches,
+    )
+
+
+def _stretched(profile: Profile, factors: Mapping[int, float]) -> Profile:
+    if not factors:
+        return profile
+    whole_s = {one.num_sequences: _whole_s(one) for one in _of_first_precision(profile)}
+    samples = []
+    for sample in profile.samples:
+        nearest = _nearest(factors, sample.num_sequences)
+        factor = factors[nearest]
+        if factor > 1:
+            # What a run adds to a pass is there for each message: larger passes are stretched by less.
+            factor = 1 + (factor - 1) * min(1.0, whole_s.get(nearest, 0.0) / _whole_s(sample))
+        samples.append(sample.stretched(factor))
+    return replace(profile, samples=tuple(samples))
+
+
+def _whole_s(sample: Sample) -> float:
+    """A forward and a backward pass of the whole model."""
+    times = sample.stage(range(len(sample.layers)))
+    return times.whole_forward_s + times.whole_backward_s
+
+
+def _nearest(factors: Mapping[int, float], num_sequences: int) -> int:
+    """The nearest size, by ratio."""
+    return min(factors, key=lambda one: abs(math.log(one / num_sequences)))
