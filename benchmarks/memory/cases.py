@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from isthmus.job.lora import LoraSpec
-from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.arithmetic import Precision
 from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.costs.shapes import Task
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from isthmus.job import Job
+    from isthmus.plan.costs.source import CostSource
     from isthmus.train.profiles import Profiler
 
 Tell = Callable[[str], None]
@@ -17,6 +18,17 @@ def cache_folder() -> Path:
     """Where things are kept that can be made again, as XDG has it."""
     given = os.environ.get("XDG_CACHE_HOME")
     return (Path(given) if given else Path.home() / ".cache") / "isthmus"
+
+
+def cost_source() -> "CostSource":
+    """Measures the costs of models, and keeps them in the user's cache; nothing is measured without torch."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        from isthmus.plan.costs.source import nothing_measured
+
+        return nothing_measured
+    from isthmus.train.costing import Measuring
+
+    return Measuring(cache_folder() / "costs")
 
 
 def new_profiler(*, is_wanted: bool, note: Tell, report: Tell = lambda _: None) -> "Profiler":

@@ -61,7 +61,7 @@ def plan(
     """
     from rich.console import Console
 
-    from isthmus.cli.measuring import learn_for_plan
+    from isthmus.cli.measuring import cost_source, learn_for_plan
     from isthmus.cli.plan_tables import plan_advice, why_not_planned_run
     from isthmus.job import load_job, update_job_sections
     from isthmus.plan.following import planned_changes
@@ -79,8 +79,9 @@ def plan(
             note=notes.print,
             report=lambda what: status.update(f"measuring {what}"),
         )
-        chosen = make_plan(known, progress=status.update)
-        found = levers(known, chosen, progress=status.update) if with_levers else ()
+        source = cost_source()
+        chosen = make_plan(known, progress=status.update, source=source)
+        found = levers(known, chosen, progress=status.update, source=source) if with_levers else ()
     if as_json:
         typer.echo(json.dumps(_facts(chosen, found), indent=2))
     else:

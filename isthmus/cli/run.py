@@ -165,7 +165,7 @@ def _run_here(
     restarts: int,
     is_profiled: bool,
 ) -> "Trained":
-    from isthmus.cli.measuring import new_profiler
+    from isthmus.cli.measuring import cost_source, new_profiler
     from isthmus.observe.trackers import check_trackers, open_trackers
     from isthmus.plan.faults import load_faults
     from isthmus.train.preflight import check_all_devices, choose_run
@@ -181,7 +181,8 @@ def _run_here(
     note = functools.partial(_tell, display, job.cloud[0].name)
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     profiler = new_profiler(is_wanted=is_profiled and is_open(job), note=note)
-    chosen = choose_run(job, root=root, resume=resume, note=note, learn=profiler.all_here)
+    source = cost_source()
+    chosen = choose_run(job, root=root, resume=resume, note=note, learn=profiler.all_here, source=source)
     with writing_to(root), chosen as folder:
         place = Place(root=root, run_id=folder.name, open_trackers=opens, num_threads=threads_here(job))
         with LocalWan(job) as wan:
@@ -250,7 +251,7 @@ def _run_as(
     *,
     is_profiled: bool,
 ) -> "Trained":
-    from isthmus.cli.measuring import new_profiler
+    from isthmus.cli.measuring import cost_source, new_profiler
     from isthmus.job.rundir import lock_site
     from isthmus.observe.trackers import check_trackers, open_trackers
     from isthmus.train.preflight import check_device, check_unplanned, choose_run
@@ -268,7 +269,7 @@ def _run_as(
     note = functools.partial(_tell, display, cloud)
     opens = functools.partial(open_trackers, names=trackers, project=job.name)
     report = functools.partial(display.hear, cloud)
-    profiler = new_profiler(is_wanted=is_profiled, note=note)
+    profiler, source = new_profiler(is_wanted=is_profiled, note=note), cost_source()
 
     def learn(found: "Mapping[str, str]", known: "Job") -> "Job":
         profiles = {name: unpack_profile(text, cloud=name) for name, text in found.items()}
@@ -286,11 +287,12 @@ def _run_as(
                 note=note,
                 is_shared=True,
                 learn=functools.partial(learn, found),
+                source=source,
             )
             return stack.enter_context(chosen).name
 
         is_new = not resume or find_unfinished(root, job) is None
-        is_measured = chooses and is_profiled and is_new and is_open(job) and may_plan(job)
+        is_measured = chooses and is_profiled and is_new and is_open(job) and may_plan(job, source)
         if is_measured:
             check_unplanned(job, root=root, note=note)
         place = Place(

@@ -76,7 +76,7 @@ def _scenario(
         return _scenario_of_plan(path, overrides), None
     from rich.console import Console
 
-    from isthmus.cli.measuring import learn_for_plan
+    from isthmus.cli.measuring import cost_source, learn_for_plan
     from isthmus.job import load_job
     from isthmus.plan.planner import plan
     from isthmus.plan.simulated_pipeline import Checkpointing
@@ -86,7 +86,7 @@ def _scenario(
     with notes.status("planning") as status:
         report = status.update
         known = learn_for_plan(job, is_wanted=is_profiled, note=notes.print, report=report)
-    scenario = plan(known).scenario
+    scenario = plan(known, source=cost_source()).scenario
     if scenario is None:
         raise UserError(
             "the best plan is no pipeline, and only pipelines can be simulated so far",

@@ -457,6 +457,7 @@ class MeasuredModel:
         blueprint: Blueprint,
         training: Training,
         *,
+        has_bfloat16: bool = True,
         known: CostTable | None = None,
         remember: Callable[[CostTable], None] = lambda _: None,
     ) -> None:
@@ -467,7 +468,9 @@ class MeasuredModel:
         self._indices = representatives(kinds)
         names = list(dict.fromkeys(kinds))
         self._kinds = tuple(names.index(kind) for kind in kinds)
-        self.table = known or CostTable(sizes=self._sizes(), messages=self._messages(), samples={})
+        self.table = known or CostTable(
+            sizes=self._sizes(), messages=self._messages(has_bfloat16=has_bfloat16), samples={}
+        )
 
     def costs(self, workload: Workload) -> ModelCosts:
         """The costs for a micro-batch, from the next smaller and larger numbers of sequences measured."""
@@ -553,8 +556,10 @@ class MeasuredModel:
             num_embedding_parameters=sum(one.numel() for one in table.parameters()),
         )
 
-    def _messages(self) -> Messages:
-        on_cpu, on_accelerator = (self._narrow(on_accelerator=one) for one in (False, True))
+    def _messages(self, *, has_bfloat16: bool) -> Messages:
+        on_cpu, on_accelerator = (
+            self._narrow(on_accelerator=one) if has_bfloat16 else None for one in (False, True)
+        )
         return Messages(
             integer_bytes=integer_bytes(self._blueprint.config.vocab_size, Task(self._blueprint.head.name)),
             narrow_on_cpu=on_cpu,

@@ -15,6 +15,7 @@ from isthmus.model.costs import MeasuredModel, Training
 from isthmus.model.families import HEADS
 from isthmus.plan.costs.source import PlannedModel
 from isthmus.plan.costs.table import CostTable, read_table, write_table
+from isthmus.plan.search.facts import model_config
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,11 @@ class Measuring:
 
         try:
             model = MeasuredModel(
-                blueprint, training, known=None if path is None else read_table(path), remember=remember
+                blueprint,
+                training,
+                has_bfloat16=job.train.precision == "bfloat16",
+                known=None if path is None else read_table(path),
+                remember=remember,
             )
         except _UNMEASURABLE as error:
             log.warning("the costs of %s cannot be measured: %s", blueprint.config.model_type, error)
@@ -90,9 +95,10 @@ def _digest(job: Job, config: Mapping[str, object] | None) -> str:
     if model is None:
         raise ValueError("the job has no [model] section")
     parts = {
-        "config": dict(config or model.config or {}),
+        "config": dict(config or model_config(job)),
         "source": model.source if config is None else None,
         "task": task,
+        "precision": job.train.precision,
         "frozen": model.frozen_layers,
         "lora": None if model.lora is None else model.lora.model_dump(mode="json"),
         "versions": {name: version(name) for name in ("isthmus", "torch", "transformers")},

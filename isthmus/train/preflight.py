@@ -14,6 +14,7 @@ from isthmus.job.boundary import BottleneckSpec
 from isthmus.job.rundir import choosing, lock_run
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.source import Checkpoint, Source
+from isthmus.plan.costs.source import CostSource, nothing_measured
 from isthmus.plan.cuts import check_cuts, links_along, num_frozen_layers
 from isthmus.plan.search.choice import Decisions, Plan
 from isthmus.plan.search.plan_file import PLAN_FILE, decisions_of, plan_to_json
@@ -49,6 +50,7 @@ def choose_run(
     note: Callable[[str], None],
     is_shared: bool = False,
     learn: Learn = lambda job: job,
+    source: CostSource = nothing_measured,
 ) -> Iterator[Path]:
     """Find all that is wrong with job, model and data; then hold the run to go on with, or a new one.
 
@@ -65,7 +67,7 @@ def choose_run(
             else:
                 if resume:
                     refuse_changed(root, job)
-                run = _start(job, root=root, note=note, learn=learn)
+                run = _start(job, root=root, note=note, learn=learn, source=source)
                 held.enter_context(lock_run(run, note=note, is_shared=is_shared))
         yield run
 
@@ -84,6 +86,7 @@ def check_job(
     decisions: Decisions | None = None,
     plans: bool = True,
     learn: Learn = lambda job: job,
+    source: CostSource = nothing_measured,
 ) -> Checked:
     """Refuse a job that cannot run, in one sentence, before any cloud starts.
 
@@ -92,9 +95,9 @@ def check_job(
     set_up(job, decisions=decisions, plans=False)
     data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
-    is_planned = plans and decisions is None and may_plan(job)
+    is_planned = plans and decisions is None and may_plan(job, source)
     known = learn(job) if is_planned else job
-    setup = set_up(job, decisions=decisions, plans=plans, known=known)
+    setup = set_up(job, decisions=decisions, plans=plans, known=known, source=source)
     check_export(job, setup, blueprint)
     check_fits(known, setup, blueprint)
     stage_layers = setup.stage_layers(blueprint.num_layers)
@@ -128,11 +131,11 @@ def _go_on(run: Path, job: Job, *, root: Path, note: Callable[[str], None]) -> N
     go_on(run, job, data_sha256=checked.data_sha256, note=note)
 
 
-def _start(job: Job, *, root: Path, note: Callable[[str], None], learn: Learn) -> Path:
+def _start(job: Job, *, root: Path, note: Callable[[str], None], learn: Learn, source: CostSource) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = Path(scratch) / TOKENIZER_FOLDER
         tokens = tokens_of(job, root=root, note=note)
-        checked = check_job(job, tokenizer_folder=tokenizer, tokens=tokens, learn=learn)
+        checked = check_job(job, tokenizer_folder=tokenizer, tokens=tokens, learn=learn, source=source)
         plan = None if checked.plan is None else plan_to_json(checked.plan)
         return start_run(root, job, tokenizer=tokenizer, data_sha256=checked.data_sha256, plan=plan)
 

@@ -24,7 +24,7 @@ from isthmus.model.blueprint import Blueprint
 from isthmus.model.families import HEADS, Head
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
-from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.arithmetic import Precision
 from isthmus.plan.costs.profile import NO_TIME, CodingTimes, PassTimes, Profile, Sample
 from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device

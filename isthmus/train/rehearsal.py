@@ -24,7 +24,7 @@ from isthmus.job import CodecSpec, Job, LinkSpec, stage_order
 from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
-from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.arithmetic import Precision
 from isthmus.plan.costs.profile import Profile, Sample, mean_sample
 from isthmus.plan.cuts import links_along
 from isthmus.plan.end_of_step import StepEnded

@@ -11,6 +11,7 @@ from isthmus.job.sections import why_not_run
 from isthmus.model.blueprint import split_layers
 from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.memory import Sharding
+from isthmus.plan.costs.source import CostSource, nothing_measured
 from isthmus.plan.following import follow
 from isthmus.plan.ladder import Pair
 from isthmus.plan.lock_step import OPEN, check_even, check_lock_step, common_ranks, policy_of
@@ -59,12 +60,18 @@ class Setup:
 
 
 def set_up(
-    job: Job, *, decisions: Decisions | None = None, plans: bool = True, known: Job | None = None
+    job: Job,
+    *,
+    decisions: Decisions | None = None,
+    plans: bool = True,
+    known: Job | None = None,
+    source: CostSource = nothing_measured,
 ) -> Setup:
     """Choose what the job leaves open, with reasons, and refuse what cannot run.
 
     A cloud that does not plan takes the decisions of the one that has, or those that the run began with.
-    Plans are made for `known`: the job with what is known of its clouds beside it, such as profiles.
+    Plans are made for `known`: the job with what is known of its clouds beside it, such as profiles. The
+    costs of its model come from `source`, where it can measure them.
     """
     if job.data is None or job.model is None:
         missing = "[data]" if job.data is None else "[model]"
@@ -75,15 +82,17 @@ def set_up(
     check_lists(strategy, num_clouds=len(clouds))
     if decisions is not None:
         return _decided(job, strategy, clouds, decisions)
-    why_not = _why_not_planned(known or job)
+    why_not = _why_not_planned(known or job, source)
     if plans and why_not is None:
-        return _planned(job, strategy, clouds, known or job)
+        return _planned(job, strategy, clouds, known or job, source)
     return _unplanned(job, strategy, clouds, why_not)
 
 
-def _planned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], known: Job) -> Setup:
+def _planned(
+    job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], known: Job, source: CostSource
+) -> Setup:
     fixed = known.model_copy(update={"strategy": strategy.model_copy(update={"clouds": clouds})})
-    chosen = plan(fixed)
+    chosen = plan(fixed, source=source)
     chosen = replace(chosen, notes=(*_reasons(job, strategy, chosen), *chosen.notes))
     if chosen.decisions is None:
         raise ValueError("a pipeline was asked for and something else planned")
@@ -177,27 +186,27 @@ def _layout(job: Job, num_microbatches: int) -> Layout:
     )
 
 
-def may_plan(job: Job) -> bool:
+def may_plan(job: Job, source: CostSource = nothing_measured) -> bool:
     """Whether a plan can be made once all clouds are measured."""
-    return _why_no_costs(job) is None
+    return _why_no_costs(job, source) is None
 
 
-def _why_not_planned(job: Job) -> str | None:
+def _why_not_planned(job: Job, source: CostSource) -> str | None:
     """What the planner would have to know, None where it knows enough."""
     for cloud in job.cloud:
         is_known = cloud.device == "cpu" or cloud.profile is not None or cloud.accelerator is not None
         if not is_known and (cloud.flops is None or cloud.memory_bytes is None):
             return f"cloud {cloud.name} does not say what its devices are; set its accelerator"
-    return _why_no_costs(job)
+    return _why_no_costs(job, source)
 
 
-def _why_no_costs(job: Job) -> str | None:
+def _why_no_costs(job: Job, source: CostSource) -> str | None:
     """What the planner lacks of links and model."""
     for link in job.link:
         if link.bandwidth_bps is None or link.rtt_s is None:
             return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"
     model_type = model_config(job).get("model_type")
-    if model_type not in FAMILIES:
+    if model_type not in FAMILIES and source(job) is None:
         return f"the costs of model_type {model_type!r} are not known"
     return None
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from isthmus.cli.main import app
 from isthmus.errors import JobError, UserError
 from isthmus.job import PipelineStrategy, load_job
-from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.arithmetic import Precision
 from isthmus.plan.costs.profile import PassTimes, Profile, Sample, write_profile
 from isthmus.plan.search.plan_file import scenario_of
 from tests.plan.jobs import TWO_CLOUDS

@@ -12,7 +12,7 @@ from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.bottleneck import Down, Half, Up
 from isthmus.model.families import HEADS
 from isthmus.model.load import build_stage
-from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.arithmetic import Arithmetic, Precision
 from isthmus.plan.costs.bottlenecks import HalfCosts, bottleneck_costs
 from isthmus.plan.costs.memory import Memory, OptimizerState, Savers, Sharding, stage_memory
 from isthmus.plan.costs.parts import Workload, model_costs

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isthmus.errors import UserError
 from isthmus.model.families import HEADS
 from isthmus.model.stage import Batch, StageInput
-from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.arithmetic import Arithmetic, Precision
 from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.parts import ModelCosts, Workload, model_costs
 from isthmus.plan.costs.shapes import Activation, Task, load_config, read_shape

@@ -3,7 +3,7 @@
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.arithmetic import Arithmetic, Precision
 from isthmus.plan.costs.devices import CATALOGUE, DEFAULT_ACHIEVABLE, find_accelerator, new_accelerator
 from isthmus.plan.costs.parts import Workload, model_costs
 from isthmus.plan.costs.shapes import read_shape

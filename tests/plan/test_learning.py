@@ -18,7 +18,7 @@ from isthmus.job.lora import LoraSpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint
 from isthmus.model.families import HEADS
 from isthmus.model.load import build_stage
-from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.arithmetic import Precision
 from isthmus.plan.costs.devices import CATALOGUE
 from isthmus.plan.costs.families import FAMILIES, Product
 from isthmus.plan.costs.learning import Adapters, Learning, product_widths, read_adapters

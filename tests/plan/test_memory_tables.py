@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.job.lora import LoraSpec
-from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.arithmetic import Arithmetic, Precision
 from isthmus.plan.costs.bottlenecks import HalfCosts
 from isthmus.plan.costs.encoder_decoder import read_encoder_decoder
 from isthmus.plan.costs.families import FAMILIES

@@ -10,7 +10,7 @@ from isthmus.job.codec import parse_codec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, split_layers
 from isthmus.model.families import HEADS
 from isthmus.model.stage import Batch, StageInput
-from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.arithmetic import Arithmetic, Precision
 from isthmus.plan.costs.families import FAMILIES
 from isthmus.plan.costs.messages import Messages, framed_bytes, messages_of, stream_bytes
 from isthmus.plan.costs.shapes import Task, read_shape

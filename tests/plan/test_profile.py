@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.arithmetic import Arithmetic, Precision
 from isthmus.plan.costs.parts import Workload
 from isthmus.plan.costs.profile import PassTimes, Profile, Sample, read_profile, write_profile
 from isthmus.plan.costs.times import measured_times

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.arithmetic import Arithmetic, Precision
 from isthmus.plan.costs.devices import CATALOGUE, LAYER_LAUNCH_S
 from isthmus.plan.costs.parts import ModelCosts, Workload, model_costs
 from isthmus.plan.costs.profile import CodingTimes, PassTimes, Profile, Sample, fit_line

@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job import Job
-from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.arithmetic import Precision
 from isthmus.plan.costs.profile import PassTimes, Profile, Sample, read_profile
 from isthmus.plan.planner import plan
 from isthmus.plan.search.facts import cloud_facts

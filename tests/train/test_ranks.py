@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from isthmus.job.lora import LoraSpec
-from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.arithmetic import Arithmetic, Precision
 from isthmus.plan.costs.memory import OptimizerState, Sharding
 from isthmus.plan.costs.messages import messages_of, stream_bytes
 from isthmus.plan.costs.shapes import read_shape

@@ -12,9 +12,7 @@ are formulas still compute in float32, on a copy.
 from collections.abc import Collection
 from typing import Final
 
-from isthmus.plan.costs.arithmetic import WIDE_BYTES as WIDE_BYTES
-from isthmus.plan.costs.arithmetic import Arithmetic as Arithmetic
-from isthmus.plan.costs.arithmetic import Precision as Precision
+from isthmus.plan.costs.arithmetic import WIDE_BYTES, Arithmetic, Precision
 from isthmus.plan.costs.families import Norm, Product, Rotary
 from isthmus.plan.costs.learning import ALL, Adapters, Depth, Learning
 from isthmus.plan.costs.shapes import Activation, ModelShape, Task

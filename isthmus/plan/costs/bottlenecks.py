@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from isthmus.job.boundary import Anchor, BottleneckSpec
-from isthmus.plan.costs.activations import WIDE_BYTES
+from isthmus.plan.costs.arithmetic import WIDE_BYTES
 
 # As the model has them; a test holds them to it.
 _MAX_ENTRIES: Final = 2**24

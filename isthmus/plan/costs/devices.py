@@ -14,7 +14,7 @@ from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job.findings import plain_name
-from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.arithmetic import Precision
 from isthmus.units import closest
 
 _TERA: Final = 1e12

@@ -11,7 +11,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from isthmus.plan.costs.activations import WIDE_BYTES
+from isthmus.plan.costs.arithmetic import WIDE_BYTES
 from isthmus.plan.costs.bottlenecks import HalfCosts
 from isthmus.plan.costs.parts import ModelCosts
 from isthmus.plan.costs.stages import Figures, Mask, Stages, given

@@ -8,7 +8,7 @@ out gather its weights in bfloat16, and make or take the stream in it. What is a
 from dataclasses import dataclass
 from typing import Final
 
-from isthmus.plan.costs.activations import WIDE_BYTES, Arithmetic
+from isthmus.plan.costs.arithmetic import WIDE_BYTES, Arithmetic
 from isthmus.plan.costs.shapes import ModelShape, Task
 
 # Headers as JSON, with lengths and alignment, give or take some digits; a test holds them to real packets.

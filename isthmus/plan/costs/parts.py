@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from isthmus.plan.costs.activations import (
-    WIDE_BYTES,
-    Arithmetic,
     embedding_bytes_per_token,
     head_bytes_per_token,
     layer_bytes_per_token,
 )
+from isthmus.plan.costs.arithmetic import WIDE_BYTES, Arithmetic
 from isthmus.plan.costs.families import Norm, Product, Rotary
 from isthmus.plan.costs.learning import ALL, Depth, Learning
 from isthmus.plan.costs.shapes import ModelShape

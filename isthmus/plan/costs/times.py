@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.plan.costs.activations import WIDE_BYTES, Precision
+from isthmus.plan.costs.arithmetic import WIDE_BYTES, Precision
 from isthmus.plan.costs.devices import Accelerator
 from isthmus.plan.costs.parts import ModelCosts, PartCosts, Workload
 from isthmus.plan.costs.profile import NO_TIME, PassTimes, Profile

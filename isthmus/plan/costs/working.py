@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 from isthmus.plan.costs.activations import (
-    WIDE_BYTES,
-    Arithmetic,
-    Precision,
     dropout_bytes,
     scores_bytes_per_token,
 )
+from isthmus.plan.costs.arithmetic import WIDE_BYTES, Arithmetic, Precision
 from isthmus.plan.costs.families import Product
 from isthmus.plan.costs.learning import Learning
 from isthmus.plan.costs.shapes import Activation, ModelShape

@@ -9,7 +9,7 @@ from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, LinkSpec
-from isthmus.plan.costs.activations import Arithmetic, Precision
+from isthmus.plan.costs.arithmetic import Arithmetic, Precision
 from isthmus.plan.costs.devices import CATALOGUE, Accelerator, find_accelerator, new_accelerator
 from isthmus.plan.costs.memory import Sharding
 from isthmus.plan.costs.profile import Profile, read_profile

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from isthmus.job import CodecSpec
-from isthmus.plan.costs.activations import WIDE_BYTES
+from isthmus.plan.costs.arithmetic import WIDE_BYTES
 from isthmus.plan.costs.memory import Savers, Sharding
 from isthmus.plan.costs.parts import ModelCosts, PartCosts
 from isthmus.plan.costs.stages import Stages

@@ -10,7 +10,7 @@ import numpy as np
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.boundary import BottleneckSpec
-from isthmus.plan.costs.activations import Precision
+from isthmus.plan.costs.arithmetic import Precision
 from isthmus.plan.cuts import frozen_bottleneck
 from isthmus.plan.ladder import Loss
 from isthmus.plan.scenario import Policy

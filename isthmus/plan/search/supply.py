@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from isthmus.plan.costs.activations import WIDE_BYTES
+from isthmus.plan.costs.arithmetic import WIDE_BYTES
 from isthmus.plan.costs.bottlenecks import Bottleneck, HalfCosts
 from isthmus.plan.costs.memory import Memory, Savers, Sharding, stage_memory
 from isthmus.plan.costs.messages import Messages, stream_bytes
