@@ -30,6 +30,7 @@ bench: $(INSTALLED)  ## every claim of docs/results.md, measured again
 	$(BIN)/python benchmarks/schedule.py
 	$(BIN)/python benchmarks/plan_speed.py
 	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/plan_on_cpu.py
 	$(BIN)/python benchmarks/memory_prediction.py
 	$(BIN)/python benchmarks/codec_speed.py
 	$(BIN)/python benchmarks/codec_auto.py

@@ -137,6 +137,20 @@ def allowed_pairs(
     return [one.pair for one in _options(crossing, figures, rungs, bounds)]
 
 
+def chosen(
+    pair: Pair,
+    crossing: Crossing,
+    figures: Figures,
+    *,
+    rungs: Sequence[Rung],
+    bounds: Bounds = DEFAULT_BOUNDS,
+) -> Choice:
+    """One of the codecs that are allowed, with what `choose` would say of it."""
+    options = _options(crossing, figures, rungs, bounds)
+    own = next(one for one in options if one.pair == pair)
+    return _explain(own, options, crossing, figures, bounds)
+
+
 def reconsider(
     current: Pair,
     crossing: Crossing,

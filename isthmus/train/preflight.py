@@ -49,7 +49,7 @@ def choose_run(
     resume: bool,
     note: Callable[[str], None],
     is_shared: bool = False,
-    learn: Learn = lambda job: job,
+    learn: Learn | None = None,
     source: CostSource = nothing_measured,
 ) -> Iterator[Path]:
     """Find all that is wrong with job, model and data; then hold the run to go on with, or a new one.
@@ -85,19 +85,19 @@ def check_job(
     tokens: TokenFiles | None = None,
     decisions: Decisions | None = None,
     plans: bool = True,
-    learn: Learn = lambda job: job,
+    learn: Learn | None = None,
     source: CostSource = nothing_measured,
 ) -> Checked:
     """Refuse a job that cannot run, in one sentence, before any cloud starts.
 
-    What can be refused without a plan is refused before anything is measured for one.
+    A first plan, with the catalogue's times, refuses what can be refused before clouds are measured.
     """
-    set_up(job, decisions=decisions, plans=False)
+    setup, known = set_up(job, decisions=decisions, plans=plans, source=source), job
     data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
-    is_planned = plans and decisions is None and may_plan(job, source)
-    known = learn(job) if is_planned else job
-    setup = set_up(job, decisions=decisions, plans=plans, known=known, source=source)
+    if learn is not None and plans and decisions is None and may_plan(job, source):
+        known = learn(job)
+        setup = set_up(job, known=known, source=source)
     check_export(job, setup, blueprint)
     check_fits(known, setup, blueprint)
     stage_layers = setup.stage_layers(blueprint.num_layers)
@@ -131,7 +131,9 @@ def _go_on(run: Path, job: Job, *, root: Path, note: Callable[[str], None]) -> N
     go_on(run, job, data_sha256=checked.data_sha256, note=note)
 
 
-def _start(job: Job, *, root: Path, note: Callable[[str], None], learn: Learn, source: CostSource) -> Path:
+def _start(
+    job: Job, *, root: Path, note: Callable[[str], None], learn: Learn | None, source: CostSource
+) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = Path(scratch) / TOKENIZER_FOLDER
         tokens = tokens_of(job, root=root, note=note)

@@ -8,7 +8,7 @@ from isthmus.plan.planner import plan
 from isthmus.plan.search.choice import Estimate
 from tests.plan.test_search import random_job
 
-# Plans within 1.5 % of the best make way for those with less loss, so two that count as equal may differ so
+# Plans within 1 % of the best make way for those with less loss, so two that count as equal may differ so
 # much.
 EQUAL = 1.0151
 SEEDS = st.integers(0, 199)

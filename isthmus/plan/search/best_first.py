@@ -23,7 +23,7 @@ from isthmus.plan.codec_choice import Figures, allowed_pairs
 from isthmus.plan.ladder import RAW_PAIR, Crossing
 from isthmus.plan.scenario import Scenario
 from isthmus.plan.search.bound import HopTimes, StageTimes, scenario_bound_s, step_bound_s
-from isthmus.plan.search.candidates import Candidate, Partition, Terms, candidates, simulated
+from isthmus.plan.search.candidates import Candidate, Partition, Terms, candidates, neighbours, simulated
 from isthmus.plan.search.choice import Plan
 from isthmus.plan.search.supply import ModelSupply, Setting
 from isthmus.plan.search.walks import (
@@ -49,9 +49,10 @@ _PASSES_PER_CANDIDATE: Final = 24
 _CUTS_PER_PASS: Final = 100
 # Without anything within the limits the search takes so many times the work.
 _PATIENCE: Final = 4
-NEARLY: Final = 0.015
+NEARLY: Final = 0.01
 """Plans nearly as good as the best make way for one with less loss, fewer memory options or fewer stages."""
 _NUM_ALTERNATIVES: Final = 12
+_NUM_CLIMBED: Final = 4
 # Cuts of one order that are looked at more closely, at most.
 _MOST_CUTS: Final = 512
 
@@ -385,6 +386,25 @@ class BestFirst:
                     progress(f"simulating plan {len(self.tried) + 1}")
                     self._simulate(node)
         self._waiting += [(key, one) for key, _, one in self._queue if isinstance(one, Candidate)]
+        self._climb()
+
+    def _climb(self) -> None:
+        """Change the codecs of the best plans link by link, as long as that makes a better one."""
+        climbed: set[int] = set()
+        while self._work <= MAX_PASSES:
+            ranked = sorted(self.tried, key=lambda one: self._key_of(one.plan))[:_NUM_CLIMBED]
+            start = next((one for one in ranked if id(one) not in climbed), None)
+            if start is None:
+                return
+            climbed.add(id(start))
+            for one in neighbours(start.candidate):
+                self._work += _PASSES_PER_CANDIDATE
+                if self._work <= MAX_PASSES and self._is_allowed(one) and self._bound(one) < self.best:
+                    self._simulate(one)
+
+    def _key_of(self, plan: Plan) -> tuple[bool, Key]:
+        totals = plan.estimate.total_s, plan.estimate.total_usd
+        return not self._aim.allows(*totals), self._aim.key(*totals)
 
     def try_alternatives(self, rank: Callable[[Candidate], tuple[float, ...]], best: Candidate) -> None:
         """Simulate what ranks before the best and is nearly as good by its bound, until one holds."""

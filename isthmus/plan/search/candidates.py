@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Final
 
 from isthmus.job import parse_codec
-from isthmus.plan.codec_choice import Bounds, Choice, Figures, choose
+from isthmus.plan.codec_choice import Bounds, Choice, Figures, allowed_pairs, choose, chosen
 from isthmus.plan.costs.bottlenecks import HalfCosts
 from isthmus.plan.ladder import Crossing, Loss, Pair, Rung, expected_loss
 from isthmus.plan.scenario import (
@@ -191,6 +191,20 @@ def candidates(partition: Partition) -> list[Candidate]:
         if pairs not in found:
             found[pairs] = _candidate(partition, choices, way.why)
     return list(found.values())
+
+
+def neighbours(candidate: Candidate) -> Iterator[Candidate]:
+    """The same with other codecs on one link: a schedule may be faster with a slower message."""
+    partition = candidate.partition
+    links = zip(partition.crossings(partition.supply), partition.link_terms, strict=True)
+    for number, ((pair, crossing), link) in enumerate(links):
+        line = partition.supply.links[pair].line
+        figures = Figures(interval_s=0.0, down_bps=line.down_bps, up_bps=line.up_bps)
+        for codecs in allowed_pairs(crossing, figures, rungs=link.rungs, bounds=link.bounds):
+            if codecs != candidate.choices[number].pair:
+                other = chosen(codecs, crossing, figures, rungs=link.rungs, bounds=link.bounds)
+                choices = (*candidate.choices[:number], other, *candidate.choices[number + 1 :])
+                yield _candidate(partition, choices, _HURRIED)
 
 
 def _ways(partition: Partition) -> Iterator[_Way]:
