@@ -67,11 +67,11 @@ def test_more_loss_makes_no_plan_slower(seed: int, allowed: int) -> None:
 
 
 @settings(max_examples=6, deadline=None)
-@given(seed=SEEDS, size=st.sampled_from([512, 1024, 2048, 4096]), share=st.floats(0.3, 0.9))
+@given(seed=SEEDS, size=st.sampled_from([16, 32, 64, 128]), share=st.floats(0.3, 0.9))
 def test_more_memory_makes_no_plan_slower(seed: int, size: int, share: float) -> None:
     names = [cloud.name for cloud in random_job(seed).cloud]
     # Ranks that share a stage would be another choice, which is made only where memory binds.
-    small = [f"cloud.{name}.{change}" for name in names for change in (f"memory={size} MiB", "ranks=1")]
+    small = [f"cloud.{name}.{change}" for name in names for change in (f"memory={size} GiB", "ranks=1")]
     tight = estimate(seed, *small, f"limits.memory_share={share}")
     assume(tight is not None)
     assert tight is not None
