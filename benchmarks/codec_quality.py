@@ -6,7 +6,7 @@ python benchmarks/codec_quality.py --data DIR --score FILE…          BLEU of t
 python benchmarks/codec_quality.py --report FILE… [--svg FILE]       tables, intervals, plot
 python benchmarks/codec_quality.py --data DIR --over-link            one row of each task over a real link
 
-The cut lies inside one process, in the graph, as `isthmus.codec.graph.cross` has it, so that many trainings
+The cut lies inside one process, in the graph, as `isthmus.codec.chain.cross` has it, so that many trainings
 share one device. Bytes are those of the packets: payload, header, alignment, and token ids where the receiver
 needs them only for the cut's sake; those of a bottleneck are counted behind its raw warm-up. "Codec off"
 evaluates the trained model with exact numbers at the cut; a bottleneck, being part of the model, stays.

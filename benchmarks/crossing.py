@@ -4,7 +4,7 @@ import torch
 from emulated import CLOUDS
 from torch import Tensor
 
-from isthmus.plan.ladder import Pair, texts_of
+from isthmus.plan.codecs import Pair, texts_of
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN
 from isthmus.plan.types import Member, Message, MessageKind
 from isthmus.train.coding import Coded

@@ -8,10 +8,11 @@ from typing import Any, Final
 
 from isthmus.job import Job
 from isthmus.job.load import parse_job
+from isthmus.plan.types import Member
 from isthmus.wan.endpoint import Endpoint
+from isthmus.wan.handshake import Seat
 from isthmus.wan.link import Link
-from isthmus.wan.local import LocalWan
-from isthmus.wan.processes import Report, run_clouds
+from isthmus.wan.local import LocalWan, Report, run_ranks
 
 CLOUDS: Final = ("east", "west", "north", "south")
 MS: Final = 0.001
@@ -87,8 +88,8 @@ def run_on(wan: Wan, work: Work) -> Any:
     """Have each cloud work in a process of its own while this one emulates; gives what the first found."""
     job = wan.job()
     with LocalWan(job) as local:
-        found = run_clouds(job, partial(_be_cloud, work=work), local, on_report=lambda *_: None)
-    return found[wan.clouds[0]]
+        found = run_ranks(job, partial(_be_cloud, work=work), local, on_report=lambda *_: None)
+    return found[Member(wan.clouds[0])]
 
 
 def links_of(job: Job, endpoint: Endpoint, cloud: str) -> dict[str, Link]:
@@ -102,6 +103,6 @@ def links_of(job: Job, endpoint: Endpoint, cloud: str) -> dict[str, Link]:
     return links
 
 
-def _be_cloud(job: Job, endpoint: Endpoint, *, cloud: str, report: Report, work: Work) -> Any:
-    del report
+def _be_cloud(job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat, work: Work) -> Any:
+    del report, seat
     return work(cloud, links_of(job, endpoint, cloud))

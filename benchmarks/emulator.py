@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.job import Address
-from isthmus.wan.relays.relay import RelayThread
-from isthmus.wan.relays.shaping import Shape
+from isthmus.wan.relay import RelayThread
+from isthmus.wan.shaping import Shape
 
 BANDWIDTHS_MBPS = (10, 100, 1000)
 RTTS_MS = (0, 20, 60, 200)

@@ -31,11 +31,11 @@ from rich.table import Table
 
 from isthmus.job import Address
 from isthmus.job.load import parse_job
+from isthmus.wan.certificates import Identity, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.frames import Packet
 from isthmus.wan.handshake import server_name
 from isthmus.wan.local import LocalWan
-from isthmus.wan.trust.certificates import Identity, throwaway
+from isthmus.wan.packet import Packet
 
 MB = 1_000_000
 MESSAGE_BYTES = 1024 * 1024

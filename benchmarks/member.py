@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from isthmus.events import Span
-from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
+from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
+from isthmus.plan.codecs import Crossing, Pair
 from isthmus.plan.end_of_step import StepEnded
-from isthmus.plan.ladder import Crossing, Pair
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.steering import Cut
 from isthmus.plan.types import Event, Facts, Member
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop
-from isthmus.train.optimize.optimizer import Optimizer, Schedule
+from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import PipelineActor, pipeline_wires
 from isthmus.train.run_config import RunConfig, warmup_of
 from isthmus.train.session import SWITCH_INTERVAL_S

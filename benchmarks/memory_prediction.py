@@ -26,7 +26,7 @@ from memory.measuring import measure, predict
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.plan.costs.memory import Memory
+from isthmus.plan.memory import Memory
 from isthmus.train.device import Device
 
 MIB = 2**20

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from isthmus.wan.flight import LinkCounters
-from isthmus.wan.frames import Packet, pack, wire_bytes
+from isthmus.wan.frames import wire_bytes
+from isthmus.wan.packet import Packet, pack
 
 OnSend = Callable[[str, Packet], None]
 Queue = queue.SimpleQueue[tuple[str, Packet] | BaseException]

@@ -33,13 +33,13 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.budget import Budgeted
-from isthmus.model.families import HEADS, IGNORED
+from isthmus.model.heads import HEADS, IGNORED
 from isthmus.model.load import build_stage
-from isthmus.model.stage import Batch, Fixed, InputSize, Recompute, Stage, Stay
+from isthmus.model.recompute import ActivationSlot, Budgeted, Fixed, InputSize, Recompute
+from isthmus.model.stage import Batch, Stage
 from isthmus.train.device import Device
-from isthmus.train.optimize.optimizer import Optimizer, Schedule
-from isthmus.train.passes import Passes
+from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.pipeline import Passes
 
 CORPUS = "enwik8-first10M/enwik8.first10M.xz"
 LENGTHS_FILE = "paragraph-lengths.json"
@@ -131,12 +131,12 @@ class Counted:
         """Of all layers, those that were recomputed."""
         return statistics.fmean(self._shares) if self._shares else 0.0
 
-    def begin(self, size: InputSize, *, window: int) -> Stay:
+    def begin(self, size: InputSize, *, window: int) -> ActivationSlot:
         """Pass the question on."""
-        stay = self._inner.begin(size, window=window)
-        self.num_measured += stay.meter is not None
-        self._shares.append(1.0 if stay.meter is not None else len(stay.recomputed) / self._num_layers)
-        return stay
+        slot = self._inner.begin(size, window=window)
+        self.num_measured += slot.meter is not None
+        self._shares.append(1.0 if slot.meter is not None else len(slot.recomputed) / self._num_layers)
+        return slot
 
 
 def prepare(shared: Path, data: Path) -> None:

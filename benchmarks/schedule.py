@@ -30,13 +30,13 @@ from rich.table import Table
 from sleeping import Nap, SleepingStage, let_sleeps_end_in_time, same_tokens
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from tun import TunWan
 
 from isthmus.model.stage import StageInput
-from isthmus.plan.ladder import RAW_PAIR, Crossing
+from isthmus.plan.codecs import RAW_PAIR, Crossing
 from isthmus.train.device import Device
 from isthmus.wan.link import Link
-from isthmus.wan.relays.shaping import Shape
-from isthmus.wan.relays.tun import TunWan
+from isthmus.wan.shaping import Shape
 
 NUM_TOKENS, WIDTH = 64, 1024  # 256 KiB of float32
 MESSAGE_BITS = 8 * 4 * NUM_TOKENS * WIDTH

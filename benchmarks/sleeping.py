@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.stage import Batch, StageInput
 
 _PR_SET_TIMERSLACK: Final = 29  # from linux/prctl.h

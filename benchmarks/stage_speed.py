@@ -51,7 +51,7 @@ from stages.watched import WatchedDevice
 from torch.profiler import ProfilerActivity, profile
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.ladder import Pair
+from isthmus.plan.codecs import Pair
 from isthmus.train.device import Device
 from isthmus.train.run_config import RunConfig
 from isthmus.train.session import SWITCH_INTERVAL_S

@@ -13,6 +13,8 @@ IsthmusError
 ├── RankLost             a rank of this cloud is gone, and its world with it
 ├── Terminated           SIGTERM has come: a launcher ends this process
 └── CloudFailed          the process of one cloud on this machine has failed
+
+FieldError is a ValueError, which pydantic gathers into a JobError.
 """
 
 from dataclasses import dataclass
@@ -49,6 +51,15 @@ class JobError(UserError):
         super().__init__(f"{file} has {count}")
         self.file = file
         self.problems = problems
+
+
+class FieldError(ValueError):
+    """A value that cannot be used: what is wrong with it, and the cure."""
+
+    def __init__(self, what: str, *, cure: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.cure = cure
 
 
 class CertificateError(UserError):

@@ -14,6 +14,8 @@ from typing import Final, NamedTuple, Self
 
 from isthmus.errors import UserError
 
+__version__ = "0.1.0"
+"""The release, which all clouds of a run must share."""
 EVENTS_FOLDER: Final = "events"
 COMPUTE_KINDS: Final = frozenset({"forward", "backward", "evaluation", "optimize"})
 """The kinds of spans in which a device is at work; `transfer` is another."""
@@ -152,6 +154,8 @@ class StopRequest:
         self._lock = threading.RLock()
         self._honour: Callable[[], None] | None = None
         self.is_asked = False
+        self.abort: Callable[[str], None] | None = None
+        """Ends the run at all links, with a reason; for one that cannot wait for the computing thread."""
 
     def ask(self) -> bool:
         """Ask for a stop; False where nobody can honour it yet."""

@@ -47,6 +47,9 @@ class _Quantity:
         factors = {**self.factors, **self.also}
         if unit in factors:
             return factors[unit]
+        if self is _BANDWIDTH and unit.removesuffix("/s") in _BYTES.factors and unit.endswith("/s"):
+            bits = 8 * _BYTES.parse(text.strip().removesuffix("/s"))
+            raise self._wrong(text, f"it is in bytes, did you mean {self.rounded(float(bits))!r}?")
         meant = closest(unit, factors)
         raise self._wrong(text, f"unknown unit {unit!r}" + (f", did you mean {meant!r}?" if meant else ""))
 
@@ -84,6 +87,15 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     by_lower = {choice.lower(): choice for choice in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
     return by_lower[near[0]] if near else None
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return the cure for a word that is not among the known ones."""
+    choices = list(known)
+    if not choices:
+        return "there is nothing to choose from"
+    meant = closest(word, choices)
+    return f"did you mean {meant!r}?" if meant else f"choose from {', '.join(choices)}"
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -11,11 +11,10 @@ from predicted.stages import WIDTH
 
 from auto.trials import NUM_MICROBATCHES, NUM_TOKENS, Trial
 from isthmus.job import Job
-from isthmus.job.load import parse_job
-from isthmus.job.write import replace_file
+from isthmus.job.load import parse_job, replace_file
 from isthmus.plan.costs.profile import read_profile, write_profile
-from isthmus.plan.search.plan_file import decisions_from_dict
-from isthmus.train.setup import Setup, set_up
+from isthmus.plan.plan import decisions_from_dict
+from isthmus.train.run_config import Setup, set_up
 from isthmus.units import format_bandwidth, format_duration
 
 TrialsByCase = Mapping[int, Sequence[Trial]]

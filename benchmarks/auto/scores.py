@@ -10,8 +10,8 @@ from predicted.cases import Case
 
 from auto.running import Ran
 from auto.trials import AUTO, CROSSING, RUNGS, expected_loss, line_of
+from isthmus.plan.codecs import Loss, read_pair
 from isthmus.plan.end_of_step import Texts
-from isthmus.plan.ladder import Loss, read_pair
 
 GOAL: Final = 0.10
 # Steps from a change of the line to the codecs that it asks for: three are measured, and both ends must know.

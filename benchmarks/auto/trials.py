@@ -9,15 +9,14 @@ from predicted.cases import RAW, Case
 from predicted.stages import WIDTH, SleepingStages
 from sleeping import Nap
 
-from isthmus.plan.codec_choice import Bounds, Figures, choose
-from isthmus.plan.ladder import Crossing, Loss, Pair, Rung, ladder
+from isthmus.plan.codecs import Bounds, CodecLevel, Crossing, Figures, Loss, Pair, choose, codec_levels
 
 NAP: Final = Nap(forward_s=0.010, backward_s=0.020)
 NUM_TOKENS: Final = 256
 NUM_MICROBATCHES: Final = 16
 RTT_MS: Final = 40.0
 CROSSING: Final = Crossing(num_rows=NUM_TOKENS, width=WIDTH)
-RUNGS: Final = ladder(WIDTH, shares_ids=True)
+RUNGS: Final = codec_levels(WIDTH, shares_ids=True)
 _COMPUTE_S: Final = NAP.forward_s + NAP.backward_s
 
 # What is so much longer on the line than the fastest is not the best choice, and not run.
@@ -41,7 +40,7 @@ class Trial:
     """
 
     name: str
-    rung: Rung | None = None
+    rung: CodecLevel | None = None
     loss: Loss = Loss.SOME
     mistake: float = 1.0
     slow_down: SlowDown | None = None
@@ -116,13 +115,13 @@ def expected_loss(case: Case, auto: Trial) -> Loss:
     return choose(CROSSING, figures, rungs=RUNGS, bounds=Bounds(loss=auto.loss)).loss
 
 
-def _promising(case: Case, loss: Loss) -> list[Rung]:
+def _promising(case: Case, loss: Loss) -> list[CodecLevel]:
     allowed = {rung: _on_line_s(rung, case) for rung in RUNGS if rung.loss <= loss}
     fastest_s = max(_COMPUTE_S, min(allowed.values()))
     return [rung for rung, on_line_s in allowed.items() if on_line_s <= _HOPELESS * fastest_s]
 
 
-def _on_line_s(rung: Rung, case: Case) -> float:
+def _on_line_s(rung: CodecLevel, case: Case) -> float:
     """The longer of an activation and its gradient."""
     pair, line = Pair(forward=rung.forward, backward=rung.backward), line_of(case)
     return 8 * max(pair.forward_bytes(CROSSING) / line.down_bps, pair.backward_bytes(CROSSING) / line.up_bps)

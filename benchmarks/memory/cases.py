@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from isthmus.job.lora import LoraSpec
-from isthmus.plan.costs.arithmetic import Precision
-from isthmus.plan.costs.memory import Sharding
-from isthmus.plan.costs.shapes import Task
+from isthmus.job.sections import LoraSpec
+from isthmus.plan.costs import Precision, Task
+from isthmus.plan.memory import Sharding
 
 NUM_LAYERS = 6
 GATED = {"llama", "qwen3", "gemma", "phi3", "mistral", "mixtral", "olmo2", "granite", "qwen3_moe"}

@@ -10,20 +10,17 @@ import torch
 from one_rank import one_rank
 from torch.profiler import ProfilerActivity, profile
 
-from isthmus.job.lora import LoraSpec
+from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.costs import MeasuredModel, Training
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
-from isthmus.plan.costs.arithmetic import Arithmetic
-from isthmus.plan.costs.memory import Memory, Savers, Sharding, stage_memory
-from isthmus.plan.costs.parts import Workload
-from isthmus.plan.costs.shapes import Task
+from isthmus.plan.costs import Arithmetic, Task, Workload
+from isthmus.plan.memory import Memory, Savers, Sharding, stage_memory
 from isthmus.train.device import Device
+from isthmus.train.in_cloud import Alone, LockStepReduction, Reduction, ShardedReduction, shard
 from isthmus.train.profiling import AUTOCAST, Rig, Size
-from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, shard
-from isthmus.train.ranks.world import Alone, Reduction
 from memory.cases import Case
 
 _NUM_EXTRA_MICROBATCHES: Final = 2

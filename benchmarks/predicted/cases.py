@@ -10,7 +10,7 @@ from emulated import MBPS, MS, Wan, wan_of
 from sleeping import Nap
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.ladder import Pair
+from isthmus.plan.codecs import Pair
 from isthmus.plan.scenario import Policy
 from predicted.stages import WIDTH, ModelStages, SleepingStages, Stages
 

@@ -19,13 +19,14 @@ from member import prepare_process
 
 from isthmus.job import Job
 from isthmus.plan.costs.profile import Profile
+from isthmus.plan.types import Member
 from isthmus.train.device import Device
+from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.frames import Packet
+from isthmus.wan.handshake import Seat
 from isthmus.wan.link import Link
-from isthmus.wan.local import LocalWan
-from isthmus.wan.processes import Report, run_clouds
-from isthmus.wan.trust.certificates import Identity
+from isthmus.wan.local import LocalWan, Report, run_ranks
+from isthmus.wan.packet import Packet
 from predicted.cases import Case
 from predicted.packets import Packets
 from predicted.stages import Stages
@@ -155,8 +156,8 @@ def travel(
         emulated |= {wan.name: stack.enter_context(LocalWan(wan.job())) for wan in wans}
         stops = [_stop(wan, cases, emulated[wan.name]) for wan in wans]
         work = functools.partial(_be_cloud, stops=stops, plans=plans)
-        found = run_clouds(home, work, stack.enter_context(LocalWan(home)), on_report=on_report)
-    brought: list[Any] = found[names[0]]
+        found = run_ranks(home, work, stack.enter_context(LocalWan(home)), on_report=on_report)
+    brought: list[Any] = found[Member(names[0])]
     return brought
 
 
@@ -175,10 +176,17 @@ def _stop(wan: Wan, cases: Sequence[Case], emulated: LocalWan) -> Stop:
 
 
 def _be_cloud(
-    job: Job, endpoint: Endpoint, *, cloud: str, report: Report, stops: Sequence[Stop], plans: Plans
+    job: Job,
+    endpoint: Endpoint,
+    *,
+    cloud: str,
+    report: Report,
+    seat: Seat,
+    stops: Sequence[Stop],
+    plans: Plans,
 ) -> list[Any]:
     """Be one cloud all the way."""
-    del job, endpoint
+    del job, endpoint, seat
     prepare_process()
     own = [stop for stop in stops if cloud in stop.identities]
     known = Known()

@@ -11,13 +11,13 @@ from member import Record, pipeline_config
 from queue_link import queue_link
 from torch import Tensor
 
-from isthmus.plan.ladder import Crossing
+from isthmus.plan.codecs import Crossing
 from isthmus.plan.pipeline_parts import HIDDEN
 from isthmus.plan.types import Carried, Member, Sent
 from isthmus.train.device import Device
 from isthmus.train.pipeline import TARGETS, pipeline_wires
 from isthmus.train.wire import Delivery, Inbox
-from isthmus.wan.frames import Packet
+from isthmus.wan.packet import Packet
 from predicted.cases import Case
 
 _NUM_WARM_UPS: Final = 3

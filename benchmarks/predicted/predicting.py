@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from isthmus.job.write import replace_file
+from isthmus.job.load import replace_file
 from isthmus.plan.costs.profile import read_profile
 from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad, scenario_to_dict
 from isthmus.plan.simulated_pipeline import simulate_scenario

@@ -9,7 +9,7 @@ from typing import Any, Final
 from deadline import Deadline
 from member import pipeline_config, run_member
 
-from isthmus.plan.ladder import Crossing
+from isthmus.plan.codecs import Crossing
 from isthmus.plan.scenario import Policy
 from isthmus.train.device import Device
 from isthmus.train.profiling import AUTOCAST

@@ -7,10 +7,10 @@ import torch
 from sleeping import Nap, Same, SleepingStage, same_tokens
 
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch
-from isthmus.plan.costs.arithmetic import Precision
+from isthmus.plan.costs import Precision
 from isthmus.train.profiling import Size
 
 WIDTH: Final = 1024

@@ -1,6 +1,6 @@
 """A cut inside one process: bottleneck and codecs of a row, in the graph, with every byte counted.
 
-`isthmus.codec.graph.cross` equals a real cut bit for bit, so many trainings can share one machine.
+`isthmus.codec.chain.cross` equals a real cut bit for bit, so many trainings can share one machine.
 """
 
 from dataclasses import dataclass
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.codec.base import Key, Payload
-from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd
-from isthmus.codec.graph import cross
-from isthmus.job.boundary import BottleneckSpec
-from isthmus.job.codec import parse_codec
+from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, cross
+from isthmus.job.codec import BottleneckSpec, parse_codec
 from isthmus.model.bottleneck import Down, Up
-from isthmus.wan.frames import Packet, pack
+from isthmus.wan.packet import Packet, pack
 from quality.rows import Row
 
 FLOAT32_BYTES = 4

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from isthmus.model.blueprint import fresh_blueprint, split_layers
-from isthmus.model.cut import Moment
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
+from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput
 from quality.cut import Cut, Traffic
 from quality.data import Language
@@ -84,8 +84,8 @@ class LanguageTask:
         )
         num_targets = recipe.batch * (recipe.length - 1)
         for step, ids in enumerate(batches):
-            moment = Moment(seed=run.seed, step=step, microbatch=0)
-            loss = self._pass(stages, cuts, ids, step=step, moment=moment)
+            rng_key = RngKey(seed=run.seed, step=step, microbatch=0)
+            loss = self._pass(stages, cuts, ids, step=step, rng_key=rng_key)
             fitter.step(step, loss / num_targets)
         return self._found(stages, cuts, fitter)
 
@@ -113,7 +113,7 @@ class LanguageTask:
         ids: Tensor,
         *,
         step: int,
-        moment: Moment | None = None,
+        rng_key: RngKey | None = None,
         is_codec_on: bool = True,
     ) -> Tensor:
         """The loss of a batch, summed over its targets."""
@@ -121,9 +121,9 @@ class LanguageTask:
         crossing: Tensor | None = None
         with autocast(self._device):
             for stage, cut in zip(stages, cuts, strict=False):
-                given = stage(StageInput(batch=batch, crossing=crossing, moment=moment)).crossing
+                given = stage(StageInput(batch=batch, crossing=crossing, rng_key=rng_key)).crossing
                 crossing = cut(given, ids, step=step, is_codec_on=is_codec_on)
-            loss = stages[-1](StageInput(batch=batch, crossing=crossing, moment=moment)).loss
+            loss = stages[-1](StageInput(batch=batch, crossing=crossing, rng_key=rng_key)).loss
         if loss is None:
             raise ValueError("the last stage gives the loss")
         return loss  # type: ignore[no-any-return]

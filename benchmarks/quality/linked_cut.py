@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key, Payload
-from isthmus.codec.ends import Codecs
-from isthmus.wan.frames import Packet
+from isthmus.codec.chain import Codecs
 from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
+from isthmus.wan.packet import Packet
 from quality.cut import CountingReceiver, CountingSender, Cut
 from quality.rows import Row
 

@@ -19,19 +19,17 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.codec.base import Key
-from isthmus.codec.ends import Codecs, receiving_end, sending_end
-from isthmus.codec.graph import cross
-from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
-from isthmus.job.codec import parse_codec
+from isthmus.codec.chain import Codecs, cross, receiving_end, sending_end
+from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec, parse_codec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, split_layers
-from isthmus.model.cut import Moment, seed_from
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
+from isthmus.model.random import RngKey, seed_from
 from isthmus.model.stage import Batch, Stage, StageInput
+from isthmus.plan.codecs import Crossing, Pair
 from isthmus.plan.end_of_step import total_norm
-from isthmus.plan.ladder import Crossing, Pair
 from isthmus.train.device import Device
-from isthmus.train.optimize.optimizer import Optimizer, Schedule
+from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.run_config import RunConfig
 from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
@@ -214,7 +212,7 @@ def train_in_graph(trial: Trial) -> list[float]:
         for number, batch in enumerate(batches):
             inputs = StageInput(
                 batch=batch,
-                moment=Moment(seed=_SEED, step=step, microbatch=number),
+                rng_key=RngKey(seed=_SEED, step=step, microbatch=number),
                 is_warming_up=step < cut.num_warmup_steps,
             )
             crossing = stages[0](inputs).crossing

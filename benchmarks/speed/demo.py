@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from isthmus.events import COMPUTE_KINDS, EVENTS_FOLDER, Span, read_events
-from isthmus.intervals import shared_s, total_s, union
+from isthmus.observe.timeline import shared_s, total_s, union
 
 _CODING_KINDS: Final = frozenset({"encode", "decode"})
 

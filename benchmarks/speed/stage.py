@@ -25,15 +25,15 @@ from member import pipeline_config
 from quality.intervals import Difference, paired_difference
 from torch import Tensor
 
-from isthmus.codec.base import Memory, Place
-from isthmus.codec.build import build_coder
+from isthmus.codec.base import CoderSite, Memory
+from isthmus.codec.chain import build_coder
 from isthmus.job.codec import parse_codec
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.cut import Moment
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
+from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput
-from isthmus.plan.ladder import Crossing, Pair
+from isthmus.plan.codecs import Crossing, Pair
 from isthmus.plan.types import Message
 from isthmus.train.coding import Coded, CutEnd
 from isthmus.train.device import Device, Mark
@@ -250,9 +250,9 @@ class StageBench:
         return cuts.send_gradient(one.item, one.arrived.grad)
 
     def _forward(self, crossing: Tensor, index: int) -> Tensor:
-        moment = Moment(seed=0, step=0, microbatch=index)
+        rng_key = RngKey(seed=0, step=0, microbatch=index)
         given: Tensor | None = self.stage(
-            StageInput(batch=self._batch, crossing=crossing, moment=moment)
+            StageInput(batch=self._batch, crossing=crossing, rng_key=rng_key)
         ).crossing
         if given is None:
             raise ValueError("a stage in the middle gives hidden states")
@@ -305,7 +305,7 @@ def _turned(names: Sequence[str], number: int) -> list[str]:
 
 
 def _coder_name(text: str, width: int, device: Device) -> str:
-    place = Place(width=width, device=device.torch_device, memory=Memory(is_asked=False))
+    place = CoderSite(width=width, device=device.torch_device, memory=Memory(is_asked=False))
     return type(build_coder(parse_codec(text).steps, place)).__name__
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key
-from isthmus.codec.ends import Codecs, receiving_end, sending_end
+from isthmus.codec.chain import Codecs, receiving_end, sending_end
 from isthmus.job.codec import parse_codec
 
 CODECS: Final = (

@@ -10,10 +10,10 @@ import torch
 from crossing import BEYOND
 from emulated import Wan, run_on
 
-from isthmus.plan.ladder import read_pair, texts_of
+from isthmus.plan.codecs import read_pair, texts_of
 from isthmus.train.run_config import RunConfig
-from isthmus.wan.frames import Packet
 from isthmus.wan.link import Link
+from isthmus.wan.packet import Packet
 from stages.far_end import answer, prepared_gradient
 from stages.loop import Scale
 

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from isthmus.events import Span, steady_s
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch
-from isthmus.plan.ladder import Crossing, Pair
-from isthmus.train.optimize.optimizer import Optimizer, Schedule
-from isthmus.train.ranks.sharding import ShardedReduction, shard
-from isthmus.train.ranks.world import Alone
+from isthmus.plan.codecs import Crossing, Pair
+from isthmus.train.in_cloud import Alone, ShardedReduction, shard
+from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.run_config import RunConfig
-from isthmus.wan.frames import Packet
+from isthmus.wan.packet import Packet
 from stages.watched import WatchedDevice
 
 SEED = 5

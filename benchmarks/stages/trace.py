@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.events import Span
-from isthmus.intervals import Interval, shared_s, total_s, union
-from isthmus.observe.drawing import Box, Drawing, Label, Shape
-from isthmus.observe.drawing import Path as Line
-from isthmus.observe.svg import to_svg
+from isthmus.observe.draw import Box, Drawing, Label, Shape, to_svg
+from isthmus.observe.draw import Path as Line
+from isthmus.observe.timeline import Interval, shared_s, total_s, union
 
 _COLOURS = {
     "forward": "#8ecae6",

@@ -1,7 +1,7 @@
 """What a user sees of a run: a live table or plain lines, and the figures at the end."""
 
-import json
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.observe.summary import CodingError, Summary
+from isthmus.observe.report import CodingError, Summary
 from isthmus.units import format_bytes, format_duration, shorten
 
 _LINE_EVERY_S: Final = 2.0
@@ -24,9 +24,9 @@ class Display:
         self._console = console
         self._site = site
         self._num_steps = num_steps
-        self._step: dict[str, Any] = {}
-        self._evaluation: dict[str, Any] = {}
-        self._clouds: dict[str, dict[str, Any]] = {}
+        self._step: Mapping[str, Any] = {}
+        self._evaluation: Mapping[str, Any] = {}
+        self._clouds: dict[str, Mapping[str, Any]] = {}
         self._printed_s = 0.0
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._table)
 
@@ -40,10 +40,9 @@ class Display:
     ) -> None:
         self._live.stop()
 
-    def hear(self, cloud: str, text: str) -> None:
+    def hear(self, cloud: str, values: Mapping[str, Any]) -> None:
         """Take in what a cloud has reported."""
-        values = json.loads(text)
-        match values.pop("kind"):
+        match values["kind"]:
             case "step":
                 self._hear_step(cloud, values)
             case "evaluation":
@@ -57,9 +56,9 @@ class Display:
                 text = f"{cloud}: {values['text']}"
                 self._console.print(text, style="dim", markup=False, soft_wrap=not self._console.is_terminal)
 
-    def _hear_step(self, cloud: str, values: dict[str, Any]) -> None:
+    def _hear_step(self, cloud: str, values: Mapping[str, Any]) -> None:
         self._clouds[cloud] = values
-        if "loss" not in values and cloud != self._site:
+        if "bubble" not in values and cloud != self._site:
             return
         self._step = values
         is_due = time.monotonic() - self._printed_s > _LINE_EVERY_S
@@ -71,13 +70,11 @@ class Display:
     def _line(self) -> str:
         one = self._step
         place = f"step {one['step'] + 1}/{self._num_steps}"
-        if "loss" not in one:
-            sent = format_bytes(_rounded_bytes(sum(one["sent_bytes"].values())))
-            return f"{place}  sent {sent}  hidden {self._hidden()}"
+        bubble = f"bubble {one['bubble']:.0%}  " if "bubble" in one else ""
         return (
             f"{place}  loss {one['loss']:.4f}  "
             f"{one['tokens_per_s']:.0f} tokens/s  {format_duration(_short(one['duration_s']))}/step  "
-            f"bubble {one['bubble']:.0%}  hidden {self._hidden()}  {self._left()} left"
+            f"{bubble}hidden {self._hidden()}  {self._left()} left"
         )
 
     def _hidden(self) -> str:

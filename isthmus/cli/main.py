@@ -1,5 +1,6 @@
-"""The `isthmus` command: verbs, and what a user sees when something is wrong."""
+"""The `isthmus` command: its verbs, and the one place that turns errors into messages and exit codes."""
 
+import json
 import os
 import sys
 from typing import Annotated, Final
@@ -8,19 +9,16 @@ import typer
 from rich.console import Console
 
 from isthmus import __version__
-from isthmus.cli.certs import certs_app
-from isthmus.cli.doctor import doctor
-from isthmus.cli.gateway import gateway
 from isthmus.cli.plan import plan
-from isthmus.cli.probe import probe
-from isthmus.cli.profile import profile
+from isthmus.cli.probe import probe, profile
 from isthmus.cli.report import report
 from isthmus.cli.run import run
-from isthmus.cli.schema import schema
 from isthmus.cli.simulate import simulate
+from isthmus.cli.site import certs_app, doctor, gateway
 from isthmus.errors import IsthmusError, JobError, UserError
+from isthmus.job import job_schema
 
-# What the extra `train` brings.
+# The packages of the extra `train`.
 _FOR_TRAINING: Final = frozenset({"huggingface_hub", "safetensors", "tokenizers", "torch", "transformers"})
 
 app = typer.Typer(
@@ -30,16 +28,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command()(run)
-app.command()(plan)
-app.command()(simulate)
-app.command()(probe)
-app.command()(profile)
-app.command()(gateway)
-app.command()(doctor)
-app.command()(report)
+
+
+def schema() -> None:
+    """Print the JSON schema of a job file, for editors that complete and check it."""
+    typer.echo(json.dumps(job_schema(), indent=2, ensure_ascii=False))
+
+
+for _verb in (run, plan, simulate, probe, profile, gateway, doctor, report, schema):
+    app.command()(_verb)
 app.add_typer(certs_app, name="certs")
-app.command()(schema)
 
 
 def _tell_version(asked: bool) -> None:
@@ -59,7 +57,7 @@ def _options(
 
 def main() -> None:
     """Run the command line; a user's mistake exits with 2, a failure with 1, neither with a traceback."""
-    # What TLS and sockets turn down is told in our words; gRPC's own lines would come in between.
+    # Errors of TLS and sockets are told in our words; gRPC's own lines would come in between.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app()
@@ -70,7 +68,7 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in _FOR_TRAINING:
             raise
-        hint = "pip install 'isthmus[train]'; plan, simulate and probe do without"
+        hint = "in the clone of isthmus: pip install '.[train]'; plan, simulate and probe work without it"
         show_error(UserError(f"this command needs {package}, which is not installed here", hint=hint))
         sys.exit(2)
     except KeyboardInterrupt:

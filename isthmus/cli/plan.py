@@ -1,26 +1,42 @@
-"""`isthmus plan`: what a job will take, before anything is paid."""
+"""`isthmus plan`: predict what a job will take, before anything is paid."""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
+from rich.console import Console
+from rich.status import Status
 
-from isthmus.cli.options import JobArgument, JsonOption, ProfileOption, SetOption
-from isthmus.cli.pictures import HtmlOption, Pictures, PngOption, SvgOption, tell_written
-from isthmus.cli.tables import as_rich
+import isthmus
+from isthmus.cli.output import (
+    NOT_PROFILED,
+    HtmlOption,
+    JobArgument,
+    JsonOption,
+    PngOption,
+    ProfileOption,
+    SetOption,
+    SvgOption,
+    console_for_notes,
+    duration,
+    percent,
+    print_tables,
+    size,
+    write_pictures,
+)
 from isthmus.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from isthmus.events import Span
-    from isthmus.job import Job
-    from isthmus.observe.timeline import Chart
-    from isthmus.plan.levers import Lever
-    from isthmus.plan.search.choice import Plan
+from isthmus.events import Span
+from isthmus.job import Job, update_job_sections
+from isthmus.job.sections import why_not_run
+from isthmus.observe.draw import Section, Table, draw_chart, draw_text
+from isthmus.observe.timeline import LINE_MARK, Chart, chart_of_step, lay_out, microbatch_of, shifted
+from isthmus.plan.plan import BubbleSplit, Estimate, Form, Plan, PlannedStage, plan_to_dict, planned_changes
+from isthmus.plan.replicated.sketch import sketch
+from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.what_if import Lever, levers
 
 # Keys of [strategy] that hold a choice.
 _WRITTEN: Final = frozenset(
@@ -39,6 +55,7 @@ _WRITTEN: Final = frozenset(
 )
 # Boxes with their numbers in a picture, for each rank.
 _NUM_DRAWN: Final = 12
+_ESTIMATED: Final = "≈"
 
 
 def plan(
@@ -59,34 +76,26 @@ def plan(
     No training is started, and neither torch nor an accelerator is needed. Where all clouds are on this
     machine and have no profile, they are measured for a few seconds.
     """
-    from rich.console import Console
-
-    from isthmus.cli.measuring import cost_source, learn_for_plan
-    from isthmus.cli.plan_tables import plan_advice, why_not_planned_run
-    from isthmus.job import load_job, update_job_sections
-    from isthmus.plan.following import planned_changes
-    from isthmus.plan.levers import levers
-    from isthmus.plan.planner import plan as make_plan
-
-    loaded = load_job(job, overrides=overrides or ())
+    loaded = isthmus.load_job(job, overrides=overrides or ())
     if write:
         _check_overrides(overrides or (), job)
-    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    notes = console_for_notes()
     with notes.status("planning") as status:
-        known = learn_for_plan(
-            loaded,
-            is_wanted=profile,
-            note=notes.print,
-            report=lambda what: status.update(f"measuring {what}"),
-        )
-        source = cost_source()
-        chosen = make_plan(known, progress=status.update, source=source)
+        known = learned(loaded, notes, status, is_wanted=profile)
+        chosen = isthmus.plan(known, measure=False, progress=status.update)
+        source = isthmus.cost_source()
         found = levers(known, chosen, progress=status.update, source=source) if with_levers else ()
+    tables, remarks = list(plan_tables(chosen, found)), list(plan_notes(chosen))
     if as_json:
-        typer.echo(json.dumps(_facts(chosen, found), indent=2))
+        facts = {**plan_to_dict(chosen), "levers": [asdict(lever) for lever in found]}
+        typer.echo(json.dumps(facts, indent=2))
     else:
-        _show(Console(highlight=False), chosen, found, advice=plan_advice(loaded, chosen, job))
-    _draw(notes, Pictures(svg=svg, png=png, html=html), loaded, chosen, found)
+        _show(Console(highlight=False), chosen, tables, [*remarks, *plan_advice(loaded, chosen, job)])
+    if svg or png or html:
+        title = f"{loaded.name}: {chosen.what}"
+        section = Section(heading="The plan", parts=(chosen.reason, *tables, *remarks))
+        drawing = draw_chart(_beginning(chosen), title=title)
+        write_pictures(notes, drawing, title=title, sections=[section], svg=svg, png=png, html=html)
     if write:
         changes = planned_changes(loaded, chosen)
         update_job_sections(job, changes.sections, clouds=changes.clouds)
@@ -95,6 +104,17 @@ def plan(
             notes.print(f'[yellow]{why_not}: set strategy.kind to "pipeline" before a run[/]')
     elif not as_json:
         notes.print(f"[dim]next: isthmus plan {job} --write puts this choice into the job[/]")
+
+
+def learned(job: Job, notes: Console, status: Status, *, is_wanted: bool) -> Job:
+    """The job with what was measured here; tells where the times of a plan come from."""
+    if is_wanted:
+        return isthmus.with_profiles(
+            job, note=notes.print, progress=lambda what: status.update(f"measuring {what}")
+        )
+    if any(cloud.profile is None for cloud in job.cloud):
+        notes.print(NOT_PROFILED)
+    return job
 
 
 def _check_overrides(overrides: Sequence[str], job: Path) -> None:
@@ -108,32 +128,17 @@ def _check_overrides(overrides: Sequence[str], job: Path) -> None:
             )
 
 
-def _facts(plan: "Plan", levers: "Sequence[Lever]") -> dict[str, Any]:
-    from isthmus.plan.search.plan_file import plan_to_dict
-
-    return {**plan_to_dict(plan), "levers": [asdict(lever) for lever in levers]}
-
-
-def _show(console: "Console", plan: "Plan", levers: "Sequence[Lever]", *, advice: Iterator[str]) -> None:
-    from isthmus.cli.plan_tables import plan_notes, plan_tables
-    from isthmus.observe.gantt import draw_text
-
-    console.print(f"[bold]{plan.reason}[/]", soft_wrap=True)
-    for table in plan_tables(plan, levers):
-        console.print()
-        console.print(as_rich(table))
-    for note in (*plan_notes(plan), *advice):
-        console.print(f"[dim]{note}[/]", soft_wrap=True)
+def _show(console: Console, plan: Plan, tables: Sequence[Table], remarks: Sequence[str]) -> None:
+    console.print(f"[bold]{plan.reason}[/]\n", soft_wrap=True)
+    print_tables(console, tables)
+    for remark in remarks:
+        console.print(f"[dim]{remark}[/]", soft_wrap=True)
     console.print()
     console.print(draw_text(_chart(plan), width=console.width))
 
 
-def _chart(plan: "Plan") -> "Chart":
+def _chart(plan: Plan) -> Chart:
     """One step, or a sketch of a few where the form has no scheduler yet."""
-    from isthmus.observe.timeline import chart_of_step, lay_out
-    from isthmus.plan.replicated.sketch import sketch
-    from isthmus.plan.simulated_pipeline import simulate_scenario
-
     if plan.scenario is not None:
         return chart_of_step(simulate_scenario(plan.scenario, num_steps=2))
     spans = sketch(plan)
@@ -141,11 +146,8 @@ def _chart(plan: "Plan") -> "Chart":
     return lay_out(spans, start_s=0.0, end_s=end_s, order=plan.clouds)
 
 
-def _beginning(plan: "Plan") -> "Chart":
+def _beginning(plan: Plan) -> Chart:
     """As much of a step as can be drawn box by box: until the slowest rank has done some micro-batches."""
-    from isthmus.observe.timeline import lay_out, shifted
-    from isthmus.plan.simulated_pipeline import simulate_scenario
-
     scenario = plan.scenario
     if scenario is None:
         return _chart(plan)
@@ -160,24 +162,159 @@ def _beginning(plan: "Plan") -> "Chart":
     return lay_out(_of_first_ranks(spans), start_s=0.0, end_s=end_s, order=plan.clouds)
 
 
-def _of_first_ranks(spans: "Sequence[Span]") -> "list[Span]":
+def _of_first_ranks(spans: Sequence[Span]) -> list[Span]:
     """What the ranks that are drawn compute, and only that on the lines: hundreds of ranks share them."""
-    from isthmus.observe.timeline import LINE_MARK, microbatch_of
-
     drawn = {microbatch_of(one) for one in spans if one.track.endswith(("/0", "/1"))}
     return [one for one in spans if not drawn or LINE_MARK not in one.track or microbatch_of(one) in drawn]
 
 
-def _draw(notes: "Console", pictures: Pictures, job: "Job", plan: "Plan", levers: "Sequence[Lever]") -> None:
-    if (pictures.svg, pictures.png, pictures.html) == (None, None, None):
-        return
-    from isthmus.cli.plan_tables import plan_notes, plan_tables
-    from isthmus.observe.drawing import draw_chart
-    from isthmus.observe.page import Section
+def plan_tables(plan: Plan, levers: Sequence[Lever]) -> Iterator[Table]:
+    yield _names_table(plan)
+    yield _plans_table(plan)
+    yield _bubbles_table(plan)
+    yield _stages_table(plan)
+    if plan.links:
+        yield _links_table(plan)
+    if levers:
+        yield _levers_table(levers)
 
-    title = f"{job.name}: {plan.what}"
-    sections = [
-        Section(heading="The plan", parts=(plan.reason, *plan_tables(plan, levers), *plan_notes(plan)))
+
+def _names_table(plan: Plan) -> Table:
+    whys = [(plan.what, plan.savers, "taken")]
+    whys += [(one.what, one.savers, one.why) for one in plan.runners_up]
+    rows = [
+        (f"{number} {'; '.join((what, *savers))}", why) for number, (what, savers, why) in enumerate(whys, 1)
     ]
-    drawing = draw_chart(_beginning(plan), title=title)
-    tell_written(notes, pictures.write(drawing, title=title, sections=sections))
+    return Table(header=("plan", "why it was taken or not"), rows=tuple(rows))
+
+
+def _plans_table(plan: Plan) -> Table:
+    every = [(plan.estimate, plan.memory_share)]
+    every += [(one.estimate, one.memory_share) for one in plan.runners_up]
+    rows = [(str(number), *_figures(*one)) for number, one in enumerate(every, start=1)]
+    header = ("plan", "step", "tokens/s", "memory", "WAN/step", "$/step", "$/Mtoken", "limited by the")
+    return Table(header=header, rows=tuple(rows))
+
+
+def _figures(estimate: Estimate, memory_share: float | None) -> tuple[str, ...]:
+    about = "" if estimate.is_simulated else _ESTIMATED
+    return (
+        about + duration(estimate.step_s),
+        f"{about}{estimate.tokens_per_s:,.0f}",
+        percent(memory_share),
+        size(estimate.wan_bytes),
+        _usd(estimate.usd_per_step),
+        _usd(estimate.usd_per_million_tokens),
+        estimate.limiting,
+    )
+
+
+def _bubbles_table(plan: Plan) -> Table:
+    bubbles = [plan.estimate.bubble, *(one.estimate.bubble for one in plan.runners_up)]
+    rows = [
+        (str(number), *(f"{share:.0%}" for share in (one.total, *_shares(one))))
+        for number, one in enumerate(bubbles, start=1)
+    ]
+    header = ("plan", "bubble", "of it filling", "latency", "bandwidth", "imbalance")
+    return Table(header=header, rows=tuple(rows))
+
+
+def _shares(bubble: BubbleSplit) -> tuple[float, ...]:
+    return (bubble.fill, bubble.latency, bubble.bandwidth, bubble.imbalance)
+
+
+def _stages_table(plan: Plan) -> Table:
+    header = ("cloud", "holds", "ranks", "busy", "in flight", "memory of a rank", "of", "most of it")
+    return Table(header=header, rows=tuple(_stage_row(stage, plan) for stage in plan.stages))
+
+
+def _stage_row(stage: PlannedStage, plan: Plan) -> tuple[str, ...]:
+    largest = sorted(stage.memory.items(), key=lambda item: -item[1])[:2]
+    return (
+        stage.cloud,
+        stage.holds,
+        str(stage.num_ranks),
+        f"{stage.busy_s / plan.estimate.step_s:.0%}",
+        str(stage.window),
+        size(stage.memory_bytes),
+        "–" if stage.capacity_bytes is None else size(stage.capacity_bytes),
+        ", ".join(f"{name} {size(number)}" for name, number in largest),
+    )
+
+
+def _links_table(plan: Plan) -> Table:
+    rows = [
+        (
+            "–".join(link.between),
+            size(link.down_bytes),
+            size(link.up_bytes),
+            link.forward_codec,
+            link.backward_codec,
+            _usd((link.down_bytes + link.up_bytes) / 2**30 * (link.usd_per_gib or 0.0)),
+        )
+        for link in plan.links
+    ]
+    header = ("link", "there in a step", "back", "codec there", "codec back", "$/step")
+    return Table(header=header, rows=tuple(rows))
+
+
+def _levers_table(levers: Sequence[Lever]) -> Table:
+    rows = [
+        (one.what, _change(one.step_change), "–" if one.usd_change is None else _change(one.usd_change))
+        for one in levers
+    ]
+    return Table(header=("one thing changed", "time per token", "$ per token"), rows=tuple(rows))
+
+
+def plan_notes(plan: Plan) -> Iterator[str]:
+    """What the tables do not say, one line each."""
+    estimate = plan.estimate
+    usd = estimate.total_usd
+    price = "" if usd is None else f" and ${usd:,.2f}" if usd >= 1 else f" and ${usd:.2g}"
+    yield f"{estimate.num_steps} steps take {duration(estimate.total_s)}{price}"
+    if estimate.reliefs:
+        gains = (f"{what} {share:.0%}" for what, share in estimate.reliefs.items())
+        yield f"a step would be shorter if one resource were unlimited: {', '.join(gains)}"
+    if plan.savers:
+        yield f"memory options: {', '.join(plan.savers)}{_where(plan)}"
+    yield from (f"{'-'.join(link.between)}: {link.reason}" for link in plan.links if link.reason)
+    yield from plan.notes
+    if why_not := why_not_planned_run(plan):
+        yield f'{why_not}; where strategy.kind is "auto", a run takes the best pipeline instead'
+    for cloud in dict.fromkeys(stage.cloud for stage in plan.stages if stage.usd_per_hour is None):
+        yield f"the price of cloud {cloud} is not known: set cloud.{cloud}.usd_per_hour"
+    every = (estimate, *(one.estimate for one in plan.runners_up))
+    legend = "" if all(one.is_simulated for one in every) else f"; {_ESTIMATED} is estimated, not simulated"
+    yield f"{plan.num_tried} {'plan' if plan.num_tried == 1 else 'plans'} compared{legend}"
+
+
+def why_not_planned_run(plan: Plan) -> str | None:
+    """Why `isthmus run` cannot follow a plan, None where it can."""
+    return None if plan.form is Form.ALONE else why_not_run(plan.form.value)
+
+
+def plan_advice(job: Job, plan: Plan, path: Path) -> Iterator[str]:
+    """What to do before a run: leave out idle clouds, and measure those that compute."""
+    idle = [cloud.name for cloud in job.cloud if cloud.name not in plan.clouds]
+    if idle:
+        yield f"a run uses every cloud of its job: to run this plan, leave {' and '.join(idle)} out"
+    guessed = [stage.cloud for stage in plan.stages if not stage.is_measured]
+    if guessed:
+        yield (
+            f"the speed of {' and of '.join(guessed)} is of the catalogue; better is a measured one, from a "
+            f"device there: isthmus profile {path} --cloud {guessed[0]}"
+        )
+
+
+def _where(plan: Plan) -> str:
+    """Names the clouds that shard their stages, unless all do."""
+    sharded = [stage.cloud for stage in plan.stages if stage.sharding.value != "none"]
+    return f" (sharding at {', '.join(sharded)})" if 0 < len(sharded) < len(plan.stages) else ""
+
+
+def _usd(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _change(share: float) -> str:
+    return "none" if abs(share) < 0.005 else f"{share:+.0%}".replace("-", "−")

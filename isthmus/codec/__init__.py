@@ -1,8 +1,7 @@
 """Tensors to bytes and back; nothing here is trained."""
 
 from isthmus.codec.base import Key, Payload
-from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
-from isthmus.codec.graph import cross
+from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, cross, receiving_end, sending_end
 
 __all__ = [
     "Codecs",

@@ -34,7 +34,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class CodedMessage:
     """What a coder may know of the message at hand."""
 
     key: Key
@@ -47,7 +47,7 @@ class Message:
     learns: bool = True
     """Whether later messages may depend on this one: not in evaluation."""
 
-    def sub(self, index: int) -> "Message":
+    def sub(self, index: int) -> "CodedMessage":
         """The same message with other randomness, for one of several matrices in it."""
         return replace(self, seed=(self.seed + index) % 2**63)
 
@@ -64,11 +64,11 @@ class Coder(Protocol):
     gives a matrix of the shape asked for. State is what the next message depends on.
     """
 
-    def encode(self, x_ND: Tensor, message: Message) -> Payload:
+    def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:
         """The parts of a float32 matrix of shape (rows, width)."""
         ...
 
-    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:
         """The float32 matrix of this shape, from as many parts as this coder and those it wraps have made."""
         ...
 
@@ -92,12 +92,12 @@ class Memory:
         self._is_asked = is_asked
         self._kept: dict[Key, Tensor] = {}
 
-    def keep(self, message: Message, tensor: Tensor) -> None:
+    def keep(self, message: CodedMessage, tensor: Tensor) -> None:
         """Remember a tensor until the gradient has passed; in evaluation there will be none."""
         if self._is_asked and message.keeps:
             self._kept[message.key] = tensor
 
-    def find(self, message: Message) -> Tensor:
+    def find(self, message: CodedMessage) -> Tensor:
         """What the activation of this key has left."""
         found = self._kept.get(message.key)
         if found is None:
@@ -110,7 +110,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CoderSite:
     """Where a coder works: width of what crosses, device, and what activations leave for gradients."""
 
     width: int

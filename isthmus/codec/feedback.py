@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from isthmus.codec.base import Coder, Message, Payload, State, below
+from isthmus.codec.base import CodedMessage, Coder, Payload, State, below
 from isthmus.errors import UserError
 
 _RESIDUAL: Final = "residual"
@@ -21,7 +21,7 @@ class FeedbackCoder:
         self._rest = rest
         self._residual_ND: Tensor | None = None
 
-    def encode(self, x_ND: Tensor, message: Message) -> Payload:
+    def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:
         """The rows with what the message before has lost; in evaluation as they are."""
         if not message.learns:
             return self._rest.encode(x_ND, message)
@@ -33,7 +33,7 @@ class FeedbackCoder:
         self._residual_ND = torch.where(lost_ND.isfinite(), lost_ND, 0)
         return payload
 
-    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:
         """The rows as the coders behind decode them."""
         return self._rest.decode(parts, shape, message)
 

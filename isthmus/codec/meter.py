@@ -36,7 +36,7 @@ def measure(sent_ND: Tensor, arrives_ND: Tensor) -> Fidelity:
     )
 
 
-class Meter:
+class ErrorMeter:
     """Keeps the worst of the messages that it measured; where every so many-th is, in one direction of a cut.
 
     It is used where messages are coded, beside the computation.

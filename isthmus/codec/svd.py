@@ -6,8 +6,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from isthmus.codec.base import Coder, Message, Payload, State
-from isthmus.job.codec_sizes import svd_rank
+from isthmus.codec.base import CodedMessage, Coder, Payload, State
+from isthmus.job.codec_steps import svd_rank
 
 _BASIS: Final = "basis"
 _REST: Final = "rest."
@@ -27,7 +27,7 @@ class SvdCoder:
         self._rest = rest
         self._basis_DK: Tensor | None = None
 
-    def encode(self, x_ND: Tensor, message: Message) -> Payload:
+    def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:
         """The parts of the left factor, and those of the right one."""
         num_rows, width = x_ND.shape
         rank = svd_rank(self._ratio, num_rows, width)
@@ -37,7 +37,7 @@ class SvdCoder:
         left = self._rest.encode(left_NK.T.contiguous(), message)
         return (*left, *self._rest.encode(right_DK.T.contiguous(), message.sub(1)))
 
-    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:
         """The product of the factors."""
         num_rows, width = shape
         rank = svd_rank(self._ratio, num_rows, width)
@@ -59,7 +59,7 @@ class SvdCoder:
             {name.removeprefix(_REST): one for name, one in state.items() if name.startswith(_REST)}
         )
 
-    def _factors(self, x_ND: Tensor, rank: int, message: Message) -> tuple[Tensor, Tensor]:
+    def _factors(self, x_ND: Tensor, rank: int, message: CodedMessage) -> tuple[Tensor, Tensor]:
         start_DK = self._start(x_ND, rank, message)
         num_rounds = _ROUNDS_FROM_NOTHING if self._basis_DK is None else _ROUNDS
         basis_DK = start_DK
@@ -72,7 +72,7 @@ class SvdCoder:
             self._basis_DK = torch.where(right_DK.isfinite().all(), _orthonormal(right_DK), start_DK)
         return left_NK, right_DK
 
-    def _start(self, x_ND: Tensor, rank: int, message: Message) -> Tensor:
+    def _start(self, x_ND: Tensor, rank: int, message: CodedMessage) -> Tensor:
         """The first directions of the last message, and random ones where it had fewer."""
         generator = message.generator(x_ND.device)
         random_DK = torch.randn(x_ND.shape[1], rank, generator=generator, device=x_ND.device)

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from isthmus.codec.base import Coder, Memory, Message, Payload, Wrapping, flat_bytes
-from isthmus.codec.packing import pack_bits, pack_indices, unpack_bits, unpack_indices
+from isthmus.codec.base import CodedMessage, Coder, Memory, Payload, Wrapping, flat_bytes
+from isthmus.codec.integers import pack_bits, pack_indices, unpack_bits, unpack_indices
 from isthmus.errors import FrameError
-from isthmus.job.codec_sizes import index_bits, index_bytes, is_bitmap, num_kept
+from isthmus.job.codec_steps import index_bits, index_bytes, is_bitmap, num_kept
 
 
 class TopKCoder(Wrapping):
@@ -19,7 +19,7 @@ class TopKCoder(Wrapping):
         self._ratio = ratio
         self._memory = memory
 
-    def encode(self, x_ND: Tensor, message: Message) -> Payload:
+    def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:
         """The places of the elements kept, and the parts of the matrix of shape (rows, kept)."""
         width = x_ND.shape[1]
         kept = num_kept(self._ratio, width)
@@ -28,7 +28,7 @@ class TopKCoder(Wrapping):
         places = flat_bytes(_pack_places(index_NK, width))
         return (places, *self._rest.encode(x_ND.gather(1, index_NK), message))
 
-    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:
         """The elements kept, at their places among zeros."""
         num_rows, width = shape
         kept = num_kept(self._ratio, width)
@@ -44,16 +44,16 @@ class SameIndicesCoder(Wrapping):
         super().__init__(rest=rest)
         self._memory = memory
 
-    def encode(self, x_ND: Tensor, message: Message) -> Payload:
+    def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:
         """The parts of the matrix of shape (rows, kept)."""
         return self._rest.encode(x_ND.gather(1, self._index(message, x_ND.shape[0])), message)
 
-    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: Message) -> Tensor:
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:
         """The elements at the places of the activation's, among zeros."""
         index_NK = self._index(message, shape[0])
         return _spread(self._rest.decode(parts, (shape[0], index_NK.shape[1]), message), index_NK, shape)
 
-    def _index(self, message: Message, num_rows: int) -> Tensor:
+    def _index(self, message: CodedMessage, num_rows: int) -> Tensor:
         index_NK = self._memory.find(message)
         if index_NK.shape[0] != num_rows:
             raise FrameError(f"a gradient of {num_rows} rows of an activation of {index_NK.shape[0]}")

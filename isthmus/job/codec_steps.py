@@ -1,53 +1,60 @@
-"""The steps that a codec is made of, and which may follow which.
+"""The steps that a codec is made of, which may follow which, and how many bytes they make of a matrix.
 
 A transform makes smaller or better-behaved matrices of a matrix; a format makes bytes of a matrix and ends
-the codec.
+the codec. Sizes are exact and need no torch, so that the planner can ask for them: the recursion is that of
+the coders in `isthmus.codec`, on shapes instead of tensors.
 """
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
+from types import UnionType
 from typing import Final, TypeAlias
 
-from isthmus.job.findings import FieldError
+from isthmus.errors import FieldError
 
 DEFAULT_GROUP: Final = 64
 DEFAULT_EVERY: Final = 100
 
 
 class Anchor(StrEnum):
-    """What a subspace takes off before it projects, besides the mean."""
+    """What a subspace subtracts before it projects, besides the mean."""
 
     NONE = "none"
     TOKENS = "tokens"
     """The mean of the token id, known to both ends."""
 
 
+class _Step:
+    """Writes a step as the job file has it: its arguments, then the options that are no defaults."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        inside = []
+        for one in fields(self):  # type: ignore[arg-type]  # every step is a dataclass
+            value = getattr(self, one.name)
+            if value != one.default:
+                inside.append(str(value) if one.default is MISSING else f"{one.name}={value}")
+        return f"{_name(self)}({', '.join(inside)})" if inside else _name(self)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raw:
+class Raw(_Step):
     """The elements as they are."""
 
-    def __str__(self) -> str:
-        return "raw"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp16:
+class Fp16(_Step):
     """Half precision: 11 bits of mantissa, up to 65504."""
 
-    def __str__(self) -> str:
-        return "fp16"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bf16:
+class Bf16(_Step):
     """Half precision: 8 bits of mantissa, the range of float32."""
 
-    def __str__(self) -> str:
-        return "bf16"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Integers:
+class Integers(_Step):
     """Integers of 8, 4 or 2 bits, with a scale per group of a row's elements, or one per tensor."""
 
     bits: int
@@ -57,112 +64,149 @@ class Integers:
 
     def __str__(self) -> str:
         inside = ["stochastic"] if self.is_stochastic else []
-        if self.group is None:
-            inside.append("scale=tensor")
-        elif self.group != DEFAULT_GROUP:
-            inside.append(f"group={self.group}")
+        if self.group != DEFAULT_GROUP:
+            inside.append("scale=tensor" if self.group is None else f"group={self.group}")
         return f"int{self.bits}({', '.join(inside)})" if inside else f"int{self.bits}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rotate:
+class Rotate(_Step):
     """An orthogonal rotation of each row, in blocks, which spreads outliers."""
 
-    def __str__(self) -> str:
-        return "rotate"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Center(_Step):
+    """The mean row of the message is subtracted and sent beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Center:
-    """The mean row of the message is taken off and sent beside it."""
-
-    def __str__(self) -> str:
-        return "center"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopK:
+class TopK(_Step):
     """The largest elements of each row."""
 
     ratio: float
 
-    def __str__(self) -> str:
-        return f"topk({self.ratio})"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Svd:
+class Svd(_Step):
     """Two thin factors; `ratio` is the share of elements kept."""
 
     ratio: float
 
-    def __str__(self) -> str:
-        return f"svd({self.ratio})"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subspace:
+class Subspace(_Step):
     """Coordinates in a basis that the sender learns from the activations and sends every so many steps."""
 
     rank: int
     anchor: Anchor = Anchor.NONE
     every: int = DEFAULT_EVERY
 
-    def __str__(self) -> str:
-        inside = [str(self.rank)]
-        if self.anchor is not Anchor.NONE:
-            inside.append(f"anchor={self.anchor}")
-        if self.every != DEFAULT_EVERY:
-            inside.append(f"every={self.every}")
-        return f"subspace({', '.join(inside)})"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Feedback:
+class Feedback(_Step):
     """What the last message lost is added to this one, times `decay`."""
 
     decay: float
 
-    def __str__(self) -> str:
-        return f"feedback({self.decay})"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SameIndices:
+class SameIndices(_Step):
     """A gradient at the indices that `topk` chose for the activation; no text names it."""
 
     ratio: float
 
-    def __str__(self) -> str:
-        return f"same-indices({self.ratio})"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SameBasis:
+class SameBasis(_Step):
     """A gradient in the basis of its activation's `subspace`, by the exact adjoint; no text names it."""
 
     rank: int
-
-    def __str__(self) -> str:
-        return f"same-basis({self.rank})"
 
 
 Format: TypeAlias = Raw | Fp16 | Bf16 | Integers
 Transform: TypeAlias = Center | Rotate | TopK | Svd | Subspace | Feedback | SameIndices | SameBasis
 CodecStep: TypeAlias = Format | Transform
+Steps: TypeAlias = tuple[CodecStep, ...]
 
 
-def check_order(steps: tuple[CodecStep, ...]) -> None:
+_UNLIKE_CLASS: Final = {"SameIndices": "same-indices", "SameBasis": "same-basis"}
+
+
+def _name(step: object) -> str:
+    if isinstance(step, Integers):
+        return f"int{step.bits}"
+    name = type(step).__name__
+    return _UNLIKE_CLASS.get(name, name.lower())
+
+
+def _has(kinds: type | UnionType, steps: Steps) -> bool:
+    return any(isinstance(one, kinds) for one in steps)
+
+
+def check_order(steps: Steps) -> None:
     """Say why a step cannot stand where it does, if one cannot."""
     for index, step in enumerate(steps):
-        if any(type(one) is type(step) for one in steps[:index]):
-            raise FieldError(f"{_name(step)} is there twice", cure="give each step once")
-        _check_company(step, steps)
-        _check_place(steps, index)
+        before, behind = steps[:index], steps[index + 1 :]
+        why = _why_not_with_subspace(step, before, behind) or _why_not_here(step, before, behind)
+        if _has(type(step), before):
+            why = f"{_name(step)} is there twice"
+        if why is not None:
+            raise FieldError(why, cure=f"for example {_repaired(steps)}")
 
 
-def gradient_steps(forward: tuple[CodecStep, ...], backward: tuple[CodecStep, ...]) -> tuple[CodecStep, ...]:
-    """The steps of a gradient: what the activation has settled already is neither chosen nor sent again."""
+def _why_not_with_subspace(step: CodecStep, before: Steps, behind: Steps) -> str | None:
+    match step:
+        case Subspace() if before and not _has(Center | Feedback, before):
+            return (
+                f"subspace cannot follow {_name(before[-1])}: it learns the basis of the tensors themselves"
+            )
+        case Center() if _has(Subspace, before + behind):
+            return "center has no place with a subspace, which has a mean of its own"
+        case Feedback() if _has(Subspace, before + behind):
+            return (
+                "feedback has no place with a subspace: it is for gradients, and those cross in the basis of "
+                "their activations"
+            )
+        case Svd() | TopK() if _has(Subspace, before):
+            return f"{_name(step)} cannot follow subspace, which has already kept the directions that matter"
+    return None
+
+
+def _why_not_here(step: CodecStep, before: Steps, behind: Steps) -> str | None:
+    match step:
+        case Raw() | Fp16() | Bf16() | Integers() if behind:
+            return f"{_name(behind[0])} cannot follow {_name(step)}: after {_name(step)} there are only bytes"
+        case Feedback() if before:
+            return "feedback must be the first step, since it gives back what all the others lost"
+        case Feedback() if all(isinstance(one, Raw) for one in behind):
+            return "feedback needs a step behind it that loses something"
+        case Center() if not all(isinstance(one, Feedback) for one in before):
+            return (
+                f"center cannot follow {_name(before[-1])}: it subtracts the mean of the tensors themselves"
+            )
+        case Rotate() if not _has(Integers, behind[:1]):
+            return (
+                "rotate must stand directly before int8, int4 or int2: it spreads outliers among those that "
+                "share a scale, and no other step has scales"
+            )
+    return None
+
+
+def _repaired(steps: Steps) -> str:
+    """The codec nearest to these steps that can be used, in quotes."""
+    with_subspace, without = (Subspace, Rotate), (Feedback, Center, TopK | Svd, Rotate)
+    kinds: tuple[type | UnionType, ...] = with_subspace if _has(Subspace, steps) else without
+    chain = tuple({type(step): step for kind in kinds for step in steps if isinstance(step, kind)}.values())
+    formats = tuple(step for step in steps if isinstance(step, Format))[:1]
+    loses_nothing = all(isinstance(step, Feedback | Raw) for step in chain + formats)
+    if (_has(Rotate, chain) and not _has(Integers, formats)) or (_has(Feedback, chain) and loses_nothing):
+        formats = (Integers(bits=4),)
+    codec = " | ".join(map(str, chain + formats))
+    return f'backward = "{codec}"' if _has(Feedback, chain) else f'"{codec}"'
+
+
+def gradient_steps(forward: Steps, backward: Steps) -> Steps:
+    """The steps of a gradient: what the activation has decided already is neither chosen nor sent again."""
     match forward, backward:
         case (Feedback() | Center(), *rest), _:
             return gradient_steps(tuple(rest), backward)
@@ -182,7 +226,7 @@ def gradient_steps(forward: tuple[CodecStep, ...], backward: tuple[CodecStep, ..
     return backward
 
 
-def _check_in_subspace(subspace: Subspace, backward: tuple[CodecStep, ...]) -> None:
+def _check_in_subspace(subspace: Subspace, backward: Steps) -> None:
     for step in backward:
         if isinstance(step, Subspace) and step != subspace:
             raise FieldError(
@@ -196,96 +240,188 @@ def _check_in_subspace(subspace: Subspace, backward: tuple[CodecStep, ...]) -> N
             )
 
 
-def _check_company(step: CodecStep, steps: tuple[CodecStep, ...]) -> None:
-    if not any(isinstance(one, Subspace) for one in steps):
-        return
-    match step:
-        case Center():
-            raise FieldError(
-                "center has no place with a subspace, which has a mean of its own",
-                cure=_advise("leave center out", _without(step, steps)),
-            )
-        case Feedback():
-            raise FieldError(
-                "feedback has no place with a subspace: it is for gradients, and those cross in the basis of "
-                "their activations",
-                cure=_advise("leave feedback out", _without(step, steps)),
-            )
+TAG_BYTES: Final = 8
+"""Every message names its edition by this much of its digest."""
+PLAIN_TAG_BYTES: Final = 1
+"""A message before there is a basis, in evaluation, says so by a shorter tag, and goes as bf16."""
+ANCHORS_PER_EDITION: Final = 256
+"""Token ids whose anchors an edition sets anew: those where it helps most."""
+ANCHOR_GROUP: Final = 16
+"""Elements of an anchor that share a scale: few, so that a dimension that stands out spoils few others."""
+
+_NUMBER_BYTES: Final = 8
+_FLOAT32_BYTES: Final = 4
+_SLOT_BYTES: Final = 4
+_HALF_BYTES: Final = 2
 
 
-def _check_place(steps: tuple[CodecStep, ...], index: int) -> None:
-    step, before, behind = steps[index], steps[:index], steps[index + 1 :]
-    match step:
-        case Raw() | Fp16() | Bf16() | Integers() if behind:
-            raise FieldError(
-                f"{_name(behind[0])} cannot follow {_name(step)}: after {_name(step)} there are only bytes",
-                cure=_one_format_last(steps),
-            )
-        case Feedback() if before:
-            raise FieldError(
-                "feedback must be the first step, since it gives back what all the others lost",
-                cure=_advise("let feedback come first", (step, *_without(step, steps))),
-            )
-        case Feedback() if not any(not isinstance(one, Raw) for one in behind):
-            raise FieldError("feedback needs a step behind it that loses something", cure='such as "int4"')
-        case Center() if any(not isinstance(one, Feedback) for one in before):
-            raise FieldError(
-                f"center cannot follow {_name(before[-1])}: it takes off the mean of the tensors themselves",
-                cure=_advise(f"let center come before {_name(before[-1])}", _center_first(steps)),
-            )
-        case Subspace() if before:
-            raise FieldError(
-                f"subspace cannot follow {_name(before[-1])}: it learns the basis of the tensors themselves",
-                cure=_advise("leave out what comes before subspace", steps[index:]),
-            )
-        case Svd() | TopK() if any(isinstance(one, Subspace) for one in before):
-            raise FieldError(
-                f"{_name(step)} cannot follow subspace, which has already kept the directions that matter",
-                cure=_advise(f"leave {_name(step)} out, or take a smaller subspace", _without(step, steps)),
-            )
-        case Rotate() if not (behind and isinstance(behind[0], Integers)):
-            raise FieldError(
-                "rotate must stand directly before int8, int4 or int2: it spreads outliers among those that "
-                "share a scale, and no other step has scales",
-                cure='for example "rotate | int4"',
-            )
+def num_directions(subspace: Subspace, width: int) -> int:
+    """Columns of the basis: the rank asked for, unless the rows themselves are narrower."""
+    return min(subspace.rank, width)
 
 
-def _one_format_last(steps: tuple[CodecStep, ...]) -> str:
-    formats = tuple(step for step in steps if isinstance(step, Format))
-    if len(formats) > 1:
-        choices = dict.fromkeys(f'"{one}"' for one in formats)
-        return f"give one format: {' or '.join(choices)}"
-    codec = _quoted((*(step for step in steps if step not in formats), *formats))
-    return (
-        f"a format is the last step: {codec}" if codec else 'a format is the last step, as in "rotate | int8"'
-    )
+def num_anchors(subspace: Subspace) -> int:
+    """Anchors in an edition."""
+    return ANCHORS_PER_EDITION if subspace.anchor is Anchor.TOKENS else 0
 
 
-def _center_first(steps: tuple[CodecStep, ...]) -> tuple[CodecStep, ...]:
-    """Behind feedback at most."""
-    places = {Feedback: 0, Center: 1}
-    return tuple(sorted(steps, key=lambda step: places.get(type(step), 2)))
+def shared_bits(rest: Steps) -> Integers | None:
+    """The integers whose bits are shared out among the directions by variance, where they follow directly.
+
+    With a group or one scale of its own, the format is meant as it is everywhere else.
+    """
+    match rest:
+        case (Integers(group=group) as integers,) if group == DEFAULT_GROUP:
+            return integers
+    return None
 
 
-def _advise(advice: str, steps: tuple[CodecStep, ...]) -> str:
-    """The advice, and the codec that it leads to, unless that would be refused as well."""
-    codec = _quoted(steps)
-    return f"{advice}: {codec}" if codec else advice
+def edition_bytes(subspace: Subspace, width: int) -> int:
+    """Digest, number, mean, deviations, slots, basis, anchors and bits of one edition."""
+    rank, anchors = num_directions(subspace, width), num_anchors(subspace)
+    singles = (width + rank) * _FLOAT32_BYTES + anchors * _SLOT_BYTES
+    rows = width * rank * _HALF_BYTES + anchors * anchor_bytes(width)
+    return TAG_BYTES + _NUMBER_BYTES + singles + rows + rank
 
 
-def _quoted(steps: tuple[CodecStep, ...]) -> str | None:
-    try:
-        check_order(steps)
-    except FieldError:
+def anchor_bytes(width: int) -> int:
+    """An anchor in an edition: a byte for each element, and a half for each group of them."""
+    return width + -(-width // ANCHOR_GROUP) * _HALF_BYTES
+
+
+def num_due(age: int, *, every: int) -> int:
+    """Editions that are due after the first until this age: at 1, 2, 4, … steps, then every so many."""
+    return min(age, every - 1).bit_length() + age // every
+
+
+def num_editions(subspace: Subspace, num_steps: int, *, age: int = 0) -> int:
+    """Editions in so many steps of a code that has this age by then; the first edition comes at age 0."""
+    return _num_until(age + num_steps, subspace.every) - _num_until(age, subspace.every)
+
+
+def shared_bits_bytes(num_rows: int, num_bits: int) -> int:
+    """Rows whose directions take so many bits together: a byte of scale for each row, and the bits."""
+    return num_rows * (1 + -(-num_bits // 8))
+
+
+def _num_until(age: int, every: int) -> int:
+    return 1 + num_due(age - 1, every=every) if age > 0 else 0
+
+
+class CodeState(StrEnum):
+    """What a message of a codec with a basis holds; codecs without one know only steady messages."""
+
+    FIRST = "first"
+    """No basis exists yet."""
+    REFRESH = "refresh"
+    """A new basis rides with the message."""
+    STEADY = "steady"
+
+
+def part_bytes(
+    steps: Steps,
+    *,
+    num_rows: int,
+    width: int,
+    state: CodeState = CodeState.STEADY,
+    element_bytes: int = _FLOAT32_BYTES,
+) -> tuple[int, ...]:
+    """The sizes of the parts of a payload, in order; `element_bytes` is what a plain `raw` element takes."""
+    match steps:
+        case (Raw(),):
+            return (num_rows * width * element_bytes,)
+        case (Subspace() as subspace, *rest):
+            return _subspace_bytes(subspace, tuple(rest), num_rows, width, state)
+        case (Feedback(), *rest):
+            return part_bytes(tuple(rest), num_rows=num_rows, width=width, state=state)
+    return _chain_bytes(steps, num_rows, width)
+
+
+def num_kept(ratio: float, width: int) -> int:
+    """How many elements of a row of this width `topk(ratio)` keeps."""
+    return max(1, min(width, round(ratio * width)))
+
+
+def index_bits(width: int) -> int:
+    """Bits of one packed index into a row."""
+    return max(1, (width - 1).bit_length())
+
+
+def index_bytes(num_indices: int, width: int) -> int:
+    """Bytes that say where a row's elements were: a bit for each, or packed indices, whichever is smaller."""
+    return min(packed_bytes(width, 1), packed_bytes(num_indices, index_bits(width)))
+
+
+def is_bitmap(num_indices: int, width: int) -> bool:
+    """Whether it is a bit for each."""
+    return packed_bytes(width, 1) <= packed_bytes(num_indices, index_bits(width))
+
+
+def svd_rank(ratio: float, num_rows: int, width: int) -> int | None:
+    """The rank whose two factors are `ratio` of the matrix, None where they would not be smaller."""
+    if num_rows == 0 or width == 0:
         return None
-    codec = " | ".join(map(str, steps))
-    return f'backward = "{codec}"' if isinstance(steps[0], Feedback) else f'"{codec}"'
+    rank = max(1, int(ratio * num_rows * width / (num_rows + width)))
+    return rank if rank * (num_rows + width) < num_rows * width else None
 
 
-def _without(step: CodecStep, steps: tuple[CodecStep, ...]) -> tuple[CodecStep, ...]:
-    return tuple(one for one in steps if one != step)
+def packed_bytes(num_values: int, bits: int) -> int:
+    """Bytes of one row of values of this many bits each, packed."""
+    return -(-num_values * bits // 8)
 
 
-def _name(step: CodecStep) -> str:
-    return str(step).partition("(")[0]
+def num_groups(width: int, group: int) -> int:
+    """Groups of a row; the last may be short."""
+    return -(-width // group)
+
+
+def _chain_bytes(steps: Steps, num_rows: int, width: int) -> tuple[int, ...]:
+    match steps:
+        case () | (Raw(),):
+            return (num_rows * width * _FLOAT32_BYTES,)
+        case (Fp16() | Bf16(),):
+            return (num_rows * width * _HALF_BYTES,)
+        case (Integers() as integers,):
+            return _integer_bytes(integers, num_rows, width)
+        case (Center(), *rest):
+            mean_bytes = width * _HALF_BYTES if num_rows else 0
+            return (mean_bytes, *_chain_bytes(tuple(rest), num_rows, width))
+        case (Rotate(), *rest):
+            return _chain_bytes(tuple(rest), num_rows, width)
+        case (TopK(ratio=ratio), *rest):
+            kept = num_kept(ratio, width)
+            return (num_rows * index_bytes(kept, width), *_chain_bytes(tuple(rest), num_rows, kept))
+        case (SameIndices(ratio=ratio), *rest):
+            return _chain_bytes(tuple(rest), num_rows, num_kept(ratio, width))
+        case (SameBasis(rank=rank), *rest):
+            return _chain_bytes(tuple(rest), num_rows, min(rank, width))
+        case (Svd(ratio=ratio), *rest):
+            return _svd_bytes(ratio, tuple(rest), num_rows, width)
+    raise ValueError(f"no codec has the steps {steps}")
+
+
+def _integer_bytes(integers: Integers, num_rows: int, width: int) -> tuple[int, ...]:
+    if integers.group is None:
+        num_values = num_rows * width
+        return (_FLOAT32_BYTES if num_values else 0, packed_bytes(num_values, integers.bits))
+    scale_bytes = num_groups(width, integers.group) * _HALF_BYTES
+    return (num_rows * scale_bytes, num_rows * packed_bytes(width, integers.bits))
+
+
+def _svd_bytes(ratio: float, rest: Steps, num_rows: int, width: int) -> tuple[int, ...]:
+    rank = svd_rank(ratio, num_rows, width)
+    if rank is None:
+        return _chain_bytes(rest, num_rows, width)
+    return (*_chain_bytes(rest, rank, num_rows), *_chain_bytes(rest, rank, width))
+
+
+def _subspace_bytes(
+    subspace: Subspace, rest: Steps, num_rows: int, width: int, state: CodeState
+) -> tuple[int, ...]:
+    if state is CodeState.FIRST:
+        return (PLAIN_TAG_BYTES, num_rows * width * _HALF_BYTES)
+    head_bytes = edition_bytes(subspace, width) if state is CodeState.REFRESH else TAG_BYTES
+    rank, integers = num_directions(subspace, width), shared_bits(rest)
+    if integers is not None:
+        return (head_bytes, shared_bits_bytes(num_rows, rank * integers.bits))
+    return (head_bytes, *_chain_bytes(rest, num_rows, rank))

@@ -1,8 +1,11 @@
-"""Types of the job's fields: text with a unit in the file, plain SI numbers in Python."""
+"""Types of the job's fields: text with units and addresses in the file, plain SI numbers in Python."""
 
+import ipaddress
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import UnionType
 from typing import Annotated, Final, Literal
 
 from pydantic import (
@@ -10,15 +13,21 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     PlainSerializer,
     PlainValidator,
     ValidationInfo,
 )
+from pydantic_core import CoreSchema, core_schema
 
-from isthmus.job.address import Address, format_proxy, parse_address, parse_proxy, parse_public_address
-from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec, parse_boundary
-from isthmus.job.codec import CODEC_NAMES, CodecSpec, parse_codec
-from isthmus.job.findings import FieldError, show_value, suggest
+from isthmus.errors import FieldError
+from isthmus.job.codec import (
+    CODEC_NAMES,
+    BoundarySpec,
+    CodecSpec,
+    parse_boundary,
+    parse_codec,
+)
 from isthmus.units import (
     format_bandwidth,
     format_bytes,
@@ -28,22 +37,110 @@ from isthmus.units import (
     parse_bytes,
     parse_duration_s,
     parse_flops,
+    suggest,
 )
+
+_HOST_AND_PORT: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]+)")
+_HOST: Final = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*\.?")
+_MAX_PORT: Final = 65535
+_PROXY_SCHEME: Final = "http://"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A host (a DNS name, or an IP address without brackets) and a TCP port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Return the address that "host:port" or "[IPv6]:port" names."""
+    found = _HOST_AND_PORT.fullmatch(text)
+    if found is None:
+        raise FieldError(f"{text!r} is no address", cure=_address_cure(text))
+    port = int(found["port"])
+    if not 1 <= port <= _MAX_PORT:
+        raise FieldError(f"{text!r} has port {port}", cure=f"choose a port from 1 to {_MAX_PORT}")
+    host = found["host"] if found["ipv6"] is None else found["ipv6"]
+    if not (_is_ipv6(host) if found["ipv6"] is not None else _is_host(host)):
+        raise FieldError(
+            f"{text!r} has no valid host", cure='write "host:port", such as "east.example.com:7600"'
+        )
+    return Address(host=host, port=port)
+
+
+def parse_public_address(text: str) -> Address:
+    """Return an address that other clouds can dial."""
+    address = parse_address(text)
+    if address.host in ("0.0.0.0", "::"):  # noqa: S104 this refuses it
+        raise FieldError(
+            f"other clouds cannot dial {address.host!r}",
+            cure="give the host under which they reach this cloud",
+        )
+    return address
+
+
+def parse_proxy(text: str) -> Address:
+    """Return the address of the HTTP CONNECT proxy that "http://host:port" names."""
+    if not text.startswith(_PROXY_SCHEME):
+        raise FieldError(f"{text!r} is no HTTP proxy", cure='write "http://host:port"')
+    return parse_address(text.removeprefix(_PROXY_SCHEME).removesuffix("/"))
+
+
+def format_proxy(address: Address) -> str:
+    """Return the proxy's address as the job file writes it."""
+    return f"{_PROXY_SCHEME}{address}"
+
+
+def _address_cure(text: str) -> str:
+    if _is_ipv6(text.strip("[]")):
+        return f'add a port: "[{text.strip("[]")}]:7600"'
+    if ":" not in text and _is_host(text):
+        return f'add a port: "{text}:7600"'
+    return 'write "host:port", an IPv6 host in brackets: "[2001:db8::7]:7600"'
+
+
+def _is_host(text: str) -> bool:
+    if re.fullmatch(r"[0-9.]+", text):
+        return _is_ip(text, ipaddress.IPv4Address)
+    return _HOST.fullmatch(text) is not None and len(text) <= 253
+
+
+def _is_ipv6(text: str) -> bool:
+    return _is_ip(text, ipaddress.IPv6Address)
+
+
+def _is_ip(text: str, kind: type[ipaddress.IPv4Address | ipaddress.IPv6Address]) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
+
 
 FROM_FILE: Final = "from a job file"
 """Validation context of values read from a job file, where a number other than 0 needs its unit."""
 
 _MAX_STRIPES: Final = 64
-# Wide enough for all that is built or planned, and narrow enough to catch a unit that slipped.
-_SLOWEST_BPS: Final = 1e3
-_FASTEST_BPS: Final = 100e12
-_LONGEST_TRIP_S: Final = 60
-_SLOWEST_FLOPS: Final = 1e9
-_FASTEST_FLOPS: Final = 1e18
-_LARGEST_MEMORY_BYTES: Final = 2**50
-_SLOWEST_MEMORY_BYTES_PER_S: Final = 1e6
-_FASTEST_MEMORY_BYTES_PER_S: Final = 1e15
 _HIGHEST_PRICE_USD: Final = 1_000_000
+
+
+def show_value(value: object) -> str:
+    """Return a value as the file writes it, or the kind of thing it is where that is long."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return repr(value)
+        case dict():
+            return "a table"
+        case list() | tuple():
+            return "a list"
+    return str(value)
 
 
 class Frozen(BaseModel):
@@ -61,8 +158,8 @@ class Frozen(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Bounded:
-    """A number that the file writes with its unit, and the bounds it must keep."""
+class _Measure:
+    """A number that the file writes with its unit, and the bounds it must keep; annotates a field's type."""
 
     parse: Callable[[str], float]
     format: Callable[..., str]
@@ -92,18 +189,17 @@ class _Bounded:
                 return self.parse(str(value)) if info.context == FROM_FILE else value
         raise FieldError(f"must be text with a unit, not {show_value(value)}")
 
-
-_BANDWIDTH: Final = _Bounded(
-    parse=parse_bandwidth_bps, format=format_bandwidth, least=_SLOWEST_BPS, most=_FASTEST_BPS
-)
-_DURATION: Final = _Bounded(parse=parse_duration_s, format=format_duration, least=0)
-_TRIP: Final = replace(_DURATION, most=_LONGEST_TRIP_S)
-_MEMORY: Final = _Bounded(parse=parse_bytes, format=format_bytes, least=1, most=_LARGEST_MEMORY_BYTES)
-_FLOPS: Final = _Bounded(parse=parse_flops, format=format_flops, least=_SLOWEST_FLOPS, most=_FASTEST_FLOPS)
-_HEARTBEAT_TIMEOUT: Final = replace(_DURATION, least=1, most=3600)
-_CHECKPOINT_INTERVAL: Final = replace(_DURATION, least=1, most=7 * 86400)
-_CACHE: Final = replace(_MEMORY, least=0)
-_DEADLINE: Final = replace(_DURATION, least=1)
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        text: CoreSchema = core_schema.str_schema()
+        may_be_0 = self.least == 0
+        return core_schema.with_info_before_validator_function(
+            self.read,
+            handler(source),
+            serialization=core_schema.plain_serializer_function_ser_schema(self.write),
+            json_schema_input_schema=(
+                core_schema.union_schema([text, core_schema.literal_schema([0])]) if may_be_0 else text
+            ),
+        )
 
 
 def _parse_bytes_per_s(text: str) -> float:
@@ -117,12 +213,23 @@ def _format_bytes_per_s(bytes_per_s: float, *, exact: bool = False) -> str:
     return f"{format_bytes(round(bytes_per_s), exact=exact)}/s"
 
 
-_MEMORY_BANDWIDTH: Final = _Bounded(
-    parse=_parse_bytes_per_s,
-    format=_format_bytes_per_s,
-    least=_SLOWEST_MEMORY_BYTES_PER_S,
-    most=_FASTEST_MEMORY_BYTES_PER_S,
-)
+# Bounds are wide enough for all that is built or planned, and narrow enough to catch a wrong unit.
+_BANDWIDTH: Final = _Measure(parse=parse_bandwidth_bps, format=format_bandwidth, least=1e3, most=100e12)
+_DURATION: Final = _Measure(parse=parse_duration_s, format=format_duration, least=1)
+_MEMORY: Final = _Measure(parse=parse_bytes, format=format_bytes, least=1, most=2**50)
+
+Bandwidth = Annotated[float, _BANDWIDTH]
+TripTime = Annotated[float, replace(_DURATION, least=0, most=60)]
+HeartbeatTimeout = Annotated[float, replace(_DURATION, most=3600)]
+CheckpointInterval = Annotated[float, replace(_DURATION, most=7 * 86400)]
+Deadline = Annotated[float, _DURATION]
+Memory = Annotated[int, _MEMORY]
+CacheMemory = Annotated[int, replace(_MEMORY, least=0)]
+MemoryBandwidth = Annotated[
+    float, _Measure(parse=_parse_bytes_per_s, format=_format_bytes_per_s, least=1e6, most=1e15)
+]
+Flops = Annotated[float, _Measure(parse=parse_flops, format=format_flops, least=1e9, most=1e18)]
+Price = Annotated[float, Field(ge=0, le=_HIGHEST_PRICE_USD)]
 
 
 def _read_directions(value: object, info: ValidationInfo) -> tuple[float, ...]:
@@ -137,57 +244,63 @@ def _write_directions(both_bps: tuple[float, float]) -> str | list[str]:
     return first if first == second else [first, second]
 
 
-def _address(parse: Callable[[str], Address]) -> PlainValidator:
-    def read(value: object) -> Address:
-        if isinstance(value, Address):
+Directions = Annotated[
+    tuple[float, float],
+    BeforeValidator(_read_directions, json_schema_input_type=str | tuple[str, str]),
+    PlainSerializer(_write_directions),
+]
+
+
+def _text_of(noun: str, kinds: type | UnionType, parse: Callable[[str], object]) -> PlainValidator:
+    """Reads the text of one of these classes; an object of them is left as it is."""
+
+    def read(value: object) -> object:
+        if isinstance(value, kinds):
             return value
         if isinstance(value, str):
             return parse(value)
-        raise FieldError(f"must be text, not {show_value(value)}")
+        raise FieldError(f"must be {noun}, not {show_value(value)}")
 
     return PlainValidator(read, json_schema_input_type=str)
 
 
-def read_codec(value: object) -> CodecSpec | Literal["auto"]:
+def parse_codec_choice(text: str) -> CodecSpec | Literal["auto"]:
     """Return the codec of one direction, "auto" where the planner is to choose it."""
-    if isinstance(value, CodecSpec):
-        return value
-    if not isinstance(value, str):
-        raise FieldError(f"must be the text of a codec, not {show_value(value)}")
-    name = value.strip()
+    name = text.strip()
     if name == "auto":
         return "auto"
     if name.isidentifier() and name not in CODEC_NAMES:
         raise FieldError(f"unknown codec {name!r}", cure=suggest(name, ("auto", *CODEC_NAMES)))
-    return parse_codec(value)
+    return parse_codec(text)
 
 
-def _read_boundary(value: object) -> BoundarySpec:
-    if isinstance(value, HiddenSpec | BottleneckSpec):
+Listen = Annotated[Address, _text_of("text", Address, parse_public_address), PlainSerializer(str)]
+Gateway = Annotated[Address, _text_of("text", Address, parse_address), PlainSerializer(str)]
+Proxy = Annotated[Address, _text_of("text", Address, parse_proxy), PlainSerializer(format_proxy)]
+CodecChoice = Annotated[
+    CodecSpec | Literal["auto"],
+    _text_of("the text of a codec", CodecSpec, parse_codec_choice),
+    PlainSerializer(str),
+]
+BoundaryChoice = Annotated[
+    BoundarySpec, _text_of("the text of a boundary", BoundarySpec, parse_boundary), PlainSerializer(str)
+]
+
+
+def _read_stripes(value: object) -> object:
+    if value == "auto" or (type(value) is int and 1 <= value <= _MAX_STRIPES):
         return value
-    if not isinstance(value, str):
-        raise FieldError(f"must be the text of a boundary, not {show_value(value)}")
-    return parse_boundary(value)
-
-
-def _read_stripes(value: object) -> int | Literal["auto"]:
-    match value:
-        case "auto":
-            return "auto"
-        case int() if not isinstance(value, bool) and 1 <= value <= _MAX_STRIPES:
-            return value
     raise FieldError(f'must be "auto" or a whole number from 1 to {_MAX_STRIPES}, not {show_value(value)}')
 
 
-def _read_caps(value: object) -> int | tuple[int, ...]:
+def _read_caps(value: object) -> object:
     each = value if isinstance(value, list | tuple) else [value]
-    counts = [one for one in each if isinstance(one, int) and not isinstance(one, bool) and one >= 1]
-    if not each or len(counts) < len(each):
+    if not each or any(type(one) is not int or one < 1 for one in each):
         raise FieldError(
             f"must be a whole number of at least 1 or a list of such, not {show_value(value)}",
             cure="for example 8, or [8, 2] for two stages",
         )
-    return tuple(counts) if each is value else counts[0]
+    return tuple(each) if each is value else value
 
 
 def _read_pair(value: object) -> tuple[str, str]:
@@ -197,56 +310,6 @@ def _read_pair(value: object) -> tuple[str, str]:
     raise FieldError("must be a list of the names of two clouds")
 
 
-Bandwidth = Annotated[
-    float, BeforeValidator(_BANDWIDTH.read, json_schema_input_type=str), PlainSerializer(_BANDWIDTH.write)
-]
-Directions = Annotated[
-    tuple[float, float],
-    BeforeValidator(_read_directions, json_schema_input_type=str | tuple[str, str]),
-    PlainSerializer(_write_directions),
-]
-TripTime = Annotated[
-    float,
-    BeforeValidator(_TRIP.read, json_schema_input_type=str | Literal[0]),
-    PlainSerializer(_TRIP.write),
-]
-HeartbeatTimeout = Annotated[
-    float,
-    BeforeValidator(_HEARTBEAT_TIMEOUT.read, json_schema_input_type=str),
-    PlainSerializer(_DURATION.write),
-]
-CheckpointInterval = Annotated[
-    float,
-    BeforeValidator(_CHECKPOINT_INTERVAL.read, json_schema_input_type=str),
-    PlainSerializer(_DURATION.write),
-]
-Deadline = Annotated[
-    float, BeforeValidator(_DEADLINE.read, json_schema_input_type=str), PlainSerializer(_DURATION.write)
-]
-MemoryBandwidth = Annotated[
-    float,
-    BeforeValidator(_MEMORY_BANDWIDTH.read, json_schema_input_type=str),
-    PlainSerializer(_MEMORY_BANDWIDTH.write),
-]
-Memory = Annotated[
-    int, BeforeValidator(_MEMORY.read, json_schema_input_type=str), PlainSerializer(_MEMORY.write)
-]
-CacheMemory = Annotated[
-    int, BeforeValidator(_CACHE.read, json_schema_input_type=str | Literal[0]), PlainSerializer(_CACHE.write)
-]
-Flops = Annotated[
-    float, BeforeValidator(_FLOPS.read, json_schema_input_type=str), PlainSerializer(_FLOPS.write)
-]
-Price = Annotated[float, Field(ge=0, le=_HIGHEST_PRICE_USD)]
-Listen = Annotated[Address, _address(parse_public_address), PlainSerializer(str)]
-Gateway = Annotated[Address, _address(parse_address), PlainSerializer(str)]
-Proxy = Annotated[Address, _address(parse_proxy), PlainSerializer(format_proxy)]
-CodecChoice = Annotated[
-    CodecSpec | Literal["auto"], PlainValidator(read_codec, json_schema_input_type=str), PlainSerializer(str)
-]
-BoundaryChoice = Annotated[
-    BoundarySpec, PlainValidator(_read_boundary, json_schema_input_type=str), PlainSerializer(str)
-]
 Stripes = Annotated[
     int | Literal["auto"],
     BeforeValidator(
@@ -256,7 +319,6 @@ Stripes = Annotated[
 ]
 _Cap = Annotated[int, Field(ge=1)]
 Caps = Annotated[
-    int | tuple[int, ...],
-    BeforeValidator(_read_caps, json_schema_input_type=_Cap | tuple[_Cap, ...]),
+    int | tuple[int, ...], BeforeValidator(_read_caps, json_schema_input_type=_Cap | tuple[_Cap, ...])
 ]
 Pair = Annotated[tuple[str, str], BeforeValidator(_read_pair, json_schema_input_type=tuple[str, str])]

@@ -13,11 +13,11 @@ from pydantic import (
     model_validator,
 )
 
-from isthmus.job.address import Address
-from isthmus.job.boundary import HiddenSpec
-from isthmus.job.codec import CodecSpec, gradient_codec, parse_codec
+from isthmus.errors import FieldError
+from isthmus.job.codec import CodecSpec, HiddenSpec, gradient_codec, parse_codec
 from isthmus.job.codec_steps import Feedback
 from isthmus.job.fields import (
+    Address,
     Bandwidth,
     BoundaryChoice,
     CodecChoice,
@@ -33,9 +33,9 @@ from isthmus.job.fields import (
     Proxy,
     Stripes,
     TripTime,
-    read_codec,
+    parse_codec_choice,
+    show_value,
 )
-from isthmus.job.findings import FieldError, show_value
 
 _CLOUD_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _RAW: Final = parse_codec("raw")
@@ -174,7 +174,7 @@ def _read_codecs(value: object) -> object:
         return value
     if not isinstance(value, str):
         raise FieldError(f"must be the text of a codec or a table, not {show_value(value)}")
-    both = read_codec(value)
+    both = parse_codec_choice(value)
     return {"forward": both, "backward": both}
 
 

@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import IO, Final
 
 from isthmus.errors import UserError
-from isthmus.job.load import load_job
-from isthmus.job.roles import KeyRole
-from isthmus.job.spec import Job
-from isthmus.job.write import dump_job, replace_file
+from isthmus.job.load import dump_job, load_job, replace_file
+from isthmus.job.spec import Job, KeyRole
 
 JOB_FILE: Final = "job.toml"
 LOCK_FILE: Final = "lock"

@@ -1,14 +1,118 @@
-"""The sections of a job that say what is trained and how."""
+"""The keys that the configuration of a model may have, known without transformers.
+
+Those of transformers 5.17 to 5.22; a test holds them to the installed version.
+"""
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from isthmus.job.fields import CacheMemory, Caps, CheckpointInterval, Frozen, Memory
-from isthmus.job.findings import FieldError, show_value
-from isthmus.job.lora import LoraSpec
-from isthmus.job.model_keys import MODEL_KEYS, unknown_key
+from isthmus.errors import FieldError
+from isthmus.job.fields import (
+    CacheMemory,
+    Caps,
+    CheckpointInterval,
+    Deadline,
+    Flops,
+    Frozen,
+    Memory,
+    MemoryBandwidth,
+    Price,
+    show_value,
+)
+from isthmus.units import closest
+
+
+def _keys(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ALL: Final = _keys("""
+    _name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id hidden_size id2label
+    initializer_range is_encoder_decoder label2id max_position_embeddings model_type num_attention_heads
+    num_hidden_layers output_attentions output_hidden_states pad_token_id problem_type return_dict
+    tie_word_embeddings transformers_version use_cache vocab_size
+""")
+_DECODER: Final = _ALL | _keys("""
+    attention_dropout hidden_act intermediate_size num_key_value_heads rms_norm_eps rope_parameters
+""")
+_WINDOWED: Final = _DECODER | _keys("layer_types max_window_layers sliding_window use_sliding_window")
+_ENCODER: Final = _ALL | _keys("""
+    add_cross_attention attention_probs_dropout_prob classifier_dropout hidden_act hidden_dropout_prob
+    intermediate_size is_decoder layer_norm_eps type_vocab_size
+""")
+_GPT_NEOX: Final = _ALL | _keys("""
+    attention_bias attention_dropout classifier_dropout hidden_act hidden_dropout intermediate_size is_decoder
+    layer_norm_eps rope_parameters use_parallel_residual
+""")
+_MIXTRAL: Final = _DECODER | _keys("""
+    head_dim num_experts num_experts_per_tok num_local_experts output_router_logits router_aux_loss_coef
+    router_jitter_noise sliding_window
+""")
+_GPT2: Final = _ALL | _keys("""
+    activation_function add_cross_attention attn_pdrop embd_pdrop layer_norm_epsilon n_embd n_head n_inner
+    n_layer n_positions reorder_and_upcast_attn resid_pdrop scale_attn_by_inverse_layer_idx scale_attn_weights
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+""")
+
+MODEL_KEYS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "llama": _DECODER | _keys("attention_bias head_dim mlp_bias pretraining_tp"),
+        "qwen2": _WINDOWED,
+        "qwen3": _WINDOWED | _keys("attention_bias head_dim"),
+        "mistral": _DECODER | _keys("head_dim sliding_window"),
+        "gemma": _DECODER | _keys("attention_bias head_dim use_bidirectional_attention"),
+        "phi3": _DECODER | _keys("embd_pdrop original_max_position_embeddings resid_pdrop sliding_window"),
+        "gpt_neox": _GPT_NEOX,
+        "mixtral": _MIXTRAL,
+        "gpt2": _GPT2,
+        "bert": _ENCODER,
+        "roberta": _ENCODER,
+        "xlm-roberta": _ENCODER,
+        "electra": _ENCODER
+        | _keys("embedding_size summary_activation summary_last_dropout summary_type summary_use_proj"),
+    }
+)
+
+
+def unknown_key(model_type: str, keys: Collection[str], known: Collection[str]) -> tuple[str, str] | None:
+    """What is wrong with the first key that a configuration does not have, and the cure; None if all do."""
+    key = next((one for one in keys if one not in known), None)
+    if key is None:
+        return None
+    meant = closest(key, known)
+    cure = f"did you mean {meant!r}?" if meant else "transformers' documentation lists them"
+    return f"the configuration of {model_type} has no key {key!r}", cure
+
+
+def _checked_targets(targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if targets is not None and (not targets or not all(targets)):
+        raise FieldError("must name modules of a layer", cure='for example ["q_proj", "v_proj"]')
+    return targets
+
+
+class LoraSpec(Frozen):
+    """Small adapters are trained beside the model's own weights, which stay as they are."""
+
+    r: int = Field(default=16, ge=1, le=4096, description="rank of the adapters", examples=[16])
+    alpha: float = Field(
+        default=32.0, gt=0, description="weight of the adapters, times their rank", examples=[32.0]
+    )
+    targets: Annotated[
+        Annotated[tuple[str, ...], Field(strict=False)] | None, AfterValidator(_checked_targets)
+    ] = Field(
+        default=None,
+        description="modules of each layer that get one, by the end of their name; all linear ones if absent",
+        examples=[["q_proj", "v_proj"]],
+    )
+    merge: bool = Field(
+        default=False,
+        description="export the whole model with the adapters in its weights, beside the adapter alone",
+        examples=[True],
+    )
 
 
 def _checked_config(config: dict[str, object]) -> dict[str, object]:
@@ -381,3 +485,59 @@ class CheckpointSpec(Frozen):
         description="how many checkpoints are kept; a crash may fall between the saves of two clouds",
         examples=[2],
     )
+
+
+class LimitsSpec(Frozen):
+    """What the planner must keep to."""
+
+    deadline_s: Deadline | None = Field(
+        default=None, alias="deadline", description="the most that the whole run may take", examples=["3 d"]
+    )
+    budget_usd: float | None = Field(
+        default=None, gt=0, description="the most that the whole run may cost", examples=[500.0]
+    )
+    codec_loss: Literal["none", "slight", "some"] = Field(
+        default="slight",
+        description="the quality that codecs and rare synchronisation may cost",
+        examples=["none"],
+    )
+    memory_share: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="share of a device's memory that a plan may fill",
+        examples=[0.9],
+    )
+
+    @property
+    def counts_money(self) -> bool:
+        """Whether a plan is to save money: within a budget, or wherever a deadline leaves time for it."""
+        return self.budget_usd is not None or self.deadline_s is not None
+
+
+def plain_name(name: str) -> str:
+    """A device's name without what people spell differently: `H-100` is `h100`."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+class AcceleratorSpec(Frozen):
+    """One kind of device: a new entry of the catalogue, or one that replaces the catalogue's own."""
+
+    name: str = Field(min_length=1, description="what `cloud.accelerator` calls it", examples=["h100"])
+    flops: Flops = Field(description="peak computing speed in bfloat16", examples=["989 TFLOPS"])
+    flops_float32: Flops | None = Field(
+        default=None,
+        description="peak computing speed in float32; a sixteenth of `flops` unless given",
+        examples=["67 TFLOPS"],
+    )
+    achievable: float = Field(
+        default=0.4, gt=0, le=1, description="share of the peak that training reaches", examples=[0.4]
+    )
+    memory_bytes: Memory = Field(alias="memory", description="memory of one device", examples=["80 GiB"])
+    memory_bandwidth_bytes_per_s: MemoryBandwidth | None = Field(
+        default=None,
+        alias="memory_bandwidth",
+        description="speed of that memory; as an A100's unless given",
+        examples=["3.35 TB/s"],
+    )
+    usd_per_hour: Price | None = Field(default=None, description="price of one device", examples=[2.5])

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 torch's own custom
 from torch import Tensor, nn
 
-from isthmus.job.boundary import Anchor, BottleneckSpec
+from isthmus.job.codec import BottleneckSpec
+from isthmus.job.codec_steps import Anchor
 from isthmus.model.observed import Observed, TokenMeans
 
 # 64 MiB of float32: a table of means larger than that is factorised.

@@ -13,14 +13,16 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.errors import UserError
-from isthmus.job.model_keys import unknown_key
-from isthmus.model.families import HEADS, HOW_TO_ADD, Family, Head, family_of
-from isthmus.model.mixing import sorts_tokens
-from isthmus.model.source import Checkpoint, Source, code_not_run, needs_code
+from isthmus.job.hub import CONFIG_FILE, code_not_run, find_file, needs_code, no_model
+from isthmus.job.sections import unknown_key
+from isthmus.model.cut import sorts_tokens
+from isthmus.model.families import HOW_TO_ADD, Family, family_of
+from isthmus.model.heads import HEADS, Head
+from isthmus.model.transformers_calls import has_head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anatomy:
+class ParameterLayout:
     """The sizes of a model's parameters by name: before the layers, in each layer, behind them."""
 
     first: Mapping[str, int]
@@ -42,7 +44,7 @@ class Anatomy:
         return owned
 
 
-def dissect(model: PreTrainedModel, family: Family) -> Anatomy:
+def layout_of(model: PreTrainedModel, family: Family) -> ParameterLayout:
     """Place every parameter of a model; one that has no place makes the model unsupported."""
     first: dict[str, int] = {}
     layers: list[dict[str, int]] = [{} for _ in model.base_model.get_submodule(family.layers).children()]
@@ -62,7 +64,7 @@ def dissect(model: PreTrainedModel, family: Family) -> Anatomy:
                 f"{type(model).__name__} cannot be cut into stages: {name} belongs to none",
                 hint=HOW_TO_ADD,
             )
-    return Anatomy(first=first, layers=tuple(layers), last=last)
+    return ParameterLayout(first=first, layers=tuple(layers), last=last)
 
 
 def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
@@ -105,28 +107,28 @@ _BUILD_ERRORS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """A model that can be cut, and the checkpoint it starts from; None for fresh weights."""
+    """A model that can be cut, and the folder or name of its weights; None for fresh ones."""
 
     config: PreTrainedConfig
     model_class: type[PreTrainedModel]
     family: Family
     head: Head
-    anatomy: Anatomy
+    layout: ParameterLayout
     ties: Mapping[str, str]
     """Parameters that share their values, each with the one it takes them from."""
-    checkpoint: Checkpoint | None
+    source: str | None
     trust_remote_code: bool = False
     """Whether code that came with the configuration may run."""
 
     @property
     def num_layers(self) -> int:
         """How many layers can be dealt out to stages."""
-        return self.anatomy.num_layers
+        return self.layout.num_layers
 
     @property
     def is_tied_across_layers(self) -> bool:
         """Whether embedding and head share weights, which any cut parts."""
-        first, last = self.anatomy.first, self.anatomy.last
+        first, last = self.layout.first, self.layout.last
         return any(taker in last and giver in first for taker, giver in self.ties.items())
 
     @property
@@ -147,17 +149,16 @@ class Blueprint:
 def fresh_blueprint(values: Mapping[str, Any], *, head: Head, num_labels: int | None = None) -> Blueprint:
     """A model from the values of a configuration, as a `[model.config]` table gives them."""
     config = _config_from(dict(values))
-    return _draw(config, head=head, num_labels=num_labels, checkpoint=None)
+    return _draw(config, head=head, num_labels=num_labels, source=None)
 
 
 def pretrained_blueprint(
     name: str, *, head: Head, num_labels: int | None = None, trust_remote_code: bool = False
 ) -> Blueprint:
     """A model with its weights, from a folder or the hub; code that it brings is not run unless trusted."""
-    source = Source(name)
-    file = source.find("config.json")
+    file = find_file(name, CONFIG_FILE)
     if file is None:
-        raise source.unreachable()
+        raise no_model(name)
     try:
         # Of a model on the hub the configuration alone is here, and code would have to be fetched by name.
         place = name if trust_remote_code else file.parent
@@ -169,7 +170,7 @@ def pretrained_blueprint(
         config,
         head=head,
         num_labels=num_labels,
-        checkpoint=Checkpoint(source),
+        source=name,
         trust_remote_code=trust_remote_code,
     )
 
@@ -195,7 +196,7 @@ def _draw(
     *,
     head: Head,
     num_labels: int | None,
-    checkpoint: Checkpoint | None,
+    source: str | None,
     trust_remote_code: bool = False,
 ) -> Blueprint:
     if head is HEADS["question-answering"]:
@@ -221,9 +222,9 @@ def _draw(
         model_class=type(model),
         family=family,
         head=head,
-        anatomy=dissect(model, family),
+        layout=layout_of(model, family),
         ties=model.get_expanded_tied_weights_keys(all_submodels=True),
-        checkpoint=checkpoint,
+        source=source,
         trust_remote_code=trust_remote_code,
     )
 
@@ -232,7 +233,7 @@ def _sees_ahead(model: PreTrainedModel, family: Family) -> bool:
     """Whether a token attends to those behind it, as in all that can fill gaps, unless it is a decoder."""
     if getattr(model.config, "is_decoder", False):
         return False
-    fills_gaps = type(model.config) in HEADS["masked-lm"].auto_class._model_mapping
+    fills_gaps = has_head(HEADS["masked-lm"].auto_class, model.config)
     modules = model.base_model.get_submodule(family.layers).modules()
     return fills_gaps or any(getattr(module, "is_causal", True) is False for module in modules)
 
@@ -259,8 +260,8 @@ def _check(config: PreTrainedConfig, head: Head) -> None:
 
 def _empty_model(config: PreTrainedConfig, head: Head, *, trust_remote_code: bool) -> PreTrainedModel:
     brings_class = trust_remote_code and head.auto_class.__name__ in getattr(config, "auto_map", {})
-    if type(config) not in head.auto_class._model_mapping and not brings_class:
-        offered = [other.name for other in HEADS.values() if type(config) in other.auto_class._model_mapping]
+    if not has_head(head.auto_class, config) and not brings_class:
+        offered = [other.name for other in HEADS.values() if has_head(other.auto_class, config)]
         raise UserError(
             f"transformers {transformers.__version__} has no {head.name} head for {type(config).__name__}",
             hint=f"choose one of {', '.join(offered)}" if offered else HOW_TO_ADD,

@@ -18,22 +18,35 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel, initialization
 
-from isthmus.job.lora import LoraSpec
+from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint
-from isthmus.model.cut import Absent, LayerCall, Moment, Seam, drop_absent, first_input
-from isthmus.model.ledger import AsAccelerator, CostLedger, Experts, PartCount, on_gradient
+from isthmus.model.cut import Absent, LayerCall, Seam, drop_absent, first_input
 from isthmus.model.load import assemble, new_adapters
 from isthmus.model.lora import Adapters
+from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput, StageOutput
+from isthmus.model.torch_calls import (
+    AsAccelerator,
+    CostLedger,
+    Experts,
+    FakeTensorMode,
+    PartCount,
+    on_gradient,
+)
 from isthmus.model.transformers_calls import expect_no_padding
-from isthmus.plan.costs.arithmetic import WIDE_BYTES, Arithmetic, Precision
-from isthmus.plan.costs.messages import Messages, integer_bytes
-from isthmus.plan.costs.parts import ModelCosts, Workload
-from isthmus.plan.costs.shapes import Task
-from isthmus.plan.costs.table import CostSample, CostTable, ModelSizes, PartFigures, PartSize, Variant
+from isthmus.plan.cost_table import CostSample, CostTable, ModelSizes, PartFigures, PartSize, Variant
+from isthmus.plan.costs import (
+    WIDE_BYTES,
+    Arithmetic,
+    Messages,
+    ModelCosts,
+    Precision,
+    Task,
+    Workload,
+    integer_bytes,
+)
 
 _NUM_PASSES: Final = 2
 """The first pass shows what is made once, the second what every further micro-batch does."""
@@ -76,6 +89,7 @@ class _Runner:
             module.register_forward_pre_hook(self._enter_layer(number), with_kwargs=True)
         modules[-1].register_forward_hook(self._enter_head)
         self._num_layers = len(modules)
+        self.always_autocasts = False
         # Narrow gradients are added to wide sums of their own as soon as a layer has them all.
         self._has_wide_sums = variant.arithmetic.stream_bytes < WIDE_BYTES
 
@@ -119,8 +133,11 @@ class _Runner:
         self._ledger.enter(PartCount())
 
     def _forward(self, batch: Batch, hidden: Tensor | None) -> StageOutput:
-        inputs = StageInput(batch=batch, crossing=hidden, moment=Moment(seed=0, step=0, microbatch=0))
-        with torch.set_grad_enabled(self._stage.is_trained), _autocast(self._variant):
+        inputs = StageInput(batch=batch, crossing=hidden, rng_key=RngKey(seed=0, step=0, microbatch=0))
+        with (
+            torch.set_grad_enabled(self._stage.is_trained),
+            _autocast(self._variant, always=self.always_autocasts),
+        ):
             output: StageOutput = self._stage(inputs)
         return output
 
@@ -172,9 +189,8 @@ def _emulated(forward: Callable[..., Any], ledger: CostLedger, *, on_accelerator
 
 
 @contextmanager
-def _autocast(variant: Variant) -> Iterator[None]:
-    arithmetic = variant.arithmetic
-    if not arithmetic.is_mixed:
+def _autocast(variant: Variant, *, always: bool) -> Iterator[None]:
+    if not variant.arithmetic.is_mixed and not always:
         yield
         return
     # Without its cache, as a run has it.
@@ -283,7 +299,7 @@ class MeasuredModel:
         head = [one for one in stage.model.parameters() if one not in inner]
         by_kind = {self._kinds[index]: one for index, one in zip(self._indices, layers, strict=True)}
         table = stage.model.get_input_embeddings()
-        ties = [taker for taker in blueprint.ties if taker in blueprint.anatomy.last]
+        ties = [taker for taker in blueprint.ties if taker in blueprint.layout.last]
         return ModelSizes(
             model_type=str(blueprint.config.model_type),
             width=int(blueprint.config.hidden_size),
@@ -293,32 +309,35 @@ class MeasuredModel:
             layers=tuple(_size(by_kind[kind].parameters()) for kind in sorted(by_kind)),
             head=_size(head),
             kinds=self._kinds,
-            num_tied_parameters=sum(blueprint.anatomy.last[name] for name in ties),
+            num_tied_parameters=sum(blueprint.layout.last[name] for name in ties),
             num_embedding_parameters=sum(one.numel() for one in table.parameters()),
         )
 
     def _messages(self, *, has_bfloat16: bool) -> Messages:
-        on_cpu, on_accelerator = (
-            self._narrow(on_accelerator=one) if has_bfloat16 else None for one in (False, True)
-        )
+        integers = integer_bytes(self._blueprint.config.vocab_size, Task(self._blueprint.head.name))
+        if not has_bfloat16:
+            return Messages(integer_bytes=integers)
         return Messages(
-            integer_bytes=integer_bytes(self._blueprint.config.vocab_size, Task(self._blueprint.head.name)),
-            narrow_on_cpu=on_cpu,
-            narrow_on_accelerator=on_accelerator,
+            integer_bytes=integers,
+            narrow_on_cpu=self._narrow(on_accelerator=False),
+            narrow_on_accelerator=self._narrow(on_accelerator=True),
         )
 
-    def _narrow(self, *, on_accelerator: bool) -> tuple[bool, bool, bool]:
-        """Whether bfloat16 leaves a stage under autocast: the first, and behind float32 or bfloat16."""
-        arithmetic = Arithmetic(precision=Precision.BFLOAT16, on_accelerator=on_accelerator)
-        variant, last_layer = Variant(arithmetic=arithmetic), self._blueprint.num_layers - 1
-        stage = self._stage(range(last_layer + 1), self._indices, variant)
-        found = [_Runner(stage, self._indices, variant).run(*_SMALL).leaves]
-        for arrives in (torch.float32, torch.bfloat16) if last_layer else ():
-            last = self._stage(range(last_layer, last_layer + 1), [last_layer], variant)
-            found.append(_Runner(last, [last_layer], variant).run(*_SMALL, arrives=arrives).leaves)
+    def _narrow(self, *, on_accelerator: bool) -> tuple[bool, ...]:
+        """Whether bfloat16 leaves a stage under autocast, by what came to it and how wide its weights are."""
+        mixed = Arithmetic(precision=Precision.BFLOAT16, on_accelerator=on_accelerator)
+        last = self._blueprint.num_layers - 1
+        stage = self._stage(range(last + 1), self._indices, Variant(arithmetic=mixed))
+        found = [_Runner(stage, self._indices, Variant(arithmetic=mixed)).run(*_SMALL).leaves]
+        gathered = replace(mixed, is_gathered=True)
+        cases = ((mixed, torch.float32), (mixed, torch.bfloat16), (gathered, torch.bfloat16))
+        for arithmetic, arrives in cases if last else ():
+            variant = Variant(arithmetic=arithmetic)
+            runner = _Runner(self._stage(range(last, last + 1), [last], variant), [last], variant)
+            runner.always_autocasts = True
+            found.append(runner.run(*_SMALL, arrives=arrives).leaves)
         first, *others = (one == torch.bfloat16 for one in found)
-        from_wide, from_narrow = others or (first, first)
-        return first, from_wide, from_narrow
+        return (first, *(others or (first, first, True)))
 
     def _stage(self, layers: range, indices: Sequence[int], variant: Variant) -> Stage:
         blueprint, training = self._blueprint, self._training
@@ -349,7 +368,7 @@ class MeasuredModel:
     def _adapters(self, model: PreTrainedModel, modules: Sequence[nn.Module]) -> Adapters:
         """A head for classes is in no checkpoint, so it is trained beside adapters too."""
         is_fresh = not self._blueprint.head.name.endswith("lm")
-        fresh = [name for name in self._blueprint.anatomy.last if is_fresh]
+        fresh = [name for name in self._blueprint.layout.last if is_fresh]
         if self._training.lora is None:
             raise ValueError("there are no adapters")
         return new_adapters(self._blueprint, model, modules, self._training.lora, fresh, seed=0)
@@ -421,7 +440,7 @@ def layer_kinds(blueprint: Blueprint, training: Training) -> list[object]:
     types: Sequence[str] | None = getattr(blueprint.config, "layer_types", None)
     return [
         (tuple(sizes.values()), types[index] if types else None, _depth(index, training))
-        for index, sizes in enumerate(blueprint.anatomy.layers)
+        for index, sizes in enumerate(blueprint.layout.layers)
     ]
 
 

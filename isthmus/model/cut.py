@@ -13,9 +13,7 @@ and positions are rebuilt by the model itself, from integers. Modules of other s
 What the model does between embedding and layers, or behind them, thus touches only its first or last stage.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,44 +24,10 @@ from transformers import PreTrainedModel
 
 from isthmus.errors import UserError
 from isthmus.model.families import HOW_TO_ADD, Family
-from isthmus.model.meter import Meter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """The pass for which random numbers are drawn: a micro-batch of a step of a run."""
-
-    seed: int
-    step: int
-    microbatch: int
-
-    def seed_place(self, place: str, device: torch.device) -> None:
-        """Start the device's generator, and the host's, for one place of the model."""
-        seed_generators(seed_from("draw", self.seed, self.step, self.microbatch, place), device)
-
-
-def seed_from(*parts: object) -> int:
-    """A seed of 63 bits that depends on every part."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the host's generator and the device's; `torch.manual_seed` would go through all back ends."""
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
-
-
-@contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Leave the generators as they were found."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device], device_type=device.type):
-            yield
+from isthmus.model.random import RngKey
+from isthmus.model.recompute import Meter
+from isthmus.model.torch_calls import TorchDispatchMode, storage_id
+from isthmus.model.transformers_calls import expect_no_padding, one_sequence_a_row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +35,7 @@ class Passage:
     """One micro-batch on its way through a stage; hidden states are of shape (batch, tokens, width)."""
 
     arrived: Tensor | None
-    moment: Moment | None
+    rng_key: RngKey | None
     recomputed: frozenset[int] = frozenset()
     """Layers that compute again in the backward pass instead of keeping their activations."""
     meter: Meter | None = None
@@ -219,10 +183,10 @@ class LayerCall:
             raise self._seam.misfit("its layers get more than hidden states and what follows from the ids")
         hidden = first_input(args, kwargs)
         if passage.meter is not None:
-            self._measure(passage.meter, passage.moment, hidden, args, kwargs)
+            self._measure(passage.meter, passage.rng_key, hidden, args, kwargs)
         self._announce(passage, hidden)
         # Before the checkpoint, which then keeps the state of the generators for the recomputation.
-        self._seed(passage.moment, hidden.device)
+        self._seed(passage.rng_key, hidden.device)
         is_recomputed = passage.meter is not None or self._index in passage.recomputed
         if is_recomputed and torch.is_grad_enabled():
             output, router_logits = checkpoint(self._run, *args, use_reentrant=False, **kwargs)
@@ -258,7 +222,7 @@ class LayerCall:
     def _measure(
         self,
         meter: Meter,
-        moment: Moment | None,
+        rng_key: RngKey | None,
         hidden: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -269,12 +233,12 @@ class LayerCall:
             lambda: self._run(*args, **kwargs),
             hidden=hidden,
             others=[*side_inputs, *self._layer.parameters(), *self._layer.buffers()],
-            seed=lambda: self._seed(moment, hidden.device),
+            seed=lambda: self._seed(rng_key, hidden.device),
         )
 
-    def _seed(self, moment: Moment | None, device: torch.device) -> None:
-        if moment is not None:
-            moment.seed_place(f"layer {self._index}", device)
+    def _seed(self, rng_key: RngKey | None, device: torch.device) -> None:
+        if rng_key is not None:
+            rng_key.seed_place(f"layer {self._index}", device)
 
 
 def _only_hidden_learns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -291,3 +255,67 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
         elif isinstance(value, dict):
             yield from _tensors(value.values())
+
+
+_BATCH_SHAPE: Final = (2, 4)
+
+
+def sorts_tokens(model: PreTrainedModel, family: Family) -> bool:
+    """Whether rows of a batch are chosen by their values, as routers of experts do.
+
+    A router sorts padding too, so the rows that an expert computes together depend on padding, which then has
+    to cross a cut with all the rest. The model runs on the meta device, where tensors have no values, and is
+    watched for integers that are made of hidden states and then used. The model cannot be used afterwards.
+    """
+    watch = _Watch()
+
+    def follow(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watch.follow(first_input(args, kwargs))
+
+    expect_no_padding(model)
+    for layer in model.base_model.get_submodule(family.layers).children():
+        layer.register_forward_pre_hook(follow, with_kwargs=True)
+    ids = torch.zeros(_BATCH_SHAPE, dtype=torch.long, device="meta")
+    try:
+        with watch, one_sequence_a_row(True), torch.no_grad():
+            model.base_model(input_ids=ids, use_cache=False)
+    except (_IntegersUsed, RuntimeError):
+        # The RuntimeError of a model that asks for values, which the meta device has not.
+        return True
+    return False
+
+
+class _IntegersUsed(Exception):
+    """Ends a run that has shown what it was for."""
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows what is computed from hidden states, and raises `_IntegersUsed` where integers of it are used.
+
+    Integers that nobody uses decide nothing: `max` gives some beside the values that it is called for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # By their memory, which views share; the tensors are kept, so that no other gets the same memory.
+        self._followed: dict[int, Tensor] = {}
+
+    def follow(self, tensor: Tensor) -> None:
+        """Follow all that is computed from this tensor."""
+        self._followed[storage_id(tensor)] = tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        followed = [one for one in _tensors([args, kwargs]) if storage_id(one) in self._followed]
+        if any(_is_integer(one) for one in followed):
+            raise _IntegersUsed
+        output = func(*args, **(kwargs or {}))
+        if followed:
+            for one in _tensors([output]):
+                self.follow(one)
+        return output
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -1,5 +1,6 @@
 """From stages back to one model: each cloud writes its part, `merge` joins them for `from_pretrained`."""
 
+import inspect
 import json
 import os
 import shutil
@@ -11,25 +12,29 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from isthmus.errors import UserError
-from isthmus.job.write import sync
+from isthmus.job.hub import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from isthmus.job.load import sync
+from isthmus.model import modeling_bottleneck
 from isthmus.model.bottleneck import Half
 from isthmus.model.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Adapters
-from isthmus.model.source import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from isthmus.model.modeling_bottleneck import BottleneckConfig, BottleneckModel
 from isthmus.model.stage import Stage
 from isthmus.model.transformers_calls import quiet_transformers
-from isthmus.model.wrapping import INNER, TrainedBoundary, write_wrapper
 
 PART_FILE: Final = "part.json"
 _UP_FILE: Final = "up.safetensors"
 _DOWN_FILE: Final = "down.safetensors"
 _ADAPTER_FOLDER: Final = "adapter"
 _HEADER_LENGTH_BYTES: Final = 8
+_INNER: Final = "inner."
+_CODE: Final = "modeling_bottleneck"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,49 @@ class Part:
     auto_class: str
     config: Mapping[str, Any]
     files: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedBoundary:
+    """Both halves of a bottleneck by the names of their tensors, and the layer before which it lies."""
+
+    layer: int
+    text: str
+    down: Mapping[str, Tensor]
+    up: Mapping[str, Tensor]
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What the configuration says of it."""
+        rank, width = self.down["weight"].shape
+        entry: dict[str, Any] = {"layer": self.layer, "trained_as": self.text, "width": width, "rank": rank}
+        if "anchors.table" in self.up:
+            entry["vocabulary_size"] = len(self.up["anchors.table"])
+        elif "anchors.codes" in self.up:
+            codes = self.up["anchors.codes"]
+            entry |= {"vocabulary_size": len(codes), "code_width": 2 * codes.shape[1]}
+        return entry
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights by their names in the folder."""
+        return {f"boundaries.{self.layer}.{name}": one for name, one in self._folded().items()}
+
+    def _folded(self) -> dict[str, Tensor]:
+        """Both ends' anchors as one: what the sender takes off, the receiver need not put back."""
+        found = {"down.weight": self.down["weight"], "up.weight": self.up["weight"]}
+        found["up.bias"] = self.up["anchors.mean"].double() - self._through(self.down["anchors.mean"])
+        if "anchors.table" in self.up:
+            found["tokens.weight"] = _scaled(self.up, "table") - self._through(_scaled(self.down, "table"))
+        elif "anchors.codes" in self.up:
+            found["tokens.weight"] = torch.cat((self.up["anchors.codes"], self.down["anchors.codes"]), dim=1)
+            taken_off = self._through(_scaled(self.down, "directions"))
+            found["directions.weight"] = torch.cat((_scaled(self.up, "directions"), -taken_off)).T
+        return {name: one.float().contiguous() for name, one in found.items()}
+
+    def _through(self, rows_ND: Tensor) -> Tensor:
+        """What the receiver would get of these rows."""
+        narrow_NR = rows_ND.double() @ self.down["weight"].double().T
+        return narrow_NR @ self.up["weight"].double().T
 
 
 def write_part(
@@ -79,8 +127,9 @@ def write_part(
 def merge(parts: Sequence[Path], folder: Path, *, companions: Iterable[Path] = ()) -> tuple[str, ...]:
     """Join the parts of all stages, all or nothing; companions, the tokenizer's files say, go along.
 
-    A model with bottlenecks is wrapped, and a note says how it is loaded; see `wrapping`. Where only adapters
-    were trained the folder is one that peft loads; with merged weights, they lie in `adapter/`.
+    A model with bottlenecks is wrapped, and a note says how it is loaded; see
+    `TrainedBoundary`. Where only adapters were trained the folder is one that peft loads; with merged
+    weights, they lie in `adapter/`.
     """
     read = sorted((_read_part(part) for part in parts), key=lambda part: part.layers.start)
     _check_whole(read)
@@ -158,7 +207,7 @@ def _join_weights(parts: Sequence[Part], boundaries: Sequence[TrainedBoundary], 
     """Give the files of all parts numbers of one row, and write the index over them."""
     files = [(part.folder / name, tensors) for part in parts for name, tensors in part.files.items()]
     num_files = len(files) + bool(boundaries)
-    prefix = INNER if boundaries else ""
+    prefix = _INNER if boundaries else ""
     weight_map: dict[str, str] = {}
     for number, (file, tensors) in enumerate(files, start=1):
         name = _weights_name(number, num_files)
@@ -279,3 +328,38 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
             sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written: {error}") from error
+
+
+def write_wrapper(
+    folder: Path,
+    boundaries: list[TrainedBoundary],
+    *,
+    config: Mapping[str, Any],
+    auto_class: str,
+    layers_path: str,
+) -> None:
+    """Write the configuration and the code of a model with these bottlenecks, but none of its weights."""
+    wrapper = BottleneckConfig(
+        text_config=config,
+        auto_class=auto_class,
+        layers=layers_path,
+        boundaries=[one.entry for one in boundaries],
+        architectures=[BottleneckModel.__name__],
+        auto_map={
+            "AutoConfig": f"{_CODE}.{BottleneckConfig.__name__}",
+            auto_class: f"{_CODE}.{BottleneckModel.__name__}",
+        },
+        dtype=config.get("dtype"),
+    )
+    wrapper.save_pretrained(folder)
+    (folder / f"{_CODE}.py").write_text(inspect.getsource(modeling_bottleneck), encoding="utf-8")
+
+
+def is_wrapped(folder: Path) -> bool:
+    """Whether a folder holds a model with bottlenecks."""
+    values = json.loads((folder / CONFIG_FILE).read_bytes())
+    return bool(values.get("model_type") == BottleneckConfig.model_type)
+
+
+def _scaled(half: Mapping[str, Tensor], name: str) -> Tensor:
+    return half["anchors.unit"].double() * half[f"anchors.{name}"].double()

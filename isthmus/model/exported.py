@@ -8,12 +8,12 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-from isthmus.model.families import Head
+from isthmus.job.hub import CONFIG_FILE
+from isthmus.model.export import is_wrapped
+from isthmus.model.heads import Head
 from isthmus.model.modeling_bottleneck import BottleneckModel
-from isthmus.model.source import CONFIG_FILE
 from isthmus.model.stage import Batch
 from isthmus.model.transformers_calls import expect_no_padding, quiet_transformers
-from isthmus.model.wrapping import is_wrapped
 
 _ROOM: Final = 1.25
 """Memory for a model that runs without gradients, by that of its weights."""

@@ -5,15 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
-import torch.nn.functional as F  # noqa: N812 torch's own custom
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -95,80 +88,3 @@ def _planned_family(model: PreTrainedModel) -> Family | None:
         return None
     position = names.index(lists[0])
     return Family(first=tuple(names[:position]), layers=lists[0], last=tuple(names[position + 1 :]))
-
-
-IGNORED: Final = -100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """A task: transformers' class for it, the scores in its output, and the target that belongs to each."""
-
-    name: str
-    auto_class: Any
-    scores: Callable[[Any], Tensor]
-    """Of the model's output: one row of class scores per target, the classes last."""
-    targets: Callable[[Tensor], Tensor]
-    """Of the labels: one class per row of scores, or IGNORED."""
-
-    def num_targets(self, labels: Tensor) -> int:
-        """How many targets count in the loss; losses of micro-batches are averaged by it."""
-        return int((self.targets(labels) != IGNORED).sum())
-
-    def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy in float32, summed over the targets that count."""
-        targets = self.targets(labels)
-        return F.cross_entropy(
-            scores.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-
-    def num_correct(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """How many targets have the highest score."""
-        return (scores.argmax(-1) == self.targets(labels)).sum()
-
-
-def _logits(output: Any) -> Tensor:
-    logits: Tensor = output.logits
-    return logits
-
-
-def _span_logits(output: Any) -> Tensor:
-    return torch.stack((output.start_logits, output.end_logits), dim=1)
-
-
-def _unchanged(labels: Tensor) -> Tensor:
-    return labels
-
-
-def _next_tokens(labels: Tensor) -> Tensor:
-    """Each position is scored against the label that follows it; the last has none."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-
-
-HEADS: Final[Mapping[str, Head]] = MappingProxyType(
-    {
-        head.name: head
-        for head in (
-            Head(name="causal-lm", auto_class=AutoModelForCausalLM, scores=_logits, targets=_next_tokens),
-            Head(name="masked-lm", auto_class=AutoModelForMaskedLM, scores=_logits, targets=_unchanged),
-            Head(
-                name="sequence-classification",
-                auto_class=AutoModelForSequenceClassification,
-                scores=_logits,
-                targets=_unchanged,
-            ),
-            Head(
-                name="token-classification",
-                auto_class=AutoModelForTokenClassification,
-                scores=_logits,
-                targets=_unchanged,
-            ),
-            Head(
-                name="question-answering",
-                auto_class=AutoModelForQuestionAnswering,
-                scores=_span_logits,
-                targets=_unchanged,
-            ),
-        )
-    }
-)

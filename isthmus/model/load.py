@@ -1,73 +1,39 @@
 """Initial values that no cut changes: a module's depend on the seed and its full name alone."""
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from isthmus.errors import UserError
-from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
-from isthmus.job.lora import LoraSpec
+from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
+from isthmus.job.hub import INDEX_FILE, WEIGHTS_FILE, find_file
+from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint, check_layers
 from isthmus.model.bottleneck import Down, Up
-from isthmus.model.cut import LayerCall, Seam, drop_absent, generators_kept, seed_from, seed_generators
+from isthmus.model.cut import LayerCall, Seam, drop_absent
 from isthmus.model.lora import Adapters, add_adapters
-from isthmus.model.source import LazyTensor
-from isthmus.model.stage import Fixed, Stage, freeze_below
-from isthmus.model.transformers_calls import expect_no_padding, quiet_transformers
+from isthmus.model.random import CPU, generators_kept, seed_from
+from isthmus.model.recompute import Fixed
+from isthmus.model.stage import Stage, freeze_below
+from isthmus.model.transformers_calls import (
+    check_initialised,
+    end_seeding,
+    expect_no_padding,
+    forget_layout,
+    quiet_transformers,
+    seed_initialisation,
+)
 
-_CPU = torch.device("cpu")
-
-
-def seed_initialisation(model: PreTrainedModel, seed: int) -> None:
-    """Let the model's own initialisation start the generator anew for each module."""
-    names = {module: name for name, module in model.named_modules()}
-
-    def seeded(initialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-        def run(module: nn.Module) -> None:
-            _spoil(module)
-            seed_generators(seed_from("weights", seed, names[module]), _CPU)
-            initialise(module)
-
-        return run
-
-    for part in _parts(model):
-        part._init_weights = seeded(part._init_weights)
-
-
-def end_seeding(model: PreTrainedModel) -> None:
-    """Give the model its own initialisation back."""
-    for part in _parts(model):
-        del part._init_weights
-
-
-def check_initialised(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Some classes set values as they are built, on the meta device in vain, and forget them afterwards."""
-    for name in sorted(names):
-        if torch.isnan(model.get_parameter_or_buffer(name)).any():
-            raise UserError(
-                f"transformers gives {name} of {type(model).__name__} no initial value",
-                hint="start from pretrained weights",
-            )
-
-
-def _spoil(module: nn.Module) -> None:
-    """Put NaN where nothing has been loaded, so that what stays without a value is seen."""
-    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        if tensor.is_floating_point() and not getattr(tensor, "_is_hf_initialized", False):
-            tensor.fill_(math.nan)
-
-
-def _parts(model: PreTrainedModel) -> list[Any]:
-    """The model and the models inside it, each of which initialises its own modules."""
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-
-
-_CPU = torch.device("cpu")
 _HIDDEN = HiddenSpec()
 
 
@@ -211,7 +177,7 @@ def _load(
     if untied:
         config.tie_word_embeddings = False
     stage_class = _prepared_class(blueprint.model_class, prepare)
-    with quiet_transformers(), generators_kept(_CPU):
+    with quiet_transformers(), generators_kept(CPU):
         loaded: Any = stage_class.from_pretrained(
             None,
             config=config,
@@ -225,9 +191,8 @@ def _load(
     end_seeding(model)
     expect_no_padding(model)
     check_initialised(model, report["missing_keys"])
-    if blueprint.checkpoint is None:
-        # The loader's note that it met no other layout would keep exports from using the hub's.
-        del model._weight_conversions
+    if blueprint.source is None:
+        forget_layout(model)
     return model, _check_report(blueprint, report)
 
 
@@ -245,10 +210,10 @@ def _prepared_class(
     )
 
 
-def _tensors(blueprint: Blueprint, *, untied: bool) -> Mapping[str, LazyTensor]:
-    if blueprint.checkpoint is None:
+def _tensors(blueprint: Blueprint, *, untied: bool) -> "Mapping[str, LazyTensor]":
+    if blueprint.source is None:
         return {}
-    tensors = blueprint.checkpoint.tensors()
+    tensors = Checkpoint(blueprint.source).tensors()
     if untied:
         in_base = f"{blueprint.model_class.base_model_prefix}."
         for taker, giver in blueprint.ties.items():
@@ -260,9 +225,9 @@ def _tensors(blueprint: Blueprint, *, untied: bool) -> Mapping[str, LazyTensor]:
 
 def _check_report(blueprint: Blueprint, report: Mapping[str, Any]) -> list[str]:
     """The parameters that start fresh beside a checkpoint: a new head may, anything else is a mistake."""
-    if blueprint.checkpoint is None:
+    if blueprint.source is None:
         return []
-    name = blueprint.checkpoint.source.name
+    name = blueprint.source
     for key, found, expected in sorted(report["mismatched_keys"]):
         raise UserError(
             f"{key} has shape {tuple(found)} in {name}, not {tuple(expected)} as its configuration says",
@@ -270,7 +235,7 @@ def _check_report(blueprint: Blueprint, report: Mapping[str, Any]) -> list[str]:
         )
     missing = sorted(report["missing_keys"])
     for key in missing:
-        if key not in blueprint.anatomy.last:
+        if key not in blueprint.layout.last:
             raise UserError(
                 f"{name} holds no weights for {key} of {blueprint.model_class.__name__}",
                 hint="start from a folder or name that holds the whole model",
@@ -289,3 +254,70 @@ def _notes(
     if new_names:
         notes.append(f"not in the checkpoint, and so started fresh: {', '.join(new_names)}")
     return tuple(notes)
+
+
+class Checkpoint:
+    """The safetensors of a pretrained model, in one file or many."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._files: dict[str, Any] = {}
+        # Loaders ask from several threads at once.
+        self._lock = threading.Lock()
+
+    def tensors(self) -> "dict[str, LazyTensor]":
+        """Every tensor by name; none is read, and no shard fetched, before it is asked for."""
+        index = find_file(self.source, INDEX_FILE)
+        if index is not None:
+            return {name: LazyTensor(self, file, name) for name, file in _read_index(index).items()}
+        if find_file(self.source, WEIGHTS_FILE) is None:
+            raise UserError(
+                f"{self.source} has no safetensors weights",
+                hint="pickled weights are never loaded: convert them with transformers' save_pretrained",
+            )
+        return {name: LazyTensor(self, WEIGHTS_FILE, name) for name in self.open(WEIGHTS_FILE).keys()}  # noqa: SIM118 not a dict
+
+    def open(self, file: str) -> Any:
+        """A file of the checkpoint, opened once."""
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = self._open(file)
+            return self._files[file]
+
+    def _open(self, file: str) -> Any:
+        path = find_file(self.source, file)
+        if path is None:
+            raise UserError(f"{self.source} lacks {file}, which its index names", hint="fetch it again")
+        try:
+            return safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise UserError(f"{path} is no safetensors file: {error}", hint="fetch it again") from None
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor in a checkpoint, read when it is indexed, as transformers' loader does."""
+
+    checkpoint: Checkpoint
+    file: str
+    name: str
+
+    def __getitem__(self, index: EllipsisType | slice | tuple[slice, ...]) -> Tensor:
+        try:
+            # safetensors gives every reader the same memory, that of the file; a model trains in its own.
+            tensor: Tensor = self.checkpoint.open(self.file).get_slice(self.name)[index].clone()
+        except SafetensorError as error:
+            raise UserError(
+                f"{self.name} cannot be read from {self.file} of {self.checkpoint.source}: {error}",
+                hint="fetch the file again",
+            ) from None
+        return tensor
+
+
+def _read_index(path: Path) -> Mapping[str, str]:
+    try:
+        files = json.loads(path.read_bytes())["weight_map"]
+        named = {str(name): Path(file).name for name, file in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is no index of safetensors", hint="fetch it again") from None
+    return named

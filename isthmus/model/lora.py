@@ -7,16 +7,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from isthmus.errors import UserError
-from isthmus.job.lora import LoraSpec
-from isthmus.model.cut import generators_kept, seed_from, seed_generators
-from isthmus.model.families import Head
+from isthmus.job.sections import LoraSpec
+from isthmus.model.heads import Head
+from isthmus.model.random import CPU, generators_kept, seed_from, seed_generators
 
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE: Final = "adapter_config.json"
@@ -24,7 +23,6 @@ _NAME: Final = "default"
 _BASE: Final = ".base_layer"
 # What peft puts before the names of the model that it wraps.
 _WRAPPED: Final = "base_model.model."
-_CPU: Final = torch.device("cpu")
 _TASKS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "causal-lm": "CAUSAL_LM",
@@ -87,11 +85,11 @@ def add_adapters(
     targets = _targets(model, spec, layer_paths)
     is_transposed = any(isinstance(model.get_submodule(target), Conv1D) for target in targets)
     shared = {"r": spec.r, "lora_alpha": spec.alpha, "fan_in_fan_out": is_transposed}
-    with generators_kept(_CPU):
+    with generators_kept(CPU):
         peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **shared), model)
         for target in targets:
             module: Any = model.get_submodule(target)
-            seed_generators(seed_from("adapter", seed, target), _CPU)
+            seed_generators(seed_from("adapter", seed, target), CPU)
             module.reset_lora_parameters(_NAME, init_lora_weights=True)
     fresh = frozenset(fresh_names)
     for name in fresh:
@@ -143,5 +141,6 @@ def _peft() -> Any:
         return importlib.import_module("peft")
     except ImportError as error:
         raise UserError(
-            "[model.lora] needs peft, which is not installed here", hint="pip install 'isthmus[lora]'"
+            "[model.lora] needs peft, which is not installed here",
+            hint="in the clone of isthmus: pip install '.[lora]'",
         ) from error

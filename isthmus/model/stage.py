@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,66 +12,13 @@ from transformers import PreTrainedModel
 from isthmus.errors import UserError
 from isthmus.model.anchors import Anchors
 from isthmus.model.bottleneck import Down, Up
-from isthmus.model.cut import LayerCall, Moment, Passage, Seam, generators_kept
-from isthmus.model.families import Family, Head, Router
+from isthmus.model.cut import LayerCall, Passage, Seam
+from isthmus.model.families import Family, Router
+from isthmus.model.heads import Head
 from isthmus.model.lora import Adapters
-from isthmus.model.meter import Meter
+from isthmus.model.random import RngKey, generators_kept
+from isthmus.model.recompute import ActivationSlot, Fixed, InputSize, Recompute
 from isthmus.model.transformers_calls import one_sequence_a_row
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class InputSize:
-    """The shape of a micro-batch, padding included."""
-
-    num_sequences: int
-    length: int
-
-    @property
-    def num_tokens(self) -> int:
-        """What most activations grow with."""
-        return self.num_sequences * self.length
-
-    @property
-    def num_pairs(self) -> int:
-        """What scores of attention grow with, where they are kept."""
-        return self.num_sequences * self.length**2
-
-    def covers(self, other: "InputSize") -> bool:
-        """Whether nothing takes more memory at the other size than at this one."""
-        return self.num_sequences >= other.num_sequences and self.length >= other.length
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
-    """One micro-batch in the memory of a stage, from its forward to the end of its backward."""
-
-    recomputed: frozenset[int] = frozenset()
-    """Layers, by their number in the model, that compute again."""
-    meter: Meter | None = None
-    """Measures this forward, where that is wanted."""
-    measured: Callable[[Meter], None] = field(default=lambda _: None)
-    """To be called with the meter when the forward has ended."""
-    end: Callable[[], None] = field(default=lambda: None)
-    """To be called when the backward has ended."""
-
-
-class Recompute(Protocol):
-    """Chooses for each micro-batch."""
-
-    def begin(self, size: InputSize, *, window: int) -> Stay:
-        """Let a micro-batch in, where at most `window` of them are in flight at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """The same layers whatever comes."""
-
-    layers: frozenset[int] = frozenset()
-
-    def begin(self, size: InputSize, *, window: int) -> Stay:  # noqa: ARG002 a budget does
-        """Let a micro-batch in."""
-        return Stay(recomputed=self.layers)
-
 
 _ALIGNMENT_BYTES: Final = 64
 
@@ -128,7 +75,7 @@ class StageInput:
 
     batch: Batch
     crossing: Tensor | None = None
-    moment: Moment | None = None
+    rng_key: RngKey | None = None
     """Needed while training, for dropout."""
     is_warming_up: bool = False
     """Whether hidden states still cross as they are where a bottleneck is to begin; in both directions."""
@@ -150,7 +97,7 @@ class StageOutput:
     """The loss that balances the experts of this stage's layers, as if summed over targets."""
     num_correct: Tensor | None = None
     """Targets with the highest score; from the last stage, and only in evaluation."""
-    stay: Stay = field(default_factory=Stay)
+    slot: ActivationSlot = field(default_factory=ActivationSlot)
     """What the micro-batch keeps in memory until its backward has ended."""
 
     @property
@@ -173,7 +120,7 @@ class StageOutput:
                 grads.append(torch.full_like(loss, loss_weight))
         if roots:
             torch.autograd.backward(roots, grads)
-        self.stay.end()
+        self.slot.end()
 
 
 class Stage(nn.Module):
@@ -278,14 +225,14 @@ class Stage(nn.Module):
 
     def forward(self, inputs: StageInput) -> StageOutput:
         """Run this stage's part of the model on one micro-batch."""
-        stay = self._stay(inputs)
-        with self._passage(inputs, stay) as passage:
+        slot = self._slot(inputs)
+        with self._passage(inputs, slot) as passage:
             if not self.is_last:
                 self.model.base_model(**self._arguments(inputs.batch))
                 return StageOutput(
                     crossing=self._depart(passage, inputs),
                     balance=self._balance(inputs.batch, passage.router_logits),
-                    stay=stay,
+                    slot=slot,
                 )
             scores = self.head.scores(self.model(**self._arguments(inputs.batch)))
             labels = inputs.batch.labels
@@ -295,13 +242,13 @@ class Stage(nn.Module):
                 loss=self.head.loss(scores, labels),
                 balance=self._balance(inputs.batch, passage.router_logits),
                 num_correct=None if self.training else self.head.num_correct(scores, labels),
-                stay=stay,
+                slot=slot,
             )
 
-    def _stay(self, inputs: StageInput) -> Stay:
+    def _slot(self, inputs: StageInput) -> ActivationSlot:
         """Let a micro-batch into the memory; one that no backward follows keeps nothing there."""
         if not self._learns:
-            return Stay()
+            return ActivationSlot()
         num_sequences, length = inputs.batch.ids.shape
         return self.recompute.begin(InputSize(num_sequences, length), window=inputs.window)
 
@@ -310,23 +257,23 @@ class Stage(nn.Module):
         return torch.is_grad_enabled() and self.is_trained
 
     @contextmanager
-    def _passage(self, inputs: StageInput, stay: Stay) -> Iterator[Passage]:
+    def _passage(self, inputs: StageInput, slot: ActivationSlot) -> Iterator[Passage]:
         if self.is_first != (inputs.crossing is None):
             raise ValueError("the first stage takes ids alone, every other one what crossed as well")
-        if self.training and inputs.moment is None:
-            raise ValueError("a stage in training needs the moment, for dropout")
-        moment = inputs.moment if self.training else None
+        if self.training and inputs.rng_key is None:
+            raise ValueError("a stage in training needs the RNG key, for dropout")
+        rng_key = inputs.rng_key if self.training else None
         with (
             torch.set_grad_enabled(self._learns),
-            _seeded(moment, inputs.batch.ids.device),
+            _seeded(rng_key, inputs.batch.ids.device),
             one_sequence_a_row(inputs.batch.position_ids is None),
-            self._measured(stay),
+            self._measured(slot),
         ):
             passage = Passage(
                 arrived=self._arrive(inputs),
-                moment=moment,
-                recomputed=stay.recomputed,
-                meter=stay.meter,
+                rng_key=rng_key,
+                recomputed=slot.recomputed,
+                meter=slot.meter,
                 layers=self.layers,
                 on_near_end=inputs.on_near_end,
             )
@@ -337,13 +284,13 @@ class Stage(nn.Module):
                 self._seam.passage = None
 
     @contextmanager
-    def _measured(self, stay: Stay) -> Iterator[None]:
-        if stay.meter is None:
+    def _measured(self, slot: ActivationSlot) -> Iterator[None]:
+        if slot.meter is None:
             yield
             return
-        with stay.meter.beside(lambda: [*self.parameters(), *self.buffers()]):
+        with slot.meter.beside(lambda: [*self.parameters(), *self.buffers()]):
             yield
-        stay.measured(stay.meter)
+        slot.measured(slot.meter)
 
     def _arrive(self, inputs: StageInput) -> Tensor | None:
         """Hidden states, from what crossed the cut before."""
@@ -389,13 +336,13 @@ def _short(name: str) -> str:
 
 
 @contextmanager
-def _seeded(moment: Moment | None, device: torch.device) -> Iterator[None]:
-    """Draw for a moment, beginning with the embedding; each layer then starts anew, and the head goes on."""
-    if moment is None:
+def _seeded(rng_key: RngKey | None, device: torch.device) -> Iterator[None]:
+    """Seed for an RNG key at the embedding; each layer seeds again, and the head draws on."""
+    if rng_key is None:
         yield
         return
     with generators_kept(device):
-        moment.seed_place("embedding", device)
+        rng_key.seed_place("embedding", device)
         yield
 
 

@@ -1,14 +1,22 @@
-"""Private behaviour of transformers that stages rely on: its log, checks for padding, and device reads."""
+"""All private parts of transformers that the room calls: its log, padding, initial weights, mappings.
+
+`isthmus.model` checks their names when it is imported. Tested with transformers 5.22.
+"""
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
-from torch import Tensor
-from transformers import PreTrainedModel, masking_utils
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import logging as transformers_logging
+
+from isthmus.errors import UserError
+from isthmus.model.random import CPU, seed_from, seed_generators
 
 
 @contextmanager
@@ -71,3 +79,57 @@ def _install(module: Any) -> None:
 
 
 _install(masking_utils)
+
+
+def seed_initialisation(model: PreTrainedModel, seed: int) -> None:
+    """Let the model's own initialisation start the generator anew for each module."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def seeded(initialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def run(module: nn.Module) -> None:
+            _spoil(module)
+            seed_generators(seed_from("weights", seed, names[module]), CPU)
+            initialise(module)
+
+        return run
+
+    for part in _parts(model):
+        part._init_weights = seeded(part._init_weights)
+
+
+def end_seeding(model: PreTrainedModel) -> None:
+    """Give the model its own initialisation back."""
+    for part in _parts(model):
+        del part._init_weights
+
+
+def check_initialised(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Some classes set values as they are built, on the meta device in vain, and forget them afterwards."""
+    for name in sorted(names):
+        if torch.isnan(model.get_parameter_or_buffer(name)).any():
+            raise UserError(
+                f"transformers gives {name} of {type(model).__name__} no initial value",
+                hint="start from pretrained weights",
+            )
+
+
+def _spoil(module: nn.Module) -> None:
+    """Put NaN where nothing has been loaded, so that what stays without a value is seen."""
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        if tensor.is_floating_point() and not getattr(tensor, "_is_hf_initialized", False):
+            tensor.fill_(math.nan)
+
+
+def _parts(model: PreTrainedModel) -> list[Any]:
+    """The model and the models inside it, each of which initialises its own modules."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def forget_layout(model: PreTrainedModel) -> None:
+    """Drop the loader's note that it met no other layout, which would keep exports from using the hub's."""
+    del model._weight_conversions
+
+
+def has_head(auto_class: Any, config: PreTrainedConfig) -> bool:
+    """Whether transformers has a class for this task and this configuration."""
+    return type(config) in auto_class._model_mapping

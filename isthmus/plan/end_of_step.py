@@ -13,8 +13,8 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
-from isthmus.plan.scenario import Hop
 from isthmus.plan.types import Carried, Facts, Seconds
+from isthmus.plan.windows import Hop
 
 _NAN: Final = math.nan
 # An exact sum of numbers of any size has at most 40 parts.
@@ -120,6 +120,9 @@ class Verdict(Facts):
     stop: bool = False
     codecs: Annotated[tuple[Texts, ...], _PER_CUT] = ()
     """The codecs of all cuts from the next step on; empty where nothing is coded."""
+    loss: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """The mean over the targets of the step, which only the first stage counts; for people at all sites."""
+    num_tokens: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +168,7 @@ class Evaluated(Facts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnded(Facts):
-    """What a leader knows at the end of a step; the loss, per target, is known to the first stage alone."""
+    """What a member knows at the end of a step; loss and tokens come with the verdict."""
 
     step: int
     loss: float

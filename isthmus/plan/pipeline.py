@@ -28,6 +28,7 @@ One step, and one evaluation before it where it is due, is a turn:
 from collections.abc import Iterator
 from typing import Final, TypeVar
 
+from isthmus.plan.codecs import RAW_PAIR, texts_of
 from isthmus.plan.end_of_step import (
     Evaluated,
     Note,
@@ -40,7 +41,6 @@ from isthmus.plan.end_of_step import (
     Verdict,
     evaluations,
 )
-from isthmus.plan.ladder import RAW_PAIR, texts_of
 from isthmus.plan.pipeline_parts import (
     GRADIENT,
     HIDDEN,
@@ -345,7 +345,7 @@ class PipelineScheduler:
         """Update once the verdict is known; the other members of the group get it from their leader."""
         if not self._is_leader:
             return self._group_work(WorkKind.UPDATE, turn)
-        verdict = self._end.settle(turn.step, turn.reduced, now_s)
+        verdict = self._end.settle(turn.step, turn.reduced, now_s, turn.read)
         for kind, stage, facts in self._end.outgoing:
             self._send(kind, turn.step, stage, facts=facts)
         self._end.outgoing.clear()
@@ -436,14 +436,13 @@ class PipelineScheduler:
         self._close(turn)
 
     def _step_ended(self, turn: Turn, verdict: Verdict, updated: Updated, now_s: float) -> StepEnded:
-        num_targets = 0 if turn.read is None else turn.read.num_targets
         tally = self._end.take_tally() if self._is_leader else None
         return StepEnded(
             step=turn.step,
-            loss=0.0 if tally is None else tally.loss_sum / max(num_targets, 1),
+            loss=verdict.loss,
             norm=verdict.norm,
             learning_rate=updated.learning_rate,
-            num_tokens=0 if turn.read is None else turn.read.num_tokens,
+            num_tokens=verdict.num_tokens,
             duration_s=now_s - turn.started_s,
             busy_s=() if tally is None else tally.busy_s,
             windows=self._windows,

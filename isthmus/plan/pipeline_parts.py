@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from isthmus.plan.codecs import read_pair, texts_of
 from isthmus.plan.end_of_step import (
     Evaluated,
     Observed,
@@ -26,8 +27,7 @@ from isthmus.plan.end_of_step import (
     stage_tally,
     total_norm,
 )
-from isthmus.plan.ladder import read_pair, texts_of
-from isthmus.plan.scenario import Caps, Measured, Policy, Scenario, bare_scenario, first_windows, next_windows
+from isthmus.plan.scenario import Caps, Policy, Scenario
 from isthmus.plan.steering import Cut, SavedCodecs, Steering
 from isthmus.plan.types import (
     Facts,
@@ -40,6 +40,7 @@ from isthmus.plan.types import (
     Work,
     WorkKind,
 )
+from isthmus.plan.windows import Measured, bare_scenario, first_windows, next_windows
 
 
 def route(*, speeds: Sequence[float], num_microbatches: int, step: int) -> tuple[int, ...]:
@@ -422,7 +423,9 @@ class EndOfStep:
         """Count the time to the first save from here."""
         self._saved_s = now_s
 
-    def settle(self, step: int, members: Sequence[Reduced], now_s: float) -> Verdict | None:
+    def settle(
+        self, step: int, members: Sequence[Reduced], now_s: float, read: Read | None = None
+    ) -> Verdict | None:
         """The verdict on a step, None while it is not known; may be asked again and again."""
         if self._tally is None:
             own = stage_tally(step, members)
@@ -433,7 +436,7 @@ class EndOfStep:
             self._tally = own
             if not self._is_first:
                 self.outgoing.append((MessageKind.TALLY, self._index - 1, own))
-        verdict = self._judge(self._tally, now_s) if self._is_first else self._verdict
+        verdict = self._judge(self._tally, now_s, read) if self._is_first else self._verdict
         if verdict is not None and not self._is_last:
             self.outgoing.append((MessageKind.VERDICT, self._index + 1, verdict))
         return verdict
@@ -470,7 +473,7 @@ class EndOfStep:
                 raise ScheduleError(f"{message.name} asks for codecs {codecs} at {cut.name}")
         self._verdict = facts
 
-    def _judge(self, tally: Tally, now_s: float) -> Verdict | None:
+    def _judge(self, tally: Tally, now_s: float, read: Read | None) -> Verdict | None:
         pipeline, norm = self._pipeline, total_norm(tally.squared_norms)
         if not math.isfinite(norm) or not math.isfinite(tally.loss_sum):
             self.failure = Stop(
@@ -486,6 +489,8 @@ class EndOfStep:
             save=self._is_save_due(tally.step, now_s) or tally.wants_stop,
             stop=tally.wants_stop,
             codecs=() if self.steering is None else tuple(map(texts_of, self.steering(tally))),
+            loss=tally.loss_sum / max(0 if read is None else read.num_targets, 1),
+            num_tokens=0 if read is None else read.num_tokens,
         )
 
     def _is_save_due(self, step: int, now_s: float) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from isthmus.plan.faults import CloudFault, CloudFaultKind
+from isthmus.job.faults import CloudFault, CloudFaultKind
 from isthmus.plan.scenario import Line
 from isthmus.plan.simulation.clockwork import Clock, Pace
 from isthmus.plan.simulation.flows import Flow, Then

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from isthmus.plan.codecs import Crossing, read_pair
 from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated, Verdict
-from isthmus.plan.ladder import Crossing, read_pair
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad

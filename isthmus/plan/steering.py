@@ -11,11 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from isthmus.plan.codec_choice import Bounds, Figures, reconsider
+from isthmus.plan.codecs import (
+    RAW_PAIR,
+    Bounds,
+    CodecLevel,
+    Crossing,
+    Figures,
+    Pair,
+    codec_levels,
+    read_pair,
+    reconsider,
+    texts_of,
+    widen,
+)
 from isthmus.plan.end_of_step import Cosines, Count, Tally, Texts
-from isthmus.plan.ladder import RAW_PAIR, Crossing, Pair, Rung, ladder, read_pair, texts_of, widen
-from isthmus.plan.scenario import Hop
 from isthmus.plan.types import Facts
+from isthmus.plan.windows import Hop
 from isthmus.units import shorten
 
 LEAST_COSINE: Final = 0.98
@@ -58,9 +69,9 @@ class Cut:
     """What was planned where money counts: less lossy codecs would cost more traffic."""
 
     @property
-    def levels(self) -> tuple[Rung, ...]:
+    def levels(self) -> tuple[CodecLevel, ...]:
         """The codec levels to choose from."""
-        return ladder(self.crossing.width, shares_ids=True)
+        return codec_levels(self.crossing.width, shares_ids=True)
 
     def allows(self, pair: Pair) -> bool:
         """Whether a peer may ask for these codecs: the job's own, raw, or a level of this cut."""
@@ -128,7 +139,7 @@ class Guard:
         pair: Pair,
         crossing: Crossing,
         *,
-        rungs: Sequence[Rung],
+        rungs: Sequence[CodecLevel],
         steps_in_force: int,
         of_gradient: bool = False,
     ) -> Widening | None:

@@ -10,7 +10,8 @@ Each cloud keeps a record of its own, `checkpoints/step-00000120/<cloud>/`, as `
 
 A stage asks for the names that it owns, and takes them from whichever record of the step has them, so a run
 that is cut otherwise loads what all records together hold. Rank 0 of a cloud writes and reads for all its
-ranks, so only its disk counts; what ranks hold shards of is written whole.
+ranks, so only its disk counts. Sharded tensors are gathered, written, read and broadcast one at a time: no
+rank has all of a sharded stage in its memory.
 
 Dropout is drawn from seed, step, micro-batch and layer, and the learning rate follows from the step, so
 there is no generator and no schedule to save.
@@ -24,21 +25,28 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from isthmus.errors import UserError
 from isthmus.model.stage import Stage
-from isthmus.plan.ladder import read_pair, texts_of
+from isthmus.plan.codecs import read_pair, texts_of
 from isthmus.plan.types import Member
 from isthmus.train.coding import CodecState
-from isthmus.train.data.order import Cursor
+from isthmus.train.data.samples import Cursor
+from isthmus.train.in_cloud import World, whole
 from isthmus.train.members import SavedSteps
-from isthmus.train.optimize.optimizer import Optimizer
-from isthmus.train.ranks.sharding import whole
-from isthmus.train.ranks.world import World
-from isthmus.train.store import DiskStore, Facts, Manifest, Store
+from isthmus.train.optimizer import Optimizer
+from isthmus.train.store import (
+    DiskStore,
+    Facts,
+    LazyTensor,
+    Manifest,
+    Store,
+    in_file_order,
+    write_tensors,
+)
 
 CHECKPOINTS_FOLDER: Final = "checkpoints"
 _RECORD: Final = re.compile(r"step-([0-9]{8,18})/([a-z0-9-]+)(\.aside)?")
@@ -109,11 +117,9 @@ class Checkpoints:
         """Go on from a step: what was saved of later ones no longer counts, once a new one is saved."""
         self._began_from = step
 
-    def save(self, state: State, *, stage: Stage, optimizer: Optimizer) -> None:
-        """Write a checkpoint of a whole stage, then remove those that are not to be kept."""
-        self.write(state, weights=stage.tensors_by_name(), moments=optimizer.tensors())
-
-    def write(self, state: State, *, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+    def save(
+        self, state: State, *, weights: Mapping[str, LazyTensor], moments: Mapping[str, LazyTensor]
+    ) -> None:
         """Write a checkpoint, then remove those that are not to be kept."""
         name = self._name(state.step)
         tensors = dict(_named_tensors(state, weights, moments))
@@ -129,22 +135,14 @@ class Checkpoints:
         self._damaged.discard(state.step)
         self._retire(newest=state.step)
 
-    def load(self, step: int, *, stage: Stage, optimizer: Optimizer) -> State:
-        """Bring stage and optimizer back to where they were."""
-        state, weights, moments = self.read(step, stage=stage)
-        for name, tensor in stage.tensors_by_name().items():
-            tensor.copy_(weights[name])
-        optimizer.load_tensors(moments)
-        return state
-
-    def read(self, step: int, *, stage: Stage) -> tuple[State, dict[str, Tensor], dict[str, Tensor]]:
-        """A stage's state, weights and moments at a step, on the host, from the records that have them."""
+    def read(self, step: int, *, stage: Stage) -> tuple[State, dict[str, LazyTensor], dict[str, LazyTensor]]:
+        """A stage's state, weights and moments at a step, from the records that have them."""
         own = {_saved_name(name, stage.layers): name for name in stage.tensors_by_name()}
         found = self._manifests(step, own.keys())
         sources = _find(own, found, step=step)
         _check_shapes({_saved_name(name, stage.layers): one for name, one in _shapes(stage)}, sources)
-        weights: dict[str, Tensor] = {}
-        moments: dict[str, Tensor] = {}
+        weights: dict[str, LazyTensor] = {}
+        moments: dict[str, LazyTensor] = {}
         for cloud, manifest in found.items():
             names = {name for name in own if sources[name] is manifest}
             about = [name for name in manifest.tensors if _parameter_of(name) in names]
@@ -172,7 +170,7 @@ class Checkpoints:
 
     def _wires(self, step: int, own: Manifest) -> tuple[Mapping[str, WireState], ...]:
         names = [name for name in own.tensors if name.startswith(_WIRE)]
-        tensors = self._store.get(self._name(step), names)
+        tensors = {name: one.load() for name, one in self._store.get(self._name(step), names).items()}
         return tuple(
             {
                 peer: WireState(facts=facts, tensors=_below(f"{_WIRE}{rank}/{peer}/", tensors))
@@ -259,8 +257,8 @@ class Checkpoints:
 
 
 def _named_tensors(
-    state: State, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+    state: State, weights: Mapping[str, LazyTensor], moments: Mapping[str, LazyTensor]
+) -> Iterator[tuple[str, LazyTensor]]:
     layers = range(*state.layers)
     for name, tensor in weights.items():
         yield _saved_name(name, layers), tensor
@@ -269,8 +267,8 @@ def _named_tensors(
         yield f"{_OPTIMIZER}{moment}/{_saved_name(parameter, layers)}", tensor
     for rank, wires in enumerate((state.wires, *state.other_wires)):
         for peer, wire in wires.items():
-            for name, tensor in wire.tensors.items():
-                yield f"{_WIRE}{rank}/{peer}/{name}", tensor
+            for name, own in wire.tensors.items():
+                yield f"{_WIRE}{rank}/{peer}/{name}", lazy(own)
 
 
 def _saved_name(name: str, layers: range) -> str:
@@ -369,32 +367,30 @@ class Keeper:
 
     def save(self, state: State) -> None:
         """Write a checkpoint; `state` is this rank's, and all but its wires is the leader's to say."""
-        if self._world.seat.num_ranks == 1:
-            self._checkpoints.save(state, stage=self._stage, optimizer=self._optimizer)
-            return
         others = self._gather_wires(state.wires)
-        weights = self._together(self._stage.tensors_by_name()) | self._observed_by_rank()
-        moments = self._together(self._optimizer.tensors())
+        weights = lazily(self._stage.tensors_by_name()) | self._observed_by_rank()
+        moments = lazily(self._optimizer.tensors())
         if others is not None:
-            self._checkpoints.write(replace(state, other_wires=others), weights=weights, moments=moments)
+            self._checkpoints.save(replace(state, other_wires=others), weights=weights, moments=moments)
+        else:
+            _load_all(weights)
+            _load_all(moments)
 
     def load(self, step: int) -> State:
         """Bring stage and optimizer back to where they were; gives this rank's state."""
         self._checkpoints.begin_from(step)
-        if self._world.seat.num_ranks == 1:
-            return self._checkpoints.load(step, stage=self._stage, optimizer=self._optimizer)
         state = State(step=step, layers=(0, 0))
-        weights: dict[str, Tensor] = {}
-        moments: dict[str, Tensor] = {}
+        weights: dict[str, LazyTensor] = {}
+        moments: dict[str, LazyTensor] = {}
         if self._world.seat.is_leader:
             state, weights, moments = self._checkpoints.read(step, stage=self._stage)
         own = self._stage.tensors_by_name()
-        for name, tensor in self._dealt(weights, own).items():
+        for name, tensor in self._sharded(weights, own):
             is_by_rank = tensor.ndim > own[name].ndim
             own[name].copy_(tensor[self._world.seat.rank] if is_by_rank else tensor)
         parameters = self._stage.parameters_by_name()
-        like = {name: parameters[name.partition("/")[2]] for name in self._names(moments)}
-        self._optimizer.load_tensors(self._dealt(moments, like))
+        like = {name: parameters[name.partition("/")[2]] for name in self._world.spread(list(moments))}
+        self._optimizer.load_tensors(dict(self._sharded(moments, like)))
         cursor = self._world.spread(None if state.cursor is None else asdict(state.cursor))
         return replace(
             state,
@@ -404,47 +400,52 @@ class Keeper:
             other_wires=(),
         )
 
-    def export(self) -> dict[str, Tensor] | None:
-        """The model's weights by its own names, where ranks hold shares of them; None where they do not."""
-        own = dict(self._stage.model.state_dict())
-        return self._together(own) if any(isinstance(one, DTensor) for one in own.values()) else None
+    def export(self, scratch: Path) -> dict[str, Tensor] | None:
+        """The model's weights by its own names, at the leader of ranks that hold shards of them; else None.
 
-    def _observed_by_rank(self) -> dict[str, Tensor]:
+        They are gathered into a file and mapped from there.
+        """
+        own = lazily(self._stage.model.state_dict())
+        if not any(isinstance(one, DTensor) for one in self._stage.model.state_dict().values()):
+            return None
+        if not self._world.seat.is_leader:
+            _load_all(own)
+            return None
+        write_tensors(scratch, own)
+        return load_file(scratch)
+
+    def _observed_by_rank(self) -> dict[str, LazyTensor]:
         """What each rank has seen for a bottleneck that is still to begin, stacked at the leader."""
         down = self._stage.down
-        if down is None or down.has_begun:
+        if down is None or down.has_begun or self._world.seat.num_ranks == 1:
             return {}
         own = {f"down.observed.{name}": one.cpu() for name, one in down.observed.named_buffers()}
         found = [load(one) for one in self._world.gather_bytes(save(own)) or ()]
-        return {name: torch.stack([one[name] for one in found]) for name in own} if found else {}
+        return lazily({name: torch.stack([one[name] for one in found]) for name in own} if found else {})
 
-    def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors on the host at the leader, none elsewhere."""
-        found: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            full = whole(tensor)
-            if self._world.seat.is_leader:
-                found[name] = full.detach().to("cpu", copy=isinstance(tensor, DTensor))
-        return found
-
-    def _names(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        return list(self._world.spread(list(tensors)))
-
-    def _dealt(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The leader's tensors at every rank, or its share of them where `like` is dealt out."""
+    def _sharded(
+        self, tensors: Mapping[str, LazyTensor], like: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The leader's tensors at every rank, or its shard of them where `like` is sharded."""
+        if self._world.seat.num_ranks == 1:
+            yield from ((name, one.load()) for name, one in tensors.items())
+            return
         about = {name: [list(one.shape), str(one.dtype).partition(".")[2]] for name, one in tensors.items()}
-        found: dict[str, Tensor] = {}
         for name, (shape, dtype) in self._world.spread(about).items():
-            full = tensors[name] if name in tensors else torch.empty(shape, dtype=getattr(torch, dtype))
-            # A count of steps stays on the host.
             is_alike = list(like[name].shape) == shape
-            full = full.to(_device_of(like[name])) if is_alike else full.clone()
+            # A count of steps stays on the host.
+            device = _device_of(like[name]) if is_alike else torch.device("cpu")
+            if name in tensors:
+                full = tensors[name].load().to(device, copy=True)
+            else:
+                full = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             self._world.copy_from_leader(full)
-            found[name] = _shared_out(full, like[name]) if is_alike else full
-        return found
+            yield name, _shard_like(full, like[name]) if is_alike else full
 
     def _gather_wires(self, wires: _Wires) -> tuple[_Wires, ...] | None:
         """The wires of all ranks but the first, at the leader; None elsewhere."""
+        if self._world.seat.num_ranks == 1:
+            return ()
         facts = self._world.gather({peer: dict(wire.facts) for peer, wire in wires.items()})
         blobs = self._world.gather_bytes(save(_flat(wires)))
         if facts is None or blobs is None:
@@ -462,6 +463,21 @@ class Keeper:
             if rank == self._world.seat.rank:
                 found = _unflat(facts, load(blob))
         return found
+
+
+def lazy(tensor: Tensor) -> LazyTensor:
+    """A tensor that is gathered when it is needed, if ranks hold shards of it."""
+    return LazyTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, load=lambda: whole(tensor))
+
+
+def lazily(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
+    return {name: lazy(one) for name, one in tensors.items()}
+
+
+def _load_all(tensors: Mapping[str, LazyTensor]) -> None:
+    """Take part in gathering what the leader writes, in the order in which it does."""
+    for name in in_file_order(tensors):
+        tensors[name].load()
 
 
 def _flat(wires: _Wires) -> dict[str, Tensor]:
@@ -490,8 +506,8 @@ def _device_of(tensor: Tensor) -> torch.device:
     return tensor.to_local().device if isinstance(tensor, DTensor) else tensor.device
 
 
-def _shared_out(full: Tensor, like: Any) -> Tensor:
+def _shard_like(full: Tensor, like: Any) -> Tensor:
     if not isinstance(like, DTensor):
         return full
-    # Every rank has the whole already, and takes its own part of it.
+    # Every rank has the whole already, and takes its own shard of it.
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

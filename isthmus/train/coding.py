@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key, Payload, flat_bytes
-from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
-from isthmus.codec.meter import Fidelity, Meter
+from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
+from isthmus.codec.meter import ErrorMeter, Fidelity
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import CodecSpec, gradient_codec
+from isthmus.plan.codecs import RAW, RAW_PAIR, Pair, read_pair, texts_of
 from isthmus.plan.end_of_step import Texts
-from isthmus.plan.ladder import RAW, RAW_PAIR, Pair, read_pair, texts_of
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN
 from isthmus.plan.types import Message, MessageKind
 from isthmus.train.device import Device, Lane, Mark
@@ -100,7 +100,7 @@ class CutEnd:
     cache: Cache | None = None
     """At the first trained stage behind frozen ones."""
     lane: Lane = field(init=False)
-    _meter: Meter | None = None
+    _meter: ErrorMeter | None = None
     _texts: Texts = _RAW
     """The codecs of activations and of gradients that the codec state is for."""
     _end: SendingEnd | ReceivingEnd | None = None
@@ -111,7 +111,9 @@ class CutEnd:
     def __post_init__(self) -> None:
         self.lane = self.device.lane()
         if self.coding.guard_every:
-            self._meter = Meter(every=self.coding.guard_every, num_microbatches=self.coding.num_microbatches)
+            self._meter = ErrorMeter(
+                every=self.coding.guard_every, num_microbatches=self.coding.num_microbatches
+            )
 
     def encode(self, message: Message, hidden: Tensor, integers: Integers, *, after: Mark) -> Coded:
         """Hidden states, or their gradient, as bytes on the host, which are there when this returns."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isthmus.errors import FrameError
-from isthmus.wan.frames import Buffer
+from isthmus.wan.packet import Buffer
 
 IDS: Final = "ids"
 MASK: Final = "mask"

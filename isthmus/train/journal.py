@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from isthmus.events import COMPUTE_KINDS, MEASURED_KIND, EventLog, Span, steady_s
-from isthmus.intervals import shared_s, total_s, union
+from isthmus.observe.timeline import shared_s, total_s, union
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.end_of_step import Evaluated, Note, StepEnded
 from isthmus.plan.types import Facts, Message
@@ -85,6 +85,7 @@ class Journal:
         if ended.num_elements:
             sent = {"num_elements": ended.num_elements, "num_bytes": ended.num_bytes}
             self._log.fact("sent", {"step": ended.step, **sent})
+        values |= _speed(ended)
         if self._is_first:
             values |= _figures(ended)
             self._log.fact("step", values)
@@ -124,15 +125,22 @@ class Journal:
             tracker.log(step, numbers)
 
 
-def _figures(ended: StepEnded) -> dict[str, object]:
-    bubbles = [max(0.0, 1 - busy_s / ended.duration_s) for busy_s in ended.busy_s]
+def _speed(ended: StepEnded) -> dict[str, object]:
+    """What every site shows of a step."""
     return {
         "loss": ended.loss,
+        "duration_s": ended.duration_s,
+        "tokens_per_s": ended.num_tokens / ended.duration_s,
+    }
+
+
+def _figures(ended: StepEnded) -> dict[str, object]:
+    """What the first stage alone knows of a step."""
+    bubbles = [max(0.0, 1 - busy_s / ended.duration_s) for busy_s in ended.busy_s]
+    return {
         "norm": ended.norm,
         "learning_rate": ended.learning_rate,
         "num_tokens": ended.num_tokens,
-        "duration_s": ended.duration_s,
-        "tokens_per_s": ended.num_tokens / ended.duration_s,
         "bubble": sum(bubbles) / len(bubbles),
         "bubbles": bubbles,
         "windows": list(ended.windows),

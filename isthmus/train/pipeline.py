@@ -1,7 +1,8 @@
-"""The actor of a pipeline: passes of one stage, what they need and what they give, and the end of a step."""
+"""Forward and backward passes of one stage; what a backward needs is kept from its forward until then."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Final, Protocol
 
@@ -10,33 +11,113 @@ from torch import Tensor
 
 from isthmus.errors import FrameError
 from isthmus.events import WAITING_KIND, Span, steady_s
-from isthmus.model.cut import seed_from
-from isthmus.model.stage import Batch, Stage
-from isthmus.plan.end_of_step import (
-    Read,
-    Reduced,
-    Round,
-    Scored,
-    Seen,
-    Updated,
-    Verdict,
-    condensed,
-)
+from isthmus.model.random import RngKey, seed_from
+from isthmus.model.stage import Batch, Stage, StageInput, StageOutput
+from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated, Verdict, condensed
 from isthmus.plan.facts import pack_facts, unpack_facts
 from isthmus.plan.pipeline_parts import FACTS, HIDDEN, SENDING_HALF
 from isthmus.plan.types import Facts, Gathered, Member, Message, MessageKind, Ran, Work, WorkKind
 from isthmus.train.coding import CutCoding, CutEnd
 from isthmus.train.device import Device, Mark, PassClock
 from isthmus.train.frozen_cache import HELD, Admission, Cache, Foresight, held_of
+from isthmus.train.in_cloud import Alone, NoReduction, Reduction, World, begin_down, begin_up
 from isthmus.train.integers import IDS, MASK
-from isthmus.train.optimize.optimizer import Optimizer
-from isthmus.train.passes import Passes
-from isthmus.train.ranks.beginning import begin_down, begin_up
-from isthmus.train.ranks.world import Alone, NoReduction, Reduction, World
+from isthmus.train.optimizer import Optimizer
 from isthmus.train.rows import mask_of, valid_rows
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Inbox, Wire, WireObserver
 from isthmus.wan.link import Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    """What the backward of a micro-batch needs from its forward."""
+
+    arrived: Tensor | None
+    output: StageOutput
+    num_step_targets: int
+
+
+class Passes:
+    """Runs a stage on micro-batches.
+
+    A frozen stage runs as in evaluation, without dropout. `sends_gradients` is false where the stage before
+    is frozen, or there is none. Until `num_warmup_steps` hidden states cross where a bottleneck is to start.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        device: torch.device,
+        seed: int,
+        autocast: torch.dtype | None = None,
+        is_frozen: bool = False,
+        sends_gradients: bool = True,
+        num_warmup_steps: int = 0,
+        on_near_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.stage = stage
+        self.window = 1
+        """The most micro-batches in flight at a time."""
+        self._device = device
+        self._seed = seed
+        self._autocast = autocast
+        self._is_frozen = is_frozen
+        self._sends_gradients = sends_gradients
+        self._num_warmup_steps = num_warmup_steps
+        self._on_near_end = on_near_end
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+
+    def train(self, is_training: bool) -> None:
+        """Switch between training and evaluation."""
+        self.stage.train(is_training and not self._is_frozen)
+
+    def forward(
+        self,
+        batch: Batch,
+        hidden: Tensor | None,
+        *,
+        step: int,
+        item: int,
+        num_step_targets: int,
+        is_evaluation: bool = False,
+    ) -> StageOutput:
+        """Run a micro-batch, with the hidden states that arrived for it."""
+        is_training = not is_evaluation and not self._is_frozen
+        if hidden is not None and is_training and self._sends_gradients:
+            hidden.requires_grad_()
+        inputs = StageInput(
+            batch=batch.to(self._device),
+            crossing=hidden,
+            rng_key=RngKey(seed=self._seed, step=step, microbatch=item),
+            is_warming_up=step < self._num_warmup_steps,
+            window=self.window,
+            on_near_end=self._on_near_end,
+        )
+        with torch.set_grad_enabled(is_training), self._precision():
+            output: StageOutput = self.stage(inputs)
+        if is_training:
+            self._in_flight[step, item] = _InFlight(
+                arrived=hidden, output=output, num_step_targets=num_step_targets
+            )
+        return output
+
+    def backward(self, *, step: int, item: int, gradient: Tensor | None) -> Tensor | None:
+        """Run a micro-batch back, given the gradient of what it sent; gives that of what had arrived."""
+        kept = self._in_flight.pop((step, item))
+        kept.output.backward(grad=gradient, loss_weight=1 / max(kept.num_step_targets, 1))
+        return None if kept.arrived is None else kept.arrived.grad
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        if self._autocast is None:
+            yield
+        else:
+            # Without its cache, in which copies of weights would outlive the layers that are recomputed.
+            with torch.autocast(self._device.type, dtype=self._autocast, cache_enabled=False):
+                yield
+
 
 TARGETS: Final = "targets"
 """How many targets a micro-batch has, and how many its whole step has."""

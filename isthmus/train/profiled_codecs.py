@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 import torch
 
 from isthmus.job import CodecSpec, Job, LinkSpec
+from isthmus.plan.codecs import RAW_PAIR, Crossing, Loss, Pair, codec_levels, texts_of
 from isthmus.plan.costs.profile import CodingTimes, fit_line
-from isthmus.plan.ladder import RAW_PAIR, Crossing, Loss, Pair, ladder, texts_of
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
 from isthmus.plan.steering import Cut
 from isthmus.plan.types import Member, Message, MessageKind
@@ -51,7 +51,7 @@ def _pairs(job: Job, width: int) -> Iterator[Pair]:
         if given is not None:
             yield given
             continue
-        for level in ladder(width):
+        for level in codec_levels(width):
             if level.loss <= most and not level.is_joint:
                 yield Pair(forward=level.forward, backward=level.backward)
 

@@ -5,25 +5,32 @@ Profiles are kept in a folder by a digest of all that they depend on, so that a 
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import transformers
 
 from isthmus.errors import UserError
+from isthmus.events import __version__
 from isthmus.job import CloudSpec, Job, PipelineStrategy
-from isthmus.job.findings import plain_name
-from isthmus.job.limits import AcceleratorSpec
-from isthmus.job.write import replace_file
+from isthmus.job.load import replace_file
+from isthmus.job.sections import AcceleratorSpec, plain_name
+from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
+from isthmus.model.costs import MeasuredModel, Training
+from isthmus.model.heads import HEADS
+from isthmus.plan.cost_table import CostTable, read_table, table_text
+from isthmus.plan.costs import PlannedModel
 from isthmus.plan.costs.devices import find_accelerator
 from isthmus.plan.costs.profile import VERSION, Profile, parse_profile, read_profile, write_profile
-from isthmus.plan.search.facts import is_loopback, model_config
+from isthmus.plan.job_facts import is_loopback
+from isthmus.plan.models import model_config, planned
 from isthmus.train.device import Device
 from isthmus.train.profiling import MAX_SCATTER, QUICK, Effort, measure, sizes_of, threads_here
 from isthmus.train.rehearsal import measure_together
@@ -242,7 +249,7 @@ def digest_of(job: Job, *, num_threads: int) -> str:
     links = [[*link.between, str(link.codec.forward), str(link.codec.backward)] for link in job.link]
     about: dict[str, Any] = {
         "profile": VERSION,
-        "versions": [_version(name) for name in ("isthmus", "torch", "transformers")],
+        "versions": [__version__, torch.__version__, transformers.__version__],
         "machine": [platform.machine(), platform.node(), os.cpu_count()],
         "model": dict(model_config(job)),
         "task": None if job.data is None else job.data.task,
@@ -258,8 +265,83 @@ def digest_of(job: Job, *, num_threads: int) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+log = logging.getLogger(__name__)
+
+_NUM_LABELS: Final = 2
+# What torch and transformers raise where a model asks for the values of tensors that have none.
+_UNMEASURABLE: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+
+
+class Measuring:
+    """Measures the costs of models; with a folder, what was measured is read from there next time."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._known: dict[str, PlannedModel | None] = {}
+
+    def __call__(self, job: Job, config: Mapping[str, object] | None = None) -> PlannedModel | None:
+        """The job's model, or one of another configuration; None where it cannot be measured."""
+        if job.model is None or job.data is None:
+            return None
+        key = _digest(job, config)
+        if key not in self._known:
+            self._known[key] = self._measured(job, config, key)
+        return self._known[key]
+
+    def _measured(self, job: Job, config: Mapping[str, object] | None, key: str) -> PlannedModel | None:
+        blueprint = _blueprint(job, config)
+        if job.model is None:
+            return None
+        training = Training(num_frozen_layers=job.model.frozen_layers, lora=job.model.lora)
+        path = None if self._folder is None else self._folder / f"{key}.json"
+
+        def remember(table: CostTable) -> None:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(path, table_text(table))
+
+        try:
+            model = MeasuredModel(
+                blueprint,
+                training,
+                has_bfloat16=job.train.precision == "bfloat16",
+                known=None if path is None else read_table(path),
+                remember=remember,
+            )
+        except _UNMEASURABLE as error:
+            log.warning("the costs of %s cannot be measured: %s", blueprint.config.model_type, error)
+            return None
+        return planned(model.table, model.costs)
+
+
+def _blueprint(job: Job, config: Mapping[str, object] | None) -> Blueprint:
+    if job.model is None or job.data is None:
+        raise ValueError("the job has no [model] or no [data] section")
+    head = HEADS[job.data.task]
+    num_labels = None if job.data.task.endswith("lm") else _NUM_LABELS
+    if config is None and job.model.source is not None:
+        return pretrained_blueprint(
+            job.model.source,
+            head=head,
+            num_labels=num_labels,
+            trust_remote_code=job.model.trust_remote_code,
+        )
+    return fresh_blueprint(config or job.model.config or {}, head=head, num_labels=num_labels)
+
+
+def _digest(job: Job, config: Mapping[str, object] | None) -> str:
+    """What the costs of a model depend on."""
+    model, task = job.model, None if job.data is None else job.data.task
+    if model is None:
+        raise ValueError("the job has no [model] section")
+    parts = {
+        "config": dict(config or model_config(job)),
+        "source": model.source if config is None else None,
+        "task": task,
+        "precision": job.train.precision,
+        "frozen": model.frozen_layers,
+        "lora": None if model.lora is None else model.lora.model_dump(mode="json"),
+        "versions": [__version__, torch.__version__, transformers.__version__],
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

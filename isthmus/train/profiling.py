@@ -21,17 +21,17 @@ from torch.distributed.tensor import DTensor
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, PipelineStrategy
 from isthmus.model.blueprint import Blueprint
-from isthmus.model.families import HEADS, Head
+from isthmus.model.heads import HEADS, Head
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
-from isthmus.plan.costs.arithmetic import Precision
+from isthmus.plan.costs import Precision
 from isthmus.plan.costs.profile import NO_TIME, CodingTimes, PassTimes, Profile, Sample
 from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device
-from isthmus.train.optimize.optimizer import Optimizer, Schedule
-from isthmus.train.passes import Passes
+from isthmus.train.in_cloud import NoReduction, Reduction
+from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.pipeline import Passes
 from isthmus.train.profiled_codecs import measure_codings
-from isthmus.train.ranks.world import NoReduction, Reduction
 
 _NUM_WARM_UPS: Final = 2
 _SIZE_RATIO: Final = 4
@@ -208,7 +208,7 @@ def made_up_blueprint(job: Job) -> Blueprint:
     num_labels = None if job.data.task.endswith("lm") else _NUM_LABELS
     # A run has the ids of its tokenizer; those that a family assumes may lie beyond a small vocabulary.
     config = dict.fromkeys(("bos_token_id", "eos_token_id")) if job.model.source is None else {}
-    return replace(blueprint_of(job, config=config, num_labels=num_labels), checkpoint=None)
+    return replace(blueprint_of(job, config=config, num_labels=num_labels), source=None)
 
 
 def sizes_of(job: Job) -> list[int]:
@@ -441,7 +441,7 @@ def _stage(start: int, stop: int) -> Callable[[Round], PassTimes]:
 def _kind(blueprint: Blueprint, layer: int) -> object:
     """Layers of one kind take the same time: as many parameters, and the same attention."""
     kinds: Sequence[str] | None = getattr(blueprint.config, "layer_types", None)
-    return tuple(blueprint.anatomy.layers[layer].values()), kinds[layer] if kinds else None
+    return tuple(blueprint.layout.layers[layer].values()), kinds[layer] if kinds else None
 
 
 def repeat(

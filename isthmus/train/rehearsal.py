@@ -24,11 +24,11 @@ from isthmus.job import CodecSpec, Job, LinkSpec, stage_order
 from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
-from isthmus.plan.costs.arithmetic import Precision
+from isthmus.plan.codecs import RAW_PAIR, Crossing, Pair
+from isthmus.plan.costs import Precision
 from isthmus.plan.costs.profile import Profile, Sample, mean_sample
-from isthmus.plan.cuts import links_along
 from isthmus.plan.end_of_step import StepEnded
-from isthmus.plan.ladder import RAW_PAIR, Crossing, Pair
+from isthmus.plan.job_facts import links_along
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
@@ -39,17 +39,16 @@ from isthmus.train.build import AUTOCAST
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop
 from isthmus.train.members import agree_on_end
-from isthmus.train.optimize.optimizer import Optimizer, Schedule
+from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import PipelineActor, pipeline_wires
 from isthmus.train.profiling import Effort, Size, made_up_batch, made_up_blueprint, measure, threads_here
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Inbox
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.frames import Packet
 from isthmus.wan.handshake import Seat
 from isthmus.wan.link import Link
-from isthmus.wan.local import LocalWan
-from isthmus.wan.processes import run_ranks
+from isthmus.wan.local import LocalWan, run_ranks
+from isthmus.wan.packet import Packet
 
 _NEXT: Final = "rehearsal/next"
 _MAX_LAYERS: Final = 4
@@ -95,9 +94,9 @@ def measure_together(
         report(f"{cloud}: {text}")
 
     with LocalWan(free) as wan:
-        found: dict[tuple[str, int], _Measured] = run_ranks(free, work, wan, on_report=hear)
-    profiles = {cloud: found[cloud, 0].profile for cloud in (one.name for one in job.cloud)}
-    rehearsals = found[stage_order(job)[0], 0].rehearsals
+        found: dict[Member, _Measured] = run_ranks(free, work, wan, on_report=hear)
+    profiles = {cloud: found[Member(cloud)].profile for cloud in (one.name for one in job.cloud)}
+    rehearsals = found[Member(stage_order(job)[0])].rehearsals
     return stretch_all(alike(profiles), rehearsals, clouds=stage_order(job))
 
 

@@ -23,28 +23,24 @@ from isthmus.model.export import merge, write_part
 from isthmus.model.exported import describe_exported
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.facts import pack_facts, unpack_facts
-from isthmus.plan.lock_step import common_ranks
+from isthmus.plan.job_facts import common_ranks
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.types import Facts, Member, Outcome
 from isthmus.train.build import AUTOCAST, Build, Built, blueprint_of
 from isthmus.train.checkpoint import Checkpoints, Keeper, State, pack_wires, unpack_wires
 from isthmus.train.data.batches import Layout, divide_batch
-from isthmus.train.data.feed import Feed, Share
-from isthmus.train.data.order import Cursor
+from isthmus.train.data.samples import Cursor
 from isthmus.train.data.token_files import tokens_of
-from isthmus.train.data.training_data import TrainingData, open_data
+from isthmus.train.data.training_data import Feed, Share, TrainingData, open_data
 from isthmus.train.device import Device
+from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
 from isthmus.train.loop import Loop
-from isthmus.train.members import Neighbours, Offer, SavedSteps, Start
-from isthmus.train.parts import fresh_folder, gather_parts
+from isthmus.train.members import Neighbours, Offer, SavedSteps, Start, fresh_folder, gather_parts
 from isthmus.train.pipeline import PipelineActor, pipeline_wires
-from isthmus.train.preflight import read_decisions
-from isthmus.train.ranks.world import World, join_world
-from isthmus.train.run_config import RunConfig, pack_config, run_config, unpack_config
-from isthmus.train.runs import MODEL_FOLDER, PARTS_PREFIX, TOKENIZER_FOLDER
-from isthmus.train.setup import Setup, set_up
+from isthmus.train.run_config import RunConfig, Setup, pack_config, run_config, set_up, unpack_config
+from isthmus.train.runs import MODEL_FOLDER, PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
 from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import Seat
@@ -53,6 +49,7 @@ from isthmus.wan.link import Link
 # Links are served by Python threads beside the one that computes; neither may hold the other up for long.
 SWITCH_INTERVAL_S: Final = 0.0005
 _SCHEDULER: Final = "state"
+_GATHERED_FILE: Final = "gathered.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,11 +357,15 @@ class _Session:
     # The end.
 
     def _export(self, built: Built, keeper: Keeper, run: Path) -> None:
-        tensors = keeper.export()
+        own = run / f"{PARTS_PREFIX}{self.member.cloud}"
+        if self._is_leader:
+            fresh_folder(own)
+        scratch = own / _GATHERED_FILE
+        tensors = keeper.export(scratch)
         if not self._is_leader:
             return
-        own = fresh_folder(run / f"{PARTS_PREFIX}{self.member.cloud}")
         write_part(built.stage, own / self.member.cloud, tensors=tensors)
+        scratch.unlink(missing_ok=True)
         parts = gather_parts(own, up=self.neighbours.up, down=self.neighbours.down)
         if self._is_first:
             companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]

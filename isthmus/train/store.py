@@ -8,26 +8,30 @@ A record is a folder of safetensors files and a manifest, which is written last:
                        manifest.json            file, shape and type of each tensor; size and SHA-256 of each
                                                 file; facts
 
-Tensors are found by their names. Nothing is pickled, and no byte is used whose digest is not the manifest's.
+Tensors are found by their names, and are written and read one at a time, so that a record need not fit into
+memory. Nothing is pickled, and no byte is used whose digest is not the manifest's.
 """
 
+import functools
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from isthmus.codec.base import flat_bytes
 from isthmus.errors import UserError
-from isthmus.job.write import sync
+from isthmus.job.load import sync
 
 MANIFEST_FILE: Final = "manifest.json"
 Facts = Mapping[str, Any]
@@ -38,6 +42,65 @@ _WEIGHTS: Final = "weights"
 _SUFFIX: Final = ".safetensors"
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_HEADER_MULTIPLE: Final = 8
+_SAFETENSORS_NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyTensor:
+    """A tensor that is gathered or read when it is needed; ranks that hold shards of it load it together."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def in_file_order(tensors: Mapping[str, LazyTensor]) -> list[str]:
+    """The names as one file holds them: wide types first, since each tensor must be aligned to its type."""
+    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> "SavedFile":
+    """Write a safetensors file; one tensor at a time is in memory."""
+    names = in_file_order(tensors)
+    about, end = {}, 0
+    for name in names:
+        start, end = end, end + tensors[name].num_bytes
+        about[name] = {
+            "dtype": _SAFETENSORS_NAMES[tensors[name].dtype],
+            "shape": tensors[name].shape,
+            "data_offsets": (start, end),
+        }
+    header = json.dumps(about).encode()
+    header += b" " * (-len(header) % _HEADER_MULTIPLE)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def write(data: Any) -> None:
+            file.write(data)
+            digest.update(data)
+
+        write(len(header).to_bytes(8, "little") + header)
+        for name in names:
+            write(flat_bytes(tensors[name].load().detach().cpu().contiguous()).numpy().data)
+        num_bytes = file.tell()
+    sync(path)
+    return SavedFile(num_bytes=num_bytes, sha256=digest.hexdigest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +161,14 @@ class Store(Protocol):
     def unfinished(self) -> tuple[str, ...]:
         """The names of records whose writing or removal was cut short."""
 
-    def put(self, name: str, tensors: Mapping[str, Tensor], facts: Facts) -> None:
+    def put(self, name: str, tensors: Mapping[str, LazyTensor], facts: Facts) -> None:
         """Keep a record in the place of the one of that name, if any; OSError leaves nothing behind."""
 
     def manifest(self, name: str) -> Manifest:
         """What a record holds."""
 
-    def get(self, name: str, tensors: Collection[str]) -> dict[str, Tensor]:
-        """Some tensors of a record, on the host; refused where a file is not as it was written."""
+    def get(self, name: str, tensors: Sequence[str]) -> dict[str, LazyTensor]:
+        """Some tensors of a record, for the host; refused where a file is not as it was written."""
 
     def check(self, name: str) -> str | None:
         """Why a record cannot be used, None where every byte of it is as it was written."""
@@ -135,7 +198,7 @@ class DiskStore:
         found = [path for path in self._folder.glob("*/*/") if self._name(path) not in written]
         return tuple(sorted({self._name(_target(path)) for path in found}))
 
-    def put(self, name: str, tensors: Mapping[str, Tensor], facts: Facts) -> None:
+    def put(self, name: str, tensors: Mapping[str, LazyTensor], facts: Facts) -> None:
         """Keep a record in the place of the one of that name, if any; OSError leaves nothing behind."""
         folder = self._folder / name
         new = _beside(folder)
@@ -157,23 +220,31 @@ class DiskStore:
         except (OSError, ValueError) as error:
             raise self._unusable(name, str(error)) from error
 
-    def get(self, name: str, tensors: Collection[str]) -> dict[str, Tensor]:
-        """Some tensors of a record, on the host; refused where a file is not as it was written."""
+    def get(self, name: str, tensors: Sequence[str]) -> dict[str, LazyTensor]:
+        """Some tensors of a record, for the host; refused where a file is not as it was written."""
         manifest = self.manifest(name)
-        wanted: dict[str, list[str]] = defaultdict(list)
-        for tensor in tensors:
-            wanted[manifest.tensors[tensor].file].append(tensor)
-        found: dict[str, Tensor] = {}
-        for file, own in wanted.items():
+        for file in {manifest.tensors[tensor].file for tensor in tensors}:
             reason = self._why_not(name, file, manifest.files[file])
             if reason is not None:
                 raise self._unusable(name, reason)
+
+        def load(tensor: str) -> Tensor:
+            file = manifest.tensors[tensor].file
             try:
                 with safe_open(self._folder / name / file, framework="pt") as opened:
-                    found |= {tensor: opened.get_tensor(tensor) for tensor in own}
+                    found: Tensor = opened.get_tensor(tensor)
+                    return found
             except (OSError, SafetensorError) as error:
                 raise self._unusable(name, f"{file}: {error}") from error
-        return found
+
+        return {
+            tensor: LazyTensor(
+                shape=manifest.tensors[tensor].shape,
+                dtype=getattr(torch, manifest.tensors[tensor].dtype),
+                load=functools.partial(load, tensor),
+            )
+            for tensor in tensors
+        }
 
     def check(self, name: str) -> str | None:
         """Why a record cannot be used, None where every byte of it is as it was written."""
@@ -232,19 +303,16 @@ class DiskStore:
         )
 
 
-def _write(folder: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
-    groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
+def _write(folder: Path, tensors: Mapping[str, LazyTensor], facts: Facts) -> None:
+    groups: dict[str, dict[str, LazyTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         group, slash, _ = name.partition("/")
         groups[f"{group if slash else _WEIGHTS}{_SUFFIX}"][name] = tensor
-    for file, own in groups.items():
-        save_file(_separate(own), folder / file)
-        sync(folder / file)
     manifest = Manifest(
         facts=facts,
-        files={file: _describe_file(folder / file) for file in groups},
+        files={file: write_tensors(folder / file, own) for file, own in groups.items()},
         tensors={
-            name: SavedTensor(file=file, shape=tuple(one.shape), dtype=str(one.dtype).partition(".")[2])
+            name: SavedTensor(file=file, shape=one.shape, dtype=str(one.dtype).partition(".")[2])
             for file, own in groups.items()
             for name, one in own.items()
         },
@@ -252,23 +320,6 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], facts: Facts) -> None:
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     sync(folder / MANIFEST_FILE)
     sync(folder)
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory, which safetensors asks for."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        own = tensor.detach().contiguous()
-        if own.untyped_storage().data_ptr() in seen:
-            own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
-        found[name] = own
-    return found
-
-
-def _describe_file(path: Path) -> SavedFile:
-    return SavedFile(num_bytes=path.stat().st_size, sha256=_digest(path))
 
 
 def _digest(path: Path) -> str:
@@ -311,4 +362,6 @@ def _read_tensor(values: Mapping[str, Any], files: Collection[str]) -> SavedTens
     )
     if about.file not in files:
         raise ValueError(f"its {MANIFEST_FILE} has a tensor in a file that it does not list")
+    if getattr(torch, about.dtype, None) not in _SAFETENSORS_NAMES:
+        raise ValueError(f"its {MANIFEST_FILE} has a tensor of type {about.dtype[:50]!r}")
     return about

@@ -29,8 +29,8 @@ from isthmus.train.coding import DTYPES, CodecState, Coded, CutEnd
 from isthmus.train.device import Mark
 from isthmus.train.frozen_cache import Cache
 from isthmus.train.integers import pack_integers, unpack_integers
-from isthmus.wan.frames import Buffer, Packet
 from isthmus.wan.link import Link
+from isthmus.wan.packet import Buffer, Packet
 
 _POLL_S: Final = 0.2
 _MAX_NUM_DIMENSIONS: Final = 3

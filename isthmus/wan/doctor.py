@@ -19,9 +19,49 @@ from pathlib import Path
 from isthmus.errors import CertificateError, UserError
 from isthmus.job import Address, CloudSpec, Job
 from isthmus.units import format_bytes
-from isthmus.wan.devices import Devices, require_kind, require_one_each
-from isthmus.wan.relays.sockets import own_address
-from isthmus.wan.trust.certificates import CertificateFacts, inspect_folder, read_identity
+from isthmus.wan.certificates import CertificateFacts, inspect_folder, read_identity
+from isthmus.wan.sockets import own_address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """What torch finds on this machine: a kind of accelerator and how many, or why it cannot tell."""
+
+    kind: str | None = None
+    num_devices: int = 0
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.num_devices} × {self.kind}" if self.num_devices else "cpu only"
+
+
+def require_kind(cloud: CloudSpec, found: Devices) -> None:
+    """Refuse a cloud whose `device` is not here."""
+    if cloud.device == "cpu":
+        return
+    if found.problem is not None:
+        raise UserError(
+            f"cloud {cloud.name!r} cannot use torch here: {found.problem}",
+            hint="install torch for this machine anew",
+        )
+    if cloud.device not in ("auto", found.kind):
+        raise UserError(
+            f"cloud {cloud.name!r} asks for {cloud.device}, but torch finds {found} here",
+            hint=f'set cloud.{cloud.name}.device to "{found.kind or "cpu"}" or "auto", '
+            f"or install the driver and the torch build for {cloud.device}",
+        )
+
+
+def require_one_each(cloud: CloudSpec, found: Devices, *, num_ranks: int) -> None:
+    """Refuse more ranks of a cloud on this machine than there are accelerators: each needs its own."""
+    if cloud.device == "cpu" or not 0 < found.num_devices < num_ranks:
+        return
+    raise UserError(
+        f"{num_ranks} ranks of cloud {cloud.name!r} here need a device each, but torch finds {found}",
+        hint=f"start at most {found.num_devices} on this machine, or set cloud.{cloud.name}.ranks "
+        f'to {found.num_devices} or its device to "cpu"',
+    )
+
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)
@@ -31,32 +71,35 @@ MIN_FREE_BYTES = 20 * 2**30
 _DIAL_TIMEOUT_S = 5.0
 _COMMAND_TIMEOUT_S = 5.0
 _MAX_STATUS_LINE_BYTES = 1024
+# Bad gateway, service unavailable, gateway timeout: what a proxy says when it may connect but cannot.
+_NO_ANSWER_BEHIND_PROXY = r"HTTP/1\.[01] 50[234]\b"
 # What a process holds open besides its connections: libraries, logs, checkpoints.
 _OTHER_OPEN_FILES = 256
 _USUAL_STRIPES = 8
 
 
-class Verdict(StrEnum):
-    """How a check came out."""
+class CheckVerdict(StrEnum):
+    """How a check came out; a note names what is still to be done, and is no fault."""
 
     OK = "ok"
+    NOTE = "note"
     WARNING = "warning"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckResult:
     """What one check saw, and the cure unless all is well."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckVerdict
     what: str
     cure: str | None = None
 
 
 def examine(
     job: Job, cloud: CloudSpec | None, *, find_devices: Callable[[], Devices], runs: Path, now: datetime
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Yield the findings for one cloud of a job here, or without a cloud for what all of them share."""
     torch_version = _installed_version("torch")
     yield check_python(sys.version_info[:2])
@@ -72,7 +115,7 @@ def examine(
     yield check_open_files(_open_file_limit(), num_needed=_num_open_files(job, cloud))
 
 
-def check_by(name: str, look: Callable[[], str]) -> Finding:
+def check_by(name: str, look: Callable[[], str]) -> CheckResult:
     """Check by looking: what is seen is told, and what is refused has its cure."""
     try:
         return _ok(name, look())
@@ -80,7 +123,7 @@ def check_by(name: str, look: Callable[[], str]) -> Finding:
         return _failed(name, str(error), error.hint or "mend that, then run this again")
 
 
-def check_python(version: tuple[int, ...]) -> Finding:
+def check_python(version: tuple[int, ...]) -> CheckResult:
     """Check the interpreter's version."""
     text = ".".join(map(str, version))
     if version >= MIN_PYTHON:
@@ -88,9 +131,9 @@ def check_python(version: tuple[int, ...]) -> Finding:
     return _failed("python", f"{text} is too old", "install Python {}.{} or newer".format(*MIN_PYTHON))
 
 
-def check_torch(version: str | None) -> Finding:
+def check_torch(version: str | None) -> CheckResult:
     """Check the installed version of torch, without importing it."""
-    cure = "pip install 'isthmus[train]'"
+    cure = "install torch {}.{} or newer, with the package's extra [train]".format(*MIN_TORCH)
     if version is None:
         return _failed("torch", "not installed", cure)
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
@@ -99,7 +142,7 @@ def check_torch(version: str | None) -> Finding:
     return _failed("torch", f"{version} is older than {MIN_TORCH[0]}.{MIN_TORCH[1]}", cure)
 
 
-def check_devices(cloud: CloudSpec, find_devices: Callable[[], Devices]) -> Finding:
+def check_devices(cloud: CloudSpec, find_devices: Callable[[], Devices]) -> CheckResult:
     """Check that the accelerators are here which the cloud is to have."""
     if cloud.device == "cpu":
         return _ok("devices", "cpu")
@@ -114,7 +157,7 @@ def check_devices(cloud: CloudSpec, find_devices: Callable[[], Devices]) -> Find
     return _ok("devices", str(found))
 
 
-def check_devices_of_all(clouds: Sequence[CloudSpec], find_devices: Callable[[], Devices]) -> Finding:
+def check_devices_of_all(clouds: Sequence[CloudSpec], find_devices: Callable[[], Devices]) -> CheckResult:
     """Check that all clouds could run on this machine, which only a run without --cloud asks for."""
     if all(cloud.device == "cpu" for cloud in clouds):
         return _ok("devices", "cpu")
@@ -128,7 +171,7 @@ def check_devices_of_all(clouds: Sequence[CloudSpec], find_devices: Callable[[],
     return _ok("devices", str(found))
 
 
-def check_port(listen: Address) -> Finding:
+def check_port(listen: Address) -> CheckResult:
     """Check that the cloud's gateway can take its port here, and tell where it will be open."""
     host = own_address(listen.host)
     family = socket.AF_INET6 if ":" in (host or listen.host) else socket.AF_INET
@@ -141,21 +184,31 @@ def check_port(listen: Address) -> Finding:
     return _ok("port", f"{listen.port} is free here, at {host or 'all interfaces'}")
 
 
-def check_peer(peer: CloudSpec, address: Address, *, proxy: Address | None) -> Finding:
-    """Check that a TCP connection to a peer's address opens, through the proxy if there is one."""
+def check_peer(peer: CloudSpec, address: Address, *, proxy: Address | None) -> CheckResult:
+    """Check that a TCP connection to a peer's address opens, through the proxy if there is one.
+
+    A host that answers that nothing listens there is well: the other site has just not started yet.
+    """
     name, first = f"reach {peer.name}", proxy or address
     try:
         with socket.create_connection((first.host, first.port), timeout=_DIAL_TIMEOUT_S) as connection:
             refusal = _ask_proxy(connection, address) if proxy else None
+    except ConnectionRefusedError:
+        if proxy is None:
+            return _nothing_listens(name, peer, str(address))
+        return _failed(name, f"{proxy}: connection refused", "start the proxy, or correct `proxy` in the job")
     except OSError as error:
-        return _unreachable(name, first, error, cure=_dial_cure(peer, error, proxy=proxy))
+        reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+        return _failed(name, f"{first}: {reason}", _dial_cure(peer, error, proxy=proxy))
+    if refusal is not None and re.match(_NO_ANSWER_BEHIND_PROXY, refusal):
+        return _nothing_listens(name, peer, f"the proxy {proxy} answers {refusal!r} for {address}")
     if refusal is not None:
-        cure = f"let the proxy allow CONNECT to {address}, and start the gateway of {peer.name}"
+        cure = f"let the proxy allow CONNECT to {address}"
         return _failed(name, f"the proxy {proxy} answers {refusal!r} for {address}", cure)
     return _ok(name, f"{address} through the proxy {proxy}" if proxy else str(address))
 
 
-def check_identity(cloud: CloudSpec, *, now: datetime) -> Finding:
+def check_identity(cloud: CloudSpec, *, now: datetime) -> CheckResult:
     """Check that the cloud can show who it is, by a key that is private."""
     folder, name = Path(cloud.certificates), f"identity of {cloud.name}"
     try:
@@ -168,7 +221,7 @@ def check_identity(cloud: CloudSpec, *, now: datetime) -> Finding:
     return _ok(name, f"{key} and its certificate belong together")
 
 
-def check_certificate(fact: CertificateFacts, /) -> Finding:
+def check_certificate(fact: CertificateFacts, /) -> CheckResult:
     """Check that a certificate is sound and will not soon expire."""
     name = "authority" if fact.kind == "authority" else f"certificate of {fact.name}"
     if fact.problem is not None or fact.days_left is None:
@@ -183,7 +236,9 @@ def check_certificate(fact: CertificateFacts, /) -> Finding:
     )
 
 
-def check_clock(facts: Sequence[CertificateFacts], *, is_synchronised: bool | None, now: datetime) -> Finding:
+def check_clock(
+    facts: Sequence[CertificateFacts], *, is_synchronised: bool | None, now: datetime
+) -> CheckResult:
     """Check the clock against what was signed before now, and that a time service keeps it."""
     cure = "set the clock and let a time service keep it: timedatectl set-ntp true"
     starts = max((fact.starts for fact in facts if fact.starts), default=now)
@@ -200,7 +255,7 @@ def check_clock(facts: Sequence[CertificateFacts], *, is_synchronised: bool | No
     return _ok("clock", "kept by a time service")
 
 
-def check_disk(runs: Path) -> Finding:
+def check_disk(runs: Path) -> CheckResult:
     """Check the space that is left where runs are written."""
     existing = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
     free_bytes = shutil.disk_usage(existing).free
@@ -210,7 +265,7 @@ def check_disk(runs: Path) -> Finding:
     return _warning("disk", what, f"free some space, or start where {format_bytes(MIN_FREE_BYTES)} are free")
 
 
-def check_open_files(limit: int, *, num_needed: int) -> Finding:
+def check_open_files(limit: int, *, num_needed: int) -> CheckResult:
     """Check that a gateway of this job may hold all its connections open."""
     if limit == resource.RLIM_INFINITY or limit >= num_needed:
         return _ok("open files", "no limit" if limit == resource.RLIM_INFINITY else f"{limit} allowed")
@@ -233,7 +288,7 @@ def read_is_synchronised() -> bool | None:
     return {"yes": True, "no": False}.get(done.stdout.strip())
 
 
-def _examine_network(job: Job, cloud: CloudSpec) -> Iterator[Finding]:
+def _examine_network(job: Job, cloud: CloudSpec) -> Iterator[CheckResult]:
     if cloud.listen is None:
         yield _ok("port", f"none needed, {cloud.name} only dials out")
     else:
@@ -252,7 +307,7 @@ def _ask_proxy(connection: socket.socket, address: Address) -> str | None:
     return None if re.match(r"HTTP/1\.[01] 2\d\d\b", status) else status
 
 
-def _taken(port: int, error: OSError) -> Finding:
+def _taken(port: int, error: OSError) -> CheckResult:
     if error.errno == errno.EADDRINUSE:
         cure = "fine if this is the cloud's gateway; otherwise end that program or change `listen`"
         return _warning("port", f"a program here listens on {port} already", cure)
@@ -260,30 +315,32 @@ def _taken(port: int, error: OSError) -> Finding:
     return _failed("port", f"{port} cannot be taken: {error.strerror}", cure)
 
 
+def _nothing_listens(name: str, peer: CloudSpec, where: str) -> CheckResult:
+    # One rank that names no gateway holds the port itself.
+    verb = "gateway" if peer.ranks > 1 or peer.gateway != peer.listen else "run"
+    return CheckResult(
+        name=name,
+        verdict=CheckVerdict.NOTE,
+        what=f"{where}: nothing listens there yet",
+        cure=f"start the other site when this one is ready: isthmus {verb} JOB --cloud {peer.name}",
+    )
+
+
 def _dial_cure(peer: CloudSpec, error: OSError, *, proxy: Address | None) -> str:
     if isinstance(error, socket.gaierror):
         return "correct the host name in the job, or this machine's name service"
     if proxy is not None:
         return "start the proxy, or correct `proxy` in the job"
-    if isinstance(error, ConnectionRefusedError):
-        # One rank that names no gateway holds the port itself.
-        verb = "gateway" if peer.ranks > 1 or peer.gateway != peer.listen else "run"
-        return f"start it there: isthmus {verb} JOB --cloud {peer.name}"
     return f"let the firewalls here and at {peer.name} pass this port"
-
-
-def _unreachable(name: str, address: Address, error: OSError, *, cure: str) -> Finding:
-    reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
-    return _failed(name, f"{address}: {reason}", cure)
 
 
 def _examine_certificates(
     cloud: CloudSpec | None, facts: Sequence[CertificateFacts], *, now: datetime
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     if cloud is not None:
         identity = check_identity(cloud, now=now)
         yield identity
-        if identity.verdict is Verdict.FAILED:
+        if identity.verdict is CheckVerdict.FAILED:
             return
     yield from map(check_certificate, facts)
 
@@ -321,13 +378,13 @@ def _installed_version(package: str) -> str | None:
         return None
 
 
-def _ok(name: str, what: str) -> Finding:
-    return Finding(name=name, verdict=Verdict.OK, what=what)
+def _ok(name: str, what: str) -> CheckResult:
+    return CheckResult(name=name, verdict=CheckVerdict.OK, what=what)
 
 
-def _warning(name: str, what: str, cure: str) -> Finding:
-    return Finding(name=name, verdict=Verdict.WARNING, what=what, cure=cure)
+def _warning(name: str, what: str, cure: str) -> CheckResult:
+    return CheckResult(name=name, verdict=CheckVerdict.WARNING, what=what, cure=cure)
 
 
-def _failed(name: str, what: str, cure: str | None) -> Finding:
-    return Finding(name=name, verdict=Verdict.FAILED, what=what, cure=cure)
+def _failed(name: str, what: str, cure: str | None) -> CheckResult:
+    return CheckResult(name=name, verdict=CheckVerdict.FAILED, what=what, cure=cure)

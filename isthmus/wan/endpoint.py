@@ -11,16 +11,17 @@ from typing import Self
 
 from isthmus.errors import Aborted, IsthmusError, Refused, Terminated, UserError
 from isthmus.job import Address, CloudSpec, Job, LinkSpec
-from isthmus.job.address import format_proxy
+from isthmus.job.fields import format_proxy
+from isthmus.plan.types import Member
+from isthmus.wan.certificates import Identity
 from isthmus.wan.exchange import FIRST_STRIPE
 from isthmus.wan.flight import LARGE_BYTES
-from isthmus.wan.handshake import Hello, Member, mismatch, server_name
+from isthmus.wan.gateway import Entry, Registration
+from isthmus.wan.handshake import Hello, mismatch, name_of, server_name
+from isthmus.wan.limits import ConnectionLimiter
 from isthmus.wan.link import Connection, Dial, Link, LinkSettings
-from isthmus.wan.ports import ConnectionLimiter
-from isthmus.wan.relays.registration import Entry, Registration
-from isthmus.wan.relays.sockets import own_address
+from isthmus.wan.sockets import own_address
 from isthmus.wan.transport import Dialer, Listener, process_loop
-from isthmus.wan.trust.certificates import Identity
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ class Endpoint:
         self._job = job
         self._cloud = job.cloud_named(cloud)
         self._identity = identity
-        self.here = Member(cloud=cloud, rank=rank, job_digest=job.digest, epoch=epoch)
+        self.here = Member(cloud, rank)
+        self._hello = Hello(job_digest=job.digest, cloud=cloud, rank=rank, epoch=epoch)
         self._site = site or Site()
         self._links: dict[tuple[str, int], Link] = {}
         self._lock = threading.Lock()
@@ -184,7 +186,7 @@ class Endpoint:
         return Address(host=listening_host(listen) or everywhere, port=listen.port)
 
     def _register(self, gateway: Address) -> None:
-        log.info("%s registers at its gateway %s", self.here, gateway)
+        log.info("%s registers at its gateway %s", name_of(self.here), gateway)
         entry = Entry(rank=self.here.rank, address=Address(host=_host_seen_by(gateway), port=self.port or 0))
 
         async def start() -> Registration:
@@ -227,8 +229,7 @@ class Endpoint:
 
     def _make_link(self, spec: LinkSpec, cloud: str, rank: int) -> Link:
         return Link(
-            here=self.here,
-            peer=Member(cloud=cloud, rank=rank),
+            hello=self._hello.to(Member(cloud, rank)),
             settings=link_settings(spec, sender=self._cloud.name, num_sharing=num_sharing(self._job, spec)),
             loop=self._loop,
             dial=self._dialer(self._job.cloud_named(cloud), rank) if self._dials(spec) else None,
@@ -255,8 +256,7 @@ class Endpoint:
 
     def _greet(self, hello: Hello) -> Hello:
         """Our answer to a caller, or Refused with the sentence that both sides will read."""
-        here = Hello.of(self.here, peer=Member(cloud=hello.cloud, rank=hello.rank), session="")
-        reason = mismatch(here, hello)
+        reason = mismatch(self._hello.to(hello.sender), hello)
         if reason is not None:
             raise Refused(reason)
         link = self.link(hello.cloud, hello.rank)

@@ -157,7 +157,7 @@ class Extreme:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class FlightRecord:
     """What was known when a chunk left, so that its acknowledgement gives a rate."""
 
     num_bytes: int
@@ -213,15 +213,15 @@ class Flight:
         """There is nothing to send: rates measured with what is under way now say little about the line."""
         self._idle_until_bytes = self._delivered_bytes + self.in_flight_bytes
 
-    def departed(self, num_bytes: int, *, now_s: float) -> Departure:
+    def departed(self, num_bytes: int, *, now_s: float) -> FlightRecord:
         """A chunk leaves."""
         if not self.in_flight_bytes:
             self._delivered_s = now_s
         self.in_flight_bytes += num_bytes
         idle = self._delivered_bytes < self._idle_until_bytes
-        return Departure(num_bytes, now_s, self._delivered_bytes, self._delivered_s, idle)
+        return FlightRecord(num_bytes, now_s, self._delivered_bytes, self._delivered_s, idle)
 
-    def arrived(self, departure: Departure, *, now_s: float) -> None:
+    def arrived(self, departure: FlightRecord, *, now_s: float) -> None:
         """A chunk was acknowledged."""
         self.in_flight_bytes -= departure.num_bytes
         self._delivered_bytes += departure.num_bytes
@@ -233,6 +233,6 @@ class Flight:
         if not departure.idle or rate > self.rate_bytes_per_s:
             self._rate.add(rate, now_s=now_s)
 
-    def dropped(self, departure: Departure) -> None:
+    def dropped(self, departure: FlightRecord) -> None:
         """A chunk was lost with its connection."""
         self.in_flight_bytes -= departure.num_bytes

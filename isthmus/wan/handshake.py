@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Final
+from typing import Any, Final
 
-from isthmus import __version__
 from isthmus.errors import FrameError
-from isthmus.job.address import Address
+from isthmus.events import __version__
+from isthmus.job.fields import Address
+from isthmus.plan.types import Member
 from isthmus.wan.frames import PROTOCOL_VERSION
 
 EXIT_LOST: Final = 75
@@ -39,19 +40,12 @@ _UNNAMED = "of an early release"
 _WRONG_DOOR = "look whether `listen`, and what forwards its port, lead to that cloud and its gateway"
 VERSION_KEY = _PREFIX + "version"
 MAX_NUM_LANES = 66
+_NUMBERS = {"version", "rank", "epoch", "peer_rank", "lane"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One rank of one cloud in one run of one job."""
-
-    cloud: str
-    rank: int = 0
-    job_digest: str = ""
-    epoch: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.cloud} rank {self.rank}"
+def name_of(member: Member) -> str:
+    """A member as messages and logs name it."""
+    return f"{member.cloud} rank {member.rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,37 +57,38 @@ class Hello:
 
     version: int = PROTOCOL_VERSION
     release: str = __version__
-    job_digest: str
+    job_digest: str = ""
     cloud: str
-    rank: int
-    epoch: int
-    peer_cloud: str
-    peer_rank: int
-    session: str
+    rank: int = 0
+    epoch: int = 0
+    peer_cloud: str = ""
+    peer_rank: int = 0
+    session: str = ""
     lane: int = 0
 
-    @classmethod
-    def of(cls, member: Member, *, peer: Member, session: str) -> "Hello":
-        """The hello of a member to a peer."""
-        return cls(
-            job_digest=member.job_digest,
-            cloud=member.cloud,
-            rank=member.rank,
-            epoch=member.epoch,
-            peer_cloud=peer.cloud,
-            peer_rank=peer.rank,
-            session=session,
-        )
+    @property
+    def sender(self) -> Member:
+        """Who speaks."""
+        return Member(self.cloud, self.rank)
+
+    @property
+    def peer(self) -> Member:
+        """Whom the speaker means."""
+        return Member(self.peer_cloud, self.peer_rank)
 
     @property
     def who(self) -> str:
         """The speaker as a log names it."""
-        return f"{self.cloud} rank {self.rank}"
+        return name_of(self.sender)
 
     @property
     def whom(self) -> str:
         """The member that the speaker means, as a log names it."""
-        return f"{self.peer_cloud} rank {self.peer_rank}"
+        return name_of(self.peer)
+
+    def to(self, peer: Member) -> "Hello":
+        """The same hello to another peer."""
+        return replace(self, peer_cloud=peer.cloud, peer_rank=peer.rank)
 
     def on_lane(self, lane: int) -> "Hello":
         """The same hello for another connection of the link."""
@@ -107,22 +102,17 @@ class Hello:
 def read_hello(metadata: Iterable[tuple[str, str | bytes]]) -> Hello:
     """The hello in call metadata, every field checked; of another protocol no more than who speaks it."""
     found = {key.removeprefix(_PREFIX): value for key, value in metadata if key.startswith(_PREFIX)}
-    _require(found, ("version", "cloud", "rank"))
-    if _number(found, "version") != PROTOCOL_VERSION:
-        return _read_stranger(found)
-    _require(found, [field.name for field in fields(Hello)])
-    return Hello(
-        version=_number(found, "version"),
-        release=_text(found, "release"),
-        job_digest=_text(found, "job_digest"),
-        cloud=_text(found, "cloud"),
-        rank=_number(found, "rank"),
-        epoch=_number(found, "epoch"),
-        peer_cloud=_text(found, "peer_cloud"),
-        peer_rank=_number(found, "peer_rank"),
-        session=_text(found, "session"),
-        lane=_number(found, "lane"),
-    )
+    # Other protocols may have other fields; these three are in all of them, and the release in most.
+    needed = ["version", "cloud", "rank"]
+    _require(found, needed)
+    if _number(found, "version") == PROTOCOL_VERSION:
+        needed = [field.name for field in fields(Hello)]
+        _require(found, needed)
+    release = _text(found, "release") if "release" in found else _UNNAMED
+    values: dict[str, Any] = {
+        name: _number(found, name) if name in _NUMBERS else _text(found, name) for name in needed
+    }
+    return Hello(**(values | {"release": release}))
 
 
 def mismatch(here: Hello, there: Hello) -> str | None:
@@ -148,21 +138,6 @@ def mismatch(here: Hello, there: Hello) -> str | None:
     if not 0 <= there.lane < MAX_NUM_LANES:
         return f"{there.who} asks for connection number {there.lane}, beyond {MAX_NUM_LANES - 1}"
     return None
-
-
-def _read_stranger(found: Mapping[str, str | bytes]) -> Hello:
-    """Other protocols may have other fields; these three are in all of them, and the release in most."""
-    return Hello(
-        version=_number(found, "version"),
-        release=_text(found, "release") if "release" in found else _UNNAMED,
-        cloud=_text(found, "cloud"),
-        rank=_number(found, "rank"),
-        job_digest="",
-        epoch=0,
-        peer_cloud="",
-        peer_rank=0,
-        session="",
-    )
 
 
 def _release(hello: Hello) -> str:

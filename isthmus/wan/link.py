@@ -21,14 +21,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import uniform
 from typing import Protocol
 
 from isthmus.errors import Aborted, FrameError, LinkClosed, LinkError, PeerLost, Refused
 from isthmus.events import steady_ns
-from isthmus.plan.types import Priority
-from isthmus.wan.exchange import CONTROL_LANE, FIRST_STRIPE, Exchange, LoopThread
+from isthmus.plan.types import Member, Priority
+from isthmus.wan.exchange import CONTROL_LANE, FIRST_STRIPE, Exchange
 from isthmus.wan.flight import Flight, LinkCounters
 from isthmus.wan.frames import (
     Abort,
@@ -36,7 +36,6 @@ from isthmus.wan.frames import (
     Chunk,
     Close,
     Frame,
-    Packet,
     Ping,
     Pong,
     check_stream_name,
@@ -44,8 +43,10 @@ from isthmus.wan.frames import (
     encode,
     wire_bytes,
 )
-from isthmus.wan.handshake import Hello, Member
-from isthmus.wan.relays.strangers import Complaints
+from isthmus.wan.handshake import Hello
+from isthmus.wan.limits import Complaints
+from isthmus.wan.loop import LoopThread
+from isthmus.wan.packet import Packet
 
 log = logging.getLogger(__name__)
 
@@ -99,17 +100,15 @@ class Link:
     def __init__(
         self,
         *,
-        here: Member,
-        peer: Member,
+        hello: Hello,
         settings: LinkSettings,
         loop: LoopThread,
         dial: Dial | None = None,
         on_abort: Callable[[Aborted], None] | None = None,
     ) -> None:
-        self.here = here
-        self.peer = peer
+        self.hello = replace(hello, session=secrets.token_hex(8))
         self.settings = settings
-        self.hello = Hello.of(here, peer=peer, session=secrets.token_hex(8))
+        self._here, self._peer = hello.who, hello.whom
         self._loop = loop
         self._on_abort = on_abort
         self._dials = dial is not None
@@ -131,6 +130,11 @@ class Link:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: Future[None] = loop.submit(self._run(dial))
+
+    @property
+    def peer(self) -> Member:
+        """The rank at the other end."""
+        return self.hello.peer
 
     # For users, from any thread.
 
@@ -165,7 +169,7 @@ class Link:
 
     def wait_ready(self, *, timeout_s: float | None = None) -> None:
         """Wait until the peer is there."""
-        self._exchange.wait_up(timeout_s, f"for {self.peer}")
+        self._exchange.wait_up(timeout_s, f"for {self._peer}")
 
     def raise_if_failed(self) -> None:
         """Raise what has ended this link, if anything has."""
@@ -187,7 +191,7 @@ class Link:
         Waits for word to get through: as long as the heartbeat time-out where the peer has not come yet, less
         if hastened.
         """
-        self.start_abort(Aborted(self.here.cloud, reason))
+        self.start_abort(Aborted(self.hello.cloud, reason))
         self.join()
 
     def start_abort(self, error: Aborted) -> None:
@@ -200,8 +204,8 @@ class Link:
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Wait until the peer has everything, say farewell and end; a link that has failed just ends."""
-        self._exchange.wait_empty(timeout_s, f"for {self.peer} to take what was sent")
-        self._finish(LinkClosed(f"the link to {self.peer} is closed"), Close())
+        self._exchange.wait_empty(timeout_s, f"for {self._peer} to take what was sent")
+        self._finish(LinkClosed(f"the link to {self._peer} is closed"), Close())
         self.join()
 
     def join(self) -> None:
@@ -213,13 +217,13 @@ class Link:
     def admit(self, hello: Hello) -> str | None:
         """Why a connection of the peer must be turned down, or None; the first fixes the peer's session."""
         if self._exchange.failure is not None and not self._needs(hello.lane):
-            return f"{self.here} has ended its link: {self._exchange.failure.message}"
+            return f"{self._here} has ended its link: {self._exchange.failure.message}"
         if self._peer_session not in (None, hello.session):
             # A process that has ended leaves no control connection, and one that is silent is hung up.
             if CONTROL_LANE in self._lanes:
-                return f"{self.peer} is already connected to {self.here}: end one of its two processes"
-            self._fail(PeerLost(self.peer.cloud, f"{self.peer} has restarted"))
-            return f"{self.peer} has restarted while {self.here} has not: restart both"
+                return f"{self._peer} is already connected to {self._here}: end one of its two processes"
+            self._lose("has restarted")
+            return f"{self._peer} has restarted while {self._here} has not: restart both"
         self._peer_session = hello.session
         # It must be missed even if it vanishes before its connection is used.
         self._heard_s = time.monotonic()
@@ -229,7 +233,7 @@ class Link:
     def give_up(self) -> None:
         """The peer cannot come any more: end, and wait for nothing."""
         self._parted.set()
-        self._fail(PeerLost(self.peer.cloud, f"{self.peer} has ended its link"))
+        self._lose("has ended its link")
 
     async def serve(self, number: int, connection: Connection) -> None:
         """Use a connection until it ends."""
@@ -300,8 +304,8 @@ class Link:
     def _end_if_broken(self, keeping: "asyncio.Task[None]") -> None:
         error = None if keeping.cancelled() else keeping.exception()
         if error is not None:
-            log.error("link to %s cannot go on", self.peer, exc_info=error)
-            self._fail(LinkError(f"the link to {self.peer} cannot go on: {error}"))
+            log.error("link to %s cannot go on", self._peer, exc_info=error)
+            self._fail(LinkError(f"the link to {self._peer} cannot go on: {error}"))
 
     async def _serve_dialled(self, number: int, connection: Connection, hello: Hello) -> None:
         refusal = self.admit(hello)
@@ -325,7 +329,7 @@ class Link:
         is_news = reason != self._complaint
         self._complaint = reason
         log.log(
-            logging.INFO if is_news else logging.DEBUG, "connection %d to %s: %s", number, self.peer, reason
+            logging.INFO if is_news else logging.DEBUG, "connection %d to %s: %s", number, self._peer, reason
         )
 
     def _open(self, number: int, lane: _Lane) -> None:
@@ -350,13 +354,13 @@ class Link:
     def _explain(self, number: int, outcome: object) -> None:
         if isinstance(outcome, FrameError):
             self._complaints = self._complaints or Complaints()
-            words = self._complaints.tell(str(self.peer), outcome.message, kind="frame")
+            words = self._complaints.tell(str(self._peer), outcome.message, kind="frame")
             if words is not None:
-                log.warning("link to %s, connection %d dropped: %s", self.peer, number, words)
+                log.warning("link to %s, connection %d dropped: %s", self._peer, number, words)
         elif isinstance(outcome, LinkError):
             # A new error, as for a refusal.
             error = LinkError(outcome.message, hint=outcome.hint)
-            self._finish(error, Abort(self.here.cloud, error.message))
+            self._finish(error, Abort(self.hello.cloud, error.message))
         elif isinstance(outcome, Exception) and not isinstance(outcome, ConnectionError):
             raise outcome
 
@@ -368,7 +372,9 @@ class Link:
         while self._exchange.failure is None:
             await _wait_for(self._ended, min(timeout_s / 20, 0.25))
             if self._heard_s is not None and time.monotonic() - self._heard_s > timeout_s:
-                self._fail(PeerLost(self.peer.cloud, f"{self.peer} has been silent for {timeout_s:g} s"))
+                self._fail(
+                    PeerLost(self.hello.peer_cloud, f"{self._peer} has been silent for {timeout_s:g} s")
+                )
             self._hang_up_stalled()
 
     def _hang_up_stalled(self) -> None:
@@ -380,7 +386,7 @@ class Link:
                 is_stalled = self._exchange.stalled_s(number) > timeout_s
             if is_stalled and not lane.hang_up.is_set():
                 log.warning(
-                    "link to %s, connection %d makes no progress and is opened anew", self.peer, number
+                    "link to %s, connection %d makes no progress and is opened anew", self._peer, number
                 )
                 lane.hang_up.set()
 
@@ -392,7 +398,7 @@ class Link:
         patience_s = self.settings.heartbeat_timeout_s - FAREWELL_S
         if not (self._is_known or self._is_hasty or self._parted.is_set()) and patience_s > 0:
             # A peer that has met us would miss us; one that has not would wait for ever.
-            log.warning("%s may wait for us: trying for %g s to tell it", self.peer, patience_s)
+            log.warning("%s may wait for us: trying for %g s to tell it", self._peer, patience_s)
             await _wait_for(self._parted, patience_s)
         control = self._lanes.get(CONTROL_LANE)
         if control is not None and self._parted.is_set():
@@ -401,6 +407,9 @@ class Link:
     def _finish(self, error: LinkError, last_word: Abort | Close) -> None:
         self._exchange.fail(error, last_word=last_word)
         self._loop.call(self._wake_all)
+
+    def _lose(self, what: str) -> None:
+        self._fail(PeerLost(self.hello.peer_cloud, f"{self._peer} {what}"))
 
     def _fail(self, error: LinkError) -> None:
         self._exchange.fail(error)
@@ -431,7 +440,7 @@ class Link:
             case Abort():
                 self._part(Aborted(frame.cloud, frame.reason))
             case Close():
-                self._part(LinkClosed(f"{self.peer} has closed the link"))
+                self._part(LinkClosed(f"{self._peer} has closed the link"))
 
     def _part(self, error: Aborted | LinkClosed) -> None:
         """The peer has said its last word; ours, if it is not said yet, is the answer."""

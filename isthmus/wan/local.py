@@ -1,18 +1,33 @@
-"""All clouds of a job on one machine: throw-away certificates, and each link through an emulated WAN."""
+"""All clouds of a job on one machine: one process per rank, throw-away certificates, an emulated WAN."""
 
+import functools
 import itertools
+import multiprocessing
+import os
+import queue
+import signal
 import socket
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
+from isthmus.errors import CloudFailed, IsthmusError, LinkError, RankLost
 from isthmus.job import Address, Job, LinkSpec
-from isthmus.plan.faults import Fault
-from isthmus.wan.endpoint import Site
-from isthmus.wan.handshake import Seat, server_name
-from isthmus.wan.relays.relay import RelayThread
-from isthmus.wan.relays.shaping import Shape
-from isthmus.wan.trust.certificates import Identity, throwaway
+from isthmus.job.faults import Fault
+from isthmus.plan.types import Member
+from isthmus.wan.certificates import Identity, throwaway
+from isthmus.wan.endpoint import Endpoint, Site
+from isthmus.wan.handshake import EXIT_LOST, Seat, server_name
+from isthmus.wan.relay import RelayThread
+from isthmus.wan.shaping import Shape
 
 _HOST = "127.0.0.1"
 
@@ -48,7 +63,7 @@ class LocalWan:
         return Site(bind=self._bind(cloud, rank), reach=reach)
 
     def seat(self, cloud: str, rank: int) -> Seat:
-        """The place of a rank among those of its cloud; all processes here share the machine's devices."""
+        """The member of a rank among those of its cloud; all processes here share the machine's devices."""
         before = itertools.takewhile(lambda one: one.name != cloud, self._job.cloud)
         meeting = self._meetings.get(cloud)
         return Seat(
@@ -125,3 +140,226 @@ def _reserve_port() -> socket.socket:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((_HOST, 0))
     return reserved
+
+
+_POLL_S = 0.2
+_LAST_WORDS_S = 3.0
+
+STOP_SIGNAL = signal.SIGUSR1
+"""Asks a rank's process for an orderly stop."""
+
+_GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Report = Callable[[str], None]
+
+
+class RankWork(Protocol):
+    """What a rank's process does; it must be picklable."""
+
+    def __call__(self, job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat) -> Any:
+        """Do it and give the result."""
+
+
+class Stoppable(Protocol):
+    """A request to stop in order, which the first process can honour while ranks run."""
+
+    def honoured_by(self, honour: Callable[[], None]) -> AbstractContextManager[None]:
+        """Within the block a request calls this, from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    member: Member
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    member: Member
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    member: Member
+    message: str
+    hint: str | None
+    is_echo: bool
+    is_crash: bool = False
+
+
+_Told = _Reported | _Done | _Failed
+
+
+def run_ranks(
+    job: Job,
+    work: RankWork,
+    wan: LocalWan,
+    *,
+    on_report: Callable[[str, str], None],
+    stop: Stoppable | None = None,
+    preload: Sequence[str] = (),
+) -> dict[Member, Any]:
+    """Run the work in one process per rank and return the results; a failure of one ends all.
+
+    Args:
+        job: names the clouds and their ranks.
+        work: what each process calls.
+        wan: the emulated network between them.
+        on_report: receives what a rank reports, with the rank's name.
+        stop: a request to stop, which is passed to the first process as `STOP_SIGNAL`.
+        preload: modules that the work imports late; they and the work's own module are imported once for
+            all processes. None of them may initialise an accelerator, since processes are forked afterwards.
+    """
+    context = _fork_context(work, preload)
+    messages: Queue[_Told] = context.Queue()
+    processes: dict[Member, BaseProcess] = {}
+    several = {cloud.name for cloud in job.cloud if cloud.ranks > 1}
+    try:
+        for cloud in job.cloud:
+            for rank in range(cloud.ranks):
+                seat = wan.seat(cloud.name, rank)
+                arguments = (
+                    work,
+                    job,
+                    seat,
+                    wan.identity(cloud.name),
+                    wan.site(cloud.name, rank),
+                    cloud.name,
+                    messages,
+                    dict(os.environ),
+                )
+                process = context.Process(target=_be_rank, args=arguments, daemon=True)
+                process.start()
+                processes[Member(cloud.name, rank)] = process
+        first = next(iter(processes.values()))
+        with nullcontext() if stop is None else stop.honoured_by(lambda: _ask(first)):
+            return _collect(processes, messages, on_report, several)
+    finally:
+        _end(list(processes.values()))
+
+
+def _fork_context(work: RankWork, preload: Sequence[str]) -> ForkServerContext:
+    """Start the server from which ranks are forked, unless it runs already.
+
+    Signals to the whole process group must not end the server, which would make its ranks look dead; so it
+    starts with them blocked.
+    """
+    inner: Any = work
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([getattr(inner, "__module__", type(inner).__module__), *preload])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
+
+
+def _be_rank(
+    work: RankWork,
+    job: Job,
+    seat: Seat,
+    identity: Identity,
+    site: Site,
+    cloud: str,
+    messages: "Queue[_Told]",
+    environment: dict[str, str],
+) -> None:
+    # A forked process has the signal mask and the environment that the server was started with.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
+    os.environ.clear()
+    os.environ.update(environment)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    member = Member(cloud, seat.rank)
+
+    def report(text: str) -> None:
+        messages.put(_Reported(member, text))
+
+    try:
+        with Endpoint(job, cloud=cloud, rank=seat.rank, identity=identity, site=site) as endpoint:
+            result = work(job, endpoint, cloud=cloud, report=report, seat=seat)
+        messages.put(_Done(member, result))
+    except IsthmusError as error:
+        # A link or a world that ended is mostly the echo of what ended another process.
+        is_echo = isinstance(error, LinkError | RankLost)
+        messages.put(_Failed(member, error.message, error.hint, is_echo))
+
+
+def _ask(process: BaseProcess) -> None:
+    if process.pid is not None and process.exitcode is None:
+        os.kill(process.pid, STOP_SIGNAL)
+
+
+def _end_with_parent() -> None:
+    """Leave no rank behind that trains on beside those of the next start, whatever ended the parent."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(EXIT_LOST)
+
+
+def _collect(
+    processes: dict[Member, BaseProcess],
+    messages: "Queue[_Told]",
+    on_report: Callable[[str, str], None],
+    several: set[str],
+) -> dict[Member, Any]:
+    results: dict[Member, Any] = {}
+    failures: dict[Member, _Failed] = {}
+    last_words_until_s = float("inf")
+    while len(results) + len(failures) < len(processes) and time.monotonic() < last_words_until_s:
+        match _next_message(messages):
+            case _Reported(member, text):
+                on_report(f"{member.cloud}/{member.rank}" if member.rank else member.cloud, text)
+            case _Done(member, result):
+                results[member] = result
+            case _Failed(member) as failed:
+                failures[member] = failed
+            case None:
+                failures |= _crashed(processes, results.keys() | failures.keys())
+        if failures:
+            last_words_until_s = min(last_words_until_s, time.monotonic() + _LAST_WORDS_S)
+    if failures:
+        raise _first_cause(failures, several)
+    return results
+
+
+def _first_cause(failures: dict[Member, _Failed], several: set[str]) -> CloudFailed:
+    first = min(failures.values(), key=lambda failed: failed.is_echo)
+    rank = first.member.rank if first.member.cloud in several else None
+    # Where there are only echoes, what they echo is not here, and may be over at another try.
+    is_crash = first.is_crash or first.is_echo
+    return CloudFailed(first.member.cloud, first.message, hint=first.hint, rank=rank, is_crash=is_crash)
+
+
+def _next_message(messages: "Queue[_Told]") -> _Told | None:
+    try:
+        return messages.get(timeout=_POLL_S)
+    except queue.Empty:
+        return None
+
+
+def _crashed(processes: dict[Member, BaseProcess], heard: set[Member]) -> dict[Member, _Failed]:
+    """Processes that ended without a word; their traceback is on standard error."""
+    return {
+        member: _Failed(
+            member,
+            f"its process ended with exit code {process.exitcode}",
+            None,
+            is_echo=process.exitcode == EXIT_LOST,
+            is_crash=True,
+        )
+        for member, process in processes.items()
+        if member not in heard and process.exitcode is not None
+    }
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End all that still run; ranks ignore the signals that reach a whole process group."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()

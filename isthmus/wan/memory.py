@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Self
 
 from isthmus.errors import Refused
-from isthmus.wan.exchange import LoopThread
 from isthmus.wan.frames import MAX_FRAME_BYTES
-from isthmus.wan.handshake import Hello, Member, mismatch
+from isthmus.wan.handshake import Hello, mismatch
 from isthmus.wan.link import Connection, Link, LinkSettings
-from isthmus.wan.relays.shaping import End, Flow, Line, Shape
+from isthmus.wan.loop import LoopThread
+from isthmus.wan.shaping import End, Shape, ShapedFlow, ShapedLine
 
 
 class MemoryLink:
@@ -24,8 +24,8 @@ class MemoryLink:
 
     def __init__(
         self,
-        first: str | Member,
-        second: str | Member,
+        first: str | Hello,
+        second: str | Hello,
         *,
         shape: Shape | tuple[Shape, Shape] | None = None,
         settings: LinkSettings | None = None,
@@ -41,14 +41,14 @@ class MemoryLink:
         self._serving: set[asyncio.Task[None]] = set()
         self._cut_until_s = 0.0
         self._silent_until_s = 0.0
-        ends = [Member(cloud=end) if isinstance(end, str) else end for end in (first, second)]
+        one, other = (Hello(cloud=end) if isinstance(end, str) else end for end in (first, second))
         settings = settings or LinkSettings(num_stripes=2)
-        self._listener = Link(here=ends[1], peer=ends[0], settings=settings, loop=self._loop)
-        self._dialer = Link(here=ends[0], peer=ends[1], settings=settings, loop=self._loop, dial=self._dial)
+        self._listener = Link(hello=other.to(one.sender), settings=settings, loop=self._loop)
+        self._dialer = Link(hello=one.to(other.sender), settings=settings, loop=self._loop, dial=self._dial)
 
     def end(self, cloud: str) -> Link:
         """The end that stands at this cloud."""
-        ends = {link.here.cloud: link for link in (self._dialer, self._listener)}
+        ends = {link.hello.cloud: link for link in (self._dialer, self._listener)}
         return ends[cloud]
 
     def cut(self, duration_s: float) -> None:
@@ -126,13 +126,13 @@ class _Direction:
     """A line that carries whole frames, driven by the loop's clock."""
 
     def __init__(self, shape: Shape, loop: LoopThread, *, seed: int) -> None:
-        self.line = Line(shape, seed=seed, quantum_bytes=MAX_FRAME_BYTES)
+        self.line = ShapedLine(shape, seed=seed, quantum_bytes=MAX_FRAME_BYTES)
         self.spoils_next = False
-        self.sinks: dict[Flow, _End] = {}
+        self.sinks: dict[ShapedFlow, _End] = {}
         self._loop = loop.loop
         self._timer: asyncio.TimerHandle | None = None
 
-    def offer(self, flow: Flow, frame: bytes) -> None:
+    def offer(self, flow: ShapedFlow, frame: bytes) -> None:
         self.line.offer(flow, memoryview(frame), self._loop.time())
         self.run()
 
@@ -153,7 +153,7 @@ class _End:
 
     def __init__(self, outward: _Direction) -> None:
         self._outward = outward
-        self._flow = Flow()
+        self._flow = ShapedFlow()
         self._inbound: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._room = asyncio.Event()
         self._peer: _End | None = None

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from isthmus.errors import FrameError
 from isthmus.plan.types import Priority
-from isthmus.wan.flight import Departure, Flight, Room, StreamCounters, cost_bytes
-from isthmus.wan.frames import MAX_CHUNK_BYTES, Ack, Body, encode_chunk, wire_bytes
+from isthmus.wan.flight import Flight, FlightRecord, Room, StreamCounters, cost_bytes
+from isthmus.wan.frames import MAX_CHUNK_BYTES, Ack, encode_chunk, wire_bytes
+from isthmus.wan.packet import Body
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class _UnderWay:
     num_bytes: int
     queued: _Queued
     lane: int
-    departure: Departure
+    departure: FlightRecord
 
     def encode(self) -> bytes:
         queued = self.queued

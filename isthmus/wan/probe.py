@@ -8,8 +8,9 @@ from random import Random
 
 from isthmus.job import Job, LinkSpec
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.frames import Packet
+from isthmus.wan.handshake import Seat
 from isthmus.wan.link import Link
+from isthmus.wan.packet import Packet
 
 _BULK = "probe/bulk"
 _ANSWER = "probe/answer"
@@ -42,9 +43,16 @@ class Measurement:
 
 
 def probe_cloud(
-    job: Job, endpoint: Endpoint, *, cloud: str, report: Report, duration_s: float
+    job: Job,
+    endpoint: Endpoint,
+    *,
+    cloud: str,
+    report: Report,
+    duration_s: float,
+    seat: Seat | None = None,
 ) -> list[Measurement]:
     """Measure all links of one cloud, in the job's order, while the other clouds do the same."""
+    del seat
     return [
         _probe_link(endpoint.link(spec.peer_of(cloud)), spec, cloud, duration_s, report)
         for spec in job.links_of(cloud)

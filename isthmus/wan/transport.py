@@ -11,13 +11,12 @@ import grpc
 import grpc.aio
 
 from isthmus.errors import FrameError, Refused
-from isthmus.wan.exchange import LoopThread
+from isthmus.wan.certificates import Identity
 from isthmus.wan.frames import MAX_FRAME_BYTES
 from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
+from isthmus.wan.limits import Complaints, ConnectionLimiter, place_of
 from isthmus.wan.link import Connection
-from isthmus.wan.ports import ConnectionLimiter, place_of
-from isthmus.wan.relays.strangers import Complaints
-from isthmus.wan.trust.certificates import Identity
+from isthmus.wan.loop import LoopThread
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from stages.watched import WatchedDevice
 from torch._dynamo.utils import counters
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.ladder import RAW_PAIR, Pair
+from isthmus.plan.codecs import RAW_PAIR, Pair
 from isthmus.wan.memory import MemoryLink
 
 # Torch's compiler raises, and means to hide, warnings of its own.

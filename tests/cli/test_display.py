@@ -1,13 +1,12 @@
 """What a user sees of a run, elsewhere than on a terminal and on one."""
 
 import io
-import json
 from typing import Any
 
 from rich.console import Console
 
 from isthmus.cli.display import Display, show_summary
-from isthmus.observe.summary import CloudSummary, CodingError, Summary
+from isthmus.observe.report import CloudSummary, CodingError, Summary
 
 TRAFFIC: dict[str, Any] = {
     "kind": "step",
@@ -18,8 +17,8 @@ TRAFFIC: dict[str, Any] = {
 FIGURES = {"loss": 2.5, "tokens_per_s": 1234.0, "duration_s": 0.5, "bubble": 0.1}
 
 
-def step(number: int, **values: Any) -> str:
-    return json.dumps({**TRAFFIC, "step": number, **values})
+def step(number: int, **values: Any) -> dict[str, Any]:
+    return {**TRAFFIC, "step": number, **values}
 
 
 def console(*, is_terminal: bool) -> Console:
@@ -37,11 +36,11 @@ def test_plain_lines_for_the_first_and_the_last_step() -> None:
         for number in range(3):
             display.hear("east", step(number, **FIGURES))
             display.hear("west", step(number))
-        display.hear("east", json.dumps({"kind": "evaluation", "step": 3, "loss": 2.25}))
+        display.hear("east", {"kind": "evaluation", "step": 3, "loss": 2.25})
         plain = {"kind": "evaluation", "step": 3, "loss": 2.125, "is_plain": True}
-        display.hear("east", json.dumps(plain))
+        display.hear("east", plain)
         note = "all is well within [limits], " + "and so on " * 20
-        display.hear("west", json.dumps({"kind": "note", "text": note}))
+        display.hear("west", {"kind": "note", "text": note})
     lines = text_of(shown).splitlines()
     assert [line.split()[1] for line in lines[:2]] == ["1/3", "3/3"]
     assert "loss 2.5000" in lines[0]
@@ -55,14 +54,14 @@ def test_plain_lines_for_the_first_and_the_last_step() -> None:
     ]
 
 
-def test_a_site_without_the_loss_shows_its_own_steps() -> None:
+def test_a_second_site_shows_loss_speed_and_time_left() -> None:
     shown = console(is_terminal=False)
     with Display(shown, num_steps=3, site="west") as display:
         for number in range(3):
-            display.hear("west", step(number))
+            display.hear("west", step(number, loss=2.5, tokens_per_s=1234.4, duration_s=0.5))
     assert text_of(shown).splitlines() == [
-        "step 1/3  sent 1.907 MiB  hidden 75%",
-        "step 3/3  sent 1.907 MiB  hidden 75%",
+        "step 1/3  loss 2.5000  1234 tokens/s  500 ms/step  hidden 75%  1 s left",
+        "step 3/3  loss 2.5000  1234 tokens/s  500 ms/step  hidden 75%  0 s left",
     ]
 
 

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from isthmus.cli.main import app
 from isthmus.errors import JobError, UserError
 from isthmus.job import PipelineStrategy, load_job
-from isthmus.plan.costs.arithmetic import Precision
+from isthmus.plan.costs import Precision
 from isthmus.plan.costs.profile import PassTimes, Profile, Sample, write_profile
-from isthmus.plan.search.plan_file import scenario_of
+from isthmus.plan.plan import scenario_of
 from tests.plan.jobs import TWO_CLOUDS
 
 WIDE = {"COLUMNS": "240"}
@@ -121,7 +121,7 @@ CANNOT = "strategy 'data' cannot be run yet"
 
 
 def test_a_plan_that_cannot_be_run_says_so(job_file: Path) -> None:
-    from isthmus.train.setup import set_up
+    from isthmus.train.run_config import set_up
 
     shown = invoke(job_file, "--no-levers", "--set", "strategy.kind=data").output
     assert f'{CANNOT}; where strategy.kind is "auto", a run takes the best pipeline instead' in shown
@@ -159,7 +159,7 @@ def tight_job(path: Path, *, memory: str) -> Path:
 def test_what_spares_memory_is_written_and_runs(
     tmp_path: Path, memory: str, sharding: str, savers: tuple[bool, bool, int]
 ) -> None:
-    from isthmus.train.setup import set_up
+    from isthmus.train.run_config import set_up
 
     path = tight_job(tmp_path / "tight.toml", memory=memory)
     first = json.loads(invoke(path, "--json", "--write", "--no-levers").stdout)
@@ -182,7 +182,7 @@ def test_times_by_formula_are_marked(job_file: Path) -> None:
     by_formula = [one["form"] for one in facts["runners_up"] if not one["estimate"]["is_simulated"]]
     assert set(by_formula) <= {"data"}, "small pipelines are all simulated"
     assert "≈" in shown
-    assert "≈ is by formula" in shown
+    assert "≈ is estimated" in shown
     plain = invoke(job_file, "--no-levers", "--set", "strategy.kind=pipeline").output
     assert "≈" not in plain
 
@@ -218,7 +218,7 @@ def test_what_is_not_measured_is_said_with_the_command_that_measures_it(job_file
     result = invoke(job_file, "--no-levers", "--set", "strategy.kind=pipeline")
     assert "the speed of east and of west is of the catalogue" in result.output
     assert f"isthmus profile {job_file} --cloud east" in result.output
-    assert "with no end of each a step would be shorter by:" in result.output
+    assert "a step would be shorter if one resource were unlimited:" in result.output
 
 
 def test_a_measured_cloud_is_told_from_one_of_the_catalogue(job_file: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from isthmus.cli.profile import profile
+from isthmus.cli.probe import profile
 from isthmus.errors import UserError
 from isthmus.plan.costs.profile import read_profile
 from isthmus.train.profiling import Effort

@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from isthmus.errors import Aborted
 from isthmus.job import load_job
+from isthmus.wan.certificates import make_authority, make_request, read_identity, sign_request
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.trust.certificates import make_authority, make_request, read_identity, sign_request
 from tests.train.test_setup import TINY
 
 # Trees of processes.
@@ -132,7 +132,7 @@ def test_a_cloud_that_never_met_its_peer_ends_soon(
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 143
         assert time.monotonic() - asked_s < HEARTBEAT_TIMEOUT_S / 2
-    assert "stopped by SIGTERM; the same command goes on" in log.read_text()
+    assert "stopped by SIGTERM; the same command continues" in log.read_text()
 
 
 def test_a_rank_whose_sibling_never_comes_ends_and_tells_its_peers(
@@ -161,20 +161,19 @@ def test_a_rank_whose_sibling_never_comes_ends_and_tells_its_peers(
             west.link("east").receive("word", timeout_s=PATIENCE_S)
         west.close()
         assert process.wait(PATIENCE_S) == 143
-    assert "stopped by SIGTERM; the same command goes on" in log.read_text()
+    assert "stopped by SIGTERM; the same command continues" in log.read_text()
 
 
 IN_FOREIGN_CODE = """
 import hashlib
 from rich.console import Console
-from isthmus.cli.ending import Ending
+from isthmus.cli.run import Ending
 
-class Endpoint:
-    def abort(self, reason):
-        print("peers read:", reason, flush=True)
+def abort(reason):
+    print("peers read:", reason, flush=True)
 
 with Ending(Console()) as ending:
-    ending.tell_peers_of(Endpoint())
+    ending.stop.abort = abort
     print("here", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 """
@@ -196,5 +195,5 @@ def test_a_command_ends_though_its_main_thread_does_not_come_back(
         wait_until(lambda: "here" in log.read_text(), process, log)
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == exit_code
-    assert f"{stopped}; the same command goes on" in log.read_text()
+    assert f"{stopped}; the same command continues" in log.read_text()
     assert f"peers read: {told}" in log.read_text()

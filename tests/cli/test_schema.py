@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from isthmus.cli.schema import schema
+from isthmus.cli.main import schema
 from isthmus.job import job_schema
 
 

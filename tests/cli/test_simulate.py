@@ -65,7 +65,7 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
     faults = tmp_path / "faults.toml"
     faults.write_text(FAULTS)
     output = " ".join(invoke(write_plan(tmp_path), "--steps", 9, "--faults", faults).output.split())
-    assert "cloud cloud1 is gone at 2.5 min, in step 5" in output
+    assert "cloud cloud1 is lost at 2.5 min, in step 5" in output
     assert "2.5 min of work are lost" in output
     assert "ends the run" in output
 

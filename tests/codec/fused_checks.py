@@ -11,16 +11,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from isthmus.codec.base import Coder, Key, Memory, Message, Payload, Place
-from isthmus.codec.build import build_coder
-from isthmus.codec.fused import FusedIntegerCoder
+from isthmus.codec.base import CodedMessage, Coder, CoderSite, Key, Memory, Payload
+from isthmus.codec.chain import build_coder
+from isthmus.codec.kernels import FusedIntegerCoder
 from isthmus.job import parse_codec
 from isthmus.job.codec_steps import Integers
 from tests.codec.cuts import CPU, activations, noise
 
 TEXTS: Final = ("int8", "int4", "rotate | int8", "rotate | int4")
 WIDTH: Final = 1024
-MESSAGE: Final = Message(key=Key(step=3, microbatch=1), seed=0x5DEECE66D1234567)
+MESSAGE: Final = CodedMessage(key=Key(step=3, microbatch=1), seed=0x5DEECE66D1234567)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Pair:
 def make_pair(text: str) -> Pair:
     """Both coders, on whatever device their tensors are."""
     steps = parse_codec(text).steps
-    plain = build_coder(steps, Place(width=WIDTH, device=CPU, memory=Memory()))
+    plain = build_coder(steps, CoderSite(width=WIDTH, device=CPU, memory=Memory()))
     integers = steps[-1]
     assert isinstance(integers, Integers)
     assert integers.group is not None

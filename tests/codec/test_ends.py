@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.codec import Key, Payload
-from isthmus.errors import FrameError, UserError
+from isthmus.errors import FieldError, FrameError, UserError
 from isthmus.job import CodecSpec, gradient_codec, parse_codec
 from isthmus.job.codec_steps import Svd, TopK
-from isthmus.job.findings import FieldError
 from tests.codec.cuts import KEY, activations, make_cut, noise, sizes
 from tests.job.strategies import codecs, shares
 

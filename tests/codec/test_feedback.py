@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key
-from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
+from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
 from isthmus.errors import UserError
 from isthmus.job.codec import parse_codec
 

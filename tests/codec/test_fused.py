@@ -1,4 +1,4 @@
-"""Kernels make and read the bytes that the coders in torch do, and are chosen where they can be."""
+"""Kernels make and read the bytes of the coders in torch (noise apart), and are chosen where they can be."""
 
 import importlib.util
 import os
@@ -15,16 +15,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.codec import Codecs, receiving_end, sending_end
-from isthmus.codec.base import Coder, Memory, Place
-from isthmus.codec.build import build_coder
+from isthmus.codec.base import Coder, CoderSite, Memory
+from isthmus.codec.chain import build_coder
 from isthmus.codec.integers import IntegerCoder
-from isthmus.codec.rotation import RotationCoder
+from isthmus.codec.rotate import RotationCoder
 from isthmus.job import parse_codec
 from tests.codec.cuts import CPU, KEY, noise
 
 pytest.importorskip("triton")
-from isthmus.codec.fused import FusedIntegerCoder
-from isthmus.codec.kernels import decode_kernel, encode_kernel
+from isthmus.codec.kernels import FusedIntegerCoder, decode_kernel, encode_kernel
 from tests.codec.fused_checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +38,7 @@ def _with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(text: str, device: torch.device = CUDA) -> Coder:
-    return build_coder(parse_codec(text).steps, Place(width=1024, device=device, memory=Memory()))
+    return build_coder(parse_codec(text).steps, CoderSite(width=1024, device=device, memory=Memory()))
 
 
 def test_all_that_must_hold_does_in_the_interpreter() -> None:
@@ -129,9 +128,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def coding_work(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, Counter[str]]:
     """Starts of the kernels, and what else is done, in one message there and its gradient back."""
     encodes, decodes = Launches(), Launches()
-    monkeypatch.setattr("isthmus.codec.build._compiles_kernels", lambda _: True)
-    monkeypatch.setattr("isthmus.codec.fused.encode_kernel", encodes)
-    monkeypatch.setattr("isthmus.codec.fused.decode_kernel", decodes)
+    monkeypatch.setattr("isthmus.codec.chain._compiles_kernels", lambda _: True)
+    monkeypatch.setattr("isthmus.codec.kernels.encode_kernel", encodes)
+    monkeypatch.setattr("isthmus.codec.kernels.decode_kernel", decodes)
     spec = parse_codec(text)
     codecs = Codecs(forward=spec, backward=spec, width=1024)
     sending, receiving = sending_end(codecs, device=CPU), receiving_end(codecs, device=CPU)

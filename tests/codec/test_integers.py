@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isthmus.codec.packing import pack_codes, unpack_codes
+from isthmus.codec.integers import pack_codes, unpack_codes
 from isthmus.job import parse_codec
-from isthmus.plan.ladder import Pair
+from isthmus.plan.codecs import Pair
 from isthmus.plan.types import MessageKind
-from isthmus.wan.frames import pack
+from isthmus.wan.packet import pack
 from tests.codec.cuts import KEY, activations, make_cut, noise
 from tests.train.chain import CutCase, config
 from tests.train.wires import Joined

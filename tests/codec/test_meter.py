@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isthmus.codec.base import Key
-from isthmus.codec.meter import Meter, measure
+from isthmus.codec.meter import ErrorMeter, measure
 
 
 def test_error_and_cosine_of_known_vectors() -> None:
@@ -44,14 +44,14 @@ def test_something_out_of_nothing_is_the_worst() -> None:
 
 
 def test_every_kth_message_is_due_by_its_own_number() -> None:
-    meter = Meter(every=5, num_microbatches=4)
+    meter = ErrorMeter(every=5, num_microbatches=4)
     keys = [Key(step=step, microbatch=microbatch) for step in range(3) for microbatch in range(4)]
     assert [number for number, key in enumerate(keys) if meter.is_due(key)] == [0, 5, 10]
-    assert not any(Meter(every=0, num_microbatches=4).is_due(key) for key in keys)
+    assert not any(ErrorMeter(every=0, num_microbatches=4).is_due(key) for key in keys)
 
 
 def test_the_worst_is_kept_until_it_is_taken() -> None:
-    meter = Meter(every=1, num_microbatches=1)
+    meter = ErrorMeter(every=1, num_microbatches=1)
     assert meter.take() is None
     worst = meter.note(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]]))
     meter.note(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.1]]))

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.codec.base import Key, Message
-from isthmus.codec.casts import Plain
-from isthmus.codec.rotation import RotationCoder, fixed_signs, hadamard, split_width
+from isthmus.codec.base import CodedMessage, Key
+from isthmus.codec.floats import Plain
+from isthmus.codec.rotate import RotationCoder, fixed_signs, hadamard, split_width
 from tests.codec.cuts import make_cut, noise
 
-MESSAGE = Message(key=Key(step=0, microbatch=0), seed=0)
+MESSAGE = CodedMessage(key=Key(step=0, microbatch=0), seed=0)
 
 
 @settings(deadline=None, max_examples=60)

@@ -9,14 +9,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.codec.base import Key, Payload
-from isthmus.codec.edition import Shapes, pack_edition, unpack_edition
-from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
-from isthmus.codec.moments import NUM_SLOTS, Moments, principal, slots_of
+from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
+from isthmus.codec.subspace import (
+    NUM_SLOTS,
+    RowMoments,
+    Shapes,
+    pack_edition,
+    principal,
+    slots_of,
+    unpack_edition,
+)
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import CodecSpec, gradient_wire_bytes, parse_codec
-from isthmus.job.codec_sizes import CodeState
-from isthmus.job.subspace_sizes import num_due
-from isthmus.plan.ladder import Crossing, Pair, Stretch
+from isthmus.job.codec_steps import CodeState, num_due
+from isthmus.plan.codecs import Crossing, Pair, Stretch
 
 CPU = torch.device("cpu")
 WIDTH = 24
@@ -151,7 +157,7 @@ def test_sizes_are_as_foretold(
 def test_principal_directions_are_those_of_the_eigenvectors() -> None:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(2000, 20, generator=generator) * 2.0 ** -torch.arange(20)
-    moments = Moments.zeros(20, CPU)
+    moments = RowMoments.zeros(20, CPU)
     for start in range(0, 2000, 100):
         moments.add(x[start : start + 100] + 7)
     assert torch.allclose(moments.centre(), x.mean(dim=0) + 7, atol=1e-4)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isthmus.codec import Key
-from isthmus.job.codec_sizes import svd_rank
+from isthmus.job.codec_steps import svd_rank
 from tests.codec.cuts import activations, make_cut, noise
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.codec.waterfill import ERRORS, MAX_BITS, allot_bits, column_code
-from isthmus.job.subspace_sizes import shared_bits_bytes
+from isthmus.codec.integers import ERRORS, MAX_BITS, allot_bits, column_code
+from isthmus.job.codec_steps import shared_bits_bytes
 
 
 def squared_error(variances: list[float], bits: tuple[int, ...]) -> float:

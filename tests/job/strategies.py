@@ -6,6 +6,7 @@ from typing import Literal
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from isthmus.errors import FieldError
 from isthmus.job import (
     Address,
     AutoStrategy,
@@ -39,7 +40,6 @@ from isthmus.job.codec_steps import (
     TopK,
     Transform,
 )
-from isthmus.job.findings import FieldError
 
 with_jobs = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 """Settings of tests that draw whole jobs, which takes a while."""

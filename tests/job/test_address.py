@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus.errors import FieldError
 from isthmus.job import Address, parse_address
-from isthmus.job.address import format_proxy, parse_proxy, parse_public_address
-from isthmus.job.findings import FieldError
+from isthmus.job.fields import format_proxy, parse_proxy, parse_public_address
 
 hosts = st.ip_addresses().map(str).filter(
     lambda host: not ipaddress.ip_address(host).is_unspecified

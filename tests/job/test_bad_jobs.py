@@ -340,7 +340,7 @@ WRONG = [
     (
         "unclosed codec",
         f'{GOOD}codec = {{ forward = "svd(0.6 | fp16" }}\n',
-        "link \"east-west\": codec.forward: expected ',' or ')' at column 9 of 'svd(0.6 | fp16'",
+        "link \"east-west\": codec.forward: 'svd(0.6' in 'svd(0.6 | fp16' is no step of a codec",
         'a codec reads like "svd(0.6) | fp16"',
     ),
     (
@@ -440,7 +440,28 @@ WRONG = [
         "strategy without a kind",
         f"{GOOD}[strategy]\nmicrobatches = 4\n",
         "strategy.kind: is missing",
+        'for example kind = "pipeline"',
+    ),
+    (
+        "keys of another strategy without a kind",
+        f"{GOOD}[strategy]\nbits = 4\n",
+        "strategy.kind: is missing",
+        'for example kind = "data"',
+    ),
+    (
+        "an empty strategy",
+        f"{GOOD}[strategy]\n",
+        "strategy.kind: is missing",
         'for example kind = "auto"',
+    ),
+    (
+        "bandwidth in bytes",
+        f'{GOOD}bandwidth = "50 MB/s"\n',
+        (
+            f"link \"east-west\": bandwidth: '50 MB/s' is not {BANDWIDTH}: it is in bytes, "
+            f"did you mean '400 Mbps'? {RATES}"
+        ),
+        'for example bandwidth = "1 Gbps"',
     ),
     (
         "key of another strategy",

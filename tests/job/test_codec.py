@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from isthmus.errors import FieldError
 from isthmus.job import CodecSpec, LinkSpec, gradient_codec, gradient_wire_bytes, parse_codec
 from isthmus.job.codec_steps import Anchor, Integers, Rotate, Subspace, Svd
-from isthmus.job.findings import FieldError
 from tests.job.strategies import codec_specs
 
 
@@ -54,117 +54,58 @@ def test_defaults_are_not_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "words"),
     [
-        ("", "expected the name of a codec at column 1 of ''"),
-        ("fp16 |", "expected the name of a codec at column 7 of 'fp16 |'"),
-        ("fp16 fp16", "expected '|' or the end at column 6 of 'fp16 fp16'"),
-        ("svd()", "expected a number or a word at column 5 of 'svd()'"),
-        ("svd(0.6", "expected ',' or ')' at column 8 of 'svd(0.6'"),
-        ("svd(-1)", "expected a number or a word at column 5 of 'svd(-1)'"),
-        ("svd(1e999)", "expected a number that is not so large at column 5 of 'svd(1e999)'"),
-        (
-            "int8(group=1234567890)",
-            "expected a number that is not so large at column 12 of 'int8(group=1234567890)'",
-        ),
-        ("int4(group=)", "expected a number or a word at column 12 of 'int4(group=)'"),
-        (
-            "int4(group=8, group=9)",
-            "expected an option not yet given at column 15 of 'int4(group=8, group=9)'",
-        ),
-        (
-            "int4(group=8, 9)",
-            "expected an option, since arguments go before options at column 15 of 'int4(group=8, 9)'",
-        ),
-        ("fp16 | topc", "unknown codec 'topc' at column 8 of 'fp16 | topc'"),
-    ],
-)
-def test_errors_say_where(text: str, what: str) -> None:
-    with pytest.raises(FieldError) as caught:
-        parse_codec(text)
-    assert caught.value.what == what
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("int4 | svd(0.5)", "svd cannot follow int4: after int4 there are only bytes"),
+        ("", "'' in '' is no step"),
+        ("fp16 |", "'' in 'fp16 |' is no step"),
+        ("fp16 fp16", "'fp16 fp16' in 'fp16 fp16' is no step"),
+        ("svd()", "'' in 'svd()' is no number"),
+        ("svd(0.6", "'svd(0.6' in 'svd(0.6' is no step"),
+        ("svd(-1)", "'-1' in 'svd(-1)' is no number"),
+        ("svd(1e999)", "'svd(1e999)' needs a number that is not so large"),
+        ("int8(group=1234567890)", "'int8(group=1234567890)' needs a number that is not so large"),
+        ("int4(group=)", "'group=' in 'int4(group=)' is no number"),
+        ("int4(group=8, group=9)", "'group=9' in 'int4(group=8, group=9)'"),
+        ("int4(group=8, 9)", "'9' in 'int4(group=8, 9)'"),
+        ("fp16 | topc", "unknown codec 'topc'"),
+        ("int4 | svd(0.5)", "svd cannot follow int4"),
         ("fp16 | int8", "int8 cannot follow fp16: after fp16 there are only bytes"),
-        ("raw | raw", "raw cannot follow raw: after raw there are only bytes"),
+        ("raw | raw", "raw cannot follow raw"),
         ("topk(0.5) | topk(0.5) | int8", "topk is there twice"),
-        (
-            "topk(0.1) | feedback(0.9)",
-            "feedback must be the first step, since it gives back what all the others lost",
-        ),
+        ("topk(0.1) | feedback(0.9)", "feedback must be the first step"),
         ("feedback(0.9) | raw", "feedback needs a step behind it that loses something"),
-        (
-            "topk(0.1) | subspace(8)",
-            "subspace cannot follow topk: it learns the basis of the tensors themselves",
-        ),
-        (
-            "subspace(8) | svd(0.5)",
-            "svd cannot follow subspace, which has already kept the directions that matter",
-        ),
+        ("topk(0.1) | subspace(8)", "subspace cannot follow topk"),
+        ("subspace(8) | svd(0.5)", "svd cannot follow subspace"),
         ("subspace(8) | subspace(4)", "subspace is there twice"),
-        ("subspace(4) | center | int4", "center has no place with a subspace, which has a mean of its own"),
-        ("center | subspace(4)", "center has no place with a subspace, which has a mean of its own"),
-        (
-            "topk(0.1) | center | int8",
-            "center cannot follow topk: it takes off the mean of the tensors themselves",
-        ),
-        (
-            "feedback(0.9) | subspace(8) | int4",
-            (
-                "feedback has no place with a subspace: it is for gradients, and those cross in the basis of "
-                "their activations"
-            ),
-        ),
-        (
-            "rotate | fp16",
-            (
-                "rotate must stand directly before int8, int4 or int2: it spreads outliers among those that "
-                "share a scale, and no other step has scales"
-            ),
-        ),
-    ],
-)
-def test_order(text: str, what: str) -> None:
-    with pytest.raises(FieldError) as caught:
-        parse_codec(text)
-    assert caught.value.what == what
-    assert caught.value.cure
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("svd", "svd takes one number, the share of elements kept, not svd"),
-        ("topk(some)", "topk takes one number, the share of elements kept, not topk(some)"),
-        ("topk(0)", "topk(0) must have a number above 0 and at most 1"),
-        ("svd(1.5)", "svd(1.5) must have a number above 0 and at most 1"),
+        ("subspace(4) | center | int4", "center has no place with a subspace"),
+        ("center | subspace(4)", "center has no place with a subspace"),
+        ("topk(0.1) | center | int8", "center cannot follow topk"),
+        ("feedback(0.9) | subspace(8) | int4", "feedback has no place with a subspace"),
+        ("rotate | fp16", "rotate must stand directly before int8, int4 or int2"),
+        ("svd", "svd takes one argument, the share of elements kept, not svd"),
+        ("topk(some)", "topk(some) must be a number above 0 and at most 1, not some"),
+        ("topk(0)", "topk(0) must be a number above 0 and at most 1, not 0"),
+        ("svd(1.5)", "svd(1.5) must be a number above 0 and at most 1"),
         ("svd(0.5, rank=3)", "svd has no option 'rank'"),
-        ("rotate(4) | int4", "rotate takes no arguments, not rotate(4)"),
+        ("rotate(4) | int4", "rotate takes no argument, not rotate(4)"),
         ("fp16(fast=1)", "fp16 has no option 'fast'"),
-        ("int8(64)", 'int8 takes "stochastic", group=… or scale=tensor, not int8(64)'),
-        ("int2(64)", "int2 takes group=… or scale=tensor, not int2(64)"),
+        ("int8(64)", "must be stochastic, not 64"),
+        ("int2(64)", "int2 takes no argument, not int2(64)"),
         ("int8(group=4)", "group of int8 must be a whole number from 8 to 65536, not 4"),
         ("int8(group=64.5)", "group of int8 must be a whole number from 8 to 65536, not 64.5"),
-        ("int4(group=64, scale=tensor)", "scale=tensor leaves no groups"),
-        ("int4(scale=row)", "scale must be tensor, not row"),
-        (
-            "int2(stochastic)",
-            "int2 cannot be stochastic: its levels clip what is large, which no rounding makes unbiased",
-        ),
-        ("subspace(0.5)", "subspace(0.5) must keep a whole number of directions, from 1 to 65536"),
-        ("subspace(8, anchor=ids)", "anchor must be none or tokens, not ids"),
+        ("int4(group=64, scale=tensor)", "two options for the group"),
+        ("int4(scale=row)", "scale of int4 must be tensor, not row"),
+        ("int2(stochastic)", "its levels clip large values, which no rounding makes unbiased"),
+        ("subspace(0.5)", "subspace(0.5) must be a whole number from 1 to 65536"),
+        ("subspace(8, anchor=ids)", "anchor of subspace must be none or tokens, not ids"),
         ("subspace(8, every=0)", "every of subspace must be a whole number from 1 to 1000000, not 0"),
-        ("feedback(2) | int4", "feedback(2) must have a number above 0 and at most 1"),
+        ("feedback(2) | int4", "feedback(2) must be a number above 0 and at most 1"),
     ],
 )
-def test_bounds(text: str, what: str) -> None:
+def test_what_is_no_codec_is_refused_with_a_cure(text: str, words: str) -> None:
     with pytest.raises(FieldError) as caught:
         parse_codec(text)
-    assert caught.value.what == what
+    assert words in caught.value.what
     assert caught.value.cure
 
 
@@ -180,18 +121,18 @@ def test_a_number_of_any_length_is_read_or_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "cure"),
     [
-        ("fp16 | int8", 'give one format: "fp16" or "int8"'),
-        ("raw | raw", 'give one format: "raw"'),
-        ("int4 | svd(0.5)", 'a format is the last step: "svd(0.5) | int4"'),
-        ("fp16 | rotate", 'a format is the last step, as in "rotate | int8"'),
-        ("subspace(4) | center | int4", 'leave center out: "subspace(4) | int4"'),
-        ("center | subspace(4)", 'leave center out: "subspace(4)"'),
-        ("topk(0.1) | center | int8", 'let center come before topk: "center | topk(0.1) | int8"'),
+        ("fp16 | int8", 'for example "fp16"'),
+        ("raw | raw", 'for example "raw"'),
+        ("int4 | svd(0.5)", 'for example "svd(0.5) | int4"'),
+        ("fp16 | rotate", 'for example "rotate | int4"'),
+        ("subspace(4) | center | int4", 'for example "subspace(4) | int4"'),
+        ("center | subspace(4)", 'for example "subspace(4)"'),
+        ("topk(0.1) | center | int8", 'for example "center | topk(0.1) | int8"'),
         (
             "feedback(0.9) | topk(0.1) | center",
-            'let center come before topk: backward = "feedback(0.9) | center | topk(0.1)"',
+            'for example backward = "feedback(0.9) | center | topk(0.1)"',
         ),
-        ("topk(0.1) | subspace(8)", 'leave out what comes before subspace: "subspace(8)"'),
+        ("topk(0.1) | subspace(8)", 'for example "subspace(8)"'),
         ("int8(group=7)", "for example group=64"),
         ("subspace(0)", 'for example "subspace(64)"'),
         ("subspace(8, anchor=foo)", "choose from none, tokens"),

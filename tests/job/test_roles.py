@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from isthmus.job import Job, job_schema
-from isthmus.job.roles import KEY_ROLES, KeyRole
+from isthmus.job.spec import KEY_ROLES, KeyRole
 from tests.job.strategies import jobs, with_jobs
 from tests.job.test_spec import DESIGN, parse
 

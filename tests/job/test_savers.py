@@ -1,8 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from isthmus.job.lora import LoraSpec
-from isthmus.job.sections import ModelSpec, TrainSpec
+from isthmus.job.sections import LoraSpec, ModelSpec, TrainSpec
 
 
 def test_savers_are_off_unless_asked_for() -> None:

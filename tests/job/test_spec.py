@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from isthmus.errors import JobError, UserError
 from isthmus.job import Address, CloudSpec, CodecSpecs, Job, LinkSpec, PipelineStrategy, load_job, parse_codec
-from isthmus.job.boundary import BottleneckSpec, HiddenSpec
+from isthmus.job.codec import BottleneckSpec, HiddenSpec
 from isthmus.job.load import parse_job
 from tests.job.strategies import jobs, with_jobs
 

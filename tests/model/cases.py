@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from isthmus.model.blueprint import Blueprint, fresh_blueprint
-from isthmus.model.cut import Moment
-from isthmus.model.families import HEADS, IGNORED, Head
+from isthmus.model.heads import HEADS, IGNORED, Head
 from isthmus.model.load import build_stage
+from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput
 
 VOCABULARY_SIZE = 53
 NUM_LABELS = 3
 PAD, SEED = 1, 5
-MOMENT = Moment(seed=7, step=3, microbatch=2)
+RNG_KEY = RngKey(seed=7, step=3, microbatch=2)
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY_SIZE,
@@ -128,7 +128,7 @@ def run_pass(
     stages: Sequence[Stage],
     batch: Batch,
     *,
-    moment: Moment = MOMENT,
+    rng_key: RngKey = RNG_KEY,
     place: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Pass:
     """Forward through all stages, detached at each cut, then backward with the gradients handed back.
@@ -138,7 +138,7 @@ def run_pass(
     crossings: list[Tensor | None] = [None]
     outputs = []
     for stage in stages:
-        output = stage(StageInput(batch=batch, crossing=crossings[-1], moment=moment))
+        output = stage(StageInput(batch=batch, crossing=crossings[-1], rng_key=rng_key))
         outputs.append(output)
         if output.crossing is not None:
             crossings.append(place(output.crossing.detach()).requires_grad_())

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isthmus.model.blueprint import Blueprint
-from isthmus.model.cut import Moment, generators_kept
+from isthmus.model.random import RngKey, generators_kept
 from isthmus.model.stage import Batch
-from tests.model.cases import MOMENT, Pass
+from tests.model.cases import RNG_KEY, Pass
 
 CPU = torch.device("cpu")
 
@@ -26,10 +26,10 @@ def plain_model(plan: Blueprint, values: dict[str, Tensor]) -> PreTrainedModel:
     return model
 
 
-def seed_layers(model: PreTrainedModel, path: str, moment: Moment) -> None:
+def seed_layers(model: PreTrainedModel, path: str, rng_key: RngKey) -> None:
     def seeding(place: str) -> Callable[..., None]:
         def seed(_module: nn.Module, _args: object) -> None:
-            moment.seed_place(place, CPU)
+            rng_key.seed_place(place, CPU)
 
         return seed
 
@@ -39,11 +39,11 @@ def seed_layers(model: PreTrainedModel, path: str, moment: Moment) -> None:
 
 def plain_pass(plan: Blueprint, batch: Batch, values: dict[str, Tensor]) -> Pass:
     model = plain_model(plan, values)
-    seed_layers(model, plan.family.layers, MOMENT)
+    seed_layers(model, plan.family.layers, RNG_KEY)
     assert batch.labels is not None
     extra: dict[str, Any] = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
     with generators_kept(CPU):
-        MOMENT.seed_place("embedding", CPU)
+        RNG_KEY.seed_place("embedding", CPU)
         output = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False, **extra)
         loss = plan.head.loss(plan.head.scores(output), batch.labels)
     torch.autograd.backward(loss, torch.full_like(loss, 1 / batch.num_targets))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint, split_layers
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import StageInput
 from tests.model.cases import (
@@ -48,11 +48,11 @@ def test_every_parameter_has_one_owner(model_type: str, head: str) -> None:
     plan = blueprint(model_type, HEADS[head])
     whole = build_stage(plan, range(plan.num_layers), seed=SEED, untie=True).model
     sizes = {name: p.numel() for name, p in whole.named_parameters()}
-    stages = [plan.anatomy.owned_by(layers) for layers in split_layers(plan.num_layers, 3)]
+    stages = [plan.layout.owned_by(layers) for layers in split_layers(plan.num_layers, 3)]
     assert sum(len(stage) for stage in stages) == len(sizes)
     assert {name: size for stage in stages for name, size in stage.items()} == sizes
     assert plan.num_layers == CONFIGS[model_type]["num_hidden_layers"]
-    for index, layer in enumerate(plan.anatomy.layers):
+    for index, layer in enumerate(plan.layout.layers):
         assert layer
         assert all(f".{index}." in name for name in layer)
 

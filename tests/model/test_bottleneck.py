@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import FrameError, UserError
-from isthmus.job.boundary import Anchor, BottleneckSpec, HiddenSpec, Init
+from isthmus.job.codec import BottleneckSpec, HiddenSpec, Init
+from isthmus.job.codec_steps import Anchor
 from isthmus.model import anchors as anchors_module
 from isthmus.model.anchors import FactoredAnchors, MeanAnchors, TableAnchors, make_anchors
 from isthmus.model.bottleneck import Down, Up

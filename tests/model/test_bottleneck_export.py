@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.job.boundary import Anchor, BottleneckSpec, Init
-from isthmus.job.lora import LoraSpec
+from isthmus.job.codec import BottleneckSpec, Init
+from isthmus.job.codec_steps import Anchor
+from isthmus.job.sections import LoraSpec
 from isthmus.model import anchors
 from isthmus.model.blueprint import Blueprint, pretrained_blueprint
 from isthmus.model.export import merge, write_part
 from isthmus.model.exported import describe_exported, exported_loss, load_exported
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.modeling_bottleneck import BottleneckModel
 from isthmus.model.stage import Batch, Stage, StageInput
 from tests.model.cases import CONFIGS, blueprint, language_head, make_batch

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.job.boundary import Anchor, BottleneckSpec, BoundarySpec, HiddenSpec
+from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
+from isthmus.job.codec_steps import Anchor
 from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage, StageInput
-from tests.model.cases import MOMENT, SEED, assert_identical, blueprint, make_batch
+from tests.model.cases import RNG_KEY, SEED, assert_identical, blueprint, make_batch
 
 SPEC = BottleneckSpec(rank=6)
 HIDDEN = HiddenSpec()
@@ -41,7 +42,7 @@ def train_pass(
     crossings: list[Tensor | None] = [None]
     outputs = []
     for stage in stages:
-        inputs = StageInput(batch=batch, crossing=crossings[-1], moment=MOMENT, is_warming_up=is_warming_up)
+        inputs = StageInput(batch=batch, crossing=crossings[-1], rng_key=RNG_KEY, is_warming_up=is_warming_up)
         outputs.append(stage(inputs))
         crossing = outputs[-1].crossing
         if crossing is not None:
@@ -122,7 +123,7 @@ def test_only_training_is_observed() -> None:
     plan = blueprint("llama")
     first, _ = build_cut(plan, 2)
     assert first.down is not None
-    inputs = StageInput(batch=make_batch(plan.head), moment=MOMENT, is_warming_up=True)
+    inputs = StageInput(batch=make_batch(plan.head), rng_key=RNG_KEY, is_warming_up=True)
     first.eval()(inputs)
     assert first.down.observed.is_empty
     first.train()(inputs)
@@ -133,7 +134,7 @@ def test_as_many_numbers_cross_as_the_boundary_says() -> None:
     plan = blueprint("llama")
     first, last = build_cut(plan, 2)
     warm_up([first, last], plan)
-    inputs = StageInput(batch=make_batch(plan.head), moment=MOMENT)
+    inputs = StageInput(batch=make_batch(plan.head), rng_key=RNG_KEY)
     assert first(inputs).crossing.shape == (3, 9, 6)
 
 
@@ -196,7 +197,7 @@ def test_names_are_hugging_faces_and_those_of_the_halves() -> None:
     first, middle, last = build_cut(plan, 3)
     for stage in (first, middle, last):
         names = set(stage.parameters_by_name())
-        assert set(plan.anatomy.owned_by(stage.layers)) == {
+        assert set(plan.layout.owned_by(stage.layers)) == {
             name for name in names if not name.startswith(("down.", "up."))
         }
         assert names <= set(stage.tensors_by_name())

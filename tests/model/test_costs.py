@@ -5,16 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.job.lora import LoraSpec
+from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint
 from isthmus.model.costs import MeasuredModel, Training
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch
-from isthmus.plan.costs.arithmetic import Arithmetic, Precision
-from isthmus.plan.costs.memory import Savers, stage_memory
-from isthmus.plan.costs.parts import ModelCosts, Workload
-from isthmus.train.passes import Passes
+from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload
+from isthmus.plan.memory import Savers, stage_memory
+from isthmus.train.pipeline import Passes
 from tests.model.tiny import tiny_blueprint
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}

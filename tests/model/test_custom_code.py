@@ -11,7 +11,7 @@ from isthmus.errors import UserError
 from isthmus.model.blueprint import pretrained_blueprint, split_layers
 from isthmus.model.export import merge
 from isthmus.model.exported import exported_loss
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from tests.model.cases import COMMON, GATED, build, make_batch
 from tests.model.test_export import write_parts
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.model.blueprint import split_layers
-from isthmus.model.cut import Moment
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
+from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, StageInput
 from tests.model.cases import (
     CASES,
     CONFIGS,
-    MOMENT,
+    RNG_KEY,
     assert_identical,
     blueprint,
     build,
@@ -163,11 +163,11 @@ def test_dropout_depends_on_the_moment_alone() -> None:
     torch.rand(100)
     assert torch.equal(run_pass(stages, batch).loss, first)
     for other in (
-        Moment(seed=8, step=3, microbatch=2),
-        Moment(seed=7, step=4, microbatch=2),
-        Moment(seed=7, step=3, microbatch=1),
+        RngKey(seed=8, step=3, microbatch=2),
+        RngKey(seed=7, step=4, microbatch=2),
+        RngKey(seed=7, step=3, microbatch=1),
     ):
-        assert not torch.equal(run_pass(stages, batch, moment=other).loss, first)
+        assert not torch.equal(run_pass(stages, batch, rng_key=other).loss, first)
 
 
 def test_recomputation_of_an_older_micro_batch_draws_its_own_masks() -> None:
@@ -175,8 +175,8 @@ def test_recomputation_of_an_older_micro_batch_draws_its_own_masks() -> None:
     batch = make_batch(plan.head)
     expected = run_pass(build(plan, [range(4)], untie=True), batch)
     (stage,) = build(plan, [range(4)], untie=True, recompute=True)
-    older = stage(StageInput(batch=batch, moment=MOMENT))
-    stage(StageInput(batch=batch, moment=Moment(seed=7, step=3, microbatch=3)))
+    older = stage(StageInput(batch=batch, rng_key=RNG_KEY))
+    stage(StageInput(batch=batch, rng_key=RngKey(seed=7, step=3, microbatch=3)))
     older.backward(loss_weight=1 / batch.num_targets)
     assert_identical({name: p.grad for name, p in stage.model.named_parameters()}, expected.grads)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from isthmus.errors import UserError
+from isthmus.job.hub import INDEX_FILE
 from isthmus.model.blueprint import Blueprint, pretrained_blueprint, split_layers
 from isthmus.model.export import merge, write_part
-from isthmus.model.families import HEADS
-from isthmus.model.source import INDEX_FILE
+from isthmus.model.heads import HEADS
 from isthmus.model.stage import Stage, StageInput
 from tests.model.cases import (
     CONFIGS,

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.job.boundary import BottleneckSpec
+from isthmus.job.codec import BottleneckSpec
 from isthmus.model.blueprint import split_layers
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage, StageInput, freeze_below
-from tests.model.cases import MOMENT, SEED, assert_identical, blueprint, build, make_batch
+from tests.model.cases import RNG_KEY, SEED, assert_identical, blueprint, build, make_batch
 
 
 def train_pass(stages: Sequence[Stage], batch: Batch) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -19,7 +19,7 @@ def train_pass(stages: Sequence[Stage], batch: Batch) -> tuple[Tensor, dict[str,
     crossings: list[Tensor | None] = [None]
     outputs = []
     for index, stage in enumerate(stages):
-        outputs.append(stage(StageInput(batch=batch, crossing=crossings[-1], moment=MOMENT)))
+        outputs.append(stage(StageInput(batch=batch, crossing=crossings[-1], rng_key=RNG_KEY)))
         crossing = outputs[-1].crossing
         if crossing is not None:
             crossings.append(crossing.detach().requires_grad_(stages[index + 1].sends_gradient))
@@ -40,7 +40,7 @@ def test_no_cut_changes_what_the_other_layers_learn(model_type: str, num_frozen:
     batch = make_batch(plan.head)
     whole = build(plan, [range(4)], untie=True, num_frozen_layers=num_frozen)
     loss, expected = train_pass(whole, batch)
-    trained = plan.anatomy.owned_by(range(num_frozen, 4)) if num_frozen < 4 else plan.anatomy.last
+    trained = plan.layout.owned_by(range(num_frozen, 4)) if num_frozen < 4 else plan.layout.last
     assert set(expected) == set(trained)
     for num_stages in (2, 4):
         cuts = split_layers(4, num_stages)
@@ -63,7 +63,7 @@ def test_a_frozen_stage_keeps_no_graph_and_draws_no_dropout() -> None:
     plan = blueprint("bert")
     (stage,) = build(plan, [range(2)], num_frozen_layers=2)
     batch = make_batch(plan.head)
-    training = stage.train()(StageInput(batch=batch, moment=MOMENT))
+    training = stage.train()(StageInput(batch=batch, rng_key=RNG_KEY))
     assert training.crossing.grad_fn is None
     assert not training.wants_gradient
     training.backward()
@@ -88,7 +88,7 @@ def test_a_frozen_senders_half_starts_from_what_it_saw_and_stays() -> None:
     assert first.down is not None
     assert last.up is not None
     batch = make_batch(plan.head)
-    first(StageInput(batch=batch, moment=MOMENT, is_warming_up=True))
+    first(StageInput(batch=batch, rng_key=RNG_KEY, is_warming_up=True))
     last.up.begin(first.down.begin())
     assert not first.is_trained
     assert first.parameters_by_name() == {}

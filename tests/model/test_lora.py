@@ -9,10 +9,10 @@ from peft import PeftModel
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.job.lora import LoraSpec
+from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint, pretrained_blueprint, split_layers
 from isthmus.model.export import merge, write_part
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.stage import Stage
 from tests.model.cases import NUM_LABELS, assert_identical, build, language_head, make_batch, run_pass
 from tests.model.test_export import loaded_scores, stage_scores, write_parts

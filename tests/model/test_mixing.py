@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from isthmus.errors import UserError
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.families import HEADS, Family
-from isthmus.model.mixing import sorts_tokens
+from isthmus.model.cut import sorts_tokens
+from isthmus.model.families import Family
+from isthmus.model.heads import HEADS
 from tests.model.cases import CONFIGS, blueprint
 from tests.model.tiny import tiny_blueprint
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isthmus.job.boundary import Anchor, BottleneckSpec
+from isthmus.job.codec import BottleneckSpec
+from isthmus.job.codec_steps import Anchor
 from isthmus.model.bottleneck import Down
 from isthmus.model.observed import Observed, TokenMeans
 from tests.model.test_bottleneck import VOCABULARY_SIZE, WIDTH, Source

@@ -11,15 +11,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.model.blueprint import split_layers
-from isthmus.model.budget import Budgeted
-from isthmus.model.cheapest import Saving, cheapest, whole_costs
-from isthmus.model.cut import Moment
-from isthmus.model.growth import Growth
-from isthmus.model.meter import LayerReading, Meter
-from isthmus.model.stage import Batch, Fixed, InputSize, Stage, StageInput, StageOutput, Stay
+from isthmus.model.random import RngKey
+from isthmus.model.recompute import (
+    ActivationSlot,
+    Budgeted,
+    Fixed,
+    Growth,
+    InputSize,
+    LayerReading,
+    Meter,
+    Saving,
+    cheapest,
+    whole_costs,
+)
+from isthmus.model.stage import Batch, Stage, StageInput, StageOutput
 from tests.model.cases import (
     CONFIGS,
-    MOMENT,
+    RNG_KEY,
     assert_identical,
     blueprint,
     build,
@@ -122,27 +130,27 @@ class World:
     def beside_bytes(self, size: InputSize) -> float:
         return self.beside_bytes_per_token * size.num_tokens
 
-    def forward(self, number: int, size: InputSize, stay: Stay) -> None:
+    def forward(self, number: int, size: InputSize, slot: ActivationSlot) -> None:
         layers = range(len(self.bytes_per_token))
-        recomputed = frozenset(layers) if stay.meter is not None else stay.recomputed
+        recomputed = frozenset(layers) if slot.meter is not None else slot.recomputed
         own = sum(self.own_bytes(layer, size) for layer in layers if layer not in recomputed)
         self.kept[number] = len(layers) * self.input_bytes(size) + own + self.beside_bytes(size)
         self.num_recomputed += len(recomputed)
-        if stay.meter is not None:
+        if slot.meter is not None:
             self.num_measured += 1
-            stay.measured(GivenMeter(self, size))
+            slot.measured(GivenMeter(self, size))
         self._look(self.beside_bytes(size))
 
-    def backward(self, number: int, size: InputSize, stay: Stay) -> None:
+    def backward(self, number: int, size: InputSize, slot: ActivationSlot) -> None:
         self._look(2 * self.beside_bytes(size))
         self.kept[number] -= self.beside_bytes(size)
         for layer in reversed(range(len(self.bytes_per_token))):
             own = self.own_bytes(layer, size)
-            is_recomputed = stay.meter is not None or layer in stay.recomputed
+            is_recomputed = slot.meter is not None or layer in slot.recomputed
             self._look(own * (2 if is_recomputed else 1))
             self.kept[number] -= self.input_bytes(size) + (0 if is_recomputed else own)
         del self.kept[number]
-        stay.end()
+        slot.end()
 
     def _look(self, working_bytes: float) -> None:
         self.peak_bytes = max(self.peak_bytes, self.standing_bytes + sum(self.kept.values()) + working_bytes)
@@ -172,14 +180,14 @@ class GivenMeter(Meter):
 
 def train(world: World, recompute: Budgeted | Fixed, lengths: Sequence[int], *, window: int) -> None:
     """Fill the window, then one back and one forward, as a stage does."""
-    in_flight: list[tuple[int, InputSize, Stay]] = []
+    in_flight: list[tuple[int, InputSize, ActivationSlot]] = []
     for number, length in enumerate(lengths):
         if len(in_flight) == window:
             world.backward(*in_flight.pop(0))
         size = InputSize(2, length)
-        stay = recompute.begin(size, window=window)
-        world.forward(number, size, stay)
-        in_flight.append((number, size, stay))
+        slot = recompute.begin(size, window=window)
+        world.forward(number, size, slot)
+        in_flight.append((number, size, slot))
     for one in in_flight:
         world.backward(*one)
 
@@ -268,11 +276,11 @@ class Switching:
         self.num_ended = 0
         self.meters: list[Meter] = []
 
-    def begin(self, size: InputSize, *, window: int) -> Stay:  # noqa: ARG002
+    def begin(self, size: InputSize, *, window: int) -> ActivationSlot:  # noqa: ARG002
         self.count += 1
         meter = Meter(CPU) if self.count % 2 else None
         layers = frozenset(layer for layer in range(4) if (self.count >> layer) & 1)
-        return Stay(recomputed=layers, meter=meter, measured=self.meters.append, end=self._end)
+        return ActivationSlot(recomputed=layers, meter=meter, measured=self.meters.append, end=self._end)
 
     def _end(self) -> None:
         self.num_ended += 1
@@ -283,7 +291,7 @@ def microbatches(
 ) -> list[StageOutput]:
     """All forwards, then all backwards, so that several are in flight."""
     outputs = [
-        stage(StageInput(batch=batch, crossing=crossing, moment=Moment(seed=7, step=0, microbatch=number)))
+        stage(StageInput(batch=batch, crossing=crossing, rng_key=RngKey(seed=7, step=0, microbatch=number)))
         for number, (batch, crossing) in enumerate(zip(batches, crossings, strict=True))
     ]
     for output, batch in zip(outputs, batches, strict=True):
@@ -323,14 +331,14 @@ def test_a_layer_keeps_what_its_graph_holds(model_type: str) -> None:
     (stage,) = build(plan, [range(2)], untie=True)
     measured: list[Meter] = []
     stage.recompute = Measuring(measured)
-    stage(StageInput(batch=batch, moment=MOMENT)).backward()
+    stage(StageInput(batch=batch, rng_key=RNG_KEY)).backward()
     readings = measured[0].layers()
     assert readings.keys() == {0, 1}
     standing = [*stage.parameters(), *stage.buffers()]
     kept = Meter(CPU)
     stage.recompute = Fixed()
     with kept.beside(lambda: standing):
-        stage(StageInput(batch=batch, moment=MOMENT))
+        stage(StageInput(batch=batch, rng_key=RNG_KEY))
     inputs = sum(reading.input_bytes for reading in readings.values())
     total = measured[0].beside_bytes + sum(reading.kept_bytes for reading in readings.values())
     assert total == pytest.approx(kept.beside_bytes, abs=inputs + 0.1 * total)
@@ -363,8 +371,8 @@ def test_what_a_meter_ran_is_freed_at_once() -> None:
 class Measuring:
     meters: list[Meter]
 
-    def begin(self, size: InputSize, *, window: int) -> Stay:  # noqa: ARG002
-        return Stay(meter=Meter(CPU), measured=self.meters.append)
+    def begin(self, size: InputSize, *, window: int) -> ActivationSlot:  # noqa: ARG002
+        return ActivationSlot(meter=Meter(CPU), measured=self.meters.append)
 
 
 def test_a_budget_drives_a_stage_and_evaluation_takes_no_room() -> None:
@@ -376,10 +384,10 @@ def test_a_budget_drives_a_stage_and_evaluation_takes_no_room() -> None:
     for step in range(8):
         batch = make_batch(plan.head, lengths=(4 + 3 * step, 5), seed=step)
         for one in (plain, stage):
-            output = one(StageInput(batch=batch, moment=MOMENT, window=2))
+            output = one(StageInput(batch=batch, rng_key=RNG_KEY, window=2))
             output.backward(loss_weight=1 / batch.num_targets)
         with torch.no_grad():
-            assert stage(StageInput(batch=batch, moment=MOMENT)).stay == Stay()
+            assert stage(StageInput(batch=batch, rng_key=RNG_KEY)).slot == ActivationSlot()
     assert_identical(
         {name: p.grad for name, p in stage.model.named_parameters()},
         {name: p.grad for name, p in plain.model.named_parameters()},

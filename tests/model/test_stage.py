@@ -10,13 +10,13 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from isthmus.errors import UserError
 from isthmus.model.blueprint import fresh_blueprint, split_layers
 from isthmus.model.cut import Departure, LayerCall, Passage, Seam
-from isthmus.model.families import HEADS, IGNORED
+from isthmus.model.heads import HEADS, IGNORED
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, StageInput
 from tests.model.cases import (
     CASES,
     CONFIGS,
-    MOMENT,
+    RNG_KEY,
     assert_identical,
     blueprint,
     build,
@@ -69,9 +69,9 @@ def test_micro_batches_averaged_by_targets_make_one_batch() -> None:
             labels=whole.labels[rows],
             num_targets=plan.head.num_targets(whole.labels[rows]),
         )
-        first = stages[0](StageInput(batch=part, moment=MOMENT))
+        first = stages[0](StageInput(batch=part, rng_key=RNG_KEY))
         crossing = first.crossing.detach().requires_grad_()
-        last = stages[1](StageInput(batch=part, crossing=crossing, moment=MOMENT))
+        last = stages[1](StageInput(batch=part, crossing=crossing, rng_key=RNG_KEY))
         last.backward(loss_weight=1 / whole.num_targets)
         first.backward(grad=crossing.grad)
         loss += float(last.loss.detach())
@@ -92,21 +92,21 @@ def test_evaluation_counts_right_answers_and_draws_nothing() -> None:
     assert int(output.num_correct) == int(scores.argmax(-1).eq(batch.labels).sum())
     assert torch.equal(output.loss, last(StageInput(batch=batch, crossing=crossing)).loss)
     last.train()
-    assert last(StageInput(batch=batch, crossing=crossing, moment=MOMENT)).num_correct is None
+    assert last(StageInput(batch=batch, crossing=crossing, rng_key=RNG_KEY)).num_correct is None
 
 
 def test_hidden_states_of_the_models_width_cross() -> None:
     plan = blueprint("electra")
     first, _ = build(plan, split_layers(3, 2))
     batch = make_batch(plan.head)
-    assert first(StageInput(batch=batch, moment=MOMENT)).crossing.shape == (3, 9, 16)
+    assert first(StageInput(batch=batch, rng_key=RNG_KEY)).crossing.shape == (3, 9, 16)
 
 
 def test_a_stage_holds_no_parameter_of_another() -> None:
     plan = blueprint("mixtral")
     for layers in split_layers(3, 3):
         (stage,) = build(plan, [layers])
-        assert set(dict(stage.model.named_parameters())) == set(plan.anatomy.owned_by(layers))
+        assert set(dict(stage.model.named_parameters())) == set(plan.layout.owned_by(layers))
 
 
 def test_experts_are_balanced_layer_by_layer() -> None:
@@ -149,16 +149,16 @@ def test_calls_that_make_no_sense_are_refused() -> None:
     first, last = build(plan, split_layers(4, 2))
     hidden = torch.zeros(3, 9, 16)
     with pytest.raises(ValueError, match="ids alone"):
-        first(StageInput(batch=batch, crossing=hidden, moment=MOMENT))
+        first(StageInput(batch=batch, crossing=hidden, rng_key=RNG_KEY))
     with pytest.raises(ValueError, match="ids alone"):
-        last(StageInput(batch=batch, moment=MOMENT))
-    with pytest.raises(ValueError, match="needs the moment"):
+        last(StageInput(batch=batch, rng_key=RNG_KEY))
+    with pytest.raises(ValueError, match="needs the RNG key"):
         first(StageInput(batch=batch))
     unlabelled = Batch(ids=batch.ids, num_targets=0)
     with pytest.raises(ValueError, match="needs the labels"):
-        last(StageInput(batch=unlabelled, crossing=hidden, moment=MOMENT))
+        last(StageInput(batch=unlabelled, crossing=hidden, rng_key=RNG_KEY))
     with pytest.raises(ValueError, match="needs the gradient"):
-        first(StageInput(batch=batch, moment=MOMENT)).backward()
+        first(StageInput(batch=batch, rng_key=RNG_KEY)).backward()
     with pytest.raises(RuntimeError, match="only through its stage"):
         last.model(batch.ids)
 
@@ -166,7 +166,7 @@ def test_calls_that_make_no_sense_are_refused() -> None:
 def test_hidden_states_changed_between_layers_are_noticed() -> None:
     seam = Seam(model_class="OddForCausalLM")
     left = torch.ones(1, 2, 3)
-    seam.passage = Passage(arrived=None, moment=None, left_layer=left)
+    seam.passage = Passage(arrived=None, rng_key=None, left_layer=left)
     departure = Departure(nn.Identity(), seam)
     departure(left)
     assert seam.passage.departed is left
@@ -179,7 +179,7 @@ def test_learnt_side_inputs_of_layers_are_noticed() -> None:
         def forward(self, hidden: Tensor, *, side: tuple[Tensor, ...]) -> Tensor:
             return hidden + side[0]
 
-    seam = Seam(model_class="OddForCausalLM", passage=Passage(arrived=None, moment=None))
+    seam = Seam(model_class="OddForCausalLM", passage=Passage(arrived=None, rng_key=None))
     call = LayerCall(Layer(), index=0, seam=seam, router_path=None)
     call(torch.ones(1), side=(torch.ones(1),))
     with pytest.raises(UserError, match="OddForCausalLM cannot be cut"):
@@ -227,7 +227,7 @@ def test_a_pass_tells_when_it_nears_its_end(recompute: bool) -> None:
         layer = stage.model.get_submodule(f"model.layers.{index}")
         layer.register_forward_pre_hook(note(f"layer {index}"))
         layer.register_full_backward_hook(note(f"back {index}"))
-    inputs = StageInput(batch=make_batch(plan.head), moment=MOMENT, on_near_end=note("told"))
+    inputs = StageInput(batch=make_batch(plan.head), rng_key=RNG_KEY, on_near_end=note("told"))
     output = stage(inputs)
     assert order == ["layer 0", "layer 1", "layer 2", "told"]
     order.clear()

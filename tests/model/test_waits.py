@@ -10,7 +10,7 @@ from transformers import masking_utils
 
 from isthmus.model.stage import Batch, Stage, StageInput, StageOutput
 from isthmus.model.transformers_calls import one_sequence_a_row
-from tests.model.cases import MOMENT, blueprint, build, make_batch
+from tests.model.cases import RNG_KEY, blueprint, build, make_batch
 
 _READING = {"__bool__", "__contains__", "__int__", "item", "tolist"}
 PACKED = torch.tensor([[0, 1, 2, 0, 1]])
@@ -60,5 +60,5 @@ def test_a_stage_reads_nothing_from_the_device(name: str) -> None:
 
 def _counted(stage: Stage, batch: Batch) -> tuple[StageOutput, int]:
     with Reads() as reads:
-        output = stage(StageInput(batch=batch, moment=MOMENT))
+        output = stage(StageInput(batch=batch, rng_key=RNG_KEY))
     return output, reads.number

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
@@ -11,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from isthmus.errors import UserError
-from isthmus.model import source
+from isthmus.job import hub
+from isthmus.job.hub import INDEX_FILE, WEIGHTS_FILE
 from isthmus.model.blueprint import pretrained_blueprint, split_layers
-from isthmus.model.families import HEADS
-from isthmus.model.load import build_stage
-from isthmus.model.source import INDEX_FILE, WEIGHTS_FILE, LazyTensor
+from isthmus.model.heads import HEADS
+from isthmus.model.load import LazyTensor, build_stage
 from tests.model.cases import (
     CONFIGS,
     NUM_LABELS,
@@ -76,7 +77,7 @@ def test_a_stage_needs_no_shard_of_another(model_type: str, tmp_path: Path) -> N
         (tmp_path / file).unlink()
     stages = build(plan, [layers])
     expected = expected_values(model)
-    assert_identical(parameters(stages), {name: expected[name] for name in plan.anatomy.owned_by(layers)})
+    assert_identical(parameters(stages), {name: expected[name] for name in plan.layout.owned_by(layers)})
     with pytest.raises(UserError, match="lacks model-"):
         build(plan, [range(1)])
 
@@ -88,19 +89,21 @@ def test_a_stage_fetches_only_its_own_shards_from_the_hub(
     (tmp_path / "tokenizer.json").write_text("{}")
     fetched: list[str] = []
 
-    def fetch(name: str, file: str) -> str:
+    def fetch(name: str, file: str, *, local_files_only: bool) -> str:
+        assert not local_files_only
         assert name == "someone/tiny"
         if not (tmp_path / file).is_file():
             raise EntryNotFoundError(f"no {file}")
         fetched.append(file)
         return str(tmp_path / file)
 
-    monkeypatch.setattr(source, "hf_hub_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    monkeypatch.setattr(hub, "_why_unreachable", lambda: None)
     plan = pretrained_blueprint("someone/tiny", head=HEADS["causal-lm"])
     assert fetched == ["config.json"]
     stages = build(plan, [range(1, 2)])
     files = json.loads((tmp_path / INDEX_FILE).read_text())["weight_map"]
-    own = plan.anatomy.owned_by(range(1, 2))
+    own = plan.layout.owned_by(range(1, 2))
     assert set(fetched) == {"config.json", INDEX_FILE, *(files[name] for name in own)}
     assert_identical(parameters(stages), {name: expected_values(model)[name] for name in own})
 
@@ -121,14 +124,14 @@ def test_no_tensor_of_another_stage_is_read(
     monkeypatch.setattr(LazyTensor, "__getitem__", reading)
     first, middle, last = split_layers(3, 3)
     build(plan, [first])
-    assert set(read) == set(plan.anatomy.owned_by(first))
+    assert set(read) == set(plan.layout.owned_by(first))
     read.clear()
     build(plan, [middle])
-    assert set(read) == set(plan.anatomy.owned_by(middle))
+    assert set(read) == set(plan.layout.owned_by(middle))
     read.clear()
     build(plan, [last])
-    givers = set(plan.ties.values()) - set(plan.anatomy.last)
-    assert set(read) == (set(plan.anatomy.owned_by(last)) - set(plan.ties)) | givers
+    givers = set(plan.ties.values()) - set(plan.layout.last)
+    assert set(read) == (set(plan.layout.owned_by(last)) - set(plan.ties)) | givers
 
 
 def test_tied_weights_stay_tied_in_one_stage_and_are_untied_by_a_cut(tmp_path: Path) -> None:

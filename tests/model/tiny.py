@@ -6,7 +6,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.model.blueprint import Blueprint, fresh_blueprint
-from isthmus.model.families import HEADS, Head
+from isthmus.model.heads import HEADS, Head
 from tests.model.cases import NUM_LABELS, PAD, VOCABULARY_SIZE
 
 NUM_LAYERS = 4

@@ -8,9 +8,8 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.events import EventLog, Span
-from isthmus.observe.compare import compare
-from isthmus.observe.recorded import find_run, read_run
-from isthmus.observe.waits import waits_of
+from isthmus.observe.report import compare, find_run, read_run
+from isthmus.observe.timeline import waits_of
 from isthmus.plan.scenario import Scenario, scenario_to_dict
 from isthmus.plan.simulated_pipeline import simulate_scenario
 from isthmus.plan.simulation.timeline import Timeline

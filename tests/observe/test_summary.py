@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.events import MEASURED_KIND, STARTED_KIND, Event, EventLog, Fact, Span
-from isthmus.intervals import shared_s, total_s, union
-from isthmus.observe.recorded import read_run
-from isthmus.observe.summary import CodingError, summarize, summarize_cloud
+from isthmus.observe.report import CodingError, read_run, summarize, summarize_cloud
+from isthmus.observe.timeline import shared_s, total_s, union
 from isthmus.observe.trackers import check_trackers, open_tracker
 
 times = st.integers(0, 40)

@@ -4,9 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.events import Span
-from isthmus.intervals import total_s, union
-from isthmus.observe.timeline import chart_of_step, clouds_in_order, lay_out, microbatch_of, step_bounds
-from isthmus.plan.faults import CloudFault, CloudFaultKind
+from isthmus.job.faults import CloudFault, CloudFaultKind
+from isthmus.observe.timeline import (
+    chart_of_step,
+    clouds_in_order,
+    lay_out,
+    microbatch_of,
+    step_bounds,
+    total_s,
+    union,
+)
 from isthmus.plan.scenario import Scenario
 from isthmus.plan.simulated_pipeline import simulate_scenario
 from tests.plan.scenarios import pipeline, scenarios

@@ -7,22 +7,27 @@ import pytest
 import torch
 
 from isthmus.errors import UserError
-from isthmus.job.boundary import BottleneckSpec, parse_boundary
+from isthmus.job.codec import BottleneckSpec, parse_boundary
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.bottleneck import Down, Half, Up
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
-from isthmus.plan.costs.arithmetic import Arithmetic, Precision
-from isthmus.plan.costs.bottlenecks import HalfCosts, bottleneck_costs
-from isthmus.plan.costs.memory import Memory, OptimizerState, Savers, Sharding, stage_memory
-from isthmus.plan.costs.parts import Workload, model_costs
-from isthmus.plan.costs.shapes import Task, read_shape
+from isthmus.plan.costs import Arithmetic, Precision, Workload
+from isthmus.plan.memory import (
+    HalfCosts,
+    Memory,
+    OptimizerState,
+    Savers,
+    Sharding,
+    bottleneck_costs,
+    stage_memory,
+)
+from isthmus.plan.plan import Plan, Warmup, plan_to_dict
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import Plan, Warmup
-from isthmus.plan.search.plan_file import plan_to_dict
 from isthmus.train.device import Device
 from isthmus.train.profiling import Rig, Size
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
+from tests.plan.sizes import estimated, measured
 from tests.plan.test_memory import LLAMA, most_bytes, small
 
 NUM_WARMUP_STEPS = 20
@@ -81,7 +86,7 @@ def test_the_allocator_agrees(side: str, text: str, precision: Precision, recomp
     )
     rig = Rig(stage, device=Device("cpu"), size=size)
     rig._width = spec.rank
-    costs = model_costs(read_shape(LLAMA, task=Task.CAUSAL_LM), workload)
+    costs = measured(LLAMA, workload)
     both = bottleneck_costs(spec, width=costs.width, vocabulary_size=blueprint.config.vocab_size)
     half = both.up if side == "inbound" else both.down
     predicted = stage_memory(costs, layers, window=window, num_buffered=0, halves=[half])
@@ -93,7 +98,7 @@ def added(savers: Savers) -> tuple[int, int, int]:
     """What two halves add to the memory of a rank: weights, gradients and moments."""
     arithmetic = Arithmetic(precision=Precision.BFLOAT16, is_gathered=savers.is_sharded)
     workload = Workload(num_sequences=1, sequence_length=512, arithmetic=arithmetic)
-    costs = model_costs(read_shape({"model_type": "llama"}), workload)
+    costs = estimated().costs(workload)
 
     def memory(halves: Sequence[HalfCosts]) -> Memory:
         return stage_memory(costs, range(8, 16), window=2, savers=savers, halves=halves)

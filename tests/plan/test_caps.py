@@ -8,12 +8,19 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job import Job, PipelineStrategy, load_job, update_job_sections
-from isthmus.plan.following import planned_changes
+from isthmus.plan.plan import (
+    Decisions,
+    PipelineSettings,
+    decisions_from_dict,
+    decisions_of,
+    plan_to_json,
+    planned_changes,
+    scenario_of,
+)
 from isthmus.plan.planner import plan
-from isthmus.plan.scenario import Scenario, expected, first_windows, next_windows
-from isthmus.plan.search.choice import Decisions, PipelineSettings
-from isthmus.plan.search.plan_file import decisions_from_dict, decisions_of, plan_to_json, scenario_of
+from isthmus.plan.scenario import Scenario
 from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.windows import expected, first_windows, next_windows
 from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 from tests.plan.scenarios import hop, stage
 

@@ -6,14 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.codec_choice import Bounds, Figures, choose, reconsider
-from isthmus.plan.ladder import Crossing, Loss, Pair, Stretch, ladder
+from isthmus.plan.codecs import (
+    Bounds,
+    Crossing,
+    Figures,
+    Loss,
+    Pair,
+    Stretch,
+    choose,
+    codec_levels,
+    reconsider,
+)
 
 NUM_MICROBATCHES = 16
 # So long a run that the bases it sends count for little.
 LONG = Stretch(num_steps=1_000_000, num_microbatches=NUM_MICROBATCHES)
 CROSSING = Crossing(num_rows=256, width=1024, stretch=LONG)
-RUNGS = ladder(1024, shares_ids=True)
+RUNGS = codec_levels(1024, shares_ids=True)
 PAIRS = [Pair(forward=rung.forward, backward=rung.backward) for rung in RUNGS]
 # Within a class of loss, a learned basis costs more than fewer bits.
 LOSSES = dict(zip(PAIRS, ((rung.loss, rung.is_joint) for rung in RUNGS), strict=True))

@@ -4,9 +4,9 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job import Job
-from isthmus.plan.cuts import check_cuts, frozen_notes, links_along
+from isthmus.plan.job_facts import check_cuts, frozen_notes, links_along
+from isthmus.plan.plan import Form
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import Form
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
 
 PIPELINE = "strategy.kind=pipeline"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus.job.faults import CloudFault, CloudFaultKind, Fault, FaultKind
 from isthmus.plan.data import DataScheduler
 from isthmus.plan.data_spec import DataEnded, DataParallel, Piece, RoundCommit, RoundEnded, Share
-from isthmus.plan.faults import CloudFault, CloudFaultKind, Fault, FaultKind
 from isthmus.plan.ledger import Ledger
 from isthmus.plan.membership import Report, Ruling
 from isthmus.plan.orders import Orders

@@ -3,11 +3,10 @@
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.plan.costs.arithmetic import Arithmetic, Precision
+from isthmus.plan.costs import Arithmetic, Precision, Workload
 from isthmus.plan.costs.devices import CATALOGUE, DEFAULT_ACHIEVABLE, find_accelerator, new_accelerator
-from isthmus.plan.costs.parts import Workload, model_costs
-from isthmus.plan.costs.shapes import read_shape
 from isthmus.plan.costs.times import estimated_times
+from tests.plan.sizes import LLAMA_7B, estimated, measured
 
 BFLOAT16 = Arithmetic(precision=Precision.BFLOAT16)
 
@@ -69,10 +68,7 @@ def test_an_unknown_device_says_how_to_add_it() -> None:
 
 def test_an_estimate_is_operations_over_speed() -> None:
     device = new_accelerator("x", flops=1e15, flops_float32=1e14, achievable=0.5, memory_bytes=2**36)
-    costs = model_costs(
-        read_shape({"model_type": "llama"}),
-        Workload(num_sequences=1, sequence_length=2048, arithmetic=BFLOAT16),
-    )
+    costs = estimated().costs(Workload(num_sequences=1, sequence_length=2048, arithmetic=BFLOAT16))
     times = estimated_times(costs, device)
     layer = costs.layers[0]
     assert times.layers[0].forward_s == pytest.approx(layer.flops / 5e14)
@@ -85,11 +81,11 @@ def test_an_estimate_is_operations_over_speed() -> None:
 
 
 def test_recomputing_adds_a_forward_to_layers_alone() -> None:
-    shape = read_shape({"model_type": "llama", "num_hidden_layers": 2})
+    model = estimated(num_hidden_layers=2)
     device = CATALOGUE["a100-80gb"]
     plain, again = (
         estimated_times(
-            model_costs(shape, Workload(num_sequences=1, sequence_length=128, recompute=recompute)), device
+            model.costs(Workload(num_sequences=1, sequence_length=128, recompute=recompute)), device
         )
         for recompute in (False, True)
     )
@@ -99,8 +95,8 @@ def test_recomputing_adds_a_forward_to_layers_alone() -> None:
 
 
 def test_experts_run_at_the_speed_of_float32() -> None:
-    shape = read_shape({"model_type": "mixtral", "num_hidden_layers": 1})
     workload = Workload(num_sequences=1, sequence_length=512, arithmetic=BFLOAT16)
-    costs, device = model_costs(shape, workload), CATALOGUE["h100"]
+    config = {**LLAMA_7B, "model_type": "mixtral", "num_hidden_layers": 1}
+    costs, device = measured(config, workload), CATALOGUE["h100"]
     forward_s = estimated_times(costs, device).layers[0].forward_s
     assert forward_s > costs.layers[0].float32_flops / device.effective_flops(Precision.FLOAT32)

@@ -7,17 +7,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.job.codec import parse_codec
-from isthmus.job.codec_steps import Subspace
-from isthmus.job.subspace_sizes import num_due, num_editions
-from isthmus.plan.codec_choice import Bounds, Figures, choose, reconsider
-from isthmus.plan.costs.messages import Messages
-from isthmus.plan.ladder import Crossing, Loss, Pair, Stretch, ladder, num_learners
+from isthmus.job.codec_steps import Subspace, num_due, num_editions
+from isthmus.plan.codecs import (
+    Bounds,
+    Crossing,
+    Figures,
+    Loss,
+    Pair,
+    Stretch,
+    choose,
+    codec_levels,
+    num_learners,
+    reconsider,
+)
+from isthmus.plan.costs import Messages
+from isthmus.plan.plan import PipelineSettings
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import PipelineSettings
 from tests.plan.jobs import two_clouds
 
 CROSSING = Crossing(num_rows=256, width=1024)
-RUNGS = ladder(1024, shares_ids=True)
+RUNGS = codec_levels(1024, shares_ids=True)
 BOUNDS = Bounds(loss=Loss.SOME)
 INT4, STRONGEST = (Pair(forward=rung.forward, backward=rung.backward) for rung in (RUNGS[3], RUNGS[-1]))
 THIN = Figures(interval_s=0.03, down_bps=4e6, up_bps=4e6)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isthmus.plan.codecs import Crossing
 from isthmus.plan.end_of_step import (
     Cosines,
     Evaluated,
@@ -26,9 +27,7 @@ from isthmus.plan.end_of_step import (
     total_norm,
 )
 from isthmus.plan.facts import pack_facts, unpack_facts
-from isthmus.plan.ladder import Crossing
 from isthmus.plan.pipeline_parts import PipelineState
-from isthmus.plan.scenario import Hop
 from isthmus.plan.steering import Cut, SavedCodecs
 from isthmus.plan.types import (
     Arrived,
@@ -42,6 +41,7 @@ from isthmus.plan.types import (
     Stop,
     WorkKind,
 )
+from isthmus.plan.windows import Hop
 from tests.plan.driver import Driver, Times
 from tests.plan.one_member import OneMember, pipeline_of, tally_of
 

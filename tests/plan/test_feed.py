@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.faults import CloudFault, CloudFaultKind
+from isthmus.job.faults import CloudFault, CloudFaultKind
 from isthmus.plan.feed import DiscriminatorScheduler, GeneratorScheduler, Merge
 from isthmus.plan.feed_spec import (
     FACTS,

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from isthmus.errors import FrameError
-from isthmus.plan.codec_choice import Bounds
+from isthmus.plan.codecs import Bounds, Crossing
 from isthmus.plan.end_of_step import Cosines, Evaluated, Tally, Verdict
 from isthmus.plan.facts import MAX_FACTS_BYTES, pack_facts, unpack_facts
-from isthmus.plan.ladder import Crossing
 from isthmus.plan.pipeline_parts import FACTS
 from isthmus.plan.steering import Cut
 from isthmus.plan.types import (

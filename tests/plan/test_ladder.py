@@ -7,11 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.codec_choice import Bounds, Figures, choose, reconsider
-from isthmus.plan.ladder import Crossing, Loss, Pair, expected_loss, ladder
+from isthmus.plan.codecs import (
+    Bounds,
+    Crossing,
+    Figures,
+    Loss,
+    Pair,
+    choose,
+    codec_levels,
+    expected_loss,
+    reconsider,
+)
 
 CROSSING = Crossing(num_rows=4096, width=768)
-RUNGS = ladder(768)
+RUNGS = codec_levels(768)
 MBPS = 1e6
 SOME = Bounds(loss=Loss.SOME)
 
@@ -45,8 +54,8 @@ def test_the_loss_of_codecs_adds_up_over_cuts() -> None:
 
 
 def test_narrow_cuts_have_no_subspace_and_anchors_need_shared_ids() -> None:
-    assert len(ladder(16)) == 4
-    assert "anchor=tokens" in str(ladder(768, shares_ids=True)[-1].forward)
+    assert len(codec_levels(16)) == 4
+    assert "anchor=tokens" in str(codec_levels(768, shares_ids=True)[-1].forward)
     assert "anchor" not in str(RUNGS[-1].forward)
 
 

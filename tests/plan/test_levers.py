@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.job import load_job
-from isthmus.plan.levers import Lever, levers
+from isthmus.plan.plan import Form
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import Form
+from isthmus.plan.what_if import Lever, levers
 from tests.plan.jobs import two_clouds
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,20 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from isthmus.job.lora import LoraSpec
+from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import fresh_blueprint
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
-from isthmus.plan.costs.arithmetic import Arithmetic, Precision
-from isthmus.plan.costs.learning import Learning, read_adapters
-from isthmus.plan.costs.memory import Memory, OptimizerState, Savers, Sharding, stage_memory
-from isthmus.plan.costs.parts import Workload, model_costs
-from isthmus.plan.costs.shapes import Task, read_shape
+from isthmus.plan.costs import Arithmetic, Precision, Task, Workload
+from isthmus.plan.memory import Memory, OptimizerState, Savers, Sharding, stage_memory
 from isthmus.train.device import Device
+from isthmus.train.in_cloud import Alone, LockStepReduction, Reduction, ShardedReduction, shard
 from isthmus.train.profiling import AUTOCAST, Rig, Size
-from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, shard
-from isthmus.train.ranks.world import Alone, Reduction
+from tests.plan.sizes import estimated, measured
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1024,
@@ -33,7 +30,7 @@ SMALL: dict[str, Any] = {
 LLAMA = {"model_type": "llama", **SMALL, "intermediate_size": 352, "num_key_value_heads": 2}
 GEMMA = {**LLAMA, "model_type": "gemma", "head_dim": 32}
 BERT = {"model_type": "bert", **SMALL, "intermediate_size": 512, "max_position_embeddings": 128}
-BIG = read_shape({"model_type": "llama", "num_key_value_heads": 8})
+BIG = estimated(num_key_value_heads=8)
 ON_GPU = Workload(num_sequences=1, sequence_length=2048, arithmetic=Arithmetic(precision=Precision.BFLOAT16))
 
 
@@ -130,7 +127,7 @@ def test_the_allocator_agrees(
 ) -> None:
     task = Task.MASKED_LM if config is BERT else Task.CAUSAL_LM
     workload = small(precision, recompute)
-    costs = model_costs(read_shape(config, task=task), workload)
+    costs = measured(config, workload, task=task)
     predicted = stage_memory(costs, layers, window=window, num_buffered=0)
     found = allocated_bytes(config, task, layers, workload, window)
     assert predicted.total_bytes == pytest.approx(found, rel=0.06)
@@ -154,7 +151,7 @@ def test_the_allocator_agrees_where_ranks_share(
 ) -> None:
     task = Task.MASKED_LM if config is BERT else Task.CAUSAL_LM
     workload = small(precision, recompute, is_gathered=True)
-    costs = model_costs(read_shape(config, task=task), workload)
+    costs = measured(config, workload, task=task)
     savers = Savers(sharding=sharding)
     predicted = stage_memory(costs, layers, window=window, savers=savers, num_buffered=0)
     found = allocated_bytes(config, task, layers, workload, window, sharding=sharding)
@@ -190,16 +187,14 @@ def test_the_allocator_agrees_where_little_learns(
 ) -> None:
     task = Task.MASKED_LM if config is BERT else Task.CAUSAL_LM
     workload = small(precision, recompute)
-    shape = read_shape(config, task=task)
-    adapters = None if lora is None else read_adapters(lora, shape)
-    costs = model_costs(shape, workload, Learning(num_frozen_layers=num_frozen, adapters=adapters))
+    costs = measured(config, workload, task=task, num_frozen=num_frozen, lora=lora)
     predicted = stage_memory(costs, layers, window=window, num_buffered=0)
     found = allocated_bytes(config, task, layers, workload, window, num_frozen_layers=num_frozen, lora=lora)
     assert predicted.total_bytes == pytest.approx(found, rel=0.06)
 
 
 def test_a_stage_that_does_not_learn_keeps_nothing() -> None:
-    costs = model_costs(BIG, ON_GPU, Learning(num_frozen_layers=16))
+    costs = estimated(num_key_value_heads=8, num_frozen=16).costs(ON_GPU)
     found = stage_memory(costs, range(8, 16), window=4)
     assert (found.gradients, found.optimizer, found.activations) == (0, 0, 0)
     assert found.weights == memory().weights
@@ -208,16 +203,16 @@ def test_a_stage_that_does_not_learn_keeps_nothing() -> None:
 def memory(workload: Workload = ON_GPU, *, window: int = 4, savers: Savers | None = None) -> Memory:
     is_gathered = savers is not None and savers.is_sharded
     workload = replace(workload, arithmetic=replace(workload.arithmetic, is_gathered=is_gathered))
-    return stage_memory(model_costs(BIG, workload), range(8, 16), window=window, savers=savers)
+    return stage_memory(BIG.costs(workload), range(8, 16), window=window, savers=savers)
 
 
 def test_what_is_shared_out_must_be_gathered() -> None:
     with pytest.raises(ValueError, match="exactly where its weights are gathered"):
-        stage_memory(model_costs(BIG, ON_GPU), range(8, 16), window=4, savers=Savers(sharding=Sharding.FULL))
+        stage_memory(BIG.costs(ON_GPU), range(8, 16), window=4, savers=Savers(sharding=Sharding.FULL))
 
 
 def test_float32_training_takes_sixteen_bytes_a_parameter() -> None:
-    costs = model_costs(BIG, ON_GPU)
+    costs = BIG.costs(ON_GPU)
     num_parameters = costs.num_parameters(range(8, 16))
     found = memory()
     assert found.weights + found.gradients + found.optimizer == 16 * num_parameters
@@ -238,9 +233,9 @@ def test_recomputing_keeps_the_stream_alone() -> None:
 
 
 def test_logits_are_the_largest_thing_of_a_small_last_stage() -> None:
-    shape = read_shape({"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28})
+    model = estimated(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28)
     workload = replace(ON_GPU, sequence_length=8192)
-    found = stage_memory(model_costs(shape, workload), range(26, 28), window=1)
+    found = stage_memory(model.costs(workload), range(26, 28), window=1)
     logits_bytes = 4 * 151936 * 8192
     assert found.working >= 2 * logits_bytes
     assert found.total_bytes > 3 * logits_bytes
@@ -281,7 +276,7 @@ def test_shares_on_the_host_leave_what_is_gathered() -> None:
 
 
 def test_codecs_and_messages_are_counted() -> None:
-    costs = model_costs(BIG, ON_GPU)
+    costs = BIG.costs(ON_GPU)
     found = stage_memory(costs, range(8, 16), window=1, codec_bytes=10**9, num_buffered=3)
     assert found.codec == 10**9
     assert found.buffers == 3 * costs.boundary_bytes
@@ -290,7 +285,7 @@ def test_codecs_and_messages_are_counted() -> None:
 
 
 def test_moments_of_embeddings_are_float32_in_any_case() -> None:
-    costs = model_costs(BIG, ON_GPU)
+    costs = BIG.costs(ON_GPU)
     coarse = Savers(optimizer=OptimizerState.EIGHT_BIT)
     stages = (range(1), range(1, 2))
     first, second = (stage_memory(costs, layers, window=1, savers=coarse) for layers in stages)

@@ -9,17 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.job.lora import LoraSpec
-from isthmus.plan.costs.arithmetic import Arithmetic, Precision
-from isthmus.plan.costs.bottlenecks import HalfCosts
-from isthmus.plan.costs.encoder_decoder import read_encoder_decoder
-from isthmus.plan.costs.families import FAMILIES
-from isthmus.plan.costs.learning import Adapters, Learning, read_adapters
-from isthmus.plan.costs.memory import OptimizerState, Savers, Sharding, stage_memory
-from isthmus.plan.costs.parts import ModelCosts, Workload, model_costs
-from isthmus.plan.costs.shapes import ModelShape, Task, read_shape
-from isthmus.plan.costs.stages import Stages
-from isthmus.plan.search.memory_tables import MemoryTables
+from isthmus.job.sections import LoraSpec
+from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Stages, Workload
+from isthmus.plan.memory import HalfCosts, OptimizerState, Savers, Sharding, stage_memory
+from isthmus.plan.models import read_model
+from isthmus.plan.stage_tables import MemoryTables
+from tests.plan.jobs import two_clouds
+from tests.plan.sizes import estimated
 
 SMALL = Workload(num_sequences=1, sequence_length=64)
 FIGURES = st.integers(0, 2**40)
@@ -53,36 +49,20 @@ def savers_for(draw: st.DrawFn, workload: Workload) -> Savers:
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> ModelShape:
-    """A model of any family; where it may have windows, some of its layers have one."""
-    model_type, num_layers = draw(st.sampled_from(sorted(FAMILIES))), draw(st.integers(1, 7))
-    is_encoder = FAMILIES[model_type].is_encoder
-    config: dict[str, object] = {
-        "model_type": model_type,
-        "num_hidden_layers": num_layers,
-        "hidden_size": draw(st.sampled_from([64, 8192])),
-        "num_attention_heads": 4,
-        "num_key_value_heads": draw(st.sampled_from([2, 4])),
-        "tie_word_embeddings": draw(st.booleans()),
-        "sliding_window": 8,
-        "use_sliding_window": True,
-        "layer_types": [draw(st.sampled_from(["sliding_attention", ""])) for _ in range(num_layers)],
-    }
-    if model_type == "mixtral":
-        config["num_local_experts"] = draw(st.integers(2, 8))
-    language = Task.MASKED_LM if is_encoder else Task.CAUSAL_LM
-    return read_shape(config, task=draw(st.sampled_from([language, Task.SEQUENCE_CLASSIFICATION])))
-
-
-@st.composite
 def models(draw: st.DrawFn, workload: Workload) -> ModelCosts:
-    """All of it learns, its upper layers, or adapters."""
-    shape = draw(shapes())
-    adapters: Adapters | None = None
-    if draw(st.booleans()):
-        adapters = read_adapters(LoraSpec(r=draw(st.integers(1, 8))), shape)
-    num_frozen = draw(st.integers(0, shape.num_layers))
-    return model_costs(shape, workload, Learning(num_frozen_layers=num_frozen, adapters=adapters))
+    """All of it is trained, its upper layers, or adapters."""
+    num_layers = draw(st.integers(1, 7))
+    model = estimated(
+        num_hidden_layers=num_layers,
+        hidden_size=draw(st.sampled_from([64, 8192])),
+        num_attention_heads=4,
+        num_key_value_heads=draw(st.sampled_from([2, 4])),
+        tie_word_embeddings=draw(st.booleans()),
+        num_experts=draw(st.sampled_from([None, 4])),
+        num_frozen=draw(st.integers(0, num_layers)),
+        lora=draw(st.none() | st.builds(LoraSpec, r=st.integers(1, 8))),
+    )
+    return model.costs(workload)
 
 
 @st.composite
@@ -136,11 +116,12 @@ def test_an_encoder_and_a_decoder_are_one_model(data: st.DataObject, workload: W
         key: {"model_type": model_type, "num_hidden_layers": data.draw(st.integers(1, 3))}
         for key, model_type in (("encoder", "bert"), ("decoder", "roberta"))
     }
-    check(read_encoder_decoder(halves).costs(workload), data.draw(savers_for(workload)))
+    model = read_model(two_clouds(), {"model_type": "encoder-decoder", **halves})
+    check(model.costs_of(workload), data.draw(savers_for(workload)))
 
 
 def test_what_a_stage_keeps_depends_on_its_first_layer() -> None:
-    costs = model_costs(read_shape({"model_type": "llama", "num_hidden_layers": 8}), SMALL)
+    costs = estimated(num_hidden_layers=8).costs(SMALL)
     arrival_bytes = [1000.0 * layer for layer in range(8)]
     each = MemoryTables.of(replace(costs, arrival_bytes=tuple(arrival_bytes)), Savers()).each
     assert each[4, 7] == each[1, 4] + 3000
@@ -171,10 +152,10 @@ def parts_of(figures: Sequence[int], start: int, stop: int) -> Sequence[int]:
 
 @pytest.mark.parametrize("sharding", Sharding)
 def test_a_model_of_any_size_is_too_large_rather_than_small(sharding: Sharding) -> None:
-    shape = read_shape({"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 2**70})
+    model = estimated(num_hidden_layers=3, hidden_size=2**70)
     arithmetic = Arithmetic(is_gathered=sharding is not Sharding.NONE, on_accelerator=False)
-    costs = model_costs(shape, replace(SMALL, arithmetic=arithmetic, recompute=True))
+    costs = model.costs(replace(SMALL, arithmetic=arithmetic, recompute=True))
     for optimizer in OptimizerState:
         savers = Savers(sharding=sharding, num_shards=2 if arithmetic.is_gathered else 1, optimizer=optimizer)
-        assert not MemoryTables.of(costs, savers).held(2**50).any()
+        assert not MemoryTables.of(costs, savers).num_fitting(2**50).any()
         assert stage_memory(costs, range(2), window=1, savers=savers).total_bytes > 2**140

@@ -8,18 +8,24 @@ import torch
 
 from isthmus.job.codec import parse_codec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, split_layers
-from isthmus.model.families import HEADS
+from isthmus.model.costs import MeasuredModel, Training
+from isthmus.model.heads import HEADS
 from isthmus.model.stage import Batch, StageInput
-from isthmus.plan.costs.arithmetic import Arithmetic, Precision
-from isthmus.plan.costs.families import FAMILIES
-from isthmus.plan.costs.messages import Messages, framed_bytes, messages_of, stream_bytes
-from isthmus.plan.costs.shapes import Task, read_shape
-from isthmus.plan.ladder import Crossing, Pair
+from isthmus.plan.codecs import Crossing, Pair
+from isthmus.plan.costs import (
+    Arithmetic,
+    Messages,
+    Precision,
+    Task,
+    framed_bytes,
+    integer_bytes,
+    stream_bytes,
+)
+from isthmus.plan.plan import Plan
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import Plan
 from isthmus.plan.types import Carried, MessageKind, Sent
 from isthmus.wan.frames import wire_bytes
-from tests.model.cases import COMMON, CONFIGS, MOMENT, blueprint, build, language_head, make_batch
+from tests.model.cases import CONFIGS, RNG_KEY, blueprint, build, make_batch
 from tests.plan.jobs import two_clouds
 from tests.train.chain import CutCase, Given, chain, config
 from tests.train.wires import Joined
@@ -42,12 +48,11 @@ NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH = 4, 2, 128
 
 
 def messages(model_type: str) -> Messages:
-    task = Task(language_head(model_type).name)
-    return messages_of(read_shape({"model_type": model_type, **COMMON, **CONFIGS[model_type]}, task=task))
+    return MeasuredModel(blueprint(model_type), Training()).table.messages
 
 
 @pytest.mark.parametrize("sharded", [(False, False), (True, True), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", CONFIGS)
 def test_the_type_of_what_crosses_is_that_of_a_real_stage(model_type: str, sharded: tuple[bool, ...]) -> None:
     real = blueprint(model_type)
     stages = build(real, split_layers(real.num_layers, 3), untie=True)
@@ -57,7 +62,7 @@ def test_the_type_of_what_crosses_is_that_of_a_real_stage(model_type: str, shard
         if is_sharded:
             stage.to(torch.bfloat16).stream_dtype = torch.bfloat16
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-            output = stage(StageInput(batch=batch, crossing=crossing, moment=MOMENT))
+            output = stage(StageInput(batch=batch, crossing=crossing, rng_key=RNG_KEY))
         assert output.crossing is not None
         crossing = output.crossing.detach()
         is_narrow = messages(model_type).leave_narrow(ON_CPU, is_sharded=is_sharded, arrived_narrow=is_narrow)
@@ -99,7 +104,7 @@ def test_integers_and_headers_are_those_of_real_packets(vocab_size: int, task: s
         up, *_ = wires.behind.send(
             GRADIENT, {"hidden": hidden}, codecs=(("hidden", str(CODED.backward)),), **about
         )
-    found = messages_of(read_shape({"model_type": "bert", "vocab_size": vocab_size}, task=Task(task)))
+    found = Messages(integer_bytes=integer_bytes(vocab_size, Task(task)))
     crossing = Crossing(num_rows=ids.numel(), width=WIDTH)
     expected = found.forward_bytes(CODED.forward_bytes(crossing), num_tokens=ids.numel())
     assert on_line(down) == pytest.approx(expected, abs=64)

@@ -7,10 +7,10 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job import Job
-from isthmus.plan.ladder import Loss, ladder
-from isthmus.plan.levers import levers
+from isthmus.plan.codecs import Loss, codec_levels
+from isthmus.plan.plan import Plan
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import Plan
+from isthmus.plan.what_if import levers
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
 
 # The planner takes one that is nearly as cheap and milder.
@@ -33,7 +33,7 @@ def usd(found: Plan) -> float:
 
 def every_way(names: Sequence[str], num_links: int) -> Iterator[tuple[str, ...]]:
     """Every order, cut, number of micro-batches and codec that is allowed, as changes to the job."""
-    rungs = [one for one in ladder(WIDTH, shares_ids=True) if one.loss <= Loss.SLIGHT]
+    rungs = [one for one in codec_levels(WIDTH, shares_ids=True) if one.loss <= Loss.SLIGHT]
     cuts = [pairwise((0, *inner, 3)) for inner in combinations(range(1, 3), len(names) - 1)]
     layers = [[stop - start for start, stop in cut] for cut in cuts]
     for order, counts, number, rung in product(permutations(names), layers, (1, 4, 16), rungs):

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.plan.costs.arithmetic import Arithmetic, Precision
-from isthmus.plan.costs.parts import Workload
+from isthmus.plan.costs import Arithmetic, Precision, Workload
 from isthmus.plan.costs.profile import PassTimes, Profile, Sample, read_profile, write_profile
 from isthmus.plan.costs.times import measured_times
-from isthmus.plan.search.facts import cloud_facts
+from isthmus.plan.job_facts import cloud_facts
 from tests.plan.jobs import two_clouds
 
 NUM_LAYERS = 3

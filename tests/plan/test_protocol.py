@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from isthmus.errors import FrameError, IsthmusError
+from isthmus.plan.codecs import Crossing
 from isthmus.plan.end_of_step import Cosines, Evaluated, Seen, Verdict
 from isthmus.plan.facts import unpack_facts
-from isthmus.plan.ladder import Crossing
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.scenario import Policy

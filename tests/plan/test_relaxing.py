@@ -4,8 +4,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
+from isthmus.plan.plan import Estimate
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import Estimate
 from tests.plan.test_search import random_job
 
 # Plans within 1 % of the best make way for those with less loss, so two that count as equal may differ so

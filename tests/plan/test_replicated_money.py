@@ -3,8 +3,8 @@
 import pytest
 
 from isthmus.errors import UserError
+from isthmus.plan.plan import DataSettings, Plan
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import DataSettings, Plan
 from tests.plan.jobs import two_clouds
 
 DEAR = ("strategy.kind=data", "link.0.usd_per_gib=1", "link.0.bandwidth=10 Gbps")

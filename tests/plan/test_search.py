@@ -9,13 +9,13 @@ import pytest
 
 from isthmus.job import Job
 from isthmus.job.load import parse_job
-from isthmus.plan.codec_choice import Figures, allowed_pairs
+from isthmus.plan.codecs import Figures, allowed_pairs
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import HopLoad, Scenario
-from isthmus.plan.search.bound import scenario_bound_s
-from isthmus.plan.search.study import Study, study
-from isthmus.plan.search.supply import Setting, microbatch_choices
 from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.stage_tables import Setting, microbatch_choices
+from isthmus.plan.step_time import scenario_bound_s
+from isthmus.plan.study import Study, study
 
 # The goal is 2 %: three of the 200 jobs miss it, by less than one point. Plans that are nearly as good as the
 # best make way for those with less loss.

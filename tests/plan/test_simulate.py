@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.plan.faults import CloudFault, CloudFaultKind, Fault, FaultKind
+from isthmus.job.faults import CloudFault, CloudFaultKind, Fault, FaultKind
 from isthmus.plan.pipeline_parts import route
-from isthmus.plan.scenario import Hop, Policy, Scenario, scenario_from_dict, scenario_to_dict, windows
+from isthmus.plan.scenario import Policy, Scenario, scenario_from_dict, scenario_to_dict
 from isthmus.plan.simulated_pipeline import Checkpointing, simulate_scenario
 from isthmus.plan.simulation.timeline import Timeline
+from isthmus.plan.windows import Hop, windows
 from tests.plan.scenarios import hop, pipeline, scenarios, stage
 
 modest = settings(deadline=None, max_examples=60)
@@ -55,9 +56,7 @@ def test_published_bubbles_come_out(
 ) -> None:
     scenario = pipeline(num_stages, num_microbatches, serialise_s=serialise_s, latency_s=latency_s)
     hops = [Hop(forward_s=serialise_s, backward_s=serialise_s, latency_s=latency_s)] * (num_stages - 1)
-    chosen = windows(
-        policy=Policy.WAN_ONE_F_ONE_B, num_microbatches=num_microbatches, hops=hops, interval_s=3.0
-    )
+    chosen = windows(scenario, hops, interval_s=3.0)
     assert chosen[0] == in_flight
     assert simulate_scenario(replace(scenario, windows=chosen)).bubble == pytest.approx(wan, abs=0.001)
     assert simulate_scenario(replace(scenario, policy=Policy.ONE_F_ONE_B)).bubble == pytest.approx(

@@ -5,10 +5,9 @@ from itertools import groupby
 import pytest
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.codec_choice import Bounds
+from isthmus.job.faults import Fault, FaultKind
+from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Loss, Pair
 from isthmus.plan.end_of_step import Note
-from isthmus.plan.faults import Fault, FaultKind
-from isthmus.plan.ladder import RAW_PAIR, Crossing, Loss, Pair
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
 from isthmus.plan.simulated_pipeline import simulate_scenario
 from isthmus.plan.simulation.timeline import Timeline

@@ -11,19 +11,14 @@ from hypothesis import strategies as st
 from isthmus.errors import UserError
 from isthmus.job import Job, PipelineStrategy
 from isthmus.job.load import parse_job
-from isthmus.plan.costs.memory import Sharding
-from isthmus.plan.following import follow, planned_changes
-from isthmus.plan.levers import levers
-from isthmus.plan.lock_step import check_lock_step
+from isthmus.plan.job_facts import MemoryOptions, check_lock_step, cloud_facts, levels
+from isthmus.plan.memory import Sharding
+from isthmus.plan.plan import Form, PipelineSettings, Plan, decisions_from_dict, follow, planned_changes
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Policy
-from isthmus.plan.search.choice import Form, PipelineSettings, Plan
-from isthmus.plan.search.facts import cloud_facts
-from isthmus.plan.search.inside import exchange_s
-from isthmus.plan.search.plan_file import decisions_from_dict
-from isthmus.plan.search.sparing import Sparing, levels
-from isthmus.plan.search.study import study
-from isthmus.plan.search.supply import Setting
+from isthmus.plan.stage_tables import Setting, exchange_s
+from isthmus.plan.study import study
+from isthmus.plan.what_if import levers
 from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 
 PIPELINE = "strategy.kind=pipeline"
@@ -48,7 +43,7 @@ def test_ranks_hold_copies_where_these_fit() -> None:
     chosen = plan(two_clouds(PIPELINE, *RANKS), is_quick=True)
     assert shardings(chosen) == [Sharding.NONE] * 2
     assert chosen.savers == ()
-    assert chosen.sparing == Sparing()
+    assert chosen.sparing == MemoryOptions()
 
 
 def test_ranks_share_a_stage_out_where_copies_do_not_fit() -> None:
@@ -112,7 +107,7 @@ def test_no_level_is_one_that_a_run_refuses(
 def test_a_last_resort_is_taken_only_where_nothing_else_fits() -> None:
     assert plan(with_memory("7 GiB", PIPELINE), is_quick=True).savers == ("recompute",)
     chosen = plan(with_memory("4 GiB", PIPELINE), is_quick=True)
-    assert chosen.sparing == Sparing(recompute=True, offload_optimizer=True)
+    assert chosen.sparing == MemoryOptions(recompute=True, offload_optimizer=True)
     small = plan(with_memory("4 GiB", PIPELINE, "train.offload_optimizer=false", *RANKS), is_quick=True)
     assert shardings(small) == [Sharding.OPTIMIZER] * 2
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.codec_choice import Bounds
+from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Loss, Pair, codec_levels
 from isthmus.plan.end_of_step import Cosines, Tally
-from isthmus.plan.ladder import RAW_PAIR, Crossing, Loss, Pair, ladder
-from isthmus.plan.scenario import Hop
 from isthmus.plan.steering import Cut, Guard, Steering
+from isthmus.plan.windows import Hop
 
 CROSSING = Crossing(num_rows=512, width=128)
 
@@ -183,7 +182,7 @@ def test_a_codec_of_the_guard_is_not_said_to_be_the_jobs() -> None:
 # The guard alone.
 
 WIDE = Crossing(num_rows=256, width=768)
-RUNGS = ladder(768)
+RUNGS = codec_levels(768)
 
 
 def judge(

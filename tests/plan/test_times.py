@@ -7,17 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.costs.arithmetic import Arithmetic, Precision
+from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload
 from isthmus.plan.costs.devices import CATALOGUE, LAYER_LAUNCH_S
-from isthmus.plan.costs.parts import ModelCosts, Workload, model_costs
 from isthmus.plan.costs.profile import CodingTimes, PassTimes, Profile, Sample, fit_line
-from isthmus.plan.costs.shapes import read_shape
 from isthmus.plan.costs.times import estimated_times
+from isthmus.plan.job_facts import cloud_facts, is_loopback
+from isthmus.plan.plan import PipelineSettings
 from isthmus.plan.planner import plan
-from isthmus.plan.search.choice import PipelineSettings
-from isthmus.plan.search.facts import cloud_facts, is_loopback
-from isthmus.plan.search.inside import coding_s
+from isthmus.plan.stage_tables import coding_s
 from tests.plan.jobs import two_clouds
+from tests.plan.sizes import estimated
 
 H200 = CATALOGUE["h200"]
 # The job that was planned with 256 micro-batches of one sequence: launches were free.
@@ -32,11 +31,9 @@ LAUNCHES = (
 
 
 def costs_of(num_sequences: int) -> ModelCosts:
-    shape = read_shape({"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 8})
+    model = estimated(hidden_size=2048, num_hidden_layers=8)
     arithmetic = Arithmetic(precision=Precision.BFLOAT16)
-    return model_costs(
-        shape, Workload(num_sequences=num_sequences, sequence_length=128, arithmetic=arithmetic)
-    )
+    return model.costs(Workload(num_sequences=num_sequences, sequence_length=128, arithmetic=arithmetic))
 
 
 def test_a_small_micro_batch_takes_as_long_as_its_launches() -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from isthmus.events import Span
-from isthmus.job.boundary import BottleneckSpec, BoundarySpec, HiddenSpec
-from isthmus.job.lora import LoraSpec
+from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
+from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage, StageOutput
+from isthmus.plan.codecs import RAW_PAIR, Crossing, Pair
 from isthmus.plan.end_of_step import Evaluated, StepEnded, Tally
-from isthmus.plan.ladder import RAW_PAIR, Crossing, Pair
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.steering import Cut
@@ -25,12 +25,12 @@ from isthmus.plan.types import Action, Event, Facts, Member, Message, Scheduler,
 from isthmus.train.coding import CodecState
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop
-from isthmus.train.optimize.optimizer import Optimizer, Schedule
+from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import PipelineActor, pipeline_wires
 from isthmus.train.run_config import RunConfig, warmup_of
 from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.memory import MemoryLink
-from isthmus.wan.relays.shaping import Shape
+from isthmus.wan.shaping import Shape
 from tests.model.cases import SEED
 
 CLOUDS = ("north", "east", "south", "west")

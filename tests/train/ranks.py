@@ -16,28 +16,37 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from isthmus.job import Job
-from isthmus.job.boundary import parse_boundary
-from isthmus.job.codec import parse_codec
+from isthmus.job.codec import parse_boundary, parse_codec
 from isthmus.job.load import parse_job
-from isthmus.job.lora import LoraSpec
+from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint
-from isthmus.model.budget import Budgeted
+from isthmus.model.recompute import Budgeted
 from isthmus.model.stage import Batch
-from isthmus.plan.costs.memory import OptimizerState, Sharding
-from isthmus.plan.ladder import Pair
+from isthmus.plan.codecs import Pair
+from isthmus.plan.memory import OptimizerState, Sharding
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.scenario import Policy
 from isthmus.plan.types import Member, Outcome
 from isthmus.train.checkpoint import Checkpoints, Keeper
 from isthmus.train.device import Device
+from isthmus.train.in_cloud import (
+    LockStepReduction,
+    NoReduction,
+    PlainReduction,
+    Reduction,
+    ShardedReduction,
+    World,
+    coming_bytes,
+    join_world,
+    shard,
+    whole,
+)
 from isthmus.train.members import Neighbours
-from isthmus.train.ranks.sharding import LockStepReduction, ShardedReduction, coming_bytes, shard, whole
-from isthmus.train.ranks.world import NoReduction, PlainReduction, Reduction, World, join_world
 from isthmus.train.run_config import RunConfig
+from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.handshake import Seat
 from isthmus.wan.local import LocalWan
-from isthmus.wan.trust.certificates import Identity
 from tests.model.cases import blueprint
 from tests.train.chain import (
     CLOUDS,

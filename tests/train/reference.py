@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key
-from isthmus.codec.ends import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
-from isthmus.codec.graph import cross
-from isthmus.model.cut import Moment, seed_from
+from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, cross, receiving_end, sending_end
+from isthmus.model.random import RngKey, seed_from
 from isthmus.model.stage import Batch, Stage, StageInput
 from tests.train.chain import CutCase
 
@@ -39,9 +38,9 @@ def train_alone(
         num_targets = sum(batch.num_targets for batch in batches)
         loss_sum = 0.0
         for number, batch in enumerate(batches):
-            moment = Moment(seed=seed, step=step, microbatch=number)
+            rng_key = RngKey(seed=seed, step=step, microbatch=number)
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-                output = stage(StageInput(batch=batch, moment=moment))
+                output = stage(StageInput(batch=batch, rng_key=rng_key))
             output.backward(loss_weight=1 / num_targets)
             loss_sum += float(output.loss.detach())
         losses.append(loss_sum / num_targets)
@@ -90,12 +89,12 @@ def train_across(
                     behind.up.begin(before.down.begin())
         loss_sum = 0.0
         for number, batch in enumerate(batches):
-            moment = Moment(seed=seed, step=step, microbatch=number)
+            rng_key = RngKey(seed=seed, step=step, microbatch=number)
             is_warming_up = step < num_warmup_steps
             crossing = None
             for index, stage in enumerate(stages):
                 inputs = StageInput(
-                    batch=batch, crossing=crossing, moment=moment, is_warming_up=is_warming_up
+                    batch=batch, crossing=crossing, rng_key=rng_key, is_warming_up=is_warming_up
                 )
                 output = stage(inputs)
                 crossing = output.crossing

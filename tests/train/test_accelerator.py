@@ -5,7 +5,7 @@ import torch
 
 from isthmus.model.stage import Batch, StageInput
 from isthmus.train.device import Device
-from tests.model.cases import MOMENT, blueprint, build, make_batch
+from tests.model.cases import RNG_KEY, blueprint, build, make_batch
 from tests.train.chain import CutCase, Given, chain, config
 from tests.train.reference import assert_same, parameters_of
 from tests.train.resuming import keep_all, take_up
@@ -70,7 +70,7 @@ def test_a_pass_never_waits_for_the_device(name: str) -> None:
     stage.to("cuda")
     batch = make_batch(plan.head, lengths=(9, 9))
     unpadded = Batch(ids=batch.ids, labels=batch.labels, num_targets=batch.num_targets)
-    inputs = StageInput(batch=unpadded.to(torch.device("cuda")), moment=MOMENT)
+    inputs = StageInput(batch=unpadded.to(torch.device("cuda")), rng_key=RNG_KEY)
     stage(inputs).backward()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -9,8 +9,8 @@ import pytest
 
 from isthmus.errors import FrameError, UserError
 from isthmus.train.members import SavedSteps, Start, agree_on_start, choose_start, gather_profiles
-from isthmus.wan.frames import Packet
 from isthmus.wan.memory import MemoryLink
+from isthmus.wan.packet import Packet
 
 
 def steps(*whole: int, damaged: tuple[int, ...] = ()) -> SavedSteps:

@@ -8,19 +8,16 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from isthmus.errors import FrameError, UserError
-from isthmus.job.boundary import BottleneckSpec
-from isthmus.model.budget import Budgeted
-from isthmus.model.stage import Fixed
-from isthmus.plan.costs.memory import OptimizerState
+from isthmus.job.codec import BottleneckSpec
+from isthmus.model.recompute import Budgeted, Fixed
+from isthmus.plan.memory import OptimizerState
 from isthmus.plan.types import Member
+from isthmus.train import in_cloud
 from isthmus.train.build import Build, blueprint_of, optimizer_state
 from isthmus.train.device import Device
-from isthmus.train.optimize.optimizer import Optimizer
-from isthmus.train.ranks import sharding
-from isthmus.train.ranks.sharding import shard
-from isthmus.train.ranks.world import Alone
-from isthmus.train.run_config import pack_config, run_config, unpack_config
-from isthmus.train.setup import set_up
+from isthmus.train.in_cloud import Alone, shard
+from isthmus.train.optimizer import Optimizer
+from isthmus.train.run_config import pack_config, run_config, set_up, unpack_config
 from isthmus.wan.handshake import Seat
 from tests.model.cases import blueprint, build, make_batch
 from tests.train.chain import SCHEDULE, Given, chain, config
@@ -43,9 +40,9 @@ class Fellows(Alone):
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """What FSDP2 is told of each module, the whole stage last; nothing is shared out."""
     told: list[Options] = []
-    monkeypatch.setattr(sharding, "init_device_mesh", lambda kind, shape: (kind, shape))
-    monkeypatch.setattr(sharding, "fully_shard", lambda _, **options: told.append(options))
-    monkeypatch.setattr(sharding, "_prepare", lambda _: None)
+    monkeypatch.setattr(in_cloud, "init_device_mesh", lambda kind, shape: (kind, shape))
+    monkeypatch.setattr(in_cloud, "fully_shard", lambda _, **options: told.append(options))
+    monkeypatch.setattr(in_cloud, "_prepare", lambda _: None)
     return told
 
 

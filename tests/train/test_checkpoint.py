@@ -3,33 +3,38 @@
 import functools
 import json
 import shutil
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.job.boundary import parse_boundary
-from isthmus.job.codec import parse_codec
+from isthmus.job.codec import parse_boundary, parse_codec
 from isthmus.model.blueprint import pretrained_blueprint, split_layers
 from isthmus.model.stage import Stage
+from isthmus.plan.codecs import Pair
 from isthmus.plan.facts import pack_facts, unpack_facts
-from isthmus.plan.ladder import Pair
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.types import Member
-from isthmus.train.checkpoint import Checkpoints, State, WireState, pack_wires, unpack_wires
-from isthmus.train.data.order import Cursor
+from isthmus.train.checkpoint import Checkpoints, Keeper, State, WireState, lazily, pack_wires, unpack_wires
+from isthmus.train.data.samples import Cursor
+from isthmus.train.in_cloud import Alone, shard, whole
 from isthmus.train.members import SavedSteps
-from isthmus.train.optimize.optimizer import Optimizer
-from isthmus.train.store import MANIFEST_FILE
+from isthmus.train.optimizer import Optimizer
+from isthmus.train.store import MANIFEST_FILE, LazyTensor, SavedFile, write_tensors
 from tests.model.cases import blueprint, build, language_head
 from tests.model.test_weights import save_model
 from tests.train.chain import CLOUDS, Chain, CutCase, Given, Saved, chain, config, make_optimizer
 from tests.train.reference import assert_same, parameters_of
 from tests.train.test_exactness import batches
+
+
+def keeper(checkpoints: Checkpoints, stage: Stage, optimizer: Optimizer) -> Keeper:
+    return Keeper(checkpoints, Alone(), stage=stage, optimizer=optimizer)
 
 
 def save_all(found: Chain, folder: Path, *, keep: int = 9) -> None:
@@ -49,7 +54,7 @@ def save(found: Chain, index: int, checkpoints: Checkpoints, saved: Saved) -> No
         facts={} if saved.facts is None else {"state": pack_facts(saved.facts)},
         wires=pack_wires(saved.wires),
     )
-    checkpoints.save(state, stage=stage, optimizer=found.optimizers[index])
+    keeper(checkpoints, stage, found.optimizers[index]).save(state)
 
 
 def load_all(found: Chain, folder: Path, step: int) -> list[Saved]:
@@ -58,7 +63,7 @@ def load_all(found: Chain, folder: Path, step: int) -> list[Saved]:
 
 def load(found: Chain, index: int, folder: Path, step: int) -> Saved:
     checkpoints = Checkpoints(folder, cloud=CLOUDS[index])
-    state = checkpoints.load(step, stage=found.stages[index], optimizer=found.optimizers[index])
+    state = keeper(checkpoints, found.stages[index], found.optimizers[index]).load(step)
     assert state.cursor == Cursor(epoch=1, position=step - 1)
     peers = [Member(cloud) for cloud in CLOUDS]
     facts = unpack_facts(state.facts["state"], PipelineState) if state.facts else None
@@ -93,7 +98,7 @@ def save_steps(folder: Path, *steps: int, keep: int = 9) -> Checkpoints:
     stage, optimizer = alone()
     checkpoints = Checkpoints(folder, cloud="north", keep=keep)
     for step in steps:
-        checkpoints.save(State(step=step, layers=(0, 4)), stage=stage, optimizer=optimizer)
+        keeper(checkpoints, stage, optimizer).save(State(step=step, layers=(0, 4)))
     return checkpoints
 
 
@@ -210,8 +215,8 @@ def test_facts_and_wires_come_back_as_they_were(tmp_path: Path) -> None:
         wires={"west.0": WireState(facts={"codecs": ["int8", "raw"]}, tensors={"a/b": torch.arange(3.0)})},
         other_wires=({"west.1": WireState(tensors={"a": torch.ones(2)})}, {}),
     )
-    checkpoints.save(state, stage=stage, optimizer=optimizer)
-    found = checkpoints.load(7, stage=stage, optimizer=optimizer)
+    checkpoints.save(state, weights=lazily(stage.tensors_by_name()), moments=lazily(optimizer.tensors()))
+    found, _, _ = checkpoints.read(7, stage=stage)
     assert (found.cursor, found.facts, found.wires.keys()) == (state.cursor, state.facts, state.wires.keys())
     assert found.wires["west.0"].facts == {"codecs": ["int8", "raw"]}
     assert torch.equal(found.wires["west.0"].tensors["a/b"], torch.arange(3.0))
@@ -226,10 +231,10 @@ def test_lost_steps_are_set_aside_and_removed_when_they_are_reached_again(tmp_pa
     checkpoints = Checkpoints(tmp_path, cloud="north", keep=2)
     checkpoints.begin_from(20)
     assert checkpoints.steps() == (20, 30), "nothing is touched before something new is whole"
-    checkpoints.save(State(step=27, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    keeper(checkpoints, stage, optimizer).save(State(step=27, layers=(0, 4)))
     assert checkpoints.steps() == (20, 27)
     assert (record(tmp_path, 30, "north.aside") / MANIFEST_FILE).exists()
-    checkpoints.save(State(step=30, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    keeper(checkpoints, stage, optimizer).save(State(step=30, layers=(0, 4)))
     assert checkpoints.steps() == (27, 30)
     assert not record(tmp_path, 30, "north.aside").exists()
 
@@ -240,7 +245,7 @@ def test_a_step_between_the_start_and_the_first_save_was_lost_too(tmp_path: Path
     stage, optimizer = alone()
     checkpoints = Checkpoints(tmp_path, cloud="north", keep=2)
     checkpoints.begin_from(20)
-    checkpoints.save(State(step=34, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    keeper(checkpoints, stage, optimizer).save(State(step=34, layers=(0, 4)))
     assert checkpoints.steps() == (20, 34)
 
 
@@ -279,7 +284,7 @@ def test_a_damaged_checkpoint_is_left_out_and_removed_once_a_newer_one_is_whole(
     stage, optimizer = alone()
     checkpoints.begin_from(20)
     assert record(tmp_path, 30).exists()
-    checkpoints.save(State(step=40, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    keeper(checkpoints, stage, optimizer).save(State(step=40, layers=(0, 4)))
     assert checkpoints.steps() == (20, 40)
     assert Checkpoints(tmp_path, cloud="north").inspect(notes.append) == SavedSteps(whole=(20, 40))
     assert not (tmp_path / "checkpoints" / "step-00000030").exists()
@@ -317,7 +322,7 @@ def test_what_is_of_another_model_or_job_is_refused(tmp_path: Path) -> None:
         load_all(other, tmp_path, 5)
     checkpoints = Checkpoints(tmp_path, cloud="north", job="1" * 64)
     with pytest.raises(UserError, match="it is of another job"):
-        checkpoints.load(5, stage=found.stages[0], optimizer=found.optimizers[0])
+        keeper(checkpoints, found.stages[0], found.optimizers[0]).load(5)
 
 
 @pytest.mark.parametrize(
@@ -329,17 +334,17 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_of_the_new(
     stage, optimizer = alone()
     checkpoints = save_steps(tmp_path, 5)
 
-    def full(tensors: dict[str, Tensor], file: Path) -> None:
+    def full(file: Path, tensors: Mapping[str, LazyTensor]) -> SavedFile:
         if file.name.startswith("optimizer"):
             raise error
-        save_file(tensors, file)
+        return write_tensors(file, tensors)
 
     optimizer.load_tensors({"exp_avg/transformer.wpe.weight": torch.ones(1)})
     with monkeypatch.context() as patch:
-        patch.setattr("isthmus.train.store.save_file", full)
+        patch.setattr("isthmus.train.store.write_tensors", full)
         for step in (5, 6):
             with pytest.raises(UserError, match="No space left on device"):
-                checkpoints.save(State(step=step, layers=(0, 4)), stage=stage, optimizer=optimizer)
+                keeper(checkpoints, stage, optimizer).save(State(step=step, layers=(0, 4)))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
     assert [path.name for path in (tmp_path / "checkpoints" / "step-00000005").iterdir()] == ["north"]
     assert checkpoints.inspect(lambda _: None) == SavedSteps(whole=(5,))
@@ -359,9 +364,42 @@ def test_a_kill_while_a_step_is_written_again_leaves_nothing_that_passes_for_who
     with monkeypatch.context() as patch:
         patch.setattr("isthmus.train.store.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(State(step=30, layers=(0, 4)), stage=stage, optimizer=optimizer)
+            keeper(checkpoints, stage, optimizer).save(State(step=30, layers=(0, 4)))
     assert checkpoints.steps() == (20,)
     assert Checkpoints(tmp_path, cloud="north").inspect(lambda _: None) == SavedSteps(whole=(20,))
-    checkpoints.save(State(step=30, layers=(0, 4)), stage=stage, optimizer=optimizer)
+    keeper(checkpoints, stage, optimizer).save(State(step=30, layers=(0, 4)))
     assert checkpoints.steps() == (20, 30)
-    checkpoints.load(30, stage=stage, optimizer=optimizer)
+    keeper(checkpoints, stage, optimizer).load(30)
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_a_sharded_stage_is_saved_and_exported_one_tensor_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {name: one.detach().clone() for name, one in alone()[0].model.state_dict().items()}
+    stage, _ = alone()
+    shard(stage, device=torch.device("cpu"), num_ranks=1, keeps_sharded=True)
+    gathered: list[weakref.ref[torch.Tensor]] = []
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        assert all(one() is None for one in gathered), "an earlier tensor is still in memory"
+        full = whole(tensor).clone()
+        gathered.append(weakref.ref(full))
+        return full
+
+    monkeypatch.setattr("isthmus.train.checkpoint.whole", gather)
+    keeping = keeper(Checkpoints(tmp_path, cloud="north"), stage, make_optimizer(stage, None))
+    found = keeping.export(tmp_path / "gathered.safetensors")
+    assert found is not None
+    assert len(gathered) == len(expected)
+    assert_same(found, expected)
+    keeping.save(State(step=1, layers=(0, 4)))
+    assert len(gathered) == len(expected) + len(stage.tensors_by_name())

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from isthmus.errors import Aborted, FrameError
-from isthmus.job.boundary import parse_boundary
-from isthmus.job.codec import parse_codec
+from isthmus.job.codec import parse_boundary, parse_codec
 from isthmus.model.blueprint import Blueprint
+from isthmus.plan.codecs import Pair
 from isthmus.plan.end_of_step import Tally
-from isthmus.plan.ladder import Pair
 from isthmus.train.coding import Coded, CutEnd
 from isthmus.train.run_config import RunConfig
 from tests.model.cases import blueprint

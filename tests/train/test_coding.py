@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import parse_codec
-from isthmus.plan.ladder import Pair, read_pair, texts_of
+from isthmus.plan.codecs import Pair, read_pair, texts_of
 from isthmus.plan.types import Member, Message, MessageKind
 from isthmus.train.coding import CodecState, Coded, CutCoding, CutEnd
 from isthmus.train.device import Device, Mark

@@ -7,9 +7,7 @@ from collections import Counter
 
 import pytest
 
-from isthmus.corpora import CORPORA
-from isthmus.corpora.tales import tales
-from isthmus.corpora.words import DAYS, in_words
+from isthmus.train.data.corpora import CORPORA, DAYS, in_words, tales
 
 NUMBERS = {in_words(number): number for number in range(100)}
 

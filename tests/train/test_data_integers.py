@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.errors import FrameError
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.stage import Batch
 from isthmus.train.data.batches import collate
 from isthmus.train.data.samples import Sample
 from isthmus.train.integers import narrow, pack_integers, unpack_integers
-from isthmus.wan.frames import Packet, pack, unpack
+from isthmus.wan.packet import Packet, pack, unpack
 
 PLANES = ("ids", "mask", "position_ids", "token_type_ids", "labels")
 RIGHT = torch.tensor([[1, 1, 1], [1, 0, 0]])

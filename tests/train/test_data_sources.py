@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.train.data.corpus import Split, is_held_out, open_rows
+from isthmus.train.data.rows import Split, is_held_out, open_rows
 
 
 def test_a_text_file_has_a_row_for_each_paragraph(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_package_that_is_missing(
     (tmp_path / "a.parquet").touch()
     with pytest.raises(UserError, match=f"needs the package '{module}'") as caught:
         list(open_rows(source.format(tmp_path)))
-    assert caught.value.hint == "pip install 'isthmus[datasets]'"
+    assert caught.value.hint == "in the clone of isthmus: pip install '.[datasets]'"
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,12 @@ import torch
 
 from isthmus.errors import UserError
 from isthmus.job import Job
-from isthmus.model.families import HEADS, IGNORED
+from isthmus.model.heads import HEADS, IGNORED
 from isthmus.model.stage import Batch
 from isthmus.plan.pipeline_parts import Routing
 from isthmus.train.data.batches import Layout, StepBatches, check_enough, collate, divide_batch
-from isthmus.train.data.feed import Feed
-from isthmus.train.data.order import Cursor
-from isthmus.train.data.samples import PackedSamples, Sample
-from isthmus.train.data.training_data import TrainingData, open_data
+from isthmus.train.data.samples import Cursor, PackedSamples, Sample
+from isthmus.train.data.training_data import Feed, TrainingData, open_data
 
 CONFIG = {"model_type": "llama", "vocab_size": 300}
 

@@ -9,19 +9,20 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec
-from isthmus.model.families import HEADS, IGNORED
-from isthmus.train.data.columns import Labels, collect_labels
-from isthmus.train.data.corpus import open_rows
-from isthmus.train.data.order import Pick
-from isthmus.train.data.samples import MaskedSamples, PackedSamples, Sample
-from isthmus.train.data.tasks import (
+from isthmus.model.heads import HEADS, IGNORED
+from isthmus.train.data.rows import Labels, collect_labels, open_rows
+from isthmus.train.data.samples import (
+    MaskedSamples,
+    PackedSamples,
+    Pick,
+    Sample,
     answered_samples,
     classified_samples,
     packed_tokens,
     tagged_samples,
     window_samples,
 )
-from isthmus.train.data.tokens import train_tokenizer
+from isthmus.train.data.tokenizer import train_tokenizer
 
 LABELS = Labels(("no", "yes"))
 

@@ -10,8 +10,8 @@ from transformers import GPT2Config, LlamaConfig
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, Job, ModelSpec
-from isthmus.train.data.corpus import open_rows
-from isthmus.train.data.tokens import (
+from isthmus.train.data.rows import open_rows
+from isthmus.train.data.tokenizer import (
     choose_tokenizer,
     end_id,
     load_tokenizer,

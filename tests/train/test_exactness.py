@@ -11,7 +11,7 @@ from isthmus.model.blueprint import Blueprint
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch
 from isthmus.plan.scenario import Policy
-from isthmus.wan.relays.shaping import Shape
+from isthmus.wan.shaping import Shape
 from tests.model.cases import CONFIGS, SEED, blueprint, make_batch
 from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Given, chain, config
 from tests.train.reference import assert_same, parameters_of, train_alone

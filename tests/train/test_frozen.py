@@ -10,8 +10,8 @@ from isthmus.errors import FrameError
 from isthmus.job.codec import parse_codec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.stage import Batch
-from isthmus.plan.cuts import first_trained
-from isthmus.plan.ladder import Pair
+from isthmus.plan.codecs import Pair
+from isthmus.plan.job_facts import first_trained
 from isthmus.plan.types import Member
 from isthmus.train.frozen_cache import Admission, Cache, sequences_of
 from isthmus.train.run_config import RunConfig

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from isthmus.errors import FrameError
-from isthmus.job.boundary import parse_boundary
+from isthmus.job.codec import parse_boundary
 from isthmus.plan.end_of_step import Evaluated, Tally, Verdict
-from isthmus.plan.scenario import Hop
 from isthmus.plan.types import MessageKind
+from isthmus.plan.windows import Hop
 from isthmus.train.device import Device
 from isthmus.train.pipeline import PipelineActor
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Delivery
-from isthmus.wan.frames import Buffer, Packet, pack, unpack
+from isthmus.wan.packet import Buffer, Packet, pack, unpack
 from tests.train.chain import CutCase, config
 from tests.train.test_codecs import cut
 from tests.train.test_wire import WIDTH, microbatch

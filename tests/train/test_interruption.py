@@ -7,7 +7,7 @@ import pytest
 
 from isthmus.plan.end_of_step import StepEnded
 from isthmus.plan.types import Interrupted, Member, Outcome
-from isthmus.wan.relays.shaping import Shape
+from isthmus.wan.shaping import Shape
 from tests.model.cases import blueprint
 from tests.train.chain import CLOUDS, Chain, Given, assert_pure, chain, config
 from tests.train.reference import assert_same, parameters_of

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isthmus.plan.costs.memory import OptimizerState
-from isthmus.train.optimize import offload
-from isthmus.train.optimize.optimizer import Optimizer, Schedule, total_norm
+from isthmus.plan.memory import OptimizerState
+from isthmus.train.optimizer import OnHost, Optimizer, Schedule, total_norm
 
 NUM_STEPS = 12
 SCHEDULE = Schedule(peak=0.03, num_steps=NUM_STEPS, num_warmup_steps=2)
@@ -63,7 +62,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("slice_parameters", [1, 9_000, 10**9])
 def test_moments_on_the_host_change_nothing(slice_parameters: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.OnHost.__init__, "__kwdefaults__", {"slice_parameters": slice_parameters})
+    monkeypatch.setattr(OnHost.__init__, "__kwdefaults__", {"slice_parameters": slice_parameters})
     beside, away = Regression(), Regression(offload=True)
     assert beside.train(range(NUM_STEPS)) == away.train(range(NUM_STEPS))
     for name, value in beside.values().items():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from isthmus.train.optimize.optimizer import Decay, Optimizer, Schedule, total_norm
+from isthmus.train.optimizer import Decay, Optimizer, Schedule, total_norm
 
 norms = st.lists(st.floats(min_value=0, max_value=1e12), min_size=1, max_size=20)
 

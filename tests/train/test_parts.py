@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.model.export import merge, write_part
-from isthmus.train import parts
-from isthmus.train.parts import fresh_folder, gather_parts
+from isthmus.train import members
+from isthmus.train.members import fresh_folder, gather_parts
 from isthmus.wan.memory import MemoryLink
 from tests.model.cases import blueprint, build
 
@@ -51,7 +51,7 @@ def test_an_export_that_was_stopped_before_its_parts_left_is_done_again(
     with MemoryLink("east", "west") as link, monkeypatch.context() as patch:
         own = fresh_folder(tmp_path / ".parts-west")
         write_part(stage, own / "west")
-        patch.setattr(parts, "_send", stopped)
+        patch.setattr(members, "_send", stopped)
         with pytest.raises(KeyboardInterrupt):
             gather_parts(own, up=link.end("west"), down=None)
     export(tmp_path)

@@ -8,11 +8,12 @@ from transformers import LlamaConfig
 
 from isthmus.errors import UserError
 from isthmus.job import Job, load_job
-from isthmus.job.lora import LoraSpec
-from isthmus.plan.search.plan_file import PLAN_FILE
-from isthmus.train import preflight, setup
+from isthmus.job.sections import LoraSpec
+from isthmus.plan.plan import PLAN_FILE
+from isthmus.train import run_config, runs
 from isthmus.train.build import blueprint_of
-from isthmus.train.preflight import (
+from isthmus.train.run_config import set_up
+from isthmus.train.runs import (
     check_all_devices,
     check_device,
     check_export,
@@ -20,9 +21,8 @@ from isthmus.train.preflight import (
     look_at_data,
     look_at_model,
 )
-from isthmus.train.setup import set_up
 from isthmus.train.store import DiskStore
-from isthmus.wan.devices import Devices
+from isthmus.wan.doctor import Devices
 from isthmus.wan.handshake import Seat
 from tests.model.test_custom_code import save_own
 from tests.model.test_weights import save_model
@@ -30,11 +30,11 @@ from tests.train.test_setup import FIGURES, tiny_job
 
 
 def find(monkeypatch: pytest.MonkeyPatch, found: Devices) -> None:
-    monkeypatch.setattr(preflight, "find_devices", lambda: found)
+    monkeypatch.setattr(runs, "find_devices", lambda: found)
 
 
 def test_what_torch_finds_here_is_told() -> None:
-    found = preflight.find_devices()
+    found = runs.find_devices()
     assert (found.kind is None) == (found.num_devices == 0)
 
 
@@ -155,7 +155,7 @@ def never(*_: object) -> None:
 def test_a_run_goes_on_with_the_plan_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = chosen(tiny_job(*FIGURES), tmp_path)
     plan = (run / PLAN_FILE).read_text()
-    monkeypatch.setattr(setup, "plan", never)
+    monkeypatch.setattr(run_config, "plan", never)
     job = tiny_job("link.0.rtt=40 ms", "link.0.bandwidth=1 Mbps", "train.steps=9")
     assert chosen(job, tmp_path) == run
     assert (run / PLAN_FILE).read_text() == plan
@@ -167,7 +167,7 @@ def test_a_run_that_nothing_was_planned_for_goes_on_without_a_plan(
 ) -> None:
     run = chosen(tiny_job(), tmp_path)
     assert not (run / PLAN_FILE).exists()
-    monkeypatch.setattr(setup, "plan", never)
+    monkeypatch.setattr(run_config, "plan", never)
     assert chosen(tiny_job(*FIGURES), tmp_path) == run
 
 

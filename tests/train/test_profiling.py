@@ -8,8 +8,7 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job.load import parse_job
-from isthmus.plan.costs.arithmetic import Precision
-from isthmus.plan.costs.parts import Workload
+from isthmus.plan.costs import Precision, Workload
 from isthmus.plan.costs.profile import Profile, read_profile, write_profile
 from isthmus.plan.costs.times import measured_times
 from isthmus.train.profiling import Effort, Rig, measure, repeat, require_certain, sizes_of

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from isthmus.plan.codecs import RAW_PAIR
 from isthmus.plan.end_of_step import Evaluated, Note, StepEnded, Verdict
-from isthmus.plan.ladder import RAW_PAIR
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.types import Arrived, Member, MessageKind, Outcome, Save, ScheduleError, Send, Stop
-from isthmus.wan.relays.shaping import Shape
+from isthmus.wan.shaping import Shape
 from tests.model.cases import blueprint
 from tests.train.chain import CLOUDS, Chain, CutCase, Given, Record, assert_pure, chain, config
 from tests.train.test_codecs import cut

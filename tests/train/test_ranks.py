@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from isthmus.job.lora import LoraSpec
-from isthmus.plan.costs.arithmetic import Arithmetic, Precision
-from isthmus.plan.costs.memory import OptimizerState, Sharding
-from isthmus.plan.costs.messages import messages_of, stream_bytes
-from isthmus.plan.costs.shapes import read_shape
+from isthmus.job.sections import LoraSpec
+from isthmus.model.costs import MeasuredModel, Training
+from isthmus.plan.costs import Arithmetic, Precision, stream_bytes
+from isthmus.plan.memory import OptimizerState, Sharding
 from isthmus.plan.scenario import Policy
 from isthmus.plan.types import Outcome
 from tests.model.cases import blueprint
@@ -261,7 +260,7 @@ def test_what_crosses_has_the_bytes_that_plans_count(
     case = Case(ranks=(2, 1), sharding=sharding, autocast=autocast, num_steps=1)
     sent_bytes = sum(one.sent_bytes for one in crew.run(case).values())
     precision = Precision.FLOAT32 if autocast is None else Precision.BFLOAT16
-    counted = messages_of(read_shape(case.blueprint.config.to_dict()))
+    counted = MeasuredModel(case.blueprint, Training()).table.messages
     is_narrow = counted.leave_narrow(
         Arithmetic(precision=precision), is_sharded=sharding is not Sharding.NONE
     )

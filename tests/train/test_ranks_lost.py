@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from isthmus.errors import RankLost
 from isthmus.job import Address
 from isthmus.train.device import Device
-from isthmus.train.ranks.world import join_world
+from isthmus.train.in_cloud import join_world
 from isthmus.wan.handshake import Seat
 
 PATIENCE_S = 60.0

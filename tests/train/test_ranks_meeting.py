@@ -14,11 +14,10 @@ import pytest
 
 from isthmus.errors import RankLost
 from isthmus.job import Address
-from isthmus.train.ranks import meeting as meeting_module
-from isthmus.train.ranks.meeting import prove, publish_port
-from isthmus.train.ranks.watch import Watch
+from isthmus.train import watch as watch_module
+from isthmus.train.watch import Watch, prove, publish_port
 from isthmus.wan.handshake import Seat
-from isthmus.wan.ports import own_sockets
+from isthmus.wan.limits import own_sockets
 from tests.train.test_watch import PATIENCE_S, PORT, SECRET, Post, Words, drop, leave, meet, meet_one, post
 
 Answer = Callable[[socket.socket], object]
@@ -91,7 +90,7 @@ def finish_meeting(words: Words, followers: list[Post], started: "queue.SimpleQu
 def test_who_listens_in_the_place_of_an_earlier_leader_is_left_for_the_new_one(
     answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting_module, "_HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(watch_module, "_HANDSHAKE_S", 0.5)
     with stranger(answer) as (port, heard):
         finish_meeting(words_of_a_leader_at(port), [post(1), post(2)], heard)
 
@@ -161,7 +160,7 @@ def test_without_a_launchers_store_ranks_meet_at_the_masters_address_and_nowhere
 
 
 def test_a_port_that_stays_taken_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_module, "_PORT_TAKEN_S", 0.2)
+    monkeypatch.setattr(watch_module, "_PORT_TAKEN_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         master = Address(host="127.0.0.1", port=taken.getsockname()[1])
         seat = Seat(rank=0, num_ranks=2, master=master)
@@ -181,7 +180,7 @@ def test_a_leader_that_never_comes_is_lost_in_one_sentence() -> None:
 def test_a_leader_that_cannot_be_reached_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(meeting_module, "_NOTE_AFTER_S", 0.1)
+    monkeypatch.setattr(watch_module, "_NOTE_AFTER_S", 0.1)
     with pytest.raises(RankLost):
         meet([post(1)], words_of_a_leader_at(free_port()), patience_s=0.6)
     assert caplog.messages == [
@@ -192,7 +191,7 @@ def test_a_leader_that_cannot_be_reached_is_told_once(
 def test_the_leader_says_once_whom_it_waits_for_and_all_hear_of_its_giving_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(meeting_module, "_NOTE_AFTER_S", 0.3)
+    monkeypatch.setattr(watch_module, "_NOTE_AFTER_S", 0.3)
     words, came = Words(), [post(0), post(2)]
     lost = "the ranks of this cloud have waited in vain for rank 1 of cloud 'east'"
 
@@ -287,7 +286,7 @@ def test_a_proof_that_was_overheard_is_of_no_use_again() -> None:
 def test_strangers_at_the_watch_are_few(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("isthmus.train.ranks.watch._PROOF_S", 1000.0)
+    monkeypatch.setattr("isthmus.train.watch._PROOF_S", 1000.0)
     words, posts = Words(), [post(rank) for rank in range(3)]
     meet(posts, words)
     place = ("127.0.0.1", port_of(words))
@@ -306,7 +305,7 @@ def test_strangers_at_the_watch_are_few(
 
 
 def test_strangers_at_the_watch_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.train.ranks.watch._PROOF_S", 0.2)
+    monkeypatch.setattr("isthmus.train.watch._PROOF_S", 0.2)
     words, posts = Words(), [post(rank) for rank in range(3)]
     meet(posts, words)
     with socket.create_connection(("127.0.0.1", port_of(words)), PATIENCE_S) as stranger:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from isthmus.plan.costs.arithmetic import Precision
+from isthmus.plan.costs import Precision
 from isthmus.plan.costs.profile import PassTimes, Profile, Sample
 from isthmus.plan.simulated_pipeline import simulate_scenario
 from isthmus.train.profiling import Effort

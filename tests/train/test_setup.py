@@ -9,14 +9,12 @@ from isthmus.errors import UserError
 from isthmus.job import Job, stage_order
 from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
-from isthmus.plan.ladder import Pair, Stretch, texts_of
+from isthmus.plan.codecs import Pair, Stretch, texts_of
 from isthmus.plan.scenario import Policy
 from isthmus.plan.steering import Cut
-from isthmus.train.build import blueprint_of
-from isthmus.train.fitting import check_fits
-from isthmus.train.preflight import check_job
-from isthmus.train.run_config import run_config
-from isthmus.train.setup import set_up
+from isthmus.train.build import blueprint_of, check_fits
+from isthmus.train.run_config import run_config, set_up
+from isthmus.train.runs import check_job
 
 TINY = """
 name = "tiny"

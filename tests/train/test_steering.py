@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from isthmus.job.codec import parse_codec
+from isthmus.plan.codecs import RAW_PAIR, Pair
 from isthmus.plan.end_of_step import Cosines, Tally
-from isthmus.plan.ladder import RAW_PAIR, Pair
 from tests.model.cases import blueprint
 from tests.train.chain import CutCase, Given, chain, config
 from tests.train.reference import assert_same, parameters_of

@@ -13,11 +13,11 @@ from isthmus.errors import Aborted
 from isthmus.job import Job
 from isthmus.job.load import parse_job
 from isthmus.train.device import Device
-from isthmus.train.ranks.world import join_world
+from isthmus.train.in_cloud import join_world
+from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.handshake import EXIT_LOST, Seat
 from isthmus.wan.local import LocalWan
-from isthmus.wan.trust.certificates import Identity
 
 NETWORK = """
 name = "stopped"

@@ -17,12 +17,10 @@ import pytest
 
 from isthmus.job import Job
 from isthmus.train.data import token_files
-from isthmus.train.data.corpus import open_rows, trace_of
-from isthmus.train.data.order import Pick
-from isthmus.train.data.recipe import Recipe
-from isthmus.train.data.samples import Arrays, Samples
-from isthmus.train.data.token_files import TokenFiles
-from isthmus.train.data.tokens import train_tokenizer
+from isthmus.train.data.rows import open_rows, trace_of
+from isthmus.train.data.samples import Arrays, Pick, Samples
+from isthmus.train.data.token_files import Recipe, TokenFiles
+from isthmus.train.data.tokenizer import train_tokenizer
 from isthmus.train.data.training_data import TrainingData, open_data
 from tests.train.test_data_steps import CONFIG, job
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isthmus.job import Address
-from isthmus.train.ranks.watch import Watch
+from isthmus.train.watch import Watch
 from isthmus.wan.handshake import EXIT_LOST, Seat
 
 PATIENCE_S = 30.0
@@ -129,7 +129,7 @@ def test_a_frozen_rank_is_found_out_by_its_silence(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_process_that_cannot_end_by_itself_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.train.ranks.watch._GRACE_S", 0.1)
+    monkeypatch.setattr("isthmus.train.watch._GRACE_S", 0.1)
     with ranks() as posts:
         drop(posts[1])
         assert posts[2].exits.get(timeout=10) == EXIT_LOST

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.errors import FrameError
-from isthmus.model.families import HEADS
+from isthmus.model.heads import HEADS
 from isthmus.model.stage import Batch
 from isthmus.plan.end_of_step import Cosines, Evaluated, Tally, Verdict
-from isthmus.plan.scenario import Hop
 from isthmus.plan.types import Carried, Facts, Member, MessageKind
+from isthmus.plan.windows import Hop
 from isthmus.train.run_config import RunConfig
-from isthmus.wan.frames import Packet
+from isthmus.wan.packet import Packet
 from tests.model.cases import make_batch
 from tests.train.chain import CutCase, config
 from tests.train.wires import Joined, with_integers

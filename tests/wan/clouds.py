@@ -9,9 +9,9 @@ from typing import Any
 
 from isthmus.job import Job
 from isthmus.job.load import parse_job
+from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.local import LocalWan
-from isthmus.wan.trust.certificates import Identity
 
 Work = Callable[[Endpoint, Connection], Any]
 

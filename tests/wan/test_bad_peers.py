@@ -22,14 +22,14 @@ from isthmus import __version__
 from isthmus.errors import Aborted, PeerLost, Refused
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
+from isthmus.wan.certificates import Authority, Identity, new_key, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.exchange import LoopThread
-from isthmus.wan.frames import PROTOCOL_VERSION, Ack, Packet, Ping, Pong, encode, encode_chunk
-from isthmus.wan.handshake import Hello, Member, server_name
+from isthmus.wan.frames import PROTOCOL_VERSION, Ack, Ping, Pong, encode, encode_chunk
+from isthmus.wan.handshake import Hello, server_name
 from isthmus.wan.link import Connection, Link, LinkSettings
+from isthmus.wan.loop import LoopThread
+from isthmus.wan.packet import Packet
 from isthmus.wan.transport import Dialer, process_loop
-from isthmus.wan.trust.authority import Authority, new_key
-from isthmus.wan.trust.certificates import Identity, throwaway
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 from tests.wan.test_frames import mutated
 
@@ -70,8 +70,7 @@ class Port:
         return self.loop.run(dialer(hello))[0]
 
     def hello(self, **changes: object) -> Hello:
-        west, east = (Member(cloud=name, job_digest=self.job.digest) for name in ("west", "east"))
-        hello = Hello.of(west, peer=east, session="attacker")
+        hello = Hello(cloud="west", peer_cloud="east", job_digest=self.job.digest, session="attacker")
         return dataclasses.replace(hello, **changes)  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -175,8 +174,7 @@ def test_an_expired_certificate_is_refused(capfd: pytest.CaptureFixture[str]) ->
         dialer = Dialer(
             address=f"127.0.0.1:{endpoint.port}", server_name=server_name("east", 0), identity=west
         )
-        late = Member(cloud="west", job_digest=two_clouds().digest)
-        hello = Hello.of(late, peer=Member(cloud="east"), session="late")
+        hello = Hello(cloud="west", peer_cloud="east", job_digest=two_clouds().digest, session="late")
         with pytest.raises(ConnectionError):
             process_loop().run(dialer(hello))
         wait_for_log(capfd, "certificate has expired")
@@ -374,9 +372,7 @@ def test_a_hundred_thousand_mutated_frames_neither_crash_a_link_nor_fill_the_mem
     links: list[Link] = []
     with LoopThread(name="vandal") as loop:
         while num_frames < 100_000:
-            link = Link(
-                here=Member(cloud="east"), peer=Member(cloud="west"), settings=LinkSettings(), loop=loop
-            )
+            link = Link(hello=Hello(cloud="east", peer_cloud="west"), settings=LinkSettings(), loop=loop)
             for _ in range(400):
                 frames = [mutated(rng.choice(seeds()), rng) for _ in range(10)]
                 loop.run(link.serve(rng.randrange(4), Vandal(frames)))

@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import CertificateError
-from isthmus.wan.handshake import server_name
-from isthmus.wan.trust.certificates import (
+from isthmus.wan.certificates import (
     Identity,
     gateway_name,
     inspect_folder,
@@ -30,6 +29,7 @@ from isthmus.wan.trust.certificates import (
     sign_request,
     throwaway,
 )
+from isthmus.wan.handshake import server_name
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 LABEL = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)

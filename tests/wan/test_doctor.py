@@ -15,9 +15,9 @@ import pytest
 
 from isthmus.job import Address, CloudSpec, Job
 from isthmus.wan import doctor
-from isthmus.wan.devices import Devices
-from isthmus.wan.doctor import Finding, Verdict
-from isthmus.wan.trust.certificates import CertificateFacts, make_authority, make_request, sign_request
+from isthmus.wan.certificates import CertificateFacts, make_authority, make_request, sign_request
+from isthmus.wan.doctor import CheckResult, Devices
+from isthmus.wan.doctor import CheckVerdict as Verdict
 
 NOW = datetime.now(UTC)
 HERE = "127.0.0.1"
@@ -186,13 +186,15 @@ def test_port_that_this_user_may_not_take(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_peer_that_listens(tmp_path: Path, listening: Address) -> None:
     finding = doctor.check_peer(make_cloud(tmp_path), listening, proxy=None)
-    assert finding == Finding(name="reach west", verdict=Verdict.OK, what=str(listening))
+    assert finding == CheckResult(name="reach west", verdict=Verdict.OK, what=str(listening))
 
 
 @pytest.mark.parametrize(("ranks", "verb"), [(1, "run"), (2, "gateway")])
-def test_peer_that_is_down(ranks: int, verb: str, tmp_path: Path, closed: Address) -> None:
+def test_a_peer_that_has_not_started_is_no_fault(
+    ranks: int, verb: str, tmp_path: Path, closed: Address
+) -> None:
     finding = doctor.check_peer(make_cloud(tmp_path, ranks=ranks), closed, proxy=None)
-    assert (finding.verdict, finding.what) == (Verdict.FAILED, f"{closed}: connection refused")
+    assert (finding.verdict, finding.what) == (Verdict.NOTE, f"{closed}: nothing listens there yet")
     assert f"isthmus {verb} JOB --cloud west" in str(finding.cure)
 
 
@@ -235,6 +237,14 @@ def test_peer_that_the_proxy_refuses(tmp_path: Path, status: str) -> None:
     assert f"answers {status!r} for west.example.com:1" in finding.what
 
 
+def test_a_peer_that_a_proxy_cannot_reach_yet_is_no_fault(tmp_path: Path) -> None:
+    with proxy_answering("HTTP/1.1 503 Service Unavailable") as (proxy, _):
+        finding = doctor.check_peer(
+            make_cloud(tmp_path), Address(host="west.example.com", port=1), proxy=proxy
+        )
+    assert finding.verdict is Verdict.NOTE
+
+
 def test_proxy_that_is_down(tmp_path: Path, closed: Address) -> None:
     finding = doctor.check_peer(make_cloud(tmp_path), Address(host="west.example.com", port=1), proxy=closed)
     assert finding.what == f"{closed}: connection refused"
@@ -272,11 +282,16 @@ def test_certificates_warn_a_month_ahead(kind: str) -> None:
 def test_certificate_with_a_problem_fails() -> None:
     fact = CertificateFacts(name="west", kind="request", problem="west.crt is missing", cure="sign it")
     finding = doctor.check_certificate(fact)
-    assert (finding.verdict, finding.what, finding.cure) == (Verdict.FAILED, "west.crt is missing", "sign it")
+    assert (finding.verdict, finding.what, finding.cure) == (
+        Verdict.FAILED,
+        "west.crt is missing",
+        "sign it",
+    )
 
 
 @pytest.mark.parametrize(
-    ("is_synchronised", "verdict"), [(True, Verdict.OK), (None, Verdict.OK), (False, Verdict.WARNING)]
+    ("is_synchronised", "verdict"),
+    [(True, Verdict.OK), (None, Verdict.OK), (False, Verdict.WARNING)],
 )
 def test_clock_by_its_time_service(is_synchronised: bool | None, verdict: Verdict) -> None:
     finding = doctor.check_clock([facts(days_left=1)], is_synchronised=is_synchronised, now=NOW)
@@ -346,7 +361,7 @@ def make_job(folder: Path, listen: Address, **west: object) -> Job:
     return Job.model_validate({"name": "two", "cloud": clouds, "link": links})
 
 
-def examine(job: Job, cloud: str | None, runs: Path) -> dict[str, Finding]:
+def examine(job: Job, cloud: str | None, runs: Path) -> dict[str, CheckResult]:
     here = job.cloud_named(cloud) if cloud else None
     found = doctor.examine(job, here, find_devices=Devices, runs=runs, now=NOW)
     return {finding.name: finding for finding in found}

@@ -12,17 +12,18 @@ import pytest
 from isthmus.errors import Aborted, LinkClosed, LinkError, PeerLost, Terminated
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
+from isthmus.wan.certificates import Identity, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.exchange import FIRST_STRIPE, LoopThread
-from isthmus.wan.frames import Packet
-from isthmus.wan.handshake import Hello, Member, server_name
+from isthmus.wan.exchange import FIRST_STRIPE
+from isthmus.wan.handshake import Hello, server_name
 from isthmus.wan.link import Connection, Link, LinkSettings
 from isthmus.wan.local import LocalWan
+from isthmus.wan.loop import LoopThread
 from isthmus.wan.memory import MemoryLink
-from isthmus.wan.relays.shaping import Shape
-from isthmus.wan.relays.sockets import listen
+from isthmus.wan.packet import Packet
+from isthmus.wan.shaping import Shape
+from isthmus.wan.sockets import listen
 from isthmus.wan.transport import Dialer, process_loop
-from isthmus.wan.trust.certificates import Identity, throwaway
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 
 QUICK = LinkSettings(num_stripes=2, heartbeat_timeout_s=1.0)
@@ -117,7 +118,7 @@ def test_a_close_before_the_peer_is_there_is_heard(loop: LoopThread, cloud: str)
 
 
 def test_what_the_listening_end_still_holds_does_not_keep_a_link_open_whose_dialler_has_gone() -> None:
-    wan = MemoryLink(Member(cloud="east", epoch=1), Member(cloud="west"))
+    wan = MemoryLink(Hello(cloud="east", epoch=1), "west")
     wan.end("west").send("never", Packet({}))
     closing = start(wan.close)
     closing.join(20)
@@ -128,7 +129,7 @@ def test_what_the_listening_end_still_holds_does_not_keep_a_link_open_whose_dial
 
 
 def test_an_abort_that_nobody_can_hear_ends_with_the_time_out(loop: LoopThread) -> None:
-    link = Link(here=Member(cloud="east"), peer=Member(cloud="west"), settings=QUICK, loop=loop)
+    link = Link(hello=Hello(cloud="east", peer_cloud="west"), settings=QUICK, loop=loop)
     aborting = start(lambda: link.abort("out of memory"))
     aborting.join(20)
     assert not aborting.is_alive()
@@ -136,7 +137,7 @@ def test_an_abort_that_nobody_can_hear_ends_with_the_time_out(loop: LoopThread) 
 
 def test_an_abort_in_haste_does_not_wait_for_a_peer_that_never_came(loop: LoopThread) -> None:
     patient = LinkSettings(num_stripes=2, heartbeat_timeout_s=3600.0)
-    link = Link(here=Member(cloud="east"), peer=Member(cloud="west"), settings=patient, loop=loop)
+    link = Link(hello=Hello(cloud="east", peer_cloud="west"), settings=patient, loop=loop)
     link.hasten()
     aborting = start(lambda: link.abort("its launcher has ended its ranks"))
     aborting.join(20)
@@ -144,8 +145,8 @@ def test_an_abort_in_haste_does_not_wait_for_a_peer_that_never_came(loop: LoopTh
 
 
 def test_a_peer_that_vanishes_within_the_handshake_is_lost(loop: LoopThread) -> None:
-    link = Link(here=Member(cloud="east"), peer=Member(cloud="west"), settings=QUICK, loop=loop)
-    loop.call(lambda: link.admit(Hello.of(link.peer, peer=link.here, session="short")))
+    link = Link(hello=Hello(cloud="east", peer_cloud="west"), settings=QUICK, loop=loop)
+    loop.call(lambda: link.admit(Hello(cloud="west", peer_cloud="east", session="short")))
     with pytest.raises(PeerLost, match="'west'"):
         link.receive("never", timeout_s=20)
     link.join()
@@ -155,7 +156,7 @@ def test_a_dialler_that_breaks_down_ends_its_link(loop: LoopThread) -> None:
     async def dial(_: Hello) -> tuple[Connection, Hello]:
         raise OSError("no more files")
 
-    link = Link(here=Member(cloud="east"), peer=Member(cloud="west"), settings=QUICK, loop=loop, dial=dial)
+    link = Link(hello=Hello(cloud="east", peer_cloud="west"), settings=QUICK, loop=loop, dial=dial)
     with pytest.raises(LinkError, match="no more files"):
         link.receive("never", timeout_s=20)
     link.join()
@@ -182,7 +183,7 @@ class Held:
 
 def test_a_connection_that_was_replaced_is_given_no_more_chunks(loop: LoopThread) -> None:
     """What it took would be lost, and counted as carried by the new one."""
-    link = Link(here=Member(cloud="east"), peer=Member(cloud="west"), settings=QUICK, loop=loop)
+    link = Link(hello=Hello(cloud="east", peer_cloud="west"), settings=QUICK, loop=loop)
     for number in range(3):
         link.send("bulk", Packet({"number": number}))
 
@@ -307,8 +308,7 @@ def test_a_dialler_that_dies_after_the_handshake_is_lost(
     identities: dict[str, Identity], address: Address
 ) -> None:
     job = two_clouds("heartbeat_timeout='1 s'")
-    west = Member(cloud="west", job_digest=job.digest)
-    hello = Hello.of(west, peer=Member(cloud="east"), session="short")
+    hello = Hello(cloud="west", peer_cloud="east", job_digest=job.digest, session="short")
     dialer = Dialer(address=str(address), server_name=server_name("east", 0), identity=identities["west"])
     with endpoint("east", identities, address, job) as east:
         link = east.link("west")

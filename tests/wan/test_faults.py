@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import JobError, UserError
-from isthmus.plan.faults import Fault, FaultKind, load_faults
-from isthmus.wan.relays.faults import inject
-from isthmus.wan.relays.shaping import Direction
+from isthmus.job.faults import Fault, FaultKind, load_faults
+from isthmus.wan.relay import inject
+from isthmus.wan.shaping import Direction
 
 GOOD = """
 [[fault]]

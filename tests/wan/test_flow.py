@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from isthmus.errors import FrameError
 from isthmus.plan.types import Priority
-from isthmus.wan.exchange import MAX_NUM_OUT_OF_ORDER, Inbox
 from isthmus.wan.flight import GAIN, MIN_CHUNK_BYTES, MIN_WINDOW_BYTES, SLACK_S, Flight
-from isthmus.wan.frames import Ack, Chunk, Packet, decode, pack
+from isthmus.wan.frames import Ack, Chunk, decode
+from isthmus.wan.inbox import MAX_NUM_OUT_OF_ORDER, LinkInbox
 from isthmus.wan.outbox import Outbox
+from isthmus.wan.packet import Packet, pack
 
 STRIPE = 2
 WINDOW_BYTES = 1 << 20
@@ -44,7 +45,7 @@ def all_chunks(outbox: Outbox, lane: int = STRIPE) -> list[Chunk]:
     return chunks
 
 
-def take_all(inbox: Inbox, stream: str) -> list[bytes]:
+def take_all(inbox: LinkInbox, stream: str) -> list[bytes]:
     taken = []
     while inbox.has(stream):
         taken.append(b"".join(bytes(buffer) for buffer in inbox.take(stream).buffers))
@@ -78,7 +79,7 @@ class RoughLine:
 
     def __init__(self, rng: random.Random, num_lanes: int) -> None:
         self.rng = rng
-        self.outbox, self.inbox = Outbox(Flight(), stream_window_bytes=1 << 30), Inbox()
+        self.outbox, self.inbox = Outbox(Flight(), stream_window_bytes=1 << 30), LinkInbox()
         self.under_way: dict[int, list[bytes]] = {STRIPE + number: [] for number in range(num_lanes)}
         for lane in self.under_way:
             self.outbox.open_lane(lane, now_s=0.0)
@@ -111,7 +112,7 @@ class RoughLine:
         self.inbox.repeat_consumed()
 
 
-def deliver(inbox: Inbox, frame: bytes) -> None:
+def deliver(inbox: LinkInbox, frame: bytes) -> None:
     chunk = decode(frame)
     assert isinstance(chunk, Chunk)
     inbox.put(chunk, len(frame))
@@ -168,7 +169,7 @@ def test_urgent_packets_pass_even_when_the_window_is_full() -> None:
 
 
 def test_a_full_stream_pushes_back_until_its_packets_are_consumed() -> None:
-    outbox, inbox = make_outbox(), Inbox()
+    outbox, inbox = make_outbox(), LinkInbox()
     put(outbox, "bulk", bytes(WINDOW_BYTES // 2))
     assert not outbox.has_room("bulk", WINDOW_BYTES)
     assert outbox.has_room("other", WINDOW_BYTES)
@@ -221,7 +222,7 @@ def chunk(**changes: int) -> Chunk:
     ],
 )
 def test_chunks_that_contradict_the_others_are_errors(bad: Chunk) -> None:
-    inbox = Inbox()
+    inbox = LinkInbox()
     inbox.put(chunk(), 50)
     with pytest.raises(FrameError):
         inbox.put(bad, 50)
@@ -232,7 +233,7 @@ def test_chunks_that_contradict_the_others_are_errors(bad: Chunk) -> None:
 def test_a_packet_is_delivered_when_every_byte_was_written_once_and_never_else(
     ranges: list[tuple[int, int]],
 ) -> None:
-    inbox, written = Inbox(), bytearray(40)
+    inbox, written = LinkInbox(), bytearray(40)
     for sequence, (offset, length) in enumerate(ranges):
         end = min(offset + length, 40)
         piece = Chunk(sequence, "s", 0, 40, offset, memoryview(bytes([1] * (end - offset))))
@@ -254,7 +255,7 @@ def test_chunks_of_any_sizes_in_any_order_give_the_packet_to_the_bit(
     cuts = sorted({0, len(body), *(rng.randrange(len(body)) for _ in range(num_cuts))})
     pieces = list(itertools.pairwise(cuts))
     rng.shuffle(pieces)
-    inbox = Inbox()
+    inbox = LinkInbox()
     for sequence, (start, end) in enumerate(pieces):
         assert not inbox.has("s")
         inbox.put(Chunk(sequence, "s", 0, len(body), start, memoryview(body[start:end])), 50)
@@ -262,8 +263,8 @@ def test_chunks_of_any_sizes_in_any_order_give_the_packet_to_the_bit(
 
 
 def test_gaps_in_a_packet_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.wan.exchange.MAX_NUM_OUT_OF_ORDER", 8)
-    inbox = Inbox()
+    monkeypatch.setattr("isthmus.wan.inbox.MAX_NUM_OUT_OF_ORDER", 8)
+    inbox = LinkInbox()
     pieces = [Chunk(number, "s", 0, 100, 2 * number, memoryview(b"x")) for number in range(9)]
     for piece in pieces[:8]:
         inbox.put(piece, 50)
@@ -272,7 +273,7 @@ def test_gaps_in_a_packet_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_packet_number_that_was_delivered_cannot_come_again() -> None:
-    inbox = Inbox()
+    inbox = LinkInbox()
     assert not inbox.put(chunk(), 50)
     inbox.put(chunk(sequence=1, offset=10), 50)
     with pytest.raises(FrameError, match="second time"):

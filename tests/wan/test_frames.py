@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from isthmus.errors import FrameError
 from isthmus.wan.frames import (
     MAX_CHUNK_BYTES,
-    MAX_PACKET_BYTES,
     MAX_REASON_BYTES,
     Abort,
     Ack,
@@ -20,6 +19,7 @@ from isthmus.wan.frames import (
     encode_chunk,
     wire_bytes,
 )
+from isthmus.wan.packet import MAX_PACKET_BYTES
 
 u64 = st.integers(0, 2**64 - 1)
 names = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=40)

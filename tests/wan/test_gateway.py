@@ -14,20 +14,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from isthmus.cli.gateway import gateway as gateway_verb
+from isthmus.cli.site import gateway as gateway_verb
 from isthmus.errors import FrameError, Refused, UserError
 from isthmus.job import Address
+from isthmus.wan.certificates import Identity, make_authority, make_request, sign_request, throwaway
+from isthmus.wan.gateway import Entry, Gateway, KeepAlive, RankChange, Registration
+from isthmus.wan.gateway import _limits as gateway_limits
 from isthmus.wan.handshake import server_name
-from isthmus.wan.relays.gateway import Gateway, RankChange
-from isthmus.wan.relays.gateway import _limits as gateway_limits
-from isthmus.wan.relays.registration import Entry, KeepAlive, Registration
-from isthmus.wan.trust.certificates import (
-    Identity,
-    make_authority,
-    make_request,
-    sign_request,
-    throwaway,
-)
 
 PATIENCE_S = 20.0
 CALM = KeepAlive(interval_s=0.2, timeout_s=PATIENCE_S)
@@ -373,7 +366,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_the_command_says_where_it_listens_and_ends_cleanly_when_told(job: Path) -> None:
-    command = "import typer; from isthmus.cli.gateway import gateway; typer.run(gateway)"
+    command = "import typer; from isthmus.cli.site import gateway; typer.run(gateway)"
     bind = f"127.0.0.1:{_free_port()}"
     arguments = [str(job), "--cloud", "east", "--bind", bind, "--json"]
     with subprocess.Popen(

@@ -5,11 +5,10 @@ from dataclasses import fields, replace
 import pytest
 
 from isthmus.errors import FrameError
-from isthmus.wan.handshake import Hello, Member, mismatch, read_hello
+from isthmus.wan.handshake import Hello, mismatch, read_hello
 
-EAST_0, WEST_0 = (Member(cloud=name, job_digest="1" * 64) for name in ("east", "west"))
-EAST = Hello.of(EAST_0, peer=WEST_0, session="e")
-WEST = Hello.of(WEST_0, peer=EAST_0, session="w")
+EAST = Hello(cloud="east", peer_cloud="west", job_digest="1" * 64, session="e")
+WEST = Hello(cloud="west", peer_cloud="east", job_digest="1" * 64, session="w")
 
 
 def test_a_hello_crosses_whole() -> None:

@@ -14,9 +14,9 @@ import pytest
 from isthmus.errors import Aborted, PeerLost
 from isthmus.plan.types import Priority
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.frames import Packet
 from isthmus.wan.local import LocalWan
-from isthmus.wan.relays.shaping import Direction
+from isthmus.wan.packet import Packet
+from isthmus.wan.shaping import Direction
 from tests.wan.clouds import CloudProcess, two_clouds
 
 MB = 1_000_000

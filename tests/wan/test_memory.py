@@ -8,11 +8,11 @@ import pytest
 
 from isthmus.errors import Aborted, LinkClosed, LinkError, PeerLost, Refused
 from isthmus.plan.types import Priority
-from isthmus.wan.frames import Packet
-from isthmus.wan.handshake import Member
+from isthmus.wan.handshake import Hello
 from isthmus.wan.link import Link, LinkSettings
 from isthmus.wan.memory import MemoryLink
-from isthmus.wan.relays.shaping import Shape
+from isthmus.wan.packet import Packet
+from isthmus.wan.shaping import Shape
 
 QUICK = LinkSettings(num_stripes=2, heartbeat_timeout_s=1.0)
 
@@ -167,7 +167,7 @@ def test_an_urgent_packet_arrives_while_bulk_is_still_under_way() -> None:
 
 
 def test_another_job_is_refused_with_a_sentence_that_names_both() -> None:
-    east, west = Member(cloud="east", job_digest="1" * 64), Member(cloud="west", job_digest="2" * 64)
+    east, west = Hello(cloud="east", job_digest="1" * 64), Hello(cloud="west", job_digest="2" * 64)
     with (
         MemoryLink(east, west) as wan,
         pytest.raises(Refused, match=r"east rank 0 runs job 1+, west rank 0 runs 2+"),

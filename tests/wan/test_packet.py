@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import FrameError
-from isthmus.wan.frames import ALIGNMENT_BYTES, MAX_HEADER_BYTES, MAX_NUM_BUFFERS, Packet, pack, unpack
+from isthmus.wan.packet import ALIGNMENT_BYTES, MAX_HEADER_BYTES, MAX_NUM_BUFFERS, Packet, pack, unpack
 
 json_values = st.recursive(
     st.none()

@@ -2,52 +2,75 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from isthmus.errors import CloudFailed, UserError
 from isthmus.job import Job
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.frames import Packet
-from isthmus.wan.local import LocalWan
-from isthmus.wan.processes import Report, Work, run_clouds
+from isthmus.wan.local import LocalWan, RankWork, Report, run_ranks
+from isthmus.wan.packet import Packet
 from tests.wan.clouds import two_clouds
 
 
-def run(work: Work) -> dict[str, object]:
+def run(work: RankWork) -> dict[str, object]:
     job = two_clouds("heartbeat_timeout='5 s'")
     reports: list[tuple[str, str]] = []
     with LocalWan(job) as wan:
-        results = run_clouds(job, work, wan, on_report=lambda *report: reports.append(report))
-    return {**results, "reports": sorted(reports)}
+        results = run_ranks(job, work, wan, on_report=lambda *report: reports.append(report))
+    return {**{member.cloud: result for member, result in results.items()}, "reports": sorted(reports)}
 
 
-def greet(job: Job, endpoint: Endpoint, *, cloud: str, report: Report) -> str:
+def greet(job: Job, endpoint: Endpoint, *, cloud: str, report: Report, **_: object) -> str:
     report("here")
     peer = job.link[0].peer_of(cloud)
     endpoint.link(peer).send("name", Packet({"name": cloud}))
     return str(endpoint.link(peer).receive("name").header["name"])
 
 
-def fail_in_the_west(job: Job, endpoint: Endpoint, *, cloud: str, report: Report) -> None:
+def fail_in_the_west(job: Job, endpoint: Endpoint, *, cloud: str, report: Report, **_: object) -> None:
     greet(job, endpoint, cloud=cloud, report=report)
     if cloud == "west":
         raise UserError("the corpus is empty", hint="give it text")
     endpoint.link("west").receive("never")
 
 
-def crash_in_the_west(job: Job, endpoint: Endpoint, *, cloud: str, report: Report) -> None:
+def crash_in_the_west(job: Job, endpoint: Endpoint, *, cloud: str, report: Report, **_: object) -> None:
     greet(job, endpoint, cloud=cloud, report=report)
     if cloud == "west":
         raise ZeroDivisionError("one by none")
     endpoint.link("west").receive("never")
 
 
-def die_in_the_west(job: Job, endpoint: Endpoint, *, cloud: str, report: Report) -> None:
+def die_in_the_west(job: Job, endpoint: Endpoint, *, cloud: str, report: Report, **_: object) -> None:
     greet(job, endpoint, cloud=cloud, report=report)
     if cloud == "west":
         os.kill(os.getpid(), signal.SIGKILL)
     endpoint.link("west").receive("never")
+
+
+def read_mark(*_: object, **__: object) -> str | None:
+    return os.environ.get("A_MARK")
+
+
+def signal_the_server(job: Job, endpoint: Endpoint, *, cloud: str, report: Report, **_: object) -> str:
+    """Signals to a process group also reach the server that ranks are forked from."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(os.getppid(), number)
+    return greet(job, endpoint, cloud=cloud, report=report)
+
+
+def test_ranks_have_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mark in ("one", "two"):
+        monkeypatch.setenv("A_MARK", mark)
+        assert run(read_mark) == {"east": mark, "west": mark, "reports": []}
+
+
+def test_signals_to_the_process_group_end_no_rank() -> None:
+    for _ in range(2):
+        assert run(signal_the_server)["east"] == "west"
 
 
 def test_every_cloud_gives_its_result_and_its_reports() -> None:
@@ -61,10 +84,11 @@ def test_the_error_shown_is_the_first_cause_with_its_cloud_and_cure() -> None:
     assert failed.value.hint == "give it text"
 
 
-def test_a_crash_is_named_by_cloud_and_its_traceback_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CloudFailed, match="cloud 'west' failed: its process ended with exit code 1"):
-        run(crash_in_the_west)
-    assert "ZeroDivisionError: one by none" in capfd.readouterr().err
+def test_a_crash_is_named_by_cloud_and_its_traceback_is_shown() -> None:
+    script = f"from {__name__} import *; run(crash_in_the_west)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "CloudFailed: cloud 'west' failed: its process ended with exit code 1" in ended.stderr
+    assert "ZeroDivisionError: one by none" in ended.stderr
 
 
 def test_a_killed_process_is_named_by_cloud() -> None:

@@ -11,13 +11,13 @@ import pytest
 from isthmus.errors import Aborted, Refused, UserError
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
+from isthmus.wan.certificates import throwaway
 from isthmus.wan.endpoint import Endpoint, Site, link_settings, num_connections, num_stripes
-from isthmus.wan.exchange import LoopThread
-from isthmus.wan.frames import Packet
-from isthmus.wan.ports import own_sockets
-from isthmus.wan.relays.gateway import Gateway
-from isthmus.wan.relays.sockets import own_address
-from isthmus.wan.trust.certificates import throwaway
+from isthmus.wan.gateway import Gateway
+from isthmus.wan.limits import own_sockets
+from isthmus.wan.loop import LoopThread
+from isthmus.wan.packet import Packet
+from isthmus.wan.sockets import own_address
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 
 MIB = 1024**2

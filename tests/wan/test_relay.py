@@ -10,9 +10,9 @@ import pytest
 
 from isthmus.errors import Refused, UserError
 from isthmus.job import Address
-from isthmus.plan.faults import Fault, FaultKind
-from isthmus.wan.relays.relay import RelayLimits, RelayThread
-from isthmus.wan.relays.shaping import Direction, Shape
+from isthmus.job.faults import Fault, FaultKind
+from isthmus.wan.relay import RelayLimits, RelayThread
+from isthmus.wan.shaping import Direction, Shape
 from tests.wan.test_client_hello import HELLO, NAME
 
 PATIENCE_S = 20.0

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from isthmus.errors import Aborted, FrameError, LinkError, UserError
 from isthmus.plan.types import Priority
-from isthmus.wan.exchange import Inbox
 from isthmus.wan.flight import OVERHEAD_BYTES, SMALL_BYTES, Flight, Room, cost_bytes
-from isthmus.wan.frames import MAX_PACKET_BYTES, Ack, Chunk, Packet, decode, encode_chunk, pack
+from isthmus.wan.frames import Ack, Chunk, decode, encode_chunk
+from isthmus.wan.inbox import LinkInbox
 from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.outbox import Outbox
-from isthmus.wan.relays.shaping import Shape
+from isthmus.wan.packet import MAX_PACKET_BYTES, Packet, pack
+from isthmus.wan.shaping import Shape
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 STRIPE = 2
@@ -75,7 +76,7 @@ def test_packets_without_bytes_count_too() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, MIB)), max_size=400))
 def test_a_receiver_never_buffers_more_whatever_a_valid_peer_sends(wants: list[tuple[int, int]]) -> None:
-    inbox = Inbox(room=TINY())
+    inbox = LinkInbox(room=TINY())
     taken: list[int] = []
     numbers = [count() for _ in range(10)]
     for number, packet_bytes in wants:
@@ -92,7 +93,7 @@ def test_a_receiver_never_buffers_more_whatever_a_valid_peer_sends(wants: list[t
 
 
 def test_a_peer_that_does_not_wait_is_dropped() -> None:
-    inbox = Inbox(room=Room(budget_bytes=100 * MIB, large_bytes=100 * MIB))
+    inbox = LinkInbox(room=Room(budget_bytes=100 * MIB, large_bytes=100 * MIB))
     inbox.put(opening("a", 60 * MIB, sequence=0), 50)
     with pytest.raises(FrameError, match="packet 0 of 'b' is beyond what this link may buffer"):
         inbox.put(opening("b", 60 * MIB, sequence=1), 50)
@@ -105,7 +106,7 @@ def test_a_peer_that_does_not_wait_is_dropped() -> None:
 @given(st.randoms(use_true_random=False))
 def test_a_fair_sender_is_never_dropped_and_all_it_sends_arrives(rng: random.Random) -> None:
     """Streams of all sizes over lanes of any pace, a receiver that reads when it likes."""
-    outbox, inbox = make_outbox(window_bytes=300 * KIB), Inbox(room=TINY())
+    outbox, inbox = make_outbox(window_bytes=300 * KIB), LinkInbox(room=TINY())
     outbox.open_lane(STRIPE + 1, now_s=0.0)
     lanes: dict[int, list[bytes]] = {STRIPE: [], STRIPE + 1: []}
     sizes = [rng.choice([1, 30, 70, 150, 900]) * KIB for _ in range(12)]
@@ -157,7 +158,7 @@ def test_a_packet_over_a_gibibyte_is_planned_cut_and_read_at_any_offset() -> Non
 
 def test_a_packet_that_no_link_carries_is_the_users_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_PACKET_BYTES >= 64 * GIB
-    monkeypatch.setattr("isthmus.wan.frames.MAX_PACKET_BYTES", 1000)
+    monkeypatch.setattr("isthmus.wan.packet.MAX_PACKET_BYTES", 1000)
     with pytest.raises(UserError, match="is over the limit of") as error:
         pack(Packet({}, (bytes(1001),)))
     assert error.value.hint
@@ -166,7 +167,7 @@ def test_a_packet_that_no_link_carries_is_the_users_to_mend(monkeypatch: pytest.
 def test_large_packets_cross_in_order_and_to_the_bit_beside_others_while_the_line_breaks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("outbox", "exchange"):
+    for module in ("outbox", "inbox"):
         monkeypatch.setattr(f"isthmus.wan.{module}.Room", TINY)
     rng = random.Random(1)
     large, small = ([rng.randbytes(size) for size in sizes] for sizes in ([3 * MIB] * 3, [5_000] * 50))
@@ -200,7 +201,7 @@ def check(link: Link, stream: str, expected: list[bytes]) -> None:
 def test_a_packet_that_does_not_fit_into_the_memory_ends_the_run_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("isthmus.wan.exchange._half_of_memory_bytes", lambda: MIB)
+    monkeypatch.setattr("isthmus.wan.inbox._half_of_memory_bytes", lambda: MIB)
     reason = "a message of 1.5 MiB does not fit into the memory of this machine"
     with MemoryLink("east", "west") as wan:
         wan.end("east").send("large", Packet({}, (bytes(3 * MIB // 2),)))

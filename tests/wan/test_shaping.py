@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.wan.relays.shaping import End, Flow, Line, Piece, Shape
+from isthmus.wan.shaping import End, Piece, Shape
+from isthmus.wan.shaping import ShapedFlow as Flow
+from isthmus.wan.shaping import ShapedLine as Line
 
 MBPS = 1e6
 SETTLED = pytest.approx(0, abs=0.002)
@@ -121,7 +123,10 @@ def test_saturated_flows_share_evenly(num_flows: int, mbps: float) -> None:
 
 
 def test_a_connection_keeps_to_its_own_cap_and_leaves_the_rest_to_others() -> None:
-    line, flows = Line(Shape(bandwidth_bps=100 * MBPS, connection_bps=10 * MBPS)), [Flow() for _ in range(4)]
+    line, flows = (
+        Line(Shape(bandwidth_bps=100 * MBPS, connection_bps=10 * MBPS)),
+        [Flow() for _ in range(4)],
+    )
     for flow in flows:
         line.offer(flow, piece(100_000), 0.0)
     arrived = drain(line)
@@ -129,7 +134,10 @@ def test_a_connection_keeps_to_its_own_cap_and_leaves_the_rest_to_others() -> No
 
 
 def test_more_capped_connections_than_fit_fill_the_line() -> None:
-    line, flows = Line(Shape(bandwidth_bps=10 * MBPS, connection_bps=6 * MBPS)), [Flow() for _ in range(4)]
+    line, flows = (
+        Line(Shape(bandwidth_bps=10 * MBPS, connection_bps=6 * MBPS)),
+        [Flow() for _ in range(4)],
+    )
     for flow in flows:
         line.offer(flow, piece(25_000), 0.0)
     assert max(last_s(drain(line), flow) for flow in [flows[-1]]) == pytest.approx(0.08, abs=0.003)

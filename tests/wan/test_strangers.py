@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.wan.relays.strangers import Complaints, Pending, num_files_left, source_of
+from isthmus.wan.limits import Complaints, Pending, num_files_left, source_of
 
 REASON = "rank 1 of east has not registered"
 

@@ -1,1 +1,357 @@
-"""What a model takes: shapes, parameters, arithmetic, activations, memory; on which device, in what time."""
+"""What a model costs, as data: its parts under one workload, stages of them, and messages."""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.errors import UserError
+from isthmus.job import Job
+
+WIDE_BYTES: Final = 4
+"""Of one element in float32."""
+
+
+class Precision(enum.Enum):
+    """Of the computation; weights are float32 in either."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """Where and how exactly a stage computes, which decides what its operations keep."""
+
+    precision: Precision = Precision.FLOAT32
+    on_accelerator: bool = True
+    is_gathered: bool = False
+    """Whether weights are gathered from several ranks, in the precision of the computation."""
+
+    @property
+    def element_bytes(self) -> int:
+        """Of what matrix products read and give."""
+        return WIDE_BYTES if self.precision is Precision.FLOAT32 else 2
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of an element of the residual stream, and of the weights that are multiplied with."""
+        return self.element_bytes if self.is_gathered else WIDE_BYTES
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether weights and residual stream are wider than what is multiplied."""
+        return self.element_bytes < self.stream_bytes
+
+
+class Task(enum.Enum):
+    """What the model learns to do, which decides its head."""
+
+    CAUSAL_LM = "causal-lm"
+    MASKED_LM = "masked-lm"
+    SEQUENCE_CLASSIFICATION = "sequence-classification"
+    TOKEN_CLASSIFICATION = "token-classification"  # noqa: S105 no secret
+    QUESTION_ANSWERING = "question-answering"
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether its classes are the vocabulary."""
+        return self in (Task.CAUSAL_LM, Task.MASKED_LM)
+
+
+Figures = NDArray[np.float64]
+"""One for each stage: whole numbers, which are exact up to 9 PB and never overflow."""
+Mask = NDArray[np.bool_]
+"""Whether something holds, for each stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Some stages of a model: those that hold the layers from each of `starts` to before each of `stops`.
+
+    Both broadcast. Figures are given for each part of the model: embedding, layers, head.
+    """
+
+    num_layers: int
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+    @classmethod
+    def one(cls, layers: range, *, num_layers: int) -> Self:
+        """The stage that holds these layers."""
+        return cls(num_layers=num_layers, starts=np.array(layers.start), stops=np.array(layers.stop))
+
+    @classmethod
+    def every(cls, num_layers: int) -> Self:
+        """All that there can be, as a table (a, b); where a is not before b its figures mean nothing."""
+        ends = np.arange(num_layers + 1)
+        return cls(num_layers=num_layers, starts=ends[:, None], stops=ends[None, :])
+
+    @property
+    def are_first(self) -> Mask:
+        """Those with the embedding."""
+        return np.asarray(self.starts == 0)
+
+    @property
+    def are_last(self) -> Mask:
+        """Those with the head."""
+        return np.asarray(self.stops == self.num_layers)
+
+    @property
+    def are_whole(self) -> Mask:
+        """Those with all of the model."""
+        return self.are_first & self.are_last
+
+    def total(self, figures: Sequence[float]) -> Figures:
+        """The sum over the parts of each stage."""
+        sums = np.cumsum(np.array([0, *figures], dtype=np.float64))
+        begin, end = self._bounds
+        return np.asarray(sums[end] - sums[begin])
+
+    def largest(self, figures: Sequence[float] | Figures) -> Figures:
+        """The largest of the parts of each stage, by asking which of the few kinds of parts it has."""
+        known, found = [*map(float, figures)], np.full((), -np.inf)
+        for figure in sorted(set(known)):
+            found = np.where(self.total([one == figure for one in known]) > 0, figure, found)
+        return found
+
+    def peak(self, kept: Sequence[float] | Figures, above: Sequence[float] | Figures) -> Figures:
+        """The highest point of each stage: what its parts up to one keep, and what that one has above it."""
+        sums = np.cumsum(np.array([0, *kept], dtype=np.float64))
+        points = sums[1:] + np.array(above, dtype=np.float64)
+        # A row for each part that a stage may begin with: the highest point up to each part from there on.
+        places = np.arange(len(points))
+        rows = np.where(places[None, :] >= places[:, None], points[None, :], -np.inf)
+        highest = np.maximum.accumulate(rows, axis=1)
+        begin, end = self._bounds
+        return np.asarray(highest[np.minimum(begin, len(points) - 1), end - 1] - sums[begin])
+
+    @property
+    def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first part of each stage, and the one behind its last."""
+        begin = np.where(self.are_first, 0, self.starts + 1)
+        return begin, np.where(self.are_last, self.num_layers + 2, self.stops + 1)
+
+
+def given(where: Mask, figure: float) -> Figures:
+    """This figure at stages where something holds, and 0 elsewhere."""
+    return np.where(where, float(figure), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One micro-batch, and how it is computed."""
+
+    num_sequences: int
+    sequence_length: int
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    recompute: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """All that are computed, padding included."""
+        return self.num_sequences * self.sequence_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCosts:
+    """The costs of an embedding, a layer or a head.
+
+    Live bytes are those of one micro-batch on its way through a stage, counted from what the parts before it
+    keep: `forward_bytes` is the peak of the part's forward above that, `backward_bytes` the peak of its
+    backward above that and what the part itself keeps.
+    """
+
+    num_parameters: int
+    num_trained: int
+    """The parameters that are trained, which have gradients and moments."""
+    flops: float
+    """Operations of a forward pass, in the precision of the computation."""
+    float32_flops: float
+    """Those that stay in float32 in any precision."""
+    moved_bytes: float
+    """Memory that a forward pass reads and writes outside of matrix products, where that takes the time."""
+    kept_bytes: float
+    """What stays for the backward pass, with the part's output in the place of its input."""
+    forward_bytes: float = 0.0
+    backward_bytes: float
+    largest_parameter: int
+    """Elements of the largest tensor that is trained."""
+    backward_share: float = 2.0
+    """Operations of a backward pass, as a share of the forward's: less where weights are not trained."""
+    num_kernels: float = 0.0
+    """Kernels of a forward pass; 0 where they are not known."""
+    num_backward_kernels: float = 0.0
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a gradient comes to it."""
+        return self.backward_share > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """All parts of a model under one workload."""
+
+    workload: Workload
+    width: int
+    embedding: PartCosts
+    layers: tuple[PartCosts, ...]
+    head: PartCosts
+    num_tied_parameters: int
+    """Parameters of the head that are the embedding's where one stage holds both."""
+    num_embedding_parameters: int
+    """Of the table of tokens, whose gradient is made whole."""
+    arrival_bytes: tuple[float, ...]
+    """What a stage that is not the first keeps of what arrives, and of masks and positions; by the number of
+    its first layer."""
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers can be dealt out to stages."""
+        return len(self.layers)
+
+    @property
+    def boundary_bytes(self) -> int:
+        """The residual stream at a cut, of one micro-batch."""
+        return self.workload.arithmetic.stream_bytes * self.width * self.workload.num_tokens
+
+    def parts(self, layers: range) -> tuple[PartCosts, ...]:
+        """The parts of the stage that holds these layers, in their order."""
+        first = (self.embedding,) if layers.start == 0 else ()
+        last = (self.head,) if layers.stop == self.num_layers else ()
+        return (*first, *self.layers[layers.start : layers.stop], *last)
+
+    def each(self, figure: Callable[[PartCosts], float]) -> list[float]:
+        """A figure of each part, in their order."""
+        return [figure(part) for part in self.parts(range(self.num_layers))]
+
+    def num_parameters(self, layers: range) -> int:
+        """The parameters of the stage that holds these layers."""
+        return int(self.num_owned(Stages.one(layers, num_layers=self.num_layers)))
+
+    def num_trained(self, layers: range) -> int:
+        """Those of them that learn."""
+        return int(self.num_learned(Stages.one(layers, num_layers=self.num_layers)))
+
+    def num_owned(self, stages: Stages) -> Figures:
+        """The parameters of stages; a cut unties embedding and head."""
+        owned = stages.total(self.each(lambda part: part.num_parameters))
+        return owned - given(stages.are_whole, self.num_tied_parameters)
+
+    def num_learned(self, stages: Stages) -> Figures:
+        """Those of them that learn; weights that are tied to a frozen embedding are frozen with it."""
+        trained = stages.total(self.each(lambda part: part.num_trained))
+        return trained - given(stages.are_whole, min(self.num_tied_parameters, self.head.num_trained))
+
+
+# Headers as JSON, with lengths and alignment, give or take some digits; a test holds them to real packets.
+_FORWARD_HEADER_BYTES: Final = 430
+_BACKWARD_HEADER_BYTES: Final = 220
+# A message's prefix in gRPC, and for each record the headers of HTTP/2 and TLS.
+_PREFIX_BYTES: Final = 5
+_RECORD_BYTES: Final = 16 * 1024
+_PER_RECORD_BYTES: Final = 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """What of a model decides the bytes of its messages, beside the width of what crosses."""
+
+    integer_bytes: int = 0
+    """Of one token: its id, and its label where that is another number."""
+    narrow_on_cpu: tuple[bool, ...] = (False, False, True, True)
+    """Under autocast, whether bfloat16 leaves the first stage, one to which float32 came, one to which
+    bfloat16 came, and one whose weights are gathered in bfloat16."""
+    narrow_on_accelerator: tuple[bool, ...] = (False, False, True, True)
+
+    def leave_narrow(
+        self, arithmetic: Arithmetic, *, is_sharded: bool, arrived_narrow: bool | None = None
+    ) -> bool:
+        """Whether what leaves a stage is bfloat16, given what came to it; None where it is the first."""
+        if not arithmetic.is_mixed:
+            return False
+        measured = self.narrow_on_accelerator if arithmetic.on_accelerator else self.narrow_on_cpu
+        return measured[3 if is_sharded else 0 if arrived_narrow is None else 1 + arrived_narrow]
+
+    def forward_bytes(self, payload_bytes: int, *, num_tokens: int) -> int:
+        """An activation on the line: integers and header go with it."""
+        return framed_bytes(payload_bytes + num_tokens * self.integer_bytes + _FORWARD_HEADER_BYTES)
+
+    def backward_bytes(self, payload_bytes: int) -> int:
+        """Its gradient on the line."""
+        return framed_bytes(payload_bytes + _BACKWARD_HEADER_BYTES)
+
+
+def stream_bytes(*, is_narrow: bool) -> int:
+    """Of one element of the residual stream."""
+    return 2 if is_narrow else WIDE_BYTES
+
+
+def framed_bytes(num_bytes: int) -> int:
+    """A message with what gRPC, HTTP/2 and TLS put around it."""
+    num_records = -(-num_bytes // _RECORD_BYTES)
+    return _PREFIX_BYTES + num_bytes + num_records * _PER_RECORD_BYTES
+
+
+def _id_bytes(num_ids: int) -> int:
+    """In the smallest type that holds them all."""
+    return next(size for size in (1, 2, 4) if num_ids <= 256**size)
+
+
+def integer_bytes(vocabulary_size: int, task: Task) -> int:
+    """Of one token's id, and of its label where that is another number."""
+    return _id_bytes(vocabulary_size) + _label_bytes(vocabulary_size, task)
+
+
+def _label_bytes(vocabulary_size: int, task: Task) -> int:
+    """Labels of a causal model are its ids and do not cross again; those of whole sequences are few."""
+    match task:
+        case Task.MASKED_LM:
+            # One bit is for the sign, since tokens that do not count have a negative label.
+            return _id_bytes(2 * vocabulary_size)
+        case Task.TOKEN_CLASSIFICATION:
+            return 1
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A model, as far as planning goes."""
+
+    costs_of: Callable[[Workload], ModelCosts]
+    num_layers: int
+    width: int
+    vocabulary_size: int
+    messages: Messages
+    cuts: frozenset[int] | None = None
+    """Where a cut is possible; None for anywhere."""
+    max_length: int | None = None
+    """Of a sequence; None where it is not known."""
+    note: str | None = None
+    """What a user should know of where its costs come from."""
+
+
+class CostSource(Protocol):
+    """Measures the model of a job, or one of another configuration in its place."""
+
+    def __call__(self, job: Job, config: Mapping[str, object] | None = None) -> PlannedModel | None:
+        """The model with its costs; None where it cannot be measured."""
+
+
+def nothing_measured(job: Job, config: Mapping[str, object] | None = None) -> PlannedModel | None:  # noqa: ARG001 others do
+    """The source where there is no torch."""
+    return None
+
+
+def check_length(sequence_length: int, most: int | None) -> None:
+    """Refuse sequences for which a model has too few positions; None where it has any number."""
+    if most is not None and sequence_length > most:
+        raise UserError(
+            f"sequences of {sequence_length} tokens are longer than the model's {most} positions",
+            hint=f"set data.sequence_length to {most} or less, "
+            "or raise max_position_embeddings of a fresh model",
+        )

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.job.findings import plain_name
-from isthmus.plan.costs.arithmetic import Precision
+from isthmus.job.sections import plain_name
+from isthmus.plan.costs import Precision
 from isthmus.units import closest
 
 _TERA: Final = 1e12

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from isthmus.errors import UserError
-from isthmus.plan.costs.arithmetic import Precision
+from isthmus.plan.costs import Precision
 
 VERSION: Final = 2
 _MAX_FILE_BYTES: Final = 64 * 2**20

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.plan.costs.arithmetic import WIDE_BYTES, Precision
+from isthmus.plan.costs import WIDE_BYTES, ModelCosts, PartCosts, Precision, Workload
 from isthmus.plan.costs.devices import Accelerator
-from isthmus.plan.costs.parts import ModelCosts, PartCosts, Workload
 from isthmus.plan.costs.profile import NO_TIME, PassTimes, Profile
 
 # AdamW as torch runs it over lists of tensors, one kernel after the other, and the norm before it.

@@ -6,14 +6,13 @@ from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job import DataStrategy, Job, PipelineStrategy
+from isthmus.plan.job_facts import line
+from isthmus.plan.plan import BubbleSplit, DataSettings, Form, Plan, PlannedLink, estimated
+from isthmus.plan.refusals import excess, fits
 from isthmus.plan.replicated.refusals import holders, no_room
 from isthmus.plan.replicated.replicas import Sync, SyncCosts, Wire, path, sync_choices, sync_costs
 from isthmus.plan.replicated.whole import Whole, whole_models
-from isthmus.plan.search.choice import BubbleSplit, DataSettings, Form, Plan, PlannedLink
-from isthmus.plan.search.estimates import estimated
-from isthmus.plan.search.facts import line
-from isthmus.plan.search.limits import excess, fits
-from isthmus.plan.search.study import Study
+from isthmus.plan.study import Study
 
 # Every subset of more clouds than this would be too many; then all that hold the model and are joined count.
 _MAX_SUBSETS: Final = 6

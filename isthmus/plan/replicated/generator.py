@@ -2,25 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job import GeneratorDiscriminatorStrategy, Job, LinkSpec
-from isthmus.plan.costs.messages import messages_of
-from isthmus.plan.costs.parts import model_costs
-from isthmus.plan.costs.shapes import ModelShape, Task, load_config, read_shape
-from isthmus.plan.costs.source import PlannedModel
+from isthmus.plan.costs import PlannedModel, Task
+from isthmus.plan.job_facts import line
+from isthmus.plan.models import load_config, model_config, read_model, with_task
+from isthmus.plan.plan import BubbleSplit, Form, Plan, PlannedLink, estimated
 from isthmus.plan.replicated.refusals import Pair, holders, linked_fit, no_room
 from isthmus.plan.replicated.replicas import share_out
 from isthmus.plan.replicated.whole import Whole, whole_models
-from isthmus.plan.search.choice import BubbleSplit, Form, Plan, PlannedLink
-from isthmus.plan.search.estimates import estimated
-from isthmus.plan.search.facts import line, model_config
-from isthmus.plan.search.study import Study, make_supply
-from isthmus.plan.search.supply import ModelSupply
+from isthmus.plan.stage_tables import ModelSupply
+from isthmus.plan.study import Study, make_supply
 
 # XLM-E's generator has 4 layers to the discriminator's 12, of the same width.
 _GENERATOR_SHARE: Final = 3
@@ -55,8 +52,8 @@ def generator_plans(study: Study, strategy: GeneratorDiscriminatorStrategy) -> l
     """One for each cloud that may be the discriminator and each number of micro-batches, or why none is."""
     if len(study.clouds) < 2:
         raise UserError("generator and discriminator need two clouds", hint="add a [[cloud]] and a [[link]]")
-    small, large = _shapes(study.job, strategy)
-    generators, judges = (whole_models(_supply(study, shape)) for shape in (small, large))
+    small, large = _models(study, strategy)
+    generators, judges = (whole_models(_supply(study, one)) for one in (small, large))
     names = _judge_names(study.job, strategy)
     plans = []
     for number, candidates in judges.items():
@@ -88,7 +85,7 @@ def _refusal(study: Study, strategy: GeneratorDiscriminatorStrategy) -> UserErro
 
 def _pairs(study: Study, *, strategy: GeneratorDiscriminatorStrategy) -> list[Pair]:
     """Every cloud that may be the discriminator, with every other as a generator."""
-    small, large = (_supply(study, shape) for shape in _shapes(study.job, strategy))
+    small, large = (_supply(study, one) for one in _models(study, strategy))
     names = _judge_names(study.job, strategy)
     return [
         (judge, generator)
@@ -97,27 +94,20 @@ def _pairs(study: Study, *, strategy: GeneratorDiscriminatorStrategy) -> list[Pa
     ]
 
 
-def _shapes(job: Job, strategy: GeneratorDiscriminatorStrategy) -> tuple[ModelShape, ModelShape]:
-    config = model_config(job)
-    large = read_shape(config, task=Task.TOKEN_CLASSIFICATION, num_labels=1)
-    given = strategy.generator
+def _models(study: Study, strategy: GeneratorDiscriminatorStrategy) -> tuple[PlannedModel, PlannedModel]:
+    """A generator and the discriminator."""
+    judging, filling = (with_task(study.job, one) for one in (Task.TOKEN_CLASSIFICATION, Task.MASKED_LM))
+    config, given = model_config(study.job), strategy.generator
+    large = read_model(judging, config, source=study.source)
     if given is not None:
         own = load_config(given.source) if given.source is not None else given.config or {}
-        return read_shape(own, task=Task.MASKED_LM), large
-    num_layers = max(1, large.num_layers // _GENERATOR_SHARE)
-    small = read_shape(config, task=Task.MASKED_LM)
-    windows = small.attention_windows[:num_layers]
-    return replace(small, num_layers=num_layers, attention_windows=windows), large
+    else:
+        num_layers = max(1, large.num_layers // _GENERATOR_SHARE)
+        own = {**config, "num_hidden_layers": num_layers}
+    return read_model(filling, own, source=study.source), large
 
 
-def _supply(study: Study, shape: ModelShape) -> ModelSupply:
-    model = PlannedModel(
-        costs_of=lambda workload: model_costs(shape, workload),
-        num_layers=shape.num_layers,
-        width=shape.width,
-        vocabulary_size=shape.vocabulary_size,
-        messages=messages_of(shape),
-    )
+def _supply(study: Study, model: PlannedModel) -> ModelSupply:
     return make_supply(study.job, model, study.step, study.clouds)
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from isthmus.errors import UserError
+from isthmus.plan.job_facts import CloudFacts
 from isthmus.plan.replicated.whole import can_hold, microbatch_numbers, whole_memory
-from isthmus.plan.search.facts import CloudFacts
-from isthmus.plan.search.study import Study
-from isthmus.plan.search.supply import ModelSupply, Setting
+from isthmus.plan.stage_tables import ModelSupply, Setting
+from isthmus.plan.study import Study
 from isthmus.units import format_bytes, join_words
 
 _NO_END: Final = 2.0**50

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 from typing import Final
 
-from isthmus.plan.ladder import Loss
+from isthmus.plan.codecs import Loss
 
 SUSTAINABLE_SHARE: Final = 0.6
 """Of a link's bandwidth."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from isthmus.events import Span
-from isthmus.plan.search.choice import Form, Plan
+from isthmus.plan.plan import Form, Plan
 
 _NUM_STEPS: Final = 4
 # Of a step, at the least, so that it can be seen.

@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from isthmus.plan.costs.memory import Memory
+from isthmus.plan.job_facts import CloudFacts, Level, MemoryOptions
+from isthmus.plan.memory import Memory
+from isthmus.plan.plan import PlannedStage, memory_parts
 from isthmus.plan.replicated.replicas import Replica
-from isthmus.plan.search.choice import PlannedStage
-from isthmus.plan.search.estimates import memory_parts
-from isthmus.plan.search.facts import CloudFacts
-from isthmus.plan.search.sparing import Level, Sparing
-from isthmus.plan.search.supply import MAX_MICROBATCHES, ModelSupply, Setting, microbatch_choices
+from isthmus.plan.stage_tables import MAX_MICROBATCHES, ModelSupply, Setting, microbatch_choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +27,7 @@ class Whole:
         return self._level.words([self.cloud])
 
     @property
-    def sparing(self) -> Sparing:
+    def sparing(self) -> MemoryOptions:
         """The same as the job's `[train]` has it."""
         return self._level.sparing
 

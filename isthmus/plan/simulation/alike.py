@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from isthmus.plan.scenario import Hop, HopLoad, Scenario, expected, next_windows
+from isthmus.plan.scenario import HopLoad, Scenario
+from isthmus.plan.windows import Hop, expected, next_windows
 
 
 def one_for_all(scenario: Scenario) -> Scenario:

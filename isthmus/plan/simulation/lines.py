@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from isthmus.plan.faults import CloudFault, CloudFaultKind, Fault, FaultKind
+from isthmus.job.faults import CloudFault, CloudFaultKind, Fault, FaultKind
 from isthmus.plan.scenario import Line
 from isthmus.plan.simulation.clockwork import Clock, Pace, Slowdown
 from isthmus.plan.simulation.flows import Flow, Outage

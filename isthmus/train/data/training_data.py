@@ -5,34 +5,32 @@ The way through: `corpus` (rows) → `tokens` (tokenizer) → `recipe` and `task
 the others.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, Job, ModelSpec
-from isthmus.job.write import replace_file
-from isthmus.model.families import HEADS, Head
-from isthmus.model.source import GENERATION_FILE, Source
+from isthmus.job.hub import GENERATION_FILE, find_file
+from isthmus.job.load import replace_file
+from isthmus.model.heads import HEADS, Head
 from isthmus.model.stage import Batch
-from isthmus.plan.costs.shapes import check_length
+from isthmus.plan.costs import check_length
 from isthmus.train.data.batches import (
     Layout,
+    Prefetch,
     StepBatches,
     check_enough,
     read_once,
     read_steps,
     without_targets,
 )
-from isthmus.train.data.columns import Labels, read_texts
-from isthmus.train.data.corpus import Row, Split, open_rows
-from isthmus.train.data.order import Cursor, Order
-from isthmus.train.data.prefetch import Prefetch
-from isthmus.train.data.recipe import Recipe
-from isthmus.train.data.samples import Arrays, MaskedSamples, Samples
-from isthmus.train.data.token_files import TokenFiles, content_digest, join
-from isthmus.train.data.tokens import (
+from isthmus.train.data.rows import Labels, Row, Split, open_rows, read_texts
+from isthmus.train.data.samples import Arrays, Cursor, MaskedSamples, Order, Samples
+from isthmus.train.data.token_files import Recipe, TokenFiles, content_digest, join
+from isthmus.train.data.tokenizer import (
     choose_tokenizer,
     padding_id,
     read_limits,
@@ -163,7 +161,7 @@ def _arrays(recipe: Recipe, tokens: TokenFiles | None, tokenizer_folder: Path) -
 def _keep_generation(model: ModelSpec, folder: Path) -> None:
     """How a pretrained model generates; fetched at the start, since a hub may be out of reach at the end."""
     kept = folder / GENERATION_FILE
-    path = None if model.source is None or kept.exists() else Source(model.source).find(GENERATION_FILE)
+    path = None if model.source is None or kept.exists() else find_file(model.source, GENERATION_FILE)
     if path is not None:
         replace_file(kept, path.read_text())
 
@@ -225,3 +223,66 @@ def _held_out(samples: Samples, spec: DataSpec) -> Samples:
         f"a validation share of {spec.validation_share} leaves nothing to evaluate on",
         hint="raise data.validation_share, name data.validation_source, or set the share to 0 for none",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What of the data one rank of the first stage reads."""
+
+    training: Callable[[int], Container[int]]
+    """Its micro-batches of a step."""
+    validation: Container[int]
+
+
+class Feed:
+    """The steps of a run from a cursor on, read ahead on a thread until it is closed."""
+
+    def __init__(
+        self,
+        data: TrainingData,
+        layout: Layout,
+        *,
+        cursor: Cursor | None = None,
+        share: Share | None = None,
+        first_step: int = 0,
+        num_in_step: int = 1,
+    ) -> None:
+        training = None if share is None else share.training
+        self._steps = data.steps(layout, cursor=cursor, share=training, first_step=first_step)
+        held_out = enumerate(
+            data.validation_batches(num_sequences=layout.num_sequences, multiple_of=num_in_step)
+        )
+        self._validation = tuple(
+            batch for number, batch in held_out if share is None or number in share.validation
+        )
+        self._cursor = cursor or Cursor()
+        self._step: int | None = None
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where a run goes on that has taken all steps read so far."""
+        return self._cursor
+
+    def training(self, step: int) -> Sequence[Batch]:
+        """The micro-batches of a step; steps are read one after the other, the first may have any number."""
+        if self._step is not None and step != self._step + 1:
+            raise ValueError(f"step {step} is read after step {self._step}")
+        batches = next(self._steps)
+        self._step, self._cursor = step, batches.cursor
+        return batches.microbatches
+
+    def validation(self) -> Sequence[Batch]:
+        """The micro-batches of every evaluation; none where nothing is held out."""
+        return self._validation
+
+    def close(self) -> None:
+        """End the thread."""
+        self._steps.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,113 @@
+"""Options that several commands share, and how all of them print tables and write files."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import rich.table
+import typer
+from rich.console import Console
+
+from isthmus.errors import UserError
+from isthmus.observe.draw import Drawing, Section, Table, to_html, to_png, to_svg
+from isthmus.units import format_bytes, format_duration, shorten
+
+JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")]
+CloudOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Be this one cloud, for real; without it all clouds run here."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job, such as link.0.rtt='60 ms'."),
+]
+ProfileOption = Annotated[
+    bool,
+    typer.Option(
+        "--profile/--no-profile",
+        help="Measure clouds on this machine that have no profile, for a few seconds, before planning.",
+    ),
+]
+FaultsOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Faults of the emulated WAN, by time.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SvgOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as SVG.")]
+PngOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as PNG; needs Pillow.")]
+HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with all of it.")]
+
+NO_EMULATED_WAN: Final = "--faults disturbs the emulated WAN, and with --cloud there is none"
+NOT_PROFILED: Final = "times are those of the catalogue, since --no-profile was given"
+_WHERE: Final = "name a file in a folder that exists and can be written to"
+
+
+def console_for_notes() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_tables(console: Console, tables: Iterable[Table]) -> None:
+    """Print tables, with a line between two of them; those without rows are left out."""
+    is_first = True
+    for table in tables:
+        if not table.rows:
+            continue
+        if not is_first:
+            console.print()
+        is_first = False
+        shown = rich.table.Table(box=None, pad_edge=False, show_header=any(table.header))
+        for place, word in enumerate(table.header):
+            shown.add_column(word, justify="left" if place == 0 else "right")
+        for row in table.rows:
+            shown.add_row(*row)
+        console.print(shown)
+
+
+def duration(seconds: float) -> str:
+    """A duration with three digits."""
+    sign = "-" if seconds < 0 else ""
+    return sign + format_duration(shorten(abs(seconds)))
+
+
+def size(num_bytes: float) -> str:
+    """A size with four digits."""
+    return format_bytes(int(shorten(num_bytes)))
+
+
+def percent(share: float | None, *, digits: int = 0) -> str:
+    return "–" if share is None else f"{share:.{digits}%}"
+
+
+def write_pictures(
+    console: Console,
+    drawing: Drawing,
+    *,
+    title: str,
+    sections: Sequence[Section],
+    svg: Path | None,
+    png: Path | None,
+    html: Path | None,
+) -> None:
+    """Write the files that were asked for; the page has the drawing above its sections."""
+    if svg is not None:
+        write_file(console, svg, to_svg(drawing).encode())
+    if png is not None:
+        write_file(console, png, to_png(drawing))
+    if html is not None:
+        page = to_html(title, [Section(heading="One step", parts=(drawing,)), *sections])
+        write_file(console, html, page.encode())
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a file in a folder that cannot take it, before anything is measured for it."""
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path} cannot be written", hint=_WHERE)
+
+
+def write_file(console: Console, path: Path, content: bytes) -> None:
+    """Write a file that a user has named, and say so."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}", hint=_WHERE) from None
+    console.print(f"[green]✓[/] wrote {path}", soft_wrap=True)

@@ -1,0 +1,305 @@
+"""What an operator does at one site: `isthmus certs`, `isthmus doctor` and `isthmus gateway`."""
+
+import asyncio
+import json
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.console import Console
+
+from isthmus.cli.output import JobArgument, JsonOption, SetOption, print_tables
+from isthmus.errors import UserError
+from isthmus.job import Address, CloudSpec, Job, load_job, parse_address, stage_order
+from isthmus.observe.draw import Table
+
+if TYPE_CHECKING:
+    from isthmus.wan.certificates import CertificateFacts, Identity
+    from isthmus.wan.doctor import CheckResult, Devices
+    from isthmus.wan.gateway import RankChange
+
+certs_app = typer.Typer(
+    name="certs",
+    help="Make and show the certificates by which clouds know each other.",
+    no_args_is_help=True,
+)
+
+Folder = Annotated[Path, typer.Option(metavar="FOLDER", help="Where keys and certificates are.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the key that is there.")]
+
+
+@certs_app.command()
+def authority(folder: Folder = Path("certs"), force: Force = False) -> None:
+    """Make the authority, once, at the operator who vouches for all clouds."""
+    from isthmus.wan.certificates import make_authority
+
+    certificate = make_authority(folder, force=force)
+    typer.echo(f"✓ {certificate}, for every cloud to have")
+    typer.echo(f"✓ {folder / 'authority.key'}, to stay here: who has it can pose as any cloud")
+    _next("in each cloud, isthmus certs request CLOUD")
+
+
+@certs_app.command()
+def request(
+    cloud: Annotated[str, typer.Argument(metavar="CLOUD", help="The cloud's name in the job.")],
+    folder: Folder = Path("certs"),
+    force: Force = False,
+) -> None:
+    """Make a cloud's key and signing request, in that cloud."""
+    from isthmus.wan.certificates import key_fingerprint, make_request
+
+    path = make_request(folder, cloud, force=force)
+    typer.echo(f"✓ {folder / f'{cloud}.key'}, to stay here")
+    typer.echo(f"✓ {path}, with the key {key_fingerprint(path)}")
+    _next(f"send {path} to the operator, who runs: isthmus certs sign {path.name} --cloud {cloud}")
+
+
+@certs_app.command()
+def sign(
+    request: Annotated[Path, typer.Argument(help="The request that the cloud sent.", metavar="REQUEST.csr")],
+    cloud: Annotated[str, typer.Option(metavar="NAME", help="The cloud that you know it came from.")],
+    days: Annotated[int, typer.Option(help="How long the certificate is valid.", min=1, max=3650)] = 365,
+    folder: Folder = Path("certs"),
+) -> None:
+    """Sign a cloud's request, at the operator; sign it again to renew."""
+    from isthmus.wan.certificates import key_fingerprint, sign_request
+
+    path = sign_request(request, cloud=cloud, folder=folder, days=days)
+    typer.echo(f"✓ {path}, valid {days} days, for the key {key_fingerprint(request)}")
+    if (folder / f"{cloud}.key").exists():
+        _next(f"isthmus certs show {folder}")
+    else:
+        _next(f"send {path} and {folder / 'authority.crt'} to {cloud}, into the folder of {cloud}.key")
+
+
+@certs_app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where keys and certificates are.")] = Path(
+        "certs"
+    ),
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a folder holds, until when it is valid, and what is wrong with it."""
+    from isthmus.wan.certificates import inspect_folder
+
+    facts = inspect_folder(folder, now=datetime.now(UTC))
+    if as_json:
+        typer.echo(json.dumps([asdict(fact) for fact in facts], default=datetime.isoformat, indent=2))
+    else:
+        _print_facts(facts)
+    if any(fact.problem for fact in facts):
+        raise typer.Exit(1)
+
+
+def _print_facts(facts: "tuple[CertificateFacts, ...]") -> None:
+    header = ("name", "kind", "expires", "days left", "")
+    table = Table(header=header, rows=tuple(map(_certificate_row, facts)))
+    print_tables(Console(highlight=False), [table])
+    for fact in facts:
+        if fact.problem:
+            typer.echo(f"✗ {fact.name}: {fact.problem}\n  cure: {fact.cure}")
+
+
+def _certificate_row(fact: "CertificateFacts") -> tuple[str, ...]:
+    return (
+        fact.name.replace("[", r"\["),
+        fact.kind,
+        f"{fact.expires:%Y-%m-%d %H:%M} UTC" if fact.expires else "–",
+        str(fact.days_left) if fact.days_left is not None else "–",
+        "[red]✗[/]" if fact.problem else "[green]✓[/]",
+    )
+
+
+def _next(text: str) -> None:
+    typer.secho(f"next: {text}", dim=True)
+
+
+_RUNS: Final = Path("runs")
+_TORCH_TIMEOUT_S: Final = 120.0
+_MARKS: Final = {
+    "ok": ("✓", "green"),
+    "note": ("·", "cyan"),
+    "warning": ("!", "yellow"),
+    "failed": ("✗", "red"),
+}
+# In a process of its own, since importing torch takes seconds and a broken driver may end the interpreter.
+_FIND_DEVICES: Final = """
+import json, torch
+device = torch.accelerator.current_accelerator()
+num_devices = torch.accelerator.device_count()
+print(json.dumps([device.type if num_devices else None, num_devices]))
+"""
+
+
+def doctor(
+    job: JobArgument,
+    cloud: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The cloud that this machine belongs to.")
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check before a run that this machine is ready for the job."""
+    from isthmus.wan.doctor import CheckVerdict, examine
+
+    loaded = load_job(job, overrides=overrides or ())
+    here = loaded.cloud_named(cloud) if cloud is not None else None
+    findings = []
+    ready = examine(loaded, here, find_devices=find_devices, runs=_RUNS, now=datetime.now(UTC))
+    for finding in chain(ready, _examine_inputs(loaded, cloud)):
+        findings.append(finding)
+        if not as_json:
+            _print(finding)
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print_sum(findings, job, cloud)
+    if any(finding.verdict is CheckVerdict.FAILED for finding in findings):
+        raise typer.Exit(1)
+
+
+def _examine_inputs(job: Job, cloud: str | None) -> "Iterator[CheckResult]":
+    """Whether model and data can be had here; all clouds need the model, and the first one the data."""
+    from isthmus.wan.doctor import check_by
+
+    if job.model is None or job.data is None or find_spec("torch") is None:
+        return
+    from isthmus.train.runs import look_at_data, look_at_model
+
+    yield check_by("model", lambda: look_at_model(job))
+    if cloud in (None, stage_order(job)[0]):
+        yield check_by("data", lambda: look_at_data(job))
+
+
+def find_devices() -> "Devices":
+    """Return what torch finds on this machine."""
+    from isthmus.wan.doctor import Devices
+
+    command = [sys.executable, "-c", _FIND_DEVICES]
+    try:
+        done = subprocess.run(  # noqa: S603 no part of the command comes from outside
+            command, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Devices(problem=f"no answer within {_TORCH_TIMEOUT_S:.0f} s")
+    if done.returncode != 0:
+        return Devices(problem=_last_line(done.stderr) or f"exit code {done.returncode}")
+    kind, num_devices = json.loads(_last_line(done.stdout))
+    return Devices(kind=kind, num_devices=num_devices)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def _print(finding: "CheckResult") -> None:
+    mark, colour = _MARKS[finding.verdict]
+    typer.echo(f"{typer.style(mark, fg=colour)} {finding.name}: {finding.what}")
+    if finding.cure is not None:
+        typer.echo(f"  {'next' if finding.verdict == 'note' else 'cure'}: {finding.cure}")
+
+
+def _print_sum(findings: "Sequence[CheckResult]", job: Path, cloud: str | None) -> None:
+    num_failed = sum(finding.verdict == "failed" for finding in findings)
+    if num_failed:
+        typer.secho(f"next: mend what has a cross ({num_failed}), then run this again", dim=True)
+    else:
+        here = "" if cloud is None else f" --cloud {cloud}"
+        typer.secho(f"next: isthmus probe {job}{here}", dim=True)
+
+
+Say = Callable[[str, Mapping[str, object]], None]
+
+
+def gateway(
+    job: JobArgument,
+    cloud: Annotated[str, typer.Option(metavar="NAME", help="The cloud whose port this is.")],
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]", help="Where to listen, if not at `listen`; 0.0.0.0 for all interfaces."
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Hold a cloud's one port: pass what comes for a rank on to it, still encrypted, until stopped.
+
+    The ranks of the cloud find the gateway by `gateway` of the job, or `listen`, and register by themselves.
+    """
+    from isthmus.wan.certificates import read_identity
+
+    loaded = load_job(job, overrides=overrides or ())
+    spec = loaded.cloud_named(cloud)
+    if spec.listen is None:
+        raise UserError(
+            f"cloud {cloud!r} has no `listen`: it only dials out and needs no gateway",
+            hint=f"give cloud {cloud!r} a `listen` in {job} if others shall reach it",
+        )
+    identity = read_identity(Path(spec.certificates), cloud)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    place = _place(bind, spec.listen)
+    asyncio.run(_serve(loaded, spec, identity, place, _say_json if as_json else _say_text))
+
+
+async def _serve(job: Job, spec: CloudSpec, identity: "Identity", place: tuple[str, int], say: Say) -> None:
+    from isthmus.wan.endpoint import num_connections
+    from isthmus.wan.gateway import Gateway
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    served = Gateway(
+        identity=identity,
+        num_ranks=spec.ranks,
+        num_expected=spec.ranks * num_connections(job, spec.name),
+        on_change=partial(_tell, spec, say),
+    )
+    try:
+        address = await served.start(*place)
+        say(f"gateway of {spec.name} listens at {address}", {"event": "listening", "address": str(address)})
+        await stop.wait()
+    finally:
+        await served.close()
+
+
+def _tell(spec: CloudSpec, say: Say, change: "RankChange") -> None:
+    facts = {"rank": change.rank, "num_registered": change.num_registered, "num_ranks": spec.ranks}
+    count = f"{change.num_registered} of {spec.ranks} ranks"
+    if change.address is None:
+        say(f"rank {change.rank} left ({count})", {"event": "left", **facts})
+    else:
+        registered = {"event": "registered", "address": str(change.address), **facts}
+        say(f"rank {change.rank} registered at {change.address} ({count})", registered)
+
+
+def _place(bind: str | None, listen: Address) -> tuple[str, int]:
+    """Return the host, empty for all interfaces, and the port to bind."""
+    from isthmus.wan.endpoint import listening_host
+
+    if bind is None:
+        return listening_host(listen), listen.port
+    has_port = ":" in bind and not bind.endswith("]")
+    try:
+        address = parse_address(bind if has_port else f"{bind}:{listen.port}")
+    except ValueError as error:
+        raise UserError(f"--bind: {error}", hint="such as --bind 10.0.0.5 or --bind 10.0.0.5:7600") from None
+    return address.host, address.port
+
+
+def _say_text(text: str, _: Mapping[str, object]) -> None:
+    typer.echo(text)
+
+
+def _say_json(_: str, facts: Mapping[str, object]) -> None:
+    typer.echo(json.dumps(facts))

@@ -1,0 +1,476 @@
+"""Recomputing only as much as a memory budget asks for, by the size of each micro-batch.
+
+The first micro-batches are measured: what each layer keeps, and how long it takes. From then on a quadratic
+of the input's length says what any micro-batch would keep, and the cheapest set of layers is recomputed that
+makes it fit beside the others in flight. Results do not depend on the choice: recomputed layers draw
+the dropout that they drew before.
+
+    budget = standing            weights, gradients, optimizer
+           + working             what one pass needs on top, at the largest size
+           + one slot for each micro-batch of the window
+
+A slot is never counted for less than the largest micro-batch keeps when it recomputes everything, so that the
+next to take it always fits, however little is kept in it now.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from isthmus.units import format_bytes
+
+_log = logging.getLogger(__name__)
+
+_NUM_MEASURED: Final = 6
+_LEAST_MEASURED: Final = 2
+# Plans are kept for sizes rounded up to a multiple, and for room rounded down to a share of the budget.
+_ROUNDED_TOKENS: Final = 32
+_ROOM_STEPS: Final = 64
+# Of the budget, for what is not counted: rounding by the allocator, messages that wait.
+_SPARE_SHARE: Final = 0.03
+# A new longest input is expected to be this much longer than the longest so far.
+_HEADROOM: Final = 1.25
+# Gradients that a backward holds at a time, as a multiple of what it goes through: a layer, or the head with
+# the float32 scores of its loss.
+_LAYER_GRADIENTS: Final = 1.0
+_BESIDE_GRADIENTS: Final = 2.0
+# Growth is a constant, a share per token and one per pair of tokens.
+_NUM_TERMS: Final = 3
+_NUM_RUNS: Final = 2
+# Costs are rounded to this many steps of the dearest; layers of one kind, measured apart, then cost the same.
+_NUM_COST_STEPS: Final = 32
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class InputSize:
+    """The shape of a micro-batch, padding included."""
+
+    num_sequences: int
+    length: int
+
+    @property
+    def num_tokens(self) -> int:
+        """What most activations grow with."""
+        return self.num_sequences * self.length
+
+    @property
+    def num_pairs(self) -> int:
+        """What scores of attention grow with, where they are kept."""
+        return self.num_sequences * self.length**2
+
+    def covers(self, other: "InputSize") -> bool:
+        """Whether nothing takes more memory at the other size than at this one."""
+        return self.num_sequences >= other.num_sequences and self.length >= other.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReading:
+    """One layer: what it keeps for its backward unless it recomputes, and then only its input; its time."""
+
+    kept_bytes: int
+    input_bytes: int
+    duration_s: float
+
+
+class Meter:
+    """Measures one pass of a stage."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept_bytes: dict[int, int] = {}
+        self._input_bytes: dict[int, int] = {}
+        self._times: dict[int, list[_Stopwatch]] = {}
+        self._beside = _Saved()
+
+    def layers(self) -> Mapping[int, LayerReading]:
+        """What was measured of each layer; waits for the device."""
+        return {
+            index: LayerReading(
+                kept_bytes=kept_bytes,
+                input_bytes=self._input_bytes[index],
+                # The first run may pay for what is done once, such as choosing a kernel.
+                duration_s=min(watch.elapsed_s() for watch in self._times[index]),
+            )
+            for index, kept_bytes in self._kept_bytes.items()
+        }
+
+    @property
+    def beside_bytes(self) -> int:
+        """What is kept outside the layers: by embedding and head, and for the next stage."""
+        return self._beside.num_bytes
+
+    @contextmanager
+    def beside(self, standing: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+        """Note what is kept outside the layers within this block; what stands there anyway is not counted.
+
+        It is asked for again and again, as gathered weights come and go.
+        """
+        self._beside.standing = standing
+        with self._beside.noting():
+            yield
+
+    def keep(self, tensor: Tensor) -> None:
+        """Note a tensor that stays, though no backward asks for it: what leaves for the next stage."""
+        self._beside.note(tensor)
+
+    def run_layer(
+        self,
+        index: int,
+        run: Callable[[], Any],
+        *,
+        hidden: Tensor,
+        others: Iterable[Tensor],
+        seed: Callable[[], None],
+    ) -> None:
+        """Measure a layer: its input, and what it is given beside that, stand there anyway."""
+        self._beside.leave_out([hidden])
+        self._input_bytes[index] = hidden.untyped_storage().nbytes()
+        self._times[index] = []
+        for _ in range(_NUM_RUNS):
+            seed()
+            saved = _Saved()
+            saved.leave_out(others)
+            watch = _Stopwatch(self._device)
+            with saved.noting():
+                run()
+            watch.stop()
+            self._times[index].append(watch)
+            self._kept_bytes[index] = saved.num_bytes
+
+
+class _Saved:
+    """Storages that autograd keeps; each counts once, however many tensors lie in it."""
+
+    def __init__(self) -> None:
+        self.standing: Callable[[], Iterable[Tensor]] = tuple
+        self._bytes: dict[int, int] = {}
+        self._left_out: set[int] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._bytes.values())
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        self._left_out.update(map(_address, tensors))
+
+    def note(self, tensor: Tensor) -> Tensor:
+        address = _address(tensor)
+        if address not in self._left_out and address not in map(_address, self.standing()):
+            self._bytes[address] = tensor.untyped_storage().nbytes()
+        # An operation's own output, kept with its history, would never be freed.
+        return tensor.detach()
+
+    def noting(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self.note, lambda tensor: tensor)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where it lies; of a tensor that ranks share, this one's part."""
+    with torch.no_grad():
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.untyped_storage().data_ptr()
+
+
+class _Stopwatch:
+    """Times work on a device without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = self._point()
+        self._stop = self._start
+
+    def stop(self) -> None:
+        self._stop = self._point()
+
+    def elapsed_s(self) -> float:
+        start, stop = self._start, self._stop
+        if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
+            stop.synchronize()
+            return start.elapsed_time(stop) / 1000
+        return float(stop) - float(start)
+
+    def _point(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationSlot:
+    """One micro-batch in the memory of a stage, from its forward to the end of its backward."""
+
+    recomputed: frozenset[int] = frozenset()
+    """Layers, by their number in the model, that compute again."""
+    meter: Meter | None = None
+    """Measures this forward, where that is wanted."""
+    measured: Callable[[Meter], None] = field(default=lambda _: None)
+    """To be called with the meter when the forward has ended."""
+    end: Callable[[], None] = field(default=lambda: None)
+    """To be called when the backward has ended."""
+
+
+class Recompute(Protocol):
+    """Chooses for each micro-batch."""
+
+    def begin(self, size: InputSize, *, window: int) -> ActivationSlot:
+        """Let a micro-batch in, where at most `window` of them are in flight at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The same layers whatever comes."""
+
+    layers: frozenset[int] = frozenset()
+
+    def begin(self, size: InputSize, *, window: int) -> ActivationSlot:  # noqa: ARG002 a budget does
+        """Let a micro-batch in."""
+        return ActivationSlot(recomputed=self.layers)
+
+
+@dataclass(slots=True)
+class Growth:
+    """Bytes as a constant, so many per token and so many per pair of tokens, fitted to what was measured.
+
+    Fewer than three sizes tell no quadratic: then what a larger size has taken bounds a smaller one.
+    """
+
+    _measured: dict[InputSize, float] = field(default_factory=dict)
+    _factors: "NDArray[np.float64] | None" = None
+    _slack: float = 0.0
+
+    def add(self, size: InputSize, num_bytes: float) -> None:
+        """Learn what was measured at a size."""
+        self._measured[size] = max(num_bytes, self._measured.get(size, 0.0))
+        if len(self._measured) >= _NUM_TERMS:
+            self._fit()
+
+    def at(self, size: InputSize) -> float:
+        """The bytes at a size, rather too many than too few."""
+        if size in self._measured:
+            return self._measured[size]
+        if self._factors is not None:
+            return max(0.0, float(_terms(size) @ self._factors) + self._slack)
+        covering = [value for one, value in self._measured.items() if one.covers(size)]
+        return min(covering) if covering else self._scaled(size)
+
+    def _fit(self) -> None:
+        terms = np.stack([_terms(size) for size in self._measured])
+        values = np.array(list(self._measured.values()))
+        scale = np.abs(terms).max(axis=0)
+        self._factors = np.linalg.lstsq(terms / scale, values, rcond=None)[0] / scale
+        self._slack = max(0.0, float((values - terms @ self._factors).max()))
+
+    def _scaled(self, size: InputSize) -> float:
+        """Beyond all that was measured: as if all of it grew with the pairs."""
+        return max((value * _ratio(size, one) for one, value in self._measured.items()), default=0.0)
+
+
+def _terms(size: InputSize) -> "NDArray[np.float64]":
+    return np.array([1.0, size.num_tokens, size.num_pairs])
+
+
+def _ratio(size: InputSize, measured: InputSize) -> float:
+    return max(size.num_tokens / measured.num_tokens, size.num_pairs / measured.num_pairs, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What recomputing one layer frees, and what it costs in whole units of time."""
+
+    layer: int
+    freed_bytes: int
+    cost: int
+
+
+def whole_costs(durations_s: Mapping[int, float]) -> dict[int, int]:
+    """The time of each layer in whole units, at least one."""
+    dearest_s = max(durations_s.values(), default=0.0) or 1.0
+    return {layer: max(1, round(_NUM_COST_STEPS * one / dearest_s)) for layer, one in durations_s.items()}
+
+
+def cheapest(savings: Sequence[Saving], needed_bytes: int) -> frozenset[int]:
+    """The layers that free at least so much at the least cost; all of them if even that is too little.
+
+    Dynamic programming over the total cost: how much can be freed for it. Among equals the earlier layers
+    are taken, whose activations would be kept for longest.
+    """
+    useful = [one for one in savings if one.freed_bytes > 0]
+    if needed_bytes <= 0:
+        return frozenset()
+    if sum(one.freed_bytes for one in useful) < needed_bytes:
+        return frozenset(one.layer for one in useful)
+    most = sum(one.cost for one in useful)
+    freed = np.full(most + 1, -1, dtype=np.int64)
+    freed[0] = 0
+    takes = np.zeros((len(useful), most + 1), dtype=bool)
+    for row, one in enumerate(reversed(useful)):
+        reached = freed[: most + 1 - one.cost]
+        offered = np.where(reached >= 0, reached + one.freed_bytes, -1)
+        better = offered >= np.maximum(freed[one.cost :], 0)
+        takes[row, one.cost :] = better
+        freed[one.cost :] = np.where(better, offered, freed[one.cost :])
+    cost = int(np.argmax(freed >= needed_bytes))
+    return _taken(list(reversed(useful)), takes, cost)
+
+
+def _taken(
+    savings: Sequence[Saving], takes: "np.ndarray[tuple[int, int], np.dtype[np.bool_]]", cost: int
+) -> frozenset[int]:
+    chosen = set()
+    for row in range(len(savings) - 1, -1, -1):
+        if takes[row, cost]:
+            chosen.add(savings[row].layer)
+            cost -= savings[row].cost
+    return frozenset(chosen)
+
+
+@dataclass(slots=True)
+class _Layer:
+    kept: Growth = field(default_factory=Growth)
+    input: Growth = field(default_factory=Growth)
+    s_per_token: float = float("inf")
+
+    def freed_bytes(self, size: InputSize) -> int:
+        return max(0, int(self.kept.at(size) - self.input.at(size)))
+
+    def learn(self, size: InputSize, reading: LayerReading) -> None:
+        self.kept.add(size, reading.kept_bytes)
+        self.input.add(size, reading.input_bytes)
+        self.s_per_token = min(self.s_per_token, reading.duration_s / size.num_tokens)
+
+
+class Budgeted:
+    """Keeps a stage within a memory budget.
+
+    `standing_bytes` says what the memory holds when nothing is in flight, the gradients to come included;
+    `max_length` is the longest input there can be, where that is known.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        standing_bytes: Callable[[], int],
+        device: torch.device,
+        max_length: int | None = None,
+    ) -> None:
+        self._budget_bytes = budget_bytes
+        self._standing_bytes = standing_bytes
+        self._device = device
+        self._max_length = max_length
+        self._layers: dict[int, _Layer] = {}
+        self._beside = Growth()
+        self._sizes: list[InputSize] = []
+        self._in_flight: dict[int, int] = {}
+        self._num_begun = 0
+        self._standing = 0
+        self._plans: dict[tuple[InputSize, int], frozenset[int]] = {}
+        self._has_warned = False
+
+    def begin(self, size: InputSize, *, window: int) -> ActivationSlot:
+        """Choose what a micro-batch recomputes, given what the others in flight keep."""
+        if not self._in_flight:
+            self._standing = self._standing_bytes()
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        if self._is_unknown(size):
+            self._in_flight[number] = 0
+            return ActivationSlot(
+                recomputed=frozenset(self._layers),
+                meter=Meter(self._device),
+                measured=partial(self._learn, number, size),
+                end=partial(self._end, number),
+            )
+        rounded = self._rounded(size)
+        recomputed = self._choose(rounded, self._room_bytes(window))
+        self._in_flight[number] = self.kept_bytes(rounded, recomputed)
+        return ActivationSlot(recomputed=recomputed, end=partial(self._end, number))
+
+    def kept_bytes(self, size: InputSize, recomputed: frozenset[int]) -> int:
+        """What a micro-batch keeps while it is in flight."""
+        everything = self._beside.at(size) + sum(layer.kept.at(size) for layer in self._layers.values())
+        return int(everything) - sum(self._layers[index].freed_bytes(size) for index in recomputed)
+
+    def working_bytes(self, size: InputSize) -> int:
+        """What a pass needs on top: a layer computed again, and gradients on their way through."""
+        layer = max((one.kept.at(size) for one in self._layers.values()), default=0.0)
+        return int(max(layer * (1 + _LAYER_GRADIENTS), self._beside.at(size) * _BESIDE_GRADIENTS))
+
+    def _is_unknown(self, size: InputSize) -> bool:
+        """Whether to measure a micro-batch: some at first, and later whatever is larger than all of them."""
+        if not any(one.covers(size) for one in self._sizes):
+            return True
+        num_measured = len(self._sizes)
+        return num_measured < _LEAST_MEASURED or (num_measured < _NUM_MEASURED and size not in self._sizes)
+
+    def _learn(self, number: int, size: InputSize, meter: Meter) -> None:
+        for index, reading in meter.layers().items():
+            self._layers.setdefault(index, _Layer()).learn(size, reading)
+        self._beside.add(size, meter.beside_bytes)
+        self._sizes.append(size)
+        self._plans.clear()
+        if number in self._in_flight:
+            self._in_flight[number] = self.kept_bytes(size, frozenset(self._layers))
+
+    def _end(self, number: int) -> None:
+        del self._in_flight[number]
+
+    def _room_bytes(self, window: int) -> int:
+        """What a micro-batch may keep: its share of what the slots that are taken leave."""
+        largest = self._largest()
+        least = self.kept_bytes(largest, frozenset(self._layers))
+        spare = int(_SPARE_SHARE * self._budget_bytes)
+        room = self._budget_bytes - spare - self._standing - self.working_bytes(largest)
+        self._warn(window * least - room)
+        taken = sum(max(kept, least) for kept in self._in_flight.values())
+        return (room - taken) // max(1, window - len(self._in_flight))
+
+    def _choose(self, size: InputSize, room_bytes: int) -> frozenset[int]:
+        step = max(1, self._budget_bytes // _ROOM_STEPS)
+        everything = self.kept_bytes(size, frozenset())
+        key = size, max(0, min(room_bytes, everything)) // step if everything > room_bytes else -1
+        if key not in self._plans:
+            needed = 0 if everything <= room_bytes else everything - key[1] * step
+            self._plans[key] = cheapest(self._savings(size), needed)
+        return self._plans[key]
+
+    def _savings(self, size: InputSize) -> list[Saving]:
+        costs = whole_costs({index: layer.s_per_token for index, layer in self._layers.items()})
+        return [
+            Saving(layer=index, freed_bytes=layer.freed_bytes(size), cost=costs[index])
+            for index, layer in sorted(self._layers.items())
+        ]
+
+    def _largest(self) -> InputSize:
+        """The largest input to be ready for."""
+        longest = max(size.length for size in self._sizes)
+        length = max(longest, min(int(_HEADROOM * longest), self._max_length or int(_HEADROOM * longest)))
+        return InputSize(max(size.num_sequences for size in self._sizes), length)
+
+    def _rounded(self, size: InputSize) -> InputSize:
+        """A size that stands for all that are little smaller, so that there are few plans."""
+        multiple = max(1, _ROUNDED_TOKENS // size.num_sequences)
+        length = -(-size.length // multiple) * multiple
+        return InputSize(size.num_sequences, length) if length <= self._largest().length else size
+
+    def _warn(self, missing_bytes: int) -> None:
+        if missing_bytes > 0 and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "the memory budget of %s is about %s too small even with everything recomputed; use more "
+                "micro-batches, or lower strategy.max_in_flight",
+                format_bytes(self._budget_bytes),
+                format_bytes(missing_bytes),
+            )

@@ -1,0 +1,433 @@
+"""What the planner reads from a job: devices, lines, a step, memory options, and what cuts must agree with.
+
+Memory options are tried in this order; what a run refuses is no option:
+
+    replicated → sharded → recompute → both → the optimizer on the host → 8-bit moments
+
+The last two are last resorts: the one is slow, the other rounds.
+"""
+
+import ipaddress
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from isthmus.errors import UserError
+from isthmus.job import CloudSpec, Job, LinkSpec, PipelineStrategy
+from isthmus.job.codec import BottleneckSpec
+from isthmus.plan.costs import Arithmetic, Precision
+from isthmus.plan.costs.devices import CATALOGUE, Accelerator, find_accelerator, new_accelerator
+from isthmus.plan.costs.profile import Profile, read_profile
+from isthmus.plan.memory import OptimizerState, Savers, Sharding
+from isthmus.plan.scenario import Line, Policy
+
+_UNKNOWN_BYTES: Final = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudFacts:
+    """A cloud: what one rank of it is, and what the whole of it costs."""
+
+    name: str
+    num_ranks: int
+    accelerator: Accelerator
+    profile: Profile | None
+    capacity_bytes: int | None
+    """Of one rank's memory, None where it is unknown."""
+    usd_per_hour: float | None
+    sharding: Sharding | None = None
+    """What its ranks share out, None where the plan chooses."""
+    inside_bytes_per_s: float = 25e9
+    """Between its devices, of each."""
+
+    def room_bytes(self, share: float) -> int:
+        """What a plan may fill of a rank's memory."""
+        return _UNKNOWN_BYTES if self.capacity_bytes is None else int(share * self.capacity_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What a step computes."""
+
+    num_sequences: int
+    sequence_length: int
+    precision: Precision
+    num_steps: int
+    is_compiled: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all clouds together."""
+        return self.num_sequences * self.sequence_length
+
+    def arithmetic(self, cloud: CloudFacts) -> Arithmetic:
+        """How a cloud computes it."""
+        return Arithmetic(precision=self.precision, on_accelerator=not cloud.accelerator.is_cpu)
+
+
+def cloud_facts(job: Job) -> tuple[CloudFacts, ...]:
+    """All clouds, in the order of the job."""
+    own = {
+        one.name: new_accelerator(
+            one.name,
+            flops=one.flops,
+            flops_float32=one.flops_float32,
+            achievable=one.achievable,
+            memory_bytes=one.memory_bytes,
+            memory_bandwidth=one.memory_bandwidth_bytes_per_s,
+            usd_per_hour=one.usd_per_hour,
+        )
+        for one in job.accelerator
+    }
+    return tuple(_cloud(cloud, own, sharing=num_sharing(cloud, job)) for cloud in job.cloud)
+
+
+def step_facts(job: Job) -> StepFacts:
+    """A step of the job, which is whole sequences."""
+    if job.data is None:
+        raise UserError("the job has no [data] section", hint="docs/job.md shows what it holds")
+    length, num_tokens = job.data.sequence_length, job.train.batch_tokens
+    if num_tokens % length:
+        near = max(1, round(num_tokens / length)) * length
+        raise UserError(
+            f"a batch of {num_tokens} tokens is no whole number of sequences of {length} tokens",
+            hint=f"set train.batch_tokens to {near}",
+        )
+    return StepFacts(
+        num_sequences=num_tokens // length,
+        sequence_length=length,
+        precision=Precision(job.train.precision),
+        num_steps=job.train.steps,
+        is_compiled=job.train.compile,
+    )
+
+
+def is_here(cloud: CloudSpec, job: Job) -> bool:
+    """Whether a cloud is this machine's CPU: it names no accelerator, and the job no other machine."""
+    hosts = [one.listen.host for one in job.cloud if one.listen is not None]
+    return cloud.device == "cpu" and cloud.accelerator is None and all(map(is_loopback, hosts))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address leads back to the machine itself."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def num_sharing(cloud: CloudSpec, job: Job) -> int:
+    """How many ranks of the job compute on this machine's CPU, where the cloud does; else 1.
+
+    A cloud's own ranks share it too.
+    """
+    if not is_here(cloud, job):
+        return 1
+    return sum(one.ranks for one in job.cloud if is_here(one, job))
+
+
+def line(link: LinkSpec, first: str) -> Line:
+    """A link as seen from one of its ends, the figures of which must be known."""
+    for key, value in (("bandwidth", link.bandwidth_bps), ("rtt", link.rtt_s)):
+        if value is None:
+            raise UserError(
+                f"link {link.name} has no {key}, without which nothing can be planned",
+                hint=f"measure it with `isthmus probe JOB --write`, or set link.{link.name}.{key}",
+            )
+    there, back = link.bandwidth_bps or (1.0, 1.0)
+    down_bps, up_bps = (there, back) if first == link.between[0] else (back, there)
+    return Line(
+        down_bps=down_bps,
+        up_bps=up_bps,
+        latency_s=(link.rtt_s or 0.0) / 2,
+        jitter_s=link.jitter_s / 2,
+        handling_s=link.handling_s,
+    )
+
+
+def _cloud(cloud: CloudSpec, own: Mapping[str, Accelerator], *, sharing: int) -> CloudFacts:
+    """A cloud; what it shares with others of this machine is divided between them."""
+    profile = _profile(cloud.name, cloud.profile) if cloud.profile is not None else None
+    accelerator = _accelerator(cloud, own, profile).shared_by(sharing)
+    price = accelerator.usd_per_hour
+    whole = None if price is None else price * cloud.ranks
+    is_known = cloud.accelerator is not None or cloud.flops is not None or accelerator.is_cpu
+    return CloudFacts(
+        name=cloud.name,
+        num_ranks=cloud.ranks,
+        accelerator=accelerator,
+        profile=profile,
+        capacity_bytes=cloud.memory_bytes or (accelerator.memory_bytes if is_known else None),
+        usd_per_hour=whole if cloud.usd_per_hour is None else cloud.usd_per_hour,
+        sharding=None if cloud.sharding == "auto" else Sharding(cloud.sharding),
+        inside_bytes_per_s=cloud.inside_bps / 8,
+    )
+
+
+def _profile(cloud: str, file: str) -> Profile:
+    try:
+        return read_profile(Path(file))
+    except UserError as error:
+        raise UserError(
+            f"cloud.{cloud}.profile cannot be used: {error.message}",
+            hint=f"measure it again: isthmus profile JOB --cloud {cloud} --out {shlex.quote(file)}",
+        ) from None
+
+
+def _accelerator(cloud: CloudSpec, own: Mapping[str, Accelerator], profile: Profile | None) -> Accelerator:
+    if cloud.accelerator is not None:
+        found = find_accelerator(cloud.accelerator, own=own)
+        return found if cloud.flops is None else replace(found, flops=cloud.flops)
+    if cloud.device == "cpu" or (profile is not None and profile.device == "cpu"):
+        return CATALOGUE["cpu"]
+    if cloud.flops is not None and cloud.memory_bytes is not None:
+        return new_accelerator(cloud.name, flops=cloud.flops, memory_bytes=cloud.memory_bytes)
+    if profile is not None:
+        return replace(CATALOGUE["a100-80gb"], name=cloud.name, usd_per_hour=None)
+    raise UserError(
+        f"cloud {cloud.name!r} does not say what its devices are",
+        hint=f'set cloud.{cloud.name}.accelerator, such as "h100", or its flops and memory, or measure it: '
+        "isthmus profile JOB",
+    )
+
+
+_EIGHT_BITS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """Memory options of all stages of a plan, as `[train]` of the job has them."""
+
+    recompute: bool = False
+    offload_optimizer: bool = False
+    optimizer_bits: int = 32
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What a user reads of it."""
+        found = {
+            "recompute": self.recompute,
+            "optimizer on the host": self.offload_optimizer,
+            "8-bit optimizer": self.optimizer_bits == _EIGHT_BITS,
+        }
+        return tuple(word for word, is_on in found.items() if is_on)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One way to spare memory; later ones spare more, and cost more."""
+
+    sparing: MemoryOptions = MemoryOptions()
+    sharing: Sharding = Sharding.NONE
+    """What the ranks of a cloud share out, where the job leaves that open."""
+    is_last_resort: bool = False
+
+    def sharding(self, cloud: CloudFacts) -> Sharding:
+        """What the ranks of a cloud share out; one rank has no one to share with."""
+        if cloud.num_ranks == 1:
+            return Sharding.NONE
+        return self.sharing if cloud.sharding is None else cloud.sharding
+
+    def savers(self, cloud: CloudFacts) -> Savers:
+        """What it means at a cloud; the memory of a CPU is that of its host."""
+        is_small = self.sparing.optimizer_bits == _EIGHT_BITS
+        sharding = self.sharding(cloud)
+        return Savers(
+            optimizer=OptimizerState.EIGHT_BIT if is_small else OptimizerState.FLOAT32,
+            sharding=sharding,
+            num_shards=1 if sharding is Sharding.NONE else cloud.num_ranks,
+            offload_optimizer=self.sparing.offload_optimizer and not cloud.accelerator.is_cpu,
+        )
+
+    def words(self, clouds: Iterable[CloudFacts]) -> tuple[str, ...]:
+        """What a user reads of it, for stages at these clouds."""
+        is_shared = any(self.sharding(cloud) is not Sharding.NONE for cloud in clouds)
+        return (*(("sharding inside the cloud",) if is_shared else ()), *self.sparing.words)
+
+
+def levels(job: Job, clouds: Sequence[CloudFacts], policy: Policy) -> tuple[Level, ...]:
+    """What may be tried at these clouds, from the mildest on; what the job asks for is part of each.
+
+    `recompute = "auto"` asks for nothing: a run then recomputes no more than its memory asks for.
+    """
+    asked = MemoryOptions(
+        recompute=job.train.recompute is True,
+        offload_optimizer=job.train.offload_optimizer,
+        optimizer_bits=job.train.optimizer_bits,
+    )
+    sharings = _sharings(clouds, policy)
+    found = _all_ways(asked, sharings)
+    if asked.offload_optimizer or asked.optimizer_bits == _EIGHT_BITS:
+        return tuple(found)
+    resorts = (replace(asked, offload_optimizer=True), replace(asked, optimizer_bits=_EIGHT_BITS))
+    rest = [replace(level, is_last_resort=True) for one in resorts for level in _all_ways(one, sharings)]
+    return (*found, *rest)
+
+
+def _all_ways(asked: MemoryOptions, sharings: Sequence[Sharding]) -> list[Level]:
+    return [
+        Level(sparing=replace(asked, recompute=recompute), sharing=sharing)
+        for recompute in ((True,) if asked.recompute else (False, True))
+        for sharing in sharings
+    ]
+
+
+def _sharings(clouds: Sequence[CloudFacts], policy: Policy) -> tuple[Sharding, ...]:
+    """What ranks may share out, from nothing on, where some cloud leaves that open."""
+    if all(cloud.num_ranks == 1 or cloud.sharding is not None for cloud in clouds):
+        return (Sharding.NONE,)
+    return (Sharding.NONE, Sharding.OPTIMIZER, *((Sharding.FULL,) if policy.keeps_order else ()))
+
+
+OPEN: Final = "auto"
+"""The policy of a job that leaves it to the plan."""
+
+
+def policy_of(job: Job, strategy: PipelineStrategy) -> Policy:
+    """As the job says, else lock-step where a cloud shares out all of its stage."""
+    if strategy.policy != OPEN:
+        return Policy(strategy.policy)
+    return Policy.LOCK_STEP if any(_is_shared_out(one) for one in job.cloud) else Policy.WAN_ONE_F_ONE_B
+
+
+def check_lock_step(job: Job, strategy: PipelineStrategy) -> None:
+    """Refuse a cloud that shares all of its stage out where its ranks do not run one sequence of passes."""
+    for cloud in job.cloud:
+        if _is_shared_out(cloud):
+            _check(job, cloud, strategy)
+
+
+def common_ranks(job: Job) -> int:
+    """Of which a step's micro-batches must be a multiple: 1 where no cloud shares out all of its stage."""
+    return max((one.ranks for one in job.cloud if _is_shared_out(one)), default=1)
+
+
+def check_even(job: Job, *, num_sequences: int, sequence_length: int) -> None:
+    """Refuse a step that ranks in lock-step cannot deal out evenly, however it is divided."""
+    number = common_ranks(job)
+    if num_sequences % number:
+        raise UserError(
+            f"the {num_sequences} sequences of a step cannot be dealt out evenly to {number} ranks",
+            hint=f"set train.batch_tokens to a multiple of {number * sequence_length}",
+        )
+
+
+def _is_shared_out(cloud: CloudSpec) -> bool:
+    return cloud.ranks > 1 and cloud.sharding == "full"
+
+
+def _check(job: Job, cloud: CloudSpec, strategy: PipelineStrategy) -> None:
+    start = f'sharding = "full" of cloud {cloud.name!r} needs'
+    if not policy_of(job, strategy).keeps_order:
+        raise UserError(
+            f"{start} ranks in lock-step, which policy {strategy.policy} does not keep",
+            hint='set strategy.policy to "lock-step", or sharding to "optimizer"',
+        )
+    if {one.ranks for one in job.cloud} != {cloud.ranks}:
+        raise UserError(f"{start} as many ranks in every cloud", hint='set sharding to "optimizer"')
+    if strategy.microbatches is not None and strategy.microbatches % cloud.ranks:
+        raise UserError(
+            f"{start} as many micro-batches at each of its {cloud.ranks} ranks",
+            hint=f"set strategy.microbatches to a multiple of {cloud.ranks}",
+        )
+
+
+def links_along(job: Job, clouds: Sequence[str]) -> tuple[LinkSpec, ...]:
+    """The links between neighbouring stages, in order."""
+    by_pair = {frozenset(link.between): link for link in job.link}
+    return tuple(by_pair[frozenset(pair)] for pair in pairwise(clouds))
+
+
+def num_frozen_layers(job: Job) -> int:
+    """How many of the model's first layers are not trained."""
+    return 0 if job.model is None else job.model.frozen_layers
+
+
+def first_trained(stage_layers: Sequence[range], num_frozen: int) -> int:
+    """The first stage with anything to learn; the last one has the head."""
+    trained = (number for number, layers in enumerate(stage_layers) if layers.stop > num_frozen)
+    return next(trained, len(stage_layers) - 1)
+
+
+def check_cuts(
+    links: Sequence[LinkSpec],
+    stage_layers: Sequence[range],
+    *,
+    num_frozen: int,
+    hidden_width: int,
+    num_steps: int,
+) -> None:
+    """Refuse bottlenecks that are none, that cannot learn, that do not begin together, or never."""
+    check_frozen(num_frozen, num_layers=stage_layers[-1].stop)
+    for link in links:
+        link.boundary.check_width(hidden_width)
+    for link in links[: first_trained(stage_layers, num_frozen)]:
+        if isinstance(link.boundary, BottleneckSpec):
+            raise frozen_bottleneck(link)
+    warmups = {link.boundary.num_warmup_steps for link in links if isinstance(link.boundary, BottleneckSpec)}
+    if len(warmups) > 1:
+        raise UserError(
+            f"the bottlenecks of a run begin together, but have warm-ups of {sorted(warmups)} steps",
+            hint="give all of them the same warmup",
+        )
+    for link in links:
+        if isinstance(link.boundary, BottleneckSpec):
+            _check_begins(link.name, link.boundary, num_steps=num_steps)
+
+
+def _check_begins(name: str, bottleneck: BottleneckSpec, *, num_steps: int) -> None:
+    num_warmup_steps = bottleneck.num_warmup_steps
+    if num_warmup_steps >= num_steps:
+        steps = "step" if num_warmup_steps == 1 else "steps"
+        raise UserError(
+            f"the bottleneck of {name} begins after {num_warmup_steps} {steps}, but the run has {num_steps}",
+            hint=f"lower its warmup, or set train.steps to more than {num_warmup_steps}",
+        )
+
+
+def check_frozen(num_frozen: int, *, num_layers: int) -> None:
+    """Refuse to freeze more layers than there are."""
+    if num_frozen > num_layers:
+        raise UserError(
+            f"{num_frozen} layers cannot be frozen in a model of {num_layers}",
+            hint=f"set model.frozen_layers to at most {num_layers}",
+        )
+
+
+def frozen_bottleneck(link: LinkSpec) -> UserError:
+    """What is said of a bottleneck with nothing but frozen layers before it."""
+    return UserError(
+        f"link {link.name} has a bottleneck, which is trained, but all layers below it are frozen",
+        hint="lower model.frozen_layers, or give the link a codec instead",
+    )
+
+
+def frozen_notes(job: Job, clouds: Sequence[str], stage_layers: Sequence[range]) -> Iterator[str]:
+    """What frozen layers spare on the WAN with these stages, and which cut would spare more."""
+    num_frozen = num_frozen_layers(job)
+    if num_frozen == 0 or len(clouds) < 2:
+        return
+    frozen = f"{num_frozen} frozen {'layer' if num_frozen == 1 else 'layers'}"
+    number = first_trained(stage_layers, num_frozen)
+    if number == 0:
+        yield (
+            f"{frozen}: they spare the WAN nothing, since {clouds[0]} trains layers above them; "
+            f"with strategy.layers = [{num_frozen}, …] nothing would go back, and sequences could be cached"
+        )
+        return
+    between = " and ".join(link.name for link in links_along(job, clouds[: number + 1]))
+    yield f"{frozen}: nothing goes back over {between}{_cached(job, clouds, clouds[number])}"
+
+
+def _cached(job: Job, clouds: Sequence[str], receiver: str) -> str:
+    """Whether the first trained stage keeps what frozen layers gave."""
+    if job.model is None or job.model.cache_frozen_bytes == 0:
+        return ", and nothing is cached, as model.cache_frozen says"
+    if any(job.cloud_named(cloud).ranks > 1 for cloud in clouds):
+        return ", but nothing is cached: with several ranks a sequence comes to another one every time"
+    return f"; {receiver} caches what comes, so a sequence crosses once as far as model.cache_frozen holds it"

@@ -1,0 +1,527 @@
+"""A plan: stages and links, what a step takes and costs, the file `plan.json`, and how a job follows it."""
+
+import enum
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus.plan.codecs import Loss
+from isthmus.plan.job_facts import MemoryOptions
+from isthmus.plan.memory import Memory, Sharding
+from isthmus.plan.scenario import Caps, Policy, Scenario, caps_from_json, scenario_from_dict, scenario_to_dict
+
+
+class Form(enum.Enum):
+    """How the work is split between clouds."""
+
+    ALONE = "one cloud alone"
+    PIPELINE = "pipeline"
+    DATA = "data"
+    GENERATOR_DISCRIMINATOR = "generator-discriminator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """One cloud's part: what it holds, and the memory that a rank of it needs, part by part."""
+
+    cloud: str
+    holds: str
+    num_ranks: int
+    busy_s: float
+    """What its busiest rank computes in a step."""
+    window: int
+    memory: Mapping[str, int]
+    capacity_bytes: int | None
+    usd_per_hour: float | None
+    layers: tuple[int, int] | None = None
+    """The first layer, and the one behind the last."""
+    sharding: Sharding = Sharding.NONE
+    """What its ranks share out."""
+    is_measured: bool = False
+    """Whether its times are those of a profile, and not the catalogue's."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What a rank needs in all."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLink:
+    """What crosses a link in a step, from the first cloud to the second and back, and how it is coded."""
+
+    between: tuple[str, str]
+    down_bytes: float
+    up_bytes: float
+    forward_codec: str = "raw"
+    backward_codec: str = "raw"
+    usd_per_gib: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BubbleSplit:
+    """The share of a step in which clouds do not compute, mean over clouds, by what it is spent on."""
+
+    fill: float
+    latency: float
+    bandwidth: float
+    imbalance: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.fill + self.latency + self.bandwidth + self.imbalance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warmup:
+    """The first steps, in which hidden states cross raw where bottlenecks are to begin."""
+
+    num_steps: int
+    step_s: float
+    wan_bytes: float
+    """Over all links, both ways, in a step."""
+    usd_per_step: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a plan comes to; dollars are None where a price is unknown.
+
+    Figures of a step are those behind the warm-up of bottlenecks; totals have both.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    bubble: BubbleSplit
+    wan_bytes: float
+    """Over all links, both ways, in a step."""
+    usd_per_step: float | None
+    usd_per_million_tokens: float | None
+    num_steps: int
+    limiting: str
+    """The resource of which no end would shorten a step the most."""
+    reliefs: Mapping[str, float] = field(default_factory=dict)
+    """By what share no end of each would shorten it, the most first; none where the form has no schedule."""
+    is_simulated: bool = False
+    warmup: Warmup | None = None
+    """None without bottlenecks."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps before bottlenecks begin."""
+        return 0 if self.warmup is None else self.warmup.num_steps
+
+    @property
+    def total_s(self) -> float:
+        """The whole run."""
+        return self._over_run(self.step_s, 0.0 if self.warmup is None else self.warmup.step_s)
+
+    @property
+    def total_usd(self) -> float | None:
+        """The whole run, None where a price is unknown."""
+        if self.usd_per_step is None:
+            return None
+        first_usd = None if self.warmup is None else self.warmup.usd_per_step
+        return self._over_run(self.usd_per_step, first_usd or 0.0)
+
+    @property
+    def total_wan_bytes(self) -> float:
+        """The whole run, over all links."""
+        return self._over_run(self.wan_bytes, 0.0 if self.warmup is None else self.warmup.wan_bytes)
+
+    def _over_run(self, each: float, first: float) -> float:
+        """The sum of what every step takes, and every first one."""
+        return self.num_warmup_steps * first + (self.num_steps - self.num_warmup_steps) * each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSettings:
+    """How the stages work together; `max_in_flight` is None where memory bounds nothing."""
+
+    num_microbatches: int
+    microbatch_sequences: int
+    policy: Policy
+    max_in_flight: Caps | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """How often and how exactly the clouds' models are made one."""
+
+    inner_steps: int
+    num_fragments: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """What of a plan all clouds of a run must know; codecs are of each hop, there and back."""
+
+    layers: tuple[int, ...]
+    num_microbatches: int
+    max_in_flight: Caps | None
+    recompute: bool
+    codecs: tuple[tuple[str, str], ...]
+    reasons: tuple[str, ...] = ()
+    sharding: tuple[str, ...] = ()
+    """Of each stage; none where nothing is said."""
+    offload_optimizer: bool = False
+    optimizer_bits: int = 32
+    policy: str | None = None
+    """What stages run by; None where nothing is said."""
+
+    @property
+    def sparing(self) -> MemoryOptions:
+        """What spares memory at every stage."""
+        return MemoryOptions(
+            recompute=self.recompute,
+            offload_optimizer=self.offload_optimizer,
+            optimizer_bits=self.optimizer_bits,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """A plan that was not taken, and why."""
+
+    form: Form
+    what: str
+    estimate: Estimate
+    memory_share: float | None
+    why: str
+    savers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The choice; `scenario` drives the simulator where the form is a pipeline, or one cloud alone."""
+
+    form: Form
+    stages: tuple[PlannedStage, ...]
+    links: tuple[PlannedLink, ...]
+    savers: tuple[str, ...]
+    """What spares memory, in words."""
+    estimate: Estimate
+    reason: str
+    sparing: MemoryOptions = MemoryOptions()  # noqa: RUF009 it is frozen
+    settings: PipelineSettings | DataSettings | None = None
+    scenario: Scenario | None = None
+    warmup_scenario: Scenario | None = None
+    """The same before bottlenecks begin, None without any."""
+    loss: Loss = Loss.NONE
+    """Of codecs and rare synchronisation."""
+    strength: int = 0
+    """Of its strongest codec: how many are milder."""
+    notes: tuple[str, ...] = ()
+    runners_up: tuple[RunnerUp, ...] = ()
+    num_tried: int = 0
+
+    @property
+    def clouds(self) -> tuple[str, ...]:
+        """The clouds that take part, in the order of their stages."""
+        return tuple(stage.cloud for stage in self.stages)
+
+    @property
+    def decisions(self) -> Decisions | None:
+        """What a run follows, None where the form is no pipeline."""
+        if not isinstance(self.settings, PipelineSettings):
+            return None
+        return Decisions(
+            layers=tuple(stop - start for start, stop in (one.layers or (0, 0) for one in self.stages)),
+            num_microbatches=self.settings.num_microbatches,
+            max_in_flight=self.settings.max_in_flight,
+            recompute=self.sparing.recompute,
+            codecs=tuple((one.forward_codec, one.backward_codec) for one in self.links),
+            reasons=self.notes,
+            sharding=tuple(one.sharding.value for one in self.stages),
+            offload_optimizer=self.sparing.offload_optimizer,
+            optimizer_bits=self.sparing.optimizer_bits,
+            policy=self.settings.policy.value,
+        )
+
+    @property
+    def memory_share(self) -> float | None:
+        """Of the fullest device's memory, None where no memory is known."""
+        known = [(one.memory_bytes, one.capacity_bytes) for one in self.stages if one.capacity_bytes]
+        return max((needed / there for needed, there in known if there), default=None)
+
+    @property
+    def what(self) -> str:
+        """The plan in a few words."""
+        parts = [f"{stage.cloud} {stage.holds}" for stage in self.stages]
+        return f"{self.form.value}: {', '.join(parts)}{self._detail}"
+
+    @property
+    def _detail(self) -> str:
+        match self.settings:
+            case PipelineSettings(num_microbatches=number, policy=Policy.LOCK_STEP):
+                return f"; {number} micro-batches in lock-step"
+            case PipelineSettings(num_microbatches=number):
+                return f"; {number} micro-batches"
+            case DataSettings(inner_steps=1, bits=bits):
+                return f"; synchronised in each step in {bits} bit"
+            case DataSettings(inner_steps=steps, num_fragments=fragments, bits=bits):
+                return f"; {steps} steps apart, {fragments} fragments, {bits} bit"
+        return ""
+
+
+_GIB: Final = 2**30
+
+
+def estimated(
+    stages: Sequence[PlannedStage],
+    links: Sequence[PlannedLink],
+    *,
+    step_s: float,
+    num_tokens: float,
+    num_steps: int,
+    bubble: BubbleSplit,
+    limiting: str,
+    reliefs: Mapping[str, float] = MappingProxyType({}),
+    warmup: Warmup | None = None,
+    is_simulated: bool = False,
+) -> Estimate:
+    """Speed and price of a step; the price is unknown if that of any cloud is."""
+    usd = _usd(stages, links, step_s)
+    return Estimate(
+        step_s=step_s,
+        tokens_per_s=num_tokens / step_s,
+        bubble=bubble,
+        wan_bytes=_wan_bytes(links),
+        usd_per_step=usd,
+        usd_per_million_tokens=None if usd is None else usd / num_tokens * 1e6,
+        num_steps=num_steps,
+        limiting=limiting,
+        reliefs=dict(reliefs),
+        is_simulated=is_simulated,
+        warmup=warmup,
+    )
+
+
+def estimated_warmup(
+    scenario: Scenario,
+    stages: Sequence[PlannedStage],
+    links: Sequence[PlannedLink],
+    *,
+    step_s: float,
+    num_steps: int,
+) -> Warmup:
+    """What a step takes before bottlenecks begin, when more crosses the same links."""
+    number = scenario.num_microbatches
+    raw = [
+        replace(link, down_bytes=number * hop.forward_bytes, up_bytes=number * hop.backward_bytes)
+        for link, hop in zip(links, scenario.hops, strict=True)
+    ]
+    return Warmup(
+        num_steps=num_steps, step_s=step_s, wan_bytes=_wan_bytes(raw), usd_per_step=_usd(stages, raw, step_s)
+    )
+
+
+def split_bubble(
+    step_s: float, busy_s: Sequence[float], *, latency_s: float, bandwidth_s: float
+) -> BubbleSplit:
+    """What is not busy: unequal stages first, then bandwidth and latency as given; filling is the rest."""
+    idle_s = max(0.0, step_s - statistics.fmean(busy_s))
+    imbalance_s = min(idle_s, max(busy_s) - statistics.fmean(busy_s))
+    bandwidth_s = min(idle_s - imbalance_s, bandwidth_s)
+    latency_s = min(idle_s - imbalance_s - bandwidth_s, latency_s)
+    fill_s = idle_s - imbalance_s - bandwidth_s - latency_s
+    return BubbleSplit(
+        fill=fill_s / step_s,
+        latency=latency_s / step_s,
+        bandwidth=bandwidth_s / step_s,
+        imbalance=imbalance_s / step_s,
+    )
+
+
+def idle_only(step_s: float, busy_s: Sequence[float]) -> BubbleSplit:
+    """The bubble of a step whose causes nobody asked for."""
+    return split_bubble(step_s, busy_s, latency_s=0.0, bandwidth_s=0.0)
+
+
+def memory_parts(memory: Memory) -> dict[str, int]:
+    """The memory of a rank at its fullest moment, without the parts that it does not have."""
+    is_update = memory.update > memory.activations + memory.working
+    names = ["weights", "gradients", "optimizer", "gathered", "codec", "buffers", "workspace"]
+    names += ["update"] if is_update else ["activations", "working"]
+    return {name: number for name in names if (number := getattr(memory, name)) > 0}
+
+
+def _wan_bytes(links: Sequence[PlannedLink]) -> float:
+    return sum(one.down_bytes + one.up_bytes for one in links)
+
+
+def _usd(stages: Sequence[PlannedStage], links: Sequence[PlannedLink], step_s: float) -> float | None:
+    """The price of a step."""
+    prices = [stage.usd_per_hour for stage in stages]
+    if None in prices:
+        return None
+    traffic_usd = sum((one.down_bytes + one.up_bytes) / _GIB * (one.usd_per_gib or 0.0) for one in links)
+    return sum(one or 0.0 for one in prices) * step_s / 3600 + traffic_usd
+
+
+PLAN_FILE: Final = "plan.json"
+VERSION: Final = 1
+_HOW: Final = "make it again with this version of Isthmus"
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """A plan as plan.json holds it."""
+    values = asdict(plan)
+    values |= {
+        "version": VERSION,
+        "form": plan.form.value,
+        "loss": plan.loss.name.lower(),
+        "what": plan.what,
+        "decisions": None if plan.decisions is None else asdict(plan.decisions),
+        "scenario": None if plan.scenario is None else scenario_to_dict(plan.scenario),
+        "warmup_scenario": None if plan.warmup_scenario is None else scenario_to_dict(plan.warmup_scenario),
+        "runners_up": [{**asdict(one), "form": one.form.value} for one in plan.runners_up],
+    }
+    if isinstance(plan.settings, PipelineSettings):
+        values["settings"]["policy"] = plan.settings.policy.value
+    values["estimate"] |= {
+        "total_s": plan.estimate.total_s,
+        "total_usd": plan.estimate.total_usd,
+        "total_wan_bytes": plan.estimate.total_wan_bytes,
+    }
+    values["estimate"]["bubble"]["total"] = plan.estimate.bubble.total
+    return values
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The text of plan.json."""
+    return json.dumps(plan_to_dict(plan), indent=2) + "\n"
+
+
+def scenario_of(text: str) -> Scenario | None:
+    """The scenario that a plan.json holds, None where its form has none."""
+    scenario = _read(text, "scenario")
+    return None if scenario is None else scenario_from_dict(scenario)
+
+
+def decisions_of(text: str) -> Decisions | None:
+    """The decisions that a plan.json holds, None where its form has none."""
+    values = _read(text, "decisions")
+    return None if values is None else decisions_from_dict(values)
+
+
+def decisions_from_dict(values: Mapping[str, Any]) -> Decisions:
+    """What `asdict` made of decisions, as JSON gives it back."""
+    try:
+        return Decisions(
+            layers=tuple(int(one) for one in values["layers"]),
+            num_microbatches=int(values["num_microbatches"]),
+            max_in_flight=caps_from_json(values["max_in_flight"]),
+            recompute=bool(values["recompute"]),
+            codecs=tuple((str(forward), str(backward)) for forward, backward in values["codecs"]),
+            reasons=tuple(str(one) for one in values["reasons"]),
+            # Older plans do not have these.
+            sharding=tuple(Sharding(one).value for one in values.get("sharding", ())),
+            offload_optimizer=bool(values.get("offload_optimizer", False)),
+            optimizer_bits=int(values.get("optimizer_bits", 32)),
+            policy=Policy(values["policy"]).value if values.get("policy") is not None else None,
+        )
+    except (KeyError, TypeError, ValueError):
+        raise UserError("the decisions of a plan cannot be read", hint=_HOW) from None
+
+
+def _read(text: str, key: str) -> Any:
+    try:
+        values = json.loads(text)
+        version, value = values["version"], values[key]
+    except (ValueError, KeyError, TypeError):
+        raise UserError("the plan of this run cannot be read", hint=_HOW) from None
+    if version != VERSION:
+        raise UserError(f"the plan of this run has format {version}, not {VERSION}", hint=_HOW)
+    return value
+
+
+_OPEN: Final = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Keys of the job's `[strategy]` and `[train]`, and of its clouds by name."""
+
+    strategy: Mapping[str, object] = field(default_factory=dict)
+    train: Mapping[str, object] = field(default_factory=dict)
+    clouds: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    @property
+    def sections(self) -> dict[str, Mapping[str, object]]:
+        """The sections with something to set."""
+        every = {"strategy": self.strategy, "train": self.train}
+        return {name: keys for name, keys in every.items() if keys}
+
+
+def planned_changes(job: Job, plan: Plan) -> Changes:
+    """What is to be set in a job so that it does as planned."""
+    spared = _spared(job, plan.sparing, {one.cloud: one.sharding.value for one in plan.stages})
+    return replace(spared, strategy=_strategy(plan))
+
+
+def follow(job: Job, clouds: Sequence[str], decisions: Decisions | None) -> Job:
+    """The job with nothing left open about memory; `clouds` are those of the stages."""
+    wanted = Changes()
+    if decisions is not None:
+        wanted = _spared(job, decisions.sparing, dict(zip(clouds, decisions.sharding, strict=False)))
+    copies = {"sharding": Sharding.NONE.value}
+    return job.model_copy(
+        update={
+            "train": job.train.model_copy(update=wanted.train),
+            "cloud": tuple(
+                one.model_copy(update=wanted.clouds.get(one.name, copies)) if one.sharding == _OPEN else one
+                for one in job.cloud
+            ),
+        }
+    )
+
+
+def _strategy(plan: Plan) -> dict[str, object]:
+    match plan.settings:
+        case PipelineSettings() as settings:
+            counts = [stop - start for start, stop in (stage.layers or (0, 0) for stage in plan.stages)]
+            return {
+                "kind": "pipeline",
+                "clouds": list(plan.clouds),
+                "layers": counts,
+                "microbatches": settings.num_microbatches,
+                **({"policy": settings.policy.value} if settings.policy.keeps_order else {}),
+                **_bound(settings.max_in_flight),
+            }
+        case DataSettings() as settings:
+            return {
+                "kind": "data",
+                "inner_steps": settings.inner_steps,
+                "fragments": settings.num_fragments,
+                "bits": settings.bits,
+            }
+        case None:
+            return {"kind": "generator-discriminator", "discriminator_cloud": plan.clouds[-1]}
+
+
+def _bound(caps: Caps | None) -> dict[str, object]:
+    if caps is None:
+        return {}
+    return {"max_in_flight": list(caps) if isinstance(caps, tuple) else caps}
+
+
+def _spared(job: Job, sparing: MemoryOptions, sharding: Mapping[str, str]) -> Changes:
+    train: dict[str, object] = {}
+    # "auto" recomputes by itself what memory asks for.
+    if sparing.recompute and job.train.recompute is False:
+        train["recompute"] = True
+    if sparing.offload_optimizer and not job.train.offload_optimizer:
+        train["offload_optimizer"] = True
+    if sparing.optimizer_bits != job.train.optimizer_bits:
+        train["optimizer_bits"] = sparing.optimizer_bits
+    free = (one for one in job.cloud if one.sharding == _OPEN and one.ranks > 1 and one.name in sharding)
+    return Changes(train=train, clouds={one.name: {"sharding": sharding[one.name]} for one in free})

@@ -1,0 +1,597 @@
+"""The ranks of one cloud: who they are, and how they exchange words and tensors.
+
+Tensors go through the device's own backend (NCCL, HCCL, XCCL or Gloo). Words go through Gloo beside it, on
+the host: the leader, rank 0, gathers what the others have found, and spreads what it has decided.
+"""
+
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from isthmus.errors import RankLost, UserError
+from isthmus.model.bottleneck import Down, Up
+from isthmus.model.cut import LayerCall
+from isthmus.model.stage import Stage
+from isthmus.train.device import Device
+from isthmus.train.watch import Watch, first_line, inside_host
+from isthmus.wan.handshake import Seat
+from isthmus.wan.limits import listening_ports, stop_accepting
+from isthmus.wan.sockets import listen
+
+# A rank may wait for a sibling that waits for another cloud; who is gone or frozen, the watch tells sooner.
+_TIMEOUT: Final = timedelta(minutes=30)
+_LAST_WORD_S: Final = 2.0
+_SILENCE_S: Final = 60.0
+
+
+class World(Protocol):
+    """The ranks of one cloud, seen from one of them; every call is made by all of them, in one order."""
+
+    seat: Seat
+
+    def gather(self, words: object) -> list[Any] | None:
+        """Plain values of every rank, by rank, at the leader; None elsewhere."""
+
+    def spread(self, words: object) -> Any:
+        """The leader's plain values, everywhere."""
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """The bytes of every rank, by rank, at the leader; None elsewhere."""
+
+    def spread_bytes(self, data: bytes) -> bytes:
+        """The leader's bytes, everywhere."""
+
+    def totals(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Sums over all ranks."""
+
+    def sums(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Sums over all ranks, the same everywhere to the bit."""
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sum a tensor on the device over all ranks, in place."""
+
+    def copy_from_leader(self, tensor: Tensor) -> None:
+        """Give a tensor on the device the leader's values, in place."""
+
+
+class Alone:
+    """A cloud of one rank."""
+
+    def __init__(self) -> None:
+        self.seat = Seat()
+
+    def gather(self, words: object) -> list[Any] | None:
+        """What it is given."""
+        return [words]
+
+    def spread(self, words: object) -> Any:
+        """What it is given."""
+        return words
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """What it is given."""
+        return [data]
+
+    def spread_bytes(self, data: bytes) -> bytes:
+        """What it is given."""
+        return data
+
+    def totals(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """What it is given."""
+        return tuple(counts)
+
+    def sums(self, values: Sequence[float]) -> tuple[float, ...]:
+        """What it is given."""
+        return tuple(values)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Leave it as it is."""
+
+    def copy_from_leader(self, tensor: Tensor) -> None:
+        """Leave it as it is."""
+
+
+class Ranks:
+    """Several ranks, joined by torch.distributed."""
+
+    def __init__(self, seat: Seat, *, control: dist.ProcessGroup) -> None:
+        self.seat = seat
+        self._control = control
+
+    def gather(self, words: object) -> list[Any] | None:
+        """Plain values of every rank, by rank, at the leader; None elsewhere."""
+        found = self.gather_bytes(json.dumps(words).encode())
+        return None if found is None else [json.loads(one) for one in found]
+
+    def spread(self, words: object) -> Any:
+        """The leader's plain values, everywhere."""
+        return json.loads(self.spread_bytes(json.dumps(words).encode()))
+
+    def spread_bytes(self, data: bytes) -> bytes:
+        """The leader's bytes, everywhere."""
+        with _collective():
+            size = torch.tensor([len(data)])
+            dist.broadcast(size, 0, group=self._control)
+            own = _as_tensor(data) if self.seat.is_leader else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(own, 0, group=self._control)
+        return own.numpy().tobytes()
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """The bytes of every rank, by rank, at the leader; None elsewhere."""
+        sizes = torch.zeros(self.seat.num_ranks, dtype=torch.int64)
+        sizes[self.seat.rank] = len(data)
+        with _collective():
+            dist.all_reduce(sizes, group=self._control)
+            # Gloo gathers tensors of one size.
+            own = _as_tensor(data.ljust(int(sizes.max()), b"\0"))
+            found = [torch.empty_like(own) for _ in sizes] if self.seat.is_leader else None
+            dist.gather(own, found, 0, group=self._control)
+        if found is None:
+            return None
+        return [one.numpy()[:size].tobytes() for one, size in zip(found, sizes.tolist(), strict=True)]
+
+    def totals(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Sums over all ranks."""
+        return tuple(self._sum(torch.tensor(counts, dtype=torch.int64)).tolist())
+
+    def sums(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Sums over all ranks, the same everywhere to the bit."""
+        return tuple(self._sum(torch.tensor(values, dtype=torch.float64)).tolist())
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sum a tensor on the device over all ranks, in place."""
+        with _collective():
+            dist.all_reduce(tensor)
+
+    def copy_from_leader(self, tensor: Tensor) -> None:
+        """Give a tensor, on the device or the host, the leader's values, in place."""
+        with _collective():
+            dist.broadcast(tensor, 0)
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        with _collective():
+            dist.all_reduce(tensor, group=self._control)
+        return tensor
+
+
+@contextmanager
+def join_world(
+    seat: Seat,
+    device: Device,
+    *,
+    cloud: str,
+    secret: bytes,
+    end: Callable[[str], None] = lambda _: None,
+    silence_s: float = _SILENCE_S,
+) -> Iterator[World]:
+    """Meet the other ranks of this cloud, which know its secret; the world ends with the block.
+
+    If it ends before, because a rank is gone or silent for too long, `end` is told why, from another thread.
+    """
+    if seat.num_ranks == 1:
+        yield Alone()
+        return
+    with Watch(seat, cloud=cloud, secret=secret, end=end, timeout_s=silence_s) as watch:
+        with _collective():
+            watch.meet(_launchers_store(seat), patience_s=_TIMEOUT.total_seconds())
+            before = listening_ports()
+            store = _open_store(seat, watch)
+        with _process_group(seat, device, store, watch) as world:
+            # Torch's store and Gloo accept anybody; by now every rank is connected to both.
+            stop_accepting(listening_ports() - before)
+            yield world
+
+
+def _launchers_store(seat: Seat) -> Store | None:
+    """The store of a launcher, if there is one; it outlives a world, and anybody may write to it."""
+    if seat.master is None or not seat.is_served:
+        return None
+    return PrefixStore("isthmus", _connect_to_store(seat.master.host, seat.master.port))
+
+
+def _open_store(seat: Seat, watch: Watch) -> Store:
+    """A store for this world. It has no authentication, so rank 0 opens it once all ranks have met."""
+    if seat.master is None:
+        raise ValueError("several ranks need an address to meet at")
+    if not seat.is_leader:
+        return _connect_to_store(seat.master.host, watch.await_store(patience_s=_TIMEOUT.total_seconds()))
+    host = inside_host(seat)
+    listener = listen(host, 0)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host or "localhost",
+        port,
+        is_master=True,
+        timeout=_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    watch.announce_store(port)
+    return store
+
+
+def _connect_to_store(host: str, port: int) -> Store:
+    return TCPStore(host, port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
+
+
+@contextmanager
+def _process_group(seat: Seat, device: Device, store: Store, watch: Watch) -> Iterator[World]:
+    try:
+        # Before the group ends: that fails the others, who then ask why.
+        with _explained(watch):
+            with _collective():
+                dist.init_process_group(
+                    _backend(device), store=store, rank=seat.rank, world_size=seat.num_ranks, timeout=_TIMEOUT
+                )
+                control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            world = Ranks(seat, control=control)
+            _check_devices(world, device)
+            yield world
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _explained(watch: Watch) -> Iterator[None]:
+    """Why a rank was lost, where the watch knows; it is also lost in collectives that are not ours."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RankLost, RuntimeError, OSError) as error:
+        reason = watch.reason(timeout_s=_LAST_WORD_S)
+        if reason is None:
+            raise
+        raise RankLost(reason) from error
+
+
+def _backend(device: Device) -> str:
+    if not device.is_accelerator:
+        return "gloo"
+    kind = device.torch_device.type
+    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(device.torch_device)}"
+
+
+def _check_devices(world: Ranks, device: Device) -> None:
+    """Two ranks on one accelerator would wait for each other for ever."""
+    if not device.is_accelerator:
+        return
+    places = world.spread(world.gather([socket.gethostname(), device.identity]))
+    twice = [place for place in places if places.count(place) > 1]
+    if twice:
+        raise UserError(
+            f"several ranks of this cloud would share device {twice[0][1]} of {twice[0][0]}",
+            hint="start no more ranks on a machine than it has devices",
+        )
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    """What torch says when a rank does not answer, in our words."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RankLost(
+            f"the ranks of this cloud have lost each other: {first_line(error)}",
+            hint="the rank that ended first tells why",
+        ) from error
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+_BUCKET_BYTES: Final = 64 * 1024 * 1024
+
+
+class Reduction(Protocol):
+    """What happens to the parameters of a stage at the edges of a turn; all ranks do it together."""
+
+    def begin(self, *, is_training: bool) -> None:
+        """Make the parameters ready for passes."""
+
+    def reduce(self) -> None:
+        """Sum the gradients over all ranks."""
+
+    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
+        """The squared norm of each parameter's gradient, from what this rank holds of it."""
+
+
+class NoReduction:
+    """One rank, or a stage that learns nothing."""
+
+    def begin(self, *, is_training: bool) -> None:
+        """Nothing to do."""
+
+    def reduce(self) -> None:
+        """Nothing to do."""
+
+    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
+        """What it is given."""
+        return own
+
+
+class PlainReduction:
+    """Every rank has all parameters; gradients are summed in one fixed order, many in one message."""
+
+    def __init__(self, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._world = world
+        trained = [name for name in sorted(parameters) if parameters[name].requires_grad]
+        self._parameters = [parameters[name] for name in trained]
+
+    def begin(self, *, is_training: bool) -> None:
+        """Nothing to do: the parameters are here."""
+
+    def reduce(self) -> None:
+        """Sum the gradients over all ranks; one without a micro-batch adds nothing."""
+        if not self._parameters:
+            return
+        used = self._world.totals([one.grad is not None for one in self._parameters])
+        present = [one for one, count in zip(self._parameters, used, strict=True) if count]
+        for parameter in present:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in buckets([_gradient(one) for one in present], max_bytes=_BUCKET_BYTES):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            self._world.add_up(flat)
+            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+
+    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
+        """What it is given: every rank has the whole gradient."""
+        return own
+
+
+def buckets(tensors: Sequence[Tensor], *, max_bytes: int) -> Iterator[list[Tensor]]:
+    """Tensors in order, as many together as fit and are of one type; a large one may be alone."""
+    taken: list[Tensor] = []
+    for tensor in tensors:
+        num_bytes = sum(one.nbytes for one in taken) + tensor.nbytes
+        if taken and (num_bytes > max_bytes or tensor.dtype != taken[0].dtype):
+            yield taken
+            taken = []
+        taken.append(tensor)
+    if taken:
+        yield taken
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        raise ValueError("a parameter without a gradient is summed")
+    return parameter.grad
+
+
+def begin_down(down: Down, world: World) -> dict[str, Tensor]:
+    """Begin the sender's half at every rank of its cloud; gives the receiver's, for the leader to send."""
+    if world.seat.num_ranks > 1:
+        down.observed.pool(world.add_up)
+    tensors = down.begin()
+    for tensor in down.values().values():
+        # Ranks on unlike processors may have decomposed the same matrix to other bits.
+        world.copy_from_leader(tensor)
+    return tensors
+
+
+def begin_up(up: Up, world: World, take: Callable[[], Mapping[str, Tensor]]) -> None:
+    """Begin the receiver's half at every rank of its cloud, with what only the leader can `take`."""
+    if world.seat.num_ranks == 1:
+        up.begin(take())
+        return
+    leaders = take() if world.seat.is_leader else {}
+    given = world.spread_bytes(save({name: tensor.contiguous() for name, tensor in leaders.items()}))
+    up.begin(load(given))
+
+
+def shard(
+    stage: Stage,
+    *,
+    device: torch.device,
+    num_ranks: int,
+    compute_dtype: torch.dtype | None = None,
+    keeps_sharded: bool = False,
+    offload: bool = False,
+) -> None:
+    """Deal a stage on its device out to all ranks of the world, which hold the same weights.
+
+    With a `compute_dtype` parameters are gathered in it; what is dealt out stays as it is, in float32.
+    """
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (num_ranks,)),
+        "reshard_after_forward": keeps_sharded,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype,
+            reduce_dtype=None if compute_dtype is None else torch.float32,
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": _on_host(device) if offload else OffloadPolicy(),
+    }
+    for layer in _layers(stage):
+        fully_shard(layer, **options)
+    fully_shard(stage, **options, ignored_params=set(_halves(stage).values()))
+    for module in _sharded(stage):
+        # Losses are weighted by the targets of the whole step already.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    stage.stream_dtype = compute_dtype
+    _prepare(stage)
+
+
+class ShardedReduction:
+    """Gathers parameters once, before the first pass of a turn; reduces gradients once, after the last."""
+
+    def __init__(self, world: World, stage: Stage) -> None:
+        self._world = world
+        self._stage = stage
+        self._halves = PlainReduction(world, _halves(stage))
+        self._gathering: list[UnshardHandle] = []
+        root = _root(stage)
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(False)
+
+    def begin(self, *, is_training: bool) -> None:
+        """Start to gather all parameters, in training and in evaluation; each layer waits for its own."""
+        del is_training
+        started = [module.unshard(async_op=True) for module in _sharded(self._stage)]
+        self._gathering = [one for one in started if one is not None]
+
+    def reduce(self) -> None:
+        """Sum the gradients over all ranks, and keep this rank's share of them and of the parameters."""
+        for one in self._gathering:
+            one.wait()  # Nothing has, at a rank without a micro-batch.
+        reduce_now(self._stage)
+        self._halves.reduce()
+
+    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
+        """The sum over the shares of all ranks."""
+        return _sums(self._world, self._stage, own)
+
+
+class LockStepReduction:
+    """Leaves all to FSDP2, since every rank runs the same passes, in evaluations as well."""
+
+    def __init__(self, world: World, stage: Stage) -> None:
+        self._world = world
+        self._stage = stage
+        self._halves = PlainReduction(world, _halves(stage))
+
+    def begin(self, *, is_training: bool) -> None:
+        """Layers gather themselves."""
+        del is_training
+
+    def reduce(self) -> None:
+        """Sum the gradients of halves of bottlenecks; every backward has reduced its part of all others."""
+        self._halves.reduce()
+
+    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
+        """The sum over the shares of all ranks."""
+        return _sums(self._world, self._stage, own)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which ranks hold shares, put together; all ranks ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def reduce_now(stage: Stage) -> None:
+    """Reduce what backwards without synchronisation have left, on all ranks, and give up gathered parameters.
+
+    torch has no public word for it; its own pipelines do the same in `perform_reduce_grad`.
+    """
+    root = _root(stage)
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    state = _state(stage)
+    for group in _groups(stage):
+        _fill_gaps(group)
+        group.post_backward()
+    state._root_post_backward_final_callback()
+    root.set_reshard_after_backward(False)
+    root.set_requires_gradient_sync(False)
+
+
+def coming_bytes(stage: Stage) -> int:
+    """The gradients that the passes of a step will add where they are reduced once: whole, in float32."""
+    parts = [one for group in _groups(stage) for one in group.fsdp_params]
+    num_awaited = sum(int(one.sharded_param.numel()) for one in parts if _awaits_gradient(one))
+    return torch.float32.itemsize * num_awaited
+
+
+def _awaits_gradient(part: Any) -> bool:
+    return bool(part.sharded_param.requires_grad) and part.unsharded_accumulated_grad is None
+
+
+def _sums(world: World, stage: Stage, own: tuple[float, ...]) -> tuple[float, ...]:
+    """Squared norms over all ranks; of a gradient that every rank has whole, the leader's."""
+    present = [one for one in stage.parameters_by_name().values() if one.grad is not None]
+    counts = [world.seat.is_leader or isinstance(one.grad, DTensor) for one in present]
+    return world.sums([norm if count else 0.0 for norm, count in zip(own, counts, strict=True)])
+
+
+def _halves(stage: Stage) -> dict[str, nn.Parameter]:
+    """The parameters of the stage's halves of bottlenecks, by name."""
+    return {
+        f"{side}.{name}": parameter
+        for side, half in (("up", stage.up), ("down", stage.down))
+        if half is not None
+        for name, parameter in half.named_parameters()
+    }
+
+
+def _fill_gaps(group: Any) -> None:
+    """A rank without a micro-batch, or a parameter that none of its micro-batches used, adds nothing."""
+    for one in group.fsdp_params:
+        parameter = one.unsharded_param
+        is_empty = one.unsharded_accumulated_grad is None and parameter.grad is None
+        if is_empty and parameter.requires_grad:
+            # As backwards leave theirs: in the type that is reduced, which all of a group must share.
+            if one.reduce_dtype is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                one.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=one.reduce_dtype)
+
+
+def _on_host(device: torch.device) -> OffloadPolicy:
+    """Memory that is pinned for the copies to an accelerator, where there is one."""
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu")
+
+
+def _prepare(stage: Stage) -> None:
+    """Let the whole stage be the root, before one of its layers runs or is gathered by itself."""
+    _state(stage)._lazy_init()
+
+
+def _groups(stage: Stage) -> Iterator[Any]:
+    for state in _state(stage)._state_ctx.all_states:
+        several = getattr(state, "_fsdp_param_groups", None)
+        yield from several if several is not None else filter(None, [state._fsdp_param_group])
+
+
+_PRIVATE: Final = ("_lazy_init", "_state_ctx", "_root_post_backward_final_callback")
+
+
+def _state(stage: Stage) -> Any:
+    state = fully_shard.state(stage)  # type: ignore[attr-defined]
+    if not all(hasattr(state, name) for name in _PRIVATE):
+        raise UserError(
+            f"sharding does not know its way around torch {torch.__version__}",
+            hint='set the cloud\'s sharding to "none", or use torch 2.11 to 2.13',
+        )
+    return state
+
+
+def _root(stage: Stage) -> FSDPModule:
+    if not isinstance(stage, FSDPModule):
+        raise TypeError("a stage that is not sharded")
+    return stage
+
+
+def _sharded(stage: Stage) -> Iterator[FSDPModule]:
+    return (module for module in stage.modules() if isinstance(module, FSDPModule))
+
+
+def _layers(stage: Stage) -> list[nn.Module]:
+    return [one for one in stage.model.modules() if isinstance(getattr(one, "forward", None), LayerCall)]

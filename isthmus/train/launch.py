@@ -1,0 +1,325 @@
+"""Starts a run: every rank of a job on this machine, or the one rank of a cloud that this process is.
+
+Launchers tell a process which rank of its cloud it is by environment variables:
+
+torchrun, PyTorchJob   RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+Slurm                  SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_JOB_ID
+indexed Job            JOB_COMPLETION_INDEX; MASTER_ADDR is the first pod's name at a headless service
+
+What is wrong with the command is found before torch is imported, which takes seconds.
+"""
+
+import functools
+import json
+import re
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from isthmus.errors import CloudFailed, Terminated, UserError
+from isthmus.events import StopRequest
+from isthmus.job import Address, CloudSpec, Job
+from isthmus.job.faults import load_faults
+from isthmus.job.rundir import lock_site
+from isthmus.observe.trackers import check_trackers, open_trackers
+from isthmus.plan.costs import CostSource
+from isthmus.wan.certificates import Identity, read_identity
+from isthmus.wan.endpoint import Endpoint
+from isthmus.wan.handshake import Seat
+from isthmus.wan.local import STOP_SIGNAL, LocalWan, Report, run_ranks
+
+if TYPE_CHECKING:
+    from isthmus.train.profiles import Profiler
+    from isthmus.train.session import Place, Trained
+
+_DEFAULT_PORT: Final = 29400
+# Two jobs on one node must not meet at one port; these are below those that systems hand out by themselves.
+_SLURM_PORTS: Final = range(20000, 30000)
+_PORTS: Final = range(1, 2**16)
+_COUNTS: Final = range(1, 2**31)
+_NUMBERS: Final = range(2**31)
+
+_Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How a job is to be run, by whichever ranks are started."""
+
+    job: Job
+    root: Path
+    """The folder of run directories."""
+    resume: bool
+    trackers: tuple[str, ...]
+    cache: Path
+    """The folder that keeps what was measured."""
+    source: Callable[[], CostSource]
+    """Makes what measures the costs of models; called after what needs no torch was checked."""
+    is_profiled: bool
+    on_report: Callable[[str, Mapping[str, Any]], None]
+    stop: StopRequest
+
+    def run_here(self, *, faults: Path | None, restarts: int) -> "Trained":
+        """Run every rank of every cloud as a process of this machine, joined through an emulated WAN."""
+        job = self.job
+        check_trackers(self.trackers)
+        script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
+
+        from isthmus.train.profiles import is_open
+        from isthmus.train.profiling import threads_here
+        from isthmus.train.runs import check_all_devices, choose_run, writing_to
+        from isthmus.train.session import Place
+
+        check_all_devices(job)
+        note = self._noter(job.cloud[0].name)
+        chosen = choose_run(
+            job,
+            root=self.root,
+            resume=self.resume,
+            note=note,
+            learn=self._profiler(note, is_wanted=is_open(job)).all_here,
+            source=self.source(),
+        )
+        with writing_to(self.root), chosen as folder, LocalWan(job) as wan:
+            wan.play(script)
+            place = Place(
+                root=self.root,
+                run_id=folder.name,
+                open_trackers=self._open_trackers,
+                num_threads=threads_here(job),
+            )
+            return self._run_until_done(wan, place, restarts=restarts)
+
+    def _run_until_done(self, wan: LocalWan, place: "Place", *, restarts: int) -> "Trained":
+        """Start all ranks, again after a crash, each time from the newest state that all have saved."""
+        attempt = 0
+        while True:
+            work = functools.partial(_be_rank_here, place=place)
+            try:
+                found = run_ranks(
+                    self.job,
+                    work,
+                    wan,
+                    on_report=self._hear,
+                    stop=self.stop,
+                    preload=["isthmus.train.session"],
+                )
+            except CloudFailed as failed:
+                if not failed.is_crash or attempt == restarts or self.stop.is_asked:
+                    raise
+                attempt += 1
+                self._noter(failed.cloud)(f"{failed.message}; starting again, {attempt} of {restarts}")
+            else:
+                first: Trained = next(iter(found.values()))
+                return first
+
+    def run_as(self, cloud: str, seat: Seat) -> "Trained":
+        """Be one rank of one cloud; the others are started elsewhere."""
+        identity = read_identity(Path(self.job.cloud_named(cloud).certificates), cloud)
+
+        from isthmus.train.run_config import set_up
+        from isthmus.train.runs import check_device, writing_to
+        from isthmus.train.session import train_cloud
+
+        check_device(self.job.cloud_named(cloud), seat)
+        chooses = seat.is_leader and set_up(self.job, plans=False).clouds[0] == cloud
+        check_trackers(self.trackers if chooses else ())
+        with ExitStack() as stack:
+            stack.enter_context(writing_to(self.root))
+            note = self._noter(cloud)
+            stack.enter_context(lock_site(self.root, self.job, cloud=cloud, rank=seat.rank, note=note))
+            place = self._place_of(cloud, stack, chooses=chooses)
+            endpoint = stack.enter_context(self._endpoint(cloud, seat, identity))
+            # Peers are told of a full disk in the same words.
+            stack.enter_context(writing_to(self.root))
+            report = functools.partial(self._hear, cloud)
+            return train_cloud(
+                self.job, endpoint, cloud=cloud, report=report, place=place, seat=seat, stop=self.stop
+            )
+
+    def _endpoint(self, cloud: str, seat: Seat, identity: Identity) -> Endpoint:
+        endpoint = Endpoint(self.job, cloud=cloud, rank=seat.rank, identity=identity)
+        self.stop.abort = endpoint.abort
+        return endpoint
+
+    def _place_of(self, cloud: str, stack: ExitStack, *, chooses: bool) -> "Place":
+        """Where the run is; the first cloud chooses it, after all have been measured if there is a choice."""
+        from isthmus.train.profiles import is_open, unpack_profile
+        from isthmus.train.run_config import may_plan
+        from isthmus.train.runs import check_unplanned, choose_run, find_unfinished
+        from isthmus.train.session import Place
+
+        job, note = self.job, self._noter(cloud)
+        profiler, source = self._profiler(note), self.source()
+
+        def choose(found: Mapping[str, str]) -> str:
+            def learn(known: Job) -> Job:
+                profiles = {name: unpack_profile(text, cloud=name) for name, text in found.items()}
+                return profiler.with_profiles(known, profiles)
+
+            chosen = choose_run(
+                job,
+                root=self.root,
+                resume=self.resume,
+                note=note,
+                is_shared=True,
+                learn=learn,
+                source=source,
+            )
+            return stack.enter_context(chosen).name
+
+        is_new = not self.resume or find_unfinished(self.root, job) is None
+        is_measured = chooses and self.is_profiled and is_new and is_open(job) and may_plan(job, source)
+        if is_measured:
+            check_unplanned(job, root=self.root, note=note)
+        return Place(
+            root=self.root,
+            run_id=choose({}) if chooses and not is_measured else None,
+            open_trackers=self._open_trackers,
+            choose=choose if is_measured else None,
+            profile=functools.partial(profiler.text_of, job, cloud),
+        )
+
+    @property
+    def _open_trackers(self) -> Callable[[Path], Any]:
+        return functools.partial(open_trackers, names=self.trackers, project=self.job.name)
+
+    def _profiler(self, note: Callable[[str], None], *, is_wanted: bool = True) -> "Profiler":
+        from isthmus.train.profiles import Profiler
+
+        return Profiler(cache=self.cache, note=note, is_wanted=self.is_profiled and is_wanted)
+
+    def _hear(self, cloud: str, text: str) -> None:
+        self.on_report(cloud, json.loads(text))
+
+    def _noter(self, cloud: str) -> Callable[[str], None]:
+        return lambda text: self.on_report(cloud, {"kind": "note", "text": text})
+
+
+def _be_rank_here(
+    job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat, place: "Place"
+) -> "Trained":
+    from isthmus.train.runs import writing_to
+    from isthmus.train.session import train_cloud
+
+    stop = StopRequest()
+
+    def ask(*_: object) -> None:
+        if not stop.ask():
+            raise Terminated
+
+    # Signals may reach the whole process group; the process that started this one ends it in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(STOP_SIGNAL, ask)
+    with writing_to(place.root):
+        return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat, stop=stop)
+
+
+def find_seat(environment: _Environment, cloud: CloudSpec) -> Seat:
+    """The seat of this process; a cloud of one rank needs no launcher."""
+    seat = _from_environment(environment, cloud)
+    if seat is None:
+        if cloud.ranks == 1:
+            return Seat()
+        raise UserError(
+            f"cloud {cloud.name!r} has {cloud.ranks} ranks, but nothing says which of them this process is",
+            hint=f"torchrun --nproc-per-node {cloud.ranks} -m isthmus run JOB --cloud {cloud.name}; "
+            "docs/inside-a-cloud.md shows Slurm and Kubernetes",
+        )
+    if seat.num_ranks != cloud.ranks:
+        raise UserError(
+            f"cloud {cloud.name!r} has {cloud.ranks} ranks in the job, but {seat.num_ranks} were started",
+            hint=f"start {cloud.ranks}, or set cloud.{cloud.name}.ranks to {seat.num_ranks}",
+        )
+    if not 0 <= seat.rank < seat.num_ranks:
+        raise UserError(
+            f"this process cannot be rank {seat.rank} of the {seat.num_ranks} of cloud {cloud.name!r}",
+            hint="ranks are counted from 0",
+        )
+    return seat
+
+
+def _from_environment(environment: _Environment, cloud: CloudSpec) -> Seat | None:
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _from_torchrun(environment)
+    if "SLURM_PROCID" in environment:
+        # Outside of srun the batch script itself is task 0 of one.
+        is_alone = cloud.ranks == 1 and _count(environment, "SLURM_NTASKS", default=1) == 1
+        return None if is_alone else _from_slurm(environment)
+    if "JOB_COMPLETION_INDEX" in environment:
+        return _from_kubernetes(environment, cloud)
+    return None
+
+
+def _from_torchrun(environment: _Environment) -> Seat:
+    return Seat(
+        rank=_number(environment, "RANK"),
+        num_ranks=_count(environment, "WORLD_SIZE"),
+        local_rank=_number(environment, "LOCAL_RANK", default=0),
+        master=_master(environment, default_port=_DEFAULT_PORT),
+        is_served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _from_slurm(environment: _Environment) -> Seat:
+    nodes = environment.get("SLURM_STEP_NODELIST") or _text(environment, "SLURM_JOB_NODELIST")
+    port = _SLURM_PORTS[_number(environment, "SLURM_JOB_ID") % len(_SLURM_PORTS)]
+    return Seat(
+        rank=_number(environment, "SLURM_PROCID"),
+        num_ranks=_count(environment, "SLURM_NTASKS"),
+        local_rank=_number(environment, "SLURM_LOCALID"),
+        master=_master({"MASTER_ADDR": first_host(nodes), **environment}, default_port=port),
+    )
+
+
+def _from_kubernetes(environment: _Environment, cloud: CloudSpec) -> Seat:
+    return Seat(
+        rank=_number(environment, "JOB_COMPLETION_INDEX"),
+        num_ranks=_count(environment, "WORLD_SIZE", default=cloud.ranks),
+        local_rank=_number(environment, "LOCAL_RANK", default=0),
+        master=_master(environment, default_port=_DEFAULT_PORT) if cloud.ranks > 1 else None,
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list of nodes, such as `gpu[007-009,12],login1`."""
+    match = re.fullmatch(r"([^,\[\]]+)(?:\[([0-9]+)[^\]]*\])?([^,\[\]]*)(?:,.*)?", nodes)
+    if match is None:
+        raise UserError(f"{nodes!r} is no list of Slurm's nodes", hint="set MASTER_ADDR to the first of them")
+    return "".join(part or "" for part in match.groups())
+
+
+def _master(environment: _Environment, *, default_port: int) -> Address:
+    port = _number(environment, "MASTER_PORT", default=default_port, allowed=_PORTS)
+    return Address(host=_text(environment, "MASTER_ADDR"), port=port)
+
+
+def _text(environment: _Environment, key: str) -> str:
+    if not environment.get(key):
+        raise UserError(
+            f"{key} is not set, so the ranks of this cloud cannot find each other",
+            hint="set it to the host of rank 0" if key == "MASTER_ADDR" else f"let the launcher set {key}",
+        )
+    return environment[key]
+
+
+def _count(environment: _Environment, key: str, *, default: int | None = None) -> int:
+    return _number(environment, key, default=default, allowed=_COUNTS)
+
+
+def _number(
+    environment: _Environment, key: str, *, default: int | None = None, allowed: range = _NUMBERS
+) -> int:
+    if default is not None and not environment.get(key):
+        return default
+    text = _text(environment, key)
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) not in allowed:
+        raise UserError(
+            f"{key} is {text!r}, which is no number from {allowed[0]} to {allowed[-1]}",
+            hint=f"let the launcher set {key}",
+        )
+    return int(text)

@@ -1,1 +1,0 @@
-"""AdamW over all stages: moments in 32 or 8 bits, on the device or on the host."""

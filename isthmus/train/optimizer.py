@@ -1,0 +1,522 @@
+"""AdamW with warm-up and decay, clipping by the norm over all stages, and its moments.
+
+Moments lie beside the weights, in float32 or in 8 bits, or in float32 on the host.
+"""
+
+import enum
+import importlib
+import math
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from isthmus.errors import UserError
+from isthmus.plan.memory import OptimizerState
+
+_BETAS: Final = (0.9, 0.95)
+_EPSILON: Final = 1e-8
+_STEP: Final = "step"
+_SIGNED: Final = "exp_avg"
+_MOMENTS: Final = (_SIGNED, "exp_avg_sq")
+# As torchao has them: numbers that share a scale, and the fewest of a parameter that are worth it.
+_BLOCK: Final = 256
+_LEAST_COARSE: Final = 4096
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Parameters that decay alike."""
+
+    parameters: Sequence[nn.Parameter]
+    weight_decay: float
+
+
+class Moments(Protocol):
+    """Updates parameters, and remembers what it needs for that."""
+
+    def step(self, learning_rate: float) -> None:
+        """Update the parameters with their gradients."""
+
+    def state(self, parameter: nn.Parameter) -> State:
+        """What is remembered of a parameter, by name; nothing before the first step."""
+
+    def load(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Take up again what was remembered of a parameter."""
+
+
+class OnDevice:
+    """In float32 beside the weights."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._adamw = torch_adamw(groups)
+
+    def step(self, learning_rate: float) -> None:
+        """Update the parameters with their gradients."""
+        set_rate(self._adamw, learning_rate)
+        self._adamw.step()
+
+    def state(self, parameter: nn.Parameter) -> State:
+        """What is remembered of a parameter."""
+        return dict(self._adamw.state.get(parameter, {}))
+
+    def load(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Take up again what was remembered of a parameter."""
+        # The fused form keeps even the count of steps on the device.
+        self._adamw.state[parameter] = {key: one.to(parameter.device) for key, one in state.items()}
+
+
+class EightBit:
+    """Beside the weights, in 8 bits with a scale for every 256 numbers; small parameters stay in float32.
+
+    So do `tables`, in which a row has a gradient only where its token was there: a second moment that is
+    rounded to nothing would make a leap of what is left of the first.
+
+    Where ranks share a parameter out, each updates its own part: blocks lie as in the whole, so the result is
+    what one rank would have. A parameter whose parts end within a block stays in float32.
+    """
+
+    def __init__(self, groups: Sequence[Group], *, tables: Collection[nn.Parameter] = ()) -> None:
+        library = _torchao()
+        self._tables = set(tables)
+        self._moment_class: Any = library.subclass_8bit.OptimState8bit
+        self._parts = {one: _part(one) for group in groups for one in group.parameters}
+        own = [replace(one, parameters=[self._parts[each] for each in one.parameters]) for one in groups]
+        self._adamw: Any = library.AdamW8bit(
+            _torch_groups(own), lr=1.0, betas=_BETAS, eps=_EPSILON, block_size=_BLOCK
+        )
+
+    def step(self, learning_rate: float) -> None:
+        """Update the parameters with their gradients."""
+        for parameter, part in self._parts.items():
+            part.grad = None if parameter.grad is None else _local(parameter.grad)
+            if part.grad is not None and part not in self._adamw.state:
+                self._adamw.state[part] = self._first_state(parameter)
+        for group in self._adamw.param_groups:
+            group["lr"].fill_(learning_rate)
+        self._adamw.step()
+        for part in self._parts.values():
+            part.grad = None
+
+    def state(self, parameter: nn.Parameter) -> State:
+        """What is remembered of a parameter: of each moment the codes, the scales and the table of levels.
+
+        Where ranks share it out all of them ask, and each has its part of the codes.
+        """
+        found: State = {}
+        for key, moment in self._adamw.state.get(self._parts[parameter], {}).items():
+            if key == _STEP:
+                found[key] = moment
+            elif self._is_coarse(parameter):
+                codes, scales, levels = self._pieces(moment)
+                found[f"{key}.codes"] = _like(parameter, codes)
+                found[f"{key}.scale"] = _all_scales(parameter, scales)
+                found[f"{key}.qmap"] = levels
+            else:
+                found[key] = _like(parameter, moment)
+        return found
+
+    def load(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Take up again what was remembered of a parameter."""
+        part = self._parts[parameter]
+        found = {_STEP: state[_STEP]}
+        for key in _MOMENTS:
+            saved = _local(state[key]) if key in state else self._join(parameter, state, key=key)
+            # A copy: it may have been saved in the other form.
+            found[key] = self._first_moment(parameter, key).copy_(saved.to(part.device))
+        self._adamw.state[part] = found
+
+    def _first_state(self, parameter: nn.Parameter) -> State:
+        return {_STEP: torch.tensor(0.0), **{key: self._first_moment(parameter, key) for key in _MOMENTS}}
+
+    def _first_moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        part = self._parts[parameter]
+        if not self._is_coarse(parameter) or not part.numel():
+            return torch.zeros_like(part, requires_grad=False)
+        moment: Tensor = self._moment_class.zeros(
+            part.shape, key == _SIGNED, _BLOCK, part.device, dtype=part.dtype
+        )
+        return moment
+
+    def _is_coarse(self, parameter: nn.Parameter) -> bool:
+        """Whether moments are kept in 8 bits, which all ranks must answer alike."""
+        is_large = parameter.numel() >= _LEAST_COARSE and parameter not in self._tables
+        return is_large and not (parameter.numel() % _BLOCK or _part_size(parameter) % _BLOCK)
+
+    def _pieces(self, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and levels; none of them where this rank's part is empty."""
+        if isinstance(moment, self._moment_class):
+            return moment.codes, moment.scale, moment.qmap
+        return moment.to(torch.uint8), moment.flatten(), moment.flatten()
+
+    def _join(self, parameter: nn.Parameter, state: Mapping[str, Tensor], *, key: str) -> Tensor:
+        part = self._parts[parameter]
+        if not part.numel():
+            return torch.zeros_like(part, requires_grad=False)
+        moment: Tensor = self._moment_class(
+            _local(state[f"{key}.codes"]).to(part.device),
+            _own_scales(parameter, state[f"{key}.scale"]).to(part.device),
+            state[f"{key}.qmap"].to(part.device),
+            signed=key == _SIGNED,
+            dtype=part.dtype,
+        )
+        return moment
+
+
+def torch_adamw(groups: Sequence[Group]) -> torch.optim.AdamW:
+    """Torch's own; on an accelerator the form that reads and writes everything once."""
+    on_accelerator = any(one.device.type != "cpu" for group in groups for one in group.parameters)
+    return torch.optim.AdamW(
+        _torch_groups(groups), lr=1.0, betas=_BETAS, eps=_EPSILON, fused=True if on_accelerator else None
+    )
+
+
+def set_rate(adamw: torch.optim.AdamW, learning_rate: float) -> None:
+    """Let the next step take this learning rate."""
+    for group in adamw.param_groups:
+        group["lr"] = learning_rate
+
+
+def _torch_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """As torch takes them; it cannot update in one call what ranks share out and what each has whole."""
+    return [
+        {"params": members, "weight_decay": group.weight_decay}
+        for group in groups
+        for is_shared in (True, False)
+        if (members := [one for one in group.parameters if isinstance(one, DTensor) is is_shared])
+    ]
+
+
+def _part_size(parameter: nn.Parameter) -> int:
+    """How many numbers of a parameter a rank holds; the last ones may hold fewer, or none."""
+    num_ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+    return -(-len(parameter) // num_ranks) * math.prod(parameter.shape[1:]) if parameter.ndim else 1
+
+
+def _part(parameter: nn.Parameter) -> nn.Parameter:
+    """What this rank holds of a parameter, in the same memory."""
+    return nn.Parameter(_local(parameter.detach())) if isinstance(parameter, DTensor) else parameter
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """This rank's part of a tensor that is shared out as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _all_scales(parameter: nn.Parameter, own: Tensor) -> Tensor:
+    """The scales of all ranks in order, from those of this one."""
+    if not isinstance(parameter, DTensor):
+        return own
+    num_blocks = _part_size(parameter) // _BLOCK
+    padded = torch.nn.functional.pad(own, (0, num_blocks - len(own)))
+    every = DTensor.from_local(padded, parameter.device_mesh, [Shard(0)], run_check=False).full_tensor()
+    return every[: parameter.numel() // _BLOCK]
+
+
+def _own_scales(parameter: nn.Parameter, every: Tensor) -> Tensor:
+    """The scales of this rank, from those of all."""
+    if not isinstance(parameter, DTensor):
+        return every
+    num_blocks = _part_size(parameter) // _BLOCK
+    first = parameter.device_mesh.get_local_rank() * num_blocks
+    return every[first : first + num_blocks]
+
+
+def _torchao() -> Any:
+    # Compiled programs of its update are then not kept between runs, which is no news to whoever trains.
+    warnings.filterwarnings("ignore", message="OptimState8bit does not implement", category=UserWarning)
+    try:
+        importlib.import_module("torchao.optim.subclass_8bit")
+        return importlib.import_module("torchao.optim")
+    except ImportError as error:
+        raise UserError(
+            "train.optimizer_bits = 8 needs torchao, which is not installed here",
+            hint="in the clone of isthmus: pip install '.[lowbit]'",
+        ) from error
+
+
+# Of so many parameters the moments are on the device at a time, and of as many on their way: 1 GiB in all.
+_SLICE_PARAMETERS: Final = 2**26
+
+
+class OnHost:
+    """In float32 on the host; copies run beside the update of the slice before.
+
+    What is computed is what `OnDevice` computes, to the bit.
+    """
+
+    def __init__(self, groups: Sequence[Group], *, slice_parameters: int = _SLICE_PARAMETERS) -> None:
+        slices = [one for group in groups for one in _sliced(group, slice_parameters)]
+        self._slices = [torch_adamw([one]) for one in slices]
+        self._members = [list(one.parameters) for one in slices]
+        self._host: dict[nn.Parameter, State] = {}
+        self._ferry = _Ferry(self._members[0][0].device)
+
+    def step(self, learning_rate: float) -> None:
+        """Update the parameters with their gradients."""
+        self._ferry.begin()
+        self._fetch(0)
+        for number, adamw in enumerate(self._slices):
+            self._fetch(number + 1)
+            self._ferry.await_slice(number)
+            set_rate(adamw, learning_rate)
+            adamw.step()
+            self._put_back(number)
+
+    def state(self, parameter: nn.Parameter) -> State:
+        """What is remembered of a parameter; waits until it is on the host."""
+        self._ferry.finish()
+        return dict(self._host.get(parameter, {}))
+
+    def load(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Take up again what was remembered of a parameter."""
+        self._ferry.finish()
+        self._host[parameter] = {key: self._ferry.to_host(one, None) for key, one in state.items()}
+
+    def _fetch(self, number: int) -> None:
+        if number == len(self._slices):
+            return
+        with self._ferry.inward(number):
+            for parameter in self._members[number]:
+                if parameter in self._host:
+                    self._slices[number].state[parameter] = {
+                        key: self._ferry.to_device(one) for key, one in self._host[parameter].items()
+                    }
+
+    def _put_back(self, number: int) -> None:
+        with self._ferry.outward():
+            for parameter in self._members[number]:
+                state = self._slices[number].state.pop(parameter, None)
+                if state:
+                    old = self._host.get(parameter, {})
+                    self._host[parameter] = {
+                        key: self._ferry.to_host(one, old.get(key)) for key, one in state.items()
+                    }
+
+
+class _Ferry:
+    """Copies between a device and the host beside what the device computes; on a CPU, plain copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._inward = torch.Stream(device=device) if device.type != "cpu" else None
+        self._outward = torch.Stream(device=device) if device.type != "cpu" else None
+        self._arrived: dict[int, torch.Event] = {}
+
+    def begin(self) -> None:
+        """Start a step: what left for the host in the last one is there before anything is fetched."""
+        if self._inward is not None and self._outward is not None:
+            self._inward.wait_stream(self._outward)
+
+    def finish(self) -> None:
+        """Wait on the host for all that left for it."""
+        if self._outward is not None:
+            self._outward.synchronize()
+
+    @contextmanager
+    def inward(self, number: int) -> Iterator[None]:
+        """Copy a slice towards the device."""
+        if self._inward is None:
+            yield
+            return
+        with self._inward:
+            yield
+        self._arrived[number] = self._inward.record_event()
+
+    def await_slice(self, number: int) -> None:
+        """Let what is computed from now on wait for a slice."""
+        if number in self._arrived:
+            torch.accelerator.current_stream(self._device).wait_event(self._arrived.pop(number))
+
+    @contextmanager
+    def outward(self) -> Iterator[None]:
+        """Copy towards the host, once all that was computed so far is done."""
+        if self._outward is None:
+            yield
+            return
+        self._outward.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._outward:
+            yield
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A copy on the device for the computation to use."""
+        copy = torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
+        self._lend(copy, torch.accelerator.current_stream(self._device) if self._inward else None)
+        return copy
+
+    def to_host(self, tensor: Tensor, old: Tensor | None) -> Tensor:
+        """A copy on the host, in the place of the old one, if any; both are of one shape."""
+        host = old
+        if host is None:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._outward is not None)
+        self._lend(tensor, self._outward)
+        return host.copy_(tensor, non_blocking=True)
+
+    def _lend(self, tensor: Tensor, stream: torch.Stream | None) -> None:
+        """Keep a tensor's memory from others until the stream is done with it."""
+        if stream is not None and tensor.device.type != "cpu":
+            tensor.record_stream(stream)
+
+
+def _sliced(group: Group, max_parameters: int) -> Iterator[Group]:
+    """The parameters of a group in order, some at a time; a large one may be alone."""
+    taken: list[nn.Parameter] = []
+    for parameter in group.parameters:
+        if taken and sum(one.numel() for one in taken) + parameter.numel() > max_parameters:
+            yield Group(parameters=taken, weight_decay=group.weight_decay)
+            taken = []
+        taken.append(parameter)
+    yield Group(parameters=taken, weight_decay=group.weight_decay)
+
+
+_NORM_EPSILON = 1e-6
+
+
+class Decay(enum.StrEnum):
+    """How the learning rate falls after the warm-up, to a tenth at the end or not at all."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate as a function of the step alone, so that there is nothing to save."""
+
+    peak: float
+    num_steps: int
+    num_warmup_steps: int = 0
+    decay: Decay = Decay.COSINE
+    final_share: float = 0.1
+
+    def at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        if step < self.num_warmup_steps:
+            return self.peak * (step + 1) / self.num_warmup_steps
+        num_left = max(self.num_steps - self.num_warmup_steps, 1)
+        progress = min((step - self.num_warmup_steps) / num_left, 1.0)
+        return self.peak * (self.final_share + (1 - self.final_share) * self._left(progress))
+
+    def _left(self, progress: float) -> float:
+        match self.decay:
+            case Decay.COSINE:
+                return 0.5 * (1 + math.cos(math.pi * progress))
+            case Decay.LINEAR:
+                return 1 - progress
+            case Decay.CONSTANT:
+                return 1.0
+
+
+class Optimizer:
+    """Updates the parameters of one stage; `max_norm` bounds the norm of the gradients of all stages.
+
+    The moments lie beside the weights, as `state` says, or all of them in float32 on the host. Those of
+    `tables` are float32 in any case.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        schedule: Schedule,
+        weight_decay: float = 0.0,
+        max_norm: float | None = None,
+        state: OptimizerState = OptimizerState.FLOAT32,
+        offload: bool = False,
+        tables: Collection[nn.Parameter] = (),
+    ) -> None:
+        self.schedule = schedule
+        self._max_norm = max_norm
+        self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        groups = _groups(self._parameters.values(), weight_decay)
+        # A stage of frozen layers has nothing to update.
+        self._moments = _make_moments(groups, state, offload=offload, tables=tables) if groups else None
+
+    def squared_norms(self) -> tuple[float, ...]:
+        """The squared norm of each parameter's gradient, or of this rank's shard of it."""
+        grads = self._gradients()
+        if not grads:
+            return ()
+        # With sharding and offload, only the halves of bottlenecks are still on the device.
+        norms = torch.stack([torch.linalg.vector_norm(grad).to(grads[0].device) for grad in grads])
+        return tuple(float(norm) ** 2 for norm in norms.tolist())
+
+    def update(self, step: int, *, norm: float) -> None:
+        """Take a step with the gradients, of which `norm` is the norm over all stages, and clear them."""
+        grads = self._gradients()
+        if grads and self._max_norm is not None and norm > self._max_norm:
+            torch._foreach_mul_(grads, self._max_norm / (norm + _NORM_EPSILON))
+        if self._moments is not None:
+            self._moments.step(self.schedule.at(step))
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _gradients(self) -> list[Tensor]:
+        grads = [one.grad for one in self._parameters.values() if one.grad is not None]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state as tensors by name, such as `exp_avg/model.norm.weight`."""
+        if self._moments is None:
+            return {}
+        return {
+            f"{key}/{name}": value
+            for name, parameter in self._parameters.items()
+            for key, value in self._moments.state(parameter).items()
+        }
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the state up again."""
+        by_parameter: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            key, _, parameter = name.partition("/")
+            by_parameter.setdefault(parameter, {})[key] = tensor
+        for name, state in by_parameter.items():
+            if self._moments is not None:
+                self._moments.load(self._parameters[name], state)
+
+
+def total_norm(squared_norms: Sequence[float]) -> float:
+    """The norm over all parameters; summed exactly, so that no bit depends on how stages are cut."""
+    if not all(map(math.isfinite, squared_norms)):
+        return math.nan
+    return math.sqrt(math.fsum(squared_norms))
+
+
+def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[Group]:
+    """Matrices decay, vectors do not."""
+    present = list(parameters)
+    groups = [
+        Group(parameters=[one for one in present if one.ndim > 1], weight_decay=weight_decay),
+        Group(parameters=[one for one in present if one.ndim <= 1], weight_decay=0.0),
+    ]
+    return [group for group in groups if group.parameters]
+
+
+def _make_moments(
+    groups: Sequence[Group], state: OptimizerState, *, offload: bool, tables: Collection[nn.Parameter]
+) -> Moments:
+    match state:
+        case OptimizerState.EIGHT_BIT:
+            if offload:
+                raise ValueError("moments in 8 bits stay on the device")
+            return EightBit(groups, tables=tables)
+        case OptimizerState.FLOAT32:
+            return OnHost(groups) if offload else OnDevice(groups)

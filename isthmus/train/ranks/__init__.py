@@ -1,1 +1,0 @@
-"""Inside a cloud: its ranks as one world, how they share weights and gradients, and watch each other."""

@@ -1,0 +1,420 @@
+"""A cloud's one port: its ranks register here, and other clouds reach them by TLS server name.
+
+    rank 3 ── TLS to gateway.east.isthmus: {"rank": 3, "address": "10.0.0.5:43211"} ──▶ gateway
+    west   ── TLS to rank-3.east.isthmus ──▶ gateway ── the same bytes ──▶ 10.0.0.5:43211
+
+The gateway answers a registration with `{"ok": true}` or `{"error": "one sentence"}`, the latter also later
+on, when it ends the registration. From then on the rank sends empty lines now and then, and the gateway sends
+them back; the entry lasts as long as the connection.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from isthmus.errors import FrameError, Refused
+from isthmus.job import Address, parse_address
+from isthmus.wan.certificates import Identity, gateway_name, parse_server_name
+from isthmus.wan.limits import Complaints, Pending, num_files_left, why
+from isthmus.wan.relay import Relay, RelayLimits
+from isthmus.wan.sockets import Acceptor, listen
+
+MAX_LINE_BYTES = 1024
+LIFE_SIGN = b"\n"
+
+_DIAL_TIMEOUT_S = 10.0
+_MIN_RETRY_S = 0.2
+_MAX_RETRY_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepAlive:
+    """How often a rank shows that it is alive, and after how long a silent end is given up."""
+
+    interval_s: float = 5.0
+    timeout_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Where a rank listens."""
+
+    rank: int
+    address: Address
+
+    def to_line(self) -> bytes:
+        """Return the line that a rank sends."""
+        return _line({"rank": self.rank, "address": str(self.address)})
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Self:
+        """Return the entry in a line, or raise FrameError with the reason that the rank is told."""
+        match _parse(line):
+            case {"rank": int(rank), "address": str(address)} if not isinstance(rank, bool):
+                try:
+                    return cls(rank=rank, address=parse_address(address))
+                except ValueError as error:
+                    raise FrameError(str(error)) from None
+        raise FrameError("a registration is a rank and an address")
+
+
+def answer_line(error: str | None) -> bytes:
+    """Return the line by which a gateway accepts a registration, or ends it with a reason."""
+    return _line({"ok": True} if error is None else {"error": error})
+
+
+class Registration:
+    """Keeps a rank registered: again and again if need be, until closed or turned down."""
+
+    def __init__(
+        self, gateway: Address, *, identity: Identity, entry: Entry, keep_alive: KeepAlive | None = None
+    ) -> None:
+        self._gateway = gateway
+        self._identity = identity
+        self._entry = entry
+        self._keep_alive = keep_alive or KeepAlive()
+        self._complaints = Complaints()
+        self._registered = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Register; waits for a gateway that is not there yet, and raises Refused if it turns us down."""
+        self._task = asyncio.create_task(self._keep())
+        registered = asyncio.create_task(self._registered.wait())
+        await asyncio.wait([self._task, registered], return_when=asyncio.FIRST_COMPLETED)
+        registered.cancel()
+        if self._task.done():
+            self._task.result()
+
+    async def wait_refused(self) -> None:
+        """Wait until the gateway ends the registration for good, and raise its reason as Refused."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def close(self) -> None:
+        """Leave the gateway."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _keep(self) -> None:
+        context = self._identity.ssl_client_context()
+        retry_s = _MIN_RETRY_S
+        while True:
+            self._registered.clear()
+            try:
+                await self._register(context)
+            except OSError as error:
+                self._complain(why(error), kind="network")
+            except FrameError as error:
+                self._complain(error.message, kind="frame")
+            except Refused as error:
+                _log.error(
+                    "gateway %s turned rank %d down: %s", self._gateway, self._entry.rank, error.message
+                )
+                raise
+            # Ranks that lost the same gateway must not come back all at once.
+            retry_s = _MIN_RETRY_S if self._registered.is_set() else min(2 * retry_s, _MAX_RETRY_S)
+            await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
+
+    def _complain(self, reason: str, *, kind: str) -> None:
+        words = self._complaints.tell(str(self._gateway), reason, kind=kind)
+        if words is not None:
+            _log.warning("gateway %s: %s; trying again", self._gateway, words)
+
+    async def _register(self, context: ssl.SSLContext) -> None:
+        reader, writer = await self._dial(context)
+        try:
+            writer.write(self._entry.to_line())
+            async with asyncio.timeout(self._keep_alive.timeout_s):
+                _check_answer(await read_line(reader))
+            self._registered.set()
+            await self._stay(reader, writer)
+        except ssl.SSLError as error:
+            raise _failure(error, self._gateway) from None
+        finally:
+            writer.close()
+
+    async def _dial(self, context: ssl.SSLContext) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            async with asyncio.timeout(_DIAL_TIMEOUT_S):
+                return await asyncio.open_connection(
+                    self._gateway.host,
+                    self._gateway.port,
+                    ssl=context,
+                    server_hostname=gateway_name(self._identity.cloud),
+                    limit=MAX_LINE_BYTES,
+                )
+        except ssl.SSLError as error:
+            raise _failure(error, self._gateway) from None
+
+    async def _stay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        num_unanswered = 0
+        while num_unanswered * self._keep_alive.interval_s < self._keep_alive.timeout_s:
+            try:
+                async with asyncio.timeout(self._keep_alive.interval_s):
+                    line = await read_line(reader)
+            except TimeoutError:
+                writer.write(LIFE_SIGN)
+                num_unanswered += 1
+            else:
+                num_unanswered = 0
+                if line != LIFE_SIGN:
+                    _check_answer(line)
+        raise ConnectionError(f"it has been silent for {self._keep_alive.timeout_s:g} s")
+
+
+async def read_line(reader: asyncio.StreamReader) -> bytes:
+    """Return the next line, of at most MAX_LINE_BYTES."""
+    try:
+        line = await reader.readline()
+    except ValueError:
+        raise FrameError(f"a line is longer than {MAX_LINE_BYTES} bytes") from None
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the connection has ended")
+    return line
+
+
+def _check_answer(line: bytes) -> None:
+    match _parse(line):
+        case {"ok": True}:
+            return
+        case {"error": str(reason)}:
+            raise Refused(reason)
+    raise FrameError(f"an answer that makes no sense: {line!r}")
+
+
+def _failure(error: ssl.SSLError, gateway: Address) -> ConnectionError | Refused:
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return ConnectionError("it ended the connection")
+    return Refused(
+        f"the certificate shown by or to the gateway at {gateway} was turned down: {why(error)}",
+        hint="look at both folders with: isthmus certs show",
+    )
+
+
+def _line(message: dict[str, object]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _parse(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        raise FrameError("a line that is not JSON") from None
+
+
+_GREETING_TIMEOUT_S = 5.0
+# By then a rank, or the registration, has disconnected a peer without a valid certificate.
+_UNPROVEN_S = 15.0
+_NUM_WAITING = 256
+_NUM_UNREGISTERED = 64
+_NUM_OPEN = 2048
+_NUM_FILES_RESERVED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankChange:
+    """A rank has registered at an address, or has left if there is none; `num_registered` are there now."""
+
+    rank: int
+    address: Address | None
+    num_registered: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Holder:
+    """The connection by which a rank holds its entry."""
+
+    entry: Entry
+    writer: asyncio.StreamWriter
+
+
+class Gateway:
+    """Relays connections to the registered ranks of one cloud; other clouds are to open `num_expected`.
+
+    Of two registrations of a rank the newer one holds: both come from this cloud, by its certificate, and the
+    usual reason is a rank that was started anew before its old connection was known to be dead. The older one
+    is told, so that two living ranks of the same number end in an error and not in a tug of war.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        num_ranks: int,
+        num_expected: int = 0,
+        on_change: Callable[[RankChange], None] | None = None,
+        keep_alive: KeepAlive | None = None,
+    ) -> None:
+        self._identity = identity
+        self._num_ranks = num_ranks
+        self._on_change = on_change
+        self._keep_alive = keep_alive or KeepAlive()
+        self._holders: dict[int, _Holder] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unregistered: Pending[asyncio.Task[None]] = Pending()
+        self._complaints = Complaints()
+        self._listener = listen("127.0.0.1", 0)
+        self._acceptor: Acceptor | None = None
+        self._relay = Relay(self.route, limits=_limits(num_ranks=num_ranks, num_expected=num_expected))
+
+    async def start(self, host: str, port: int) -> Address:
+        """Listen, on all interfaces if `host` is empty, and return the address that was bound."""
+        context = self._identity.ssl_server_context()
+        self._acceptor = Acceptor(self._listener, lambda sock, _: self._receive(sock, context))
+        return await self._relay.start(host, port)
+
+    async def close(self) -> None:
+        """Reset what is relayed and let go of all registrations."""
+        await self._relay.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
+        self._listener.close()
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def route(self, name: str) -> Address:
+        """Return where a server name leads, or raise Refused with the reason."""
+        found = parse_server_name(name)
+        if found is None:
+            raise Refused(f"{name!r} is not the name of a rank")
+        cloud, part = found
+        if cloud != self._identity.cloud:
+            raise Refused(f"this is the gateway of {self._identity.cloud}, not of {cloud}")
+        if name == gateway_name(cloud):
+            return Address(host="127.0.0.1", port=self._listener.getsockname()[1])
+        rank = int(part.removeprefix("rank-"))
+        if rank not in self._holders:
+            raise Refused(f"rank {rank} of {cloud} has not registered")
+        return self._holders[rank].entry.address
+
+    def _receive(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        task = asyncio.create_task(self._serve(sock, context))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._settle, sock))
+        # They all come through the relay, which tells their sources apart.
+        self._unregistered.add(task, source="")
+        max_num = _NUM_UNREGISTERED + self._num_ranks
+        for late in self._unregistered.evict(max_num=max_num, max_num_per_source=max_num):
+            late.cancel()
+
+    def _settle(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._unregistered.discard(task)
+        if task.cancelled():
+            # It may have been cancelled before its first step, which would have taken care of the socket.
+            sock.close()
+
+    async def _serve(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        try:
+            reader, writer = await _open_streams(sock, context)
+        except OSError as error:
+            self._complain(why(error), kind="network")
+            return
+        try:
+            await self._register(reader, writer)
+        except (FrameError, Refused) as error:
+            self._complain(error.message, kind=type(error).__name__)
+            writer.write(answer_line(error.message))
+        except OSError as error:
+            _log.info("a registration ended: %s", why(error))
+        finally:
+            writer.close()
+
+    def _complain(self, reason: str, *, kind: str) -> None:
+        words = self._complaints.tell("a rank", reason, kind=kind)
+        if words is not None:
+            _log.warning("refused a registration: %s", words)
+
+    async def _register(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._check_cloud(writer)
+        async with asyncio.timeout(_GREETING_TIMEOUT_S):
+            entry = Entry.from_line(await read_line(reader))
+        if not 0 <= entry.rank < self._num_ranks:
+            raise Refused(f"{self._identity.cloud} has no rank {entry.rank}, only 0 to {self._num_ranks - 1}")
+        holder = _Holder(entry=entry, writer=writer)
+        self._admit(holder)
+        try:
+            await self._answer_life_signs(reader, writer)
+        finally:
+            self._release(holder)
+
+    def _check_cloud(self, writer: asyncio.StreamWriter) -> None:
+        names = [name for _, name in writer.get_extra_info("peercert").get("subjectAltName", ())]
+        if f"{self._identity.cloud}.isthmus" not in names:
+            raise Refused(f"only ranks of {self._identity.cloud} register here, not {', '.join(names)}")
+
+    def _admit(self, holder: _Holder) -> None:
+        older = self._holders.get(holder.entry.rank)
+        self._holders[holder.entry.rank] = holder
+        if (task := asyncio.current_task()) is not None:
+            self._unregistered.discard(task)
+        if older is not None:
+            reason = f"rank {holder.entry.rank} has been registered anew, at {holder.entry.address}"
+            older.writer.write(answer_line(reason))
+            older.writer.close()
+        holder.writer.write(answer_line(None))
+        self._tell(holder.entry.rank, holder.entry.address)
+
+    async def _answer_life_signs(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            async with asyncio.timeout(self._keep_alive.timeout_s):
+                if await read_line(reader) != LIFE_SIGN:
+                    raise FrameError("a registered rank only sends empty lines")
+                writer.write(LIFE_SIGN)
+                await writer.drain()
+
+    def _release(self, holder: _Holder) -> None:
+        if self._holders.get(holder.entry.rank) is holder:
+            del self._holders[holder.entry.rank]
+            self._tell(holder.entry.rank, None)
+
+    def _tell(self, rank: int, address: Address | None) -> None:
+        if self._on_change is not None:
+            self._on_change(RankChange(rank=rank, address=address, num_registered=len(self._holders)))
+
+
+def _limits(*, num_ranks: int, num_expected: int) -> RelayLimits:
+    """Limits for the descriptors of this process: two per open connection, three per registered rank."""
+    num_files = num_files_left(num_reserved=_NUM_FILES_RESERVED + _NUM_UNREGISTERED + 3 * num_ranks)
+    num_waiting = max(min(_NUM_WAITING + num_expected, num_files // 4), 4)
+    return RelayLimits(
+        unproven_s=_UNPROVEN_S,
+        max_num_waiting=num_waiting,
+        max_num_waiting_per_source=num_waiting // 4 + min(num_expected, num_waiting // 2),
+        max_num_open=max(min(max(_NUM_OPEN, 2 * num_expected), (num_files - num_waiting) // 2), 4),
+    )
+
+
+async def _open_streams(
+    sock: socket.socket, context: ssl.SSLContext
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.connect_accepted_socket(
+        lambda: protocol, sock, ssl=context, ssl_handshake_timeout=_GREETING_TIMEOUT_S
+    )
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

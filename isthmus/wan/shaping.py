@@ -1,0 +1,265 @@
+"""What a WAN does to bytes, without clock or sockets: a shared bottleneck, then a delay.
+
+flow ─┐                                 ┌─▶ flow
+flow ─┼─▶ backlog ─▶ line ─▶ under way ─┼─▶ flow
+flow ─┘   (bounded)  (bps)   (delay)    └─▶ flow
+"""
+
+import heapq
+import math
+import random
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+from isthmus.errors import UserError
+
+_TURN_S = 0.0005
+_MIN_QUANTUM_BYTES = 1448
+_MAX_QUANTUM_BYTES = 65_536
+_BUFFER_S = 0.05
+_MIN_BUFFER_BYTES = 65_536
+_UNBOUND_BUFFER_BYTES = 4 * 2**20
+_UNBOUND_UNDER_WAY_BYTES = 64 * 2**20
+_BULK_BYTES = 1024
+_READ_BYTES = 65_536
+# Timers fire about this much late on an ordinary kernel, so they are set early by as much.
+_EARLY_S = 0.00025
+
+
+class Direction(Enum):
+    """Which way bytes go: up from the side that dialled, down to it."""
+
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One direction of a link: None is no limit, `delay_s` is one way, jitter adds up to `jitter_s` to it."""
+
+    bandwidth_bps: float | None = None
+    delay_s: float = 0.0
+    jitter_s: float = 0.0
+    connection_bps: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, bps in (("bandwidth_bps", self.bandwidth_bps), ("connection_bps", self.connection_bps)):
+            if bps is not None and not 0 < bps < math.inf:
+                raise UserError(f"{name} is {bps}", hint="give bits per second above 0, or None for no limit")
+        for name, seconds in (("delay_s", self.delay_s), ("jitter_s", self.jitter_s)):
+            if not 0 <= seconds < math.inf:
+                raise UserError(f"{name} is {seconds}", hint="give seconds of at least 0")
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether there is any rate that a slow-down could lower."""
+        return self.bandwidth_bps is not None or self.connection_bps is not None
+
+
+class End(Enum):
+    """How a flow ends: the sender has finished, or broke off."""
+
+    EOF = "eof"
+    RESET = "reset"
+
+
+Piece = memoryview | End
+
+
+class ShapedFlow:
+    """One connection's place in a line; `due_s` keeps its pieces in order, `ready_s` keeps to its own cap."""
+
+    __slots__ = ("backlog", "backlog_bytes", "due_s", "held", "ready_s", "waits")
+
+    def __init__(self) -> None:
+        self.backlog: deque[Piece] = deque()
+        self.backlog_bytes = 0
+        self.held = False
+        self.waits = False
+        self.ready_s = 0.0
+        self.due_s = 0.0
+
+
+class ShapedLine:
+    """One direction of a link: flows take turns at the bottleneck, then each piece travels on its own.
+
+    The bottleneck keeps a virtual clock: a piece starts when the one before it has left, however late the
+    caller looks, so rates do not drift. Times are those of any one clock, in seconds, and never go back.
+    """
+
+    def __init__(self, shape: Shape, *, seed: int = 0, quantum_bytes: int | None = None) -> None:
+        self.shape = shape
+        self.backlog_bytes = 0
+        self.quantum_bytes = quantum_bytes or _quantum_bytes(shape)
+        self.buffer_bytes = _buffer_bytes(shape.bandwidth_bps)
+        self.max_read_bytes = max(_READ_BYTES // self.quantum_bytes, 1) * self.quantum_bytes
+        self._flow_buffer_bytes = min(self.buffer_bytes, _buffer_bytes(shape.connection_bps))
+        self._max_under_way_bytes = math.inf if shape.bandwidth_bps else _UNBOUND_UNDER_WAY_BYTES
+        self._random = random.Random(seed)  # noqa: S311 - jitter is no secret
+        self._turns: deque[ShapedFlow] = deque()
+        self._capped: list[tuple[float, int, ShapedFlow]] = []
+        self._under_way: list[tuple[float, int, ShapedFlow, Piece]] = []
+        self._under_way_bytes = 0
+        self._num_pushed = 0
+        self._free_s = 0.0
+        self._silent_until_s = 0.0
+        self._slow_until_s = 0.0
+        self._slow_factor = 1.0
+        self._num_to_corrupt = 0
+
+    def room_bytes(self, flow: ShapedFlow) -> int:
+        """Return how much of this flow may be read now: a quantum always, more while the buffer has room.
+
+        No flow comes to hold more than is left free, so a newcomer finds a place however many others press.
+        """
+        free_bytes = min(self.buffer_bytes - self.backlog_bytes, self._flow_buffer_bytes)
+        return max((free_bytes - flow.backlog_bytes) // 2, self.quantum_bytes - flow.backlog_bytes)
+
+    def offer(self, flow: ShapedFlow, piece: Piece, now_s: float, *, came_s: float | None = None) -> None:
+        """Put a piece at the end of the flow's backlog; it came at `came_s`, if that is not now."""
+        self._serve(now_s)
+        if not flow.backlog:
+            flow.ready_s = max(flow.ready_s, now_s if came_s is None else came_s)
+        flow.backlog.append(piece)
+        self._count(flow, _size_bytes(piece))
+        self._queue(flow, now_s)
+
+    def advance(self, now_s: float) -> list[tuple[ShapedFlow, Piece]]:
+        """Return what has arrived by now, in order."""
+        self._serve(now_s)
+        arrived: list[tuple[ShapedFlow, Piece]] = []
+        if now_s < self._silent_until_s:
+            return arrived
+        while self._under_way and self._under_way[0][0] <= now_s + _EARLY_S:
+            _, _, flow, piece = heapq.heappop(self._under_way)
+            self._under_way_bytes -= _size_bytes(piece)
+            arrived.append((flow, piece))
+        return arrived
+
+    def wake_s(self) -> float | None:
+        """Return when `advance` has something to do next, or None if nothing waits."""
+        wake_s = math.inf
+        if self._under_way:
+            wake_s = max(self._under_way[0][0] - _EARLY_S, self._silent_until_s)
+        if self._under_way_bytes < self._max_under_way_bytes:
+            if self._turns:
+                wake_s = min(wake_s, self._free_s)
+            elif self._capped:
+                wake_s = min(wake_s, max(self._free_s, self._capped[0][0]))
+        return None if wake_s == math.inf else wake_s
+
+    def is_busy(self, now_s: float) -> bool:
+        """Return whether something is leaving at this moment."""
+        return self._free_s > now_s
+
+    def hold(self, flow: ShapedFlow) -> None:
+        """Serve the flow no longer: its receiver is not reading."""
+        flow.held = True
+
+    def release(self, flow: ShapedFlow, now_s: float) -> None:
+        """Serve the flow again, from now on."""
+        self._serve(now_s)
+        flow.held = False
+        flow.ready_s = max(flow.ready_s, now_s)
+        self._queue(flow, now_s)
+
+    def drop(self, flow: ShapedFlow) -> None:
+        """Forget what the flow has not sent yet."""
+        flow.backlog.clear()
+        self._count(flow, -flow.backlog_bytes)
+
+    def break_off(self, flow: ShapedFlow, now_s: float) -> None:
+        """Forget what the flow has not sent yet and let the reset follow what it has."""
+        self._serve(now_s)
+        self.drop(flow)
+        self._depart(flow, End.RESET, now_s)
+
+    def silence(self, until_s: float) -> None:
+        """Let nothing pass until then; what waits or is under way comes after."""
+        self._silent_until_s = max(self._silent_until_s, until_s)
+        self._free_s = max(self._free_s, until_s)
+
+    def slow_down(self, factor: float, until_s: float) -> None:
+        """Divide every rate by `factor` until then."""
+        self._slow_factor, self._slow_until_s = factor, until_s
+
+    def corrupt(self, num_bytes: int) -> None:
+        """Flip this many bytes of the next bulk data."""
+        self._num_to_corrupt += num_bytes
+
+    def _count(self, flow: ShapedFlow, num_bytes: int) -> None:
+        flow.backlog_bytes += num_bytes
+        self.backlog_bytes += num_bytes
+
+    def _queue(self, flow: ShapedFlow, now_s: float) -> None:
+        if flow.waits or flow.held or not flow.backlog:
+            return
+        flow.waits = True
+        if flow.ready_s <= now_s:
+            self._turns.append(flow)
+        else:
+            heapq.heappush(self._capped, (flow.ready_s, self._next_number(), flow))
+
+    def _serve(self, now_s: float) -> None:
+        while self._free_s <= now_s and self._under_way_bytes < self._max_under_way_bytes:
+            while self._capped and self._capped[0][0] <= now_s:
+                self._turns.append(heapq.heappop(self._capped)[2])
+            if not self._turns:
+                return
+            flow = self._turns.popleft()
+            flow.waits = False
+            if flow.backlog and not flow.held:
+                self._transmit(flow)
+                self._queue(flow, now_s)
+
+    def _transmit(self, flow: ShapedFlow) -> None:
+        piece = self._take(flow)
+        start_s = max(self._free_s, flow.ready_s)
+        num_bits = _size_bytes(piece) * 8 * (self._slow_factor if start_s < self._slow_until_s else 1)
+        self._free_s = start_s + num_bits / (self.shape.bandwidth_bps or math.inf)
+        flow.ready_s = start_s + num_bits / (self.shape.connection_bps or math.inf)
+        self._depart(flow, piece, max(self._free_s, flow.ready_s))
+
+    def _take(self, flow: ShapedFlow) -> Piece:
+        piece = flow.backlog.popleft()
+        if isinstance(piece, End):
+            return piece
+        if len(piece) > self.quantum_bytes:
+            flow.backlog.appendleft(piece[self.quantum_bytes :])
+            piece = piece[: self.quantum_bytes]
+        self._count(flow, -len(piece))
+        if self._num_to_corrupt and len(piece) >= _BULK_BYTES:
+            piece = self._corrupted(piece)
+        return piece
+
+    def _corrupted(self, piece: memoryview) -> memoryview:
+        num_bytes = min(self._num_to_corrupt, len(piece))
+        self._num_to_corrupt -= num_bytes
+        flipped = bytearray(piece)
+        for place in self._random.sample(range(len(flipped)), num_bytes):
+            flipped[place] ^= 0xFF
+        return memoryview(flipped)
+
+    def _depart(self, flow: ShapedFlow, piece: Piece, left_s: float) -> None:
+        jitter_s = self._random.uniform(0, self.shape.jitter_s) if self.shape.jitter_s else 0.0
+        flow.due_s = max(flow.due_s, left_s + self.shape.delay_s + jitter_s)
+        heapq.heappush(self._under_way, (flow.due_s, self._next_number(), flow, piece))
+        self._under_way_bytes += _size_bytes(piece)
+
+    def _next_number(self) -> int:
+        self._num_pushed += 1
+        return self._num_pushed
+
+
+def _size_bytes(piece: Piece) -> int:
+    return 0 if isinstance(piece, End) else len(piece)
+
+
+def _quantum_bytes(shape: Shape) -> int:
+    slowest_bps = min(shape.bandwidth_bps or math.inf, shape.connection_bps or math.inf)
+    return int(min(max(slowest_bps * _TURN_S / 8, _MIN_QUANTUM_BYTES), _MAX_QUANTUM_BYTES))
+
+
+def _buffer_bytes(bps: float | None) -> int:
+    return max(int(bps * _BUFFER_S / 8), _MIN_BUFFER_BYTES) if bps else _UNBOUND_BUFFER_BYTES

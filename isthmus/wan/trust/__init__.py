@@ -1,1 +1,0 @@
-"""By what clouds know each other: the private authority, keys, certificates."""
