@@ -24,8 +24,7 @@ from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.costs import MeasuredModel, Training
 from isthmus.model.families import FAMILIES
 from isthmus.model.heads import HEADS
-from isthmus.plan.cost_table import table_text
-from isthmus.plan.costs import Arithmetic, Precision, Workload
+from isthmus.plan.costs import Arithmetic, Precision, Workload, table_text
 from isthmus.plan.models import NEUTRAL_KEYS
 
 FOLDER: Final = Path(isthmus.__file__).parent / "plan" / "catalogue"

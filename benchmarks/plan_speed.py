@@ -20,7 +20,7 @@ from isthmus.job import Job, PipelineStrategy
 from isthmus.job.load import parse_job
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.simulated import simulate_scenario
 
 SIZES = {
     32: "hidden_size = 4096\nintermediate_size = 11008\nnum_attention_heads = 32\n",

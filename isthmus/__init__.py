@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from isthmus.job import Job
     from isthmus.observe.report import RunReport
     from isthmus.plan.costs import CostSource
+    from isthmus.plan.lines import Disturbance
     from isthmus.plan.plan import Plan
     from isthmus.plan.scenario import Scenario
-    from isthmus.plan.simulation.lines import Disturbance
-    from isthmus.plan.simulation.timeline import Timeline
+    from isthmus.plan.timeline import Timeline
     from isthmus.train.session import Trained
 
 __all__ = ["__version__", "cost_source", "load_job", "plan", "report", "run", "simulate", "with_profiles"]
@@ -81,7 +81,7 @@ def simulate(
     from isthmus.errors import UserError
     from isthmus.job import Job
     from isthmus.plan.scenario import Scenario
-    from isthmus.plan.simulated_pipeline import Checkpointing, simulate_scenario
+    from isthmus.plan.simulated import Checkpointing, simulate_scenario
 
     if isinstance(what, Job):
         checkpoint_every_s = what.checkpoint.every_s if checkpoint_every_s is None else checkpoint_every_s

@@ -12,8 +12,8 @@ from predicted.stages import WIDTH
 from auto.trials import NUM_MICROBATCHES, NUM_TOKENS, Trial
 from isthmus.job import Job
 from isthmus.job.load import parse_job, replace_file
-from isthmus.plan.costs.profile import read_profile, write_profile
 from isthmus.plan.plan import decisions_from_dict
+from isthmus.plan.times import read_profile, write_profile
 from isthmus.train.run_config import Setup, set_up
 from isthmus.units import format_bandwidth, format_duration
 

@@ -18,7 +18,7 @@ from emulated import CLOUDS, Wan, links_of
 from member import prepare_process
 
 from isthmus.job import Job
-from isthmus.plan.costs.profile import Profile
+from isthmus.plan.times import Profile
 from isthmus.plan.types import Member
 from isthmus.train.device import Device
 from isthmus.wan.certificates import Identity

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from isthmus.plan.costs.profile import NO_TIME, PassTimes, Profile, Sample, write_profile
+from isthmus.plan.times import NO_TIME, PassTimes, Profile, Sample, write_profile
 from isthmus.train.device import Device
 from isthmus.train.profiling import Rig
 from isthmus.wan.probe import probe_cloud

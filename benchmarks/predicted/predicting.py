@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from isthmus.job.load import replace_file
-from isthmus.plan.costs.profile import read_profile
 from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad, scenario_to_dict
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.simulated import simulate_scenario
+from isthmus.plan.times import read_profile
 from predicted.cases import Case
 from predicted.measuring import Beside, Folder
 from predicted.packets import Packets

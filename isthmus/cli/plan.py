@@ -35,7 +35,7 @@ from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import LINE_MARK, Chart, chart_of_step, lay_out, microbatch_of, shifted
 from isthmus.plan.plan import BubbleSplit, Estimate, Form, Plan, PlannedStage, plan_to_dict, planned_changes
 from isthmus.plan.replicated.sketch import sketch
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.simulated import simulate_scenario
 from isthmus.plan.what_if import Lever, levers
 
 # Keys of [strategy] that hold a choice.

@@ -27,7 +27,7 @@ from isthmus.job import Job, LinkFigures, LinkSpec, load_job, update_job_file
 from isthmus.job.faults import load_faults
 from isthmus.job.load import replace_file
 from isthmus.observe.draw import Table
-from isthmus.plan.costs.profile import PassTimes, Profile, Sample, write_profile
+from isthmus.plan.times import PassTimes, Profile, Sample, write_profile
 from isthmus.plan.types import Member
 from isthmus.units import format_bandwidth, shorten
 

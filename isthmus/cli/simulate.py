@@ -29,10 +29,10 @@ from isthmus.job.faults import CloudFault, FaultKind, load_script
 from isthmus.job.load import read_job_text
 from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import Chart, chart_of_step, clouds_in_order, lay_out, shifted
+from isthmus.plan.lines import Disturbance
 from isthmus.plan.plan import scenario_of
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.simulation.lines import Disturbance
-from isthmus.plan.simulation.timeline import SimulatedStep, Stopped, Timeline
+from isthmus.plan.timeline import SimulatedStep, Stopped, Timeline
 from isthmus.units import format_bytes
 
 # A step is shown when its time differs by this share from the one before.

@@ -36,14 +36,19 @@ from isthmus.model.torch_calls import (
     on_gradient,
 )
 from isthmus.model.transformers_calls import expect_no_padding
-from isthmus.plan.cost_table import CostSample, CostTable, ModelSizes, PartFigures, PartSize, Variant
 from isthmus.plan.costs import (
     WIDE_BYTES,
     Arithmetic,
+    CostSample,
+    CostTable,
     Messages,
     ModelCosts,
+    ModelSizes,
+    PartFigures,
+    PartSize,
     Precision,
     Task,
+    Variant,
     Workload,
     integer_bytes,
 )

@@ -40,8 +40,8 @@ from isthmus.observe.timeline import (
 )
 from isthmus.plan.plan import PLAN_FILE, scenario_of
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.simulated_pipeline import simulate_scenario
-from isthmus.plan.simulation.timeline import Timeline
+from isthmus.plan.simulated import simulate_scenario
+from isthmus.plan.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

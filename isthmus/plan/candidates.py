@@ -33,11 +33,21 @@ from isthmus.plan.plan import (
     idle_only,
     memory_parts,
 )
-from isthmus.plan.scenario import Caps, HopLoad, Line, Policy, Scenario, StageLoad
+from isthmus.plan.scenario import (
+    Caps,
+    HopLoad,
+    Line,
+    Policy,
+    Scenario,
+    StageLoad,
+    at_worst,
+    expected,
+    next_windows,
+    window_bounds,
+)
 from isthmus.plan.stage_tables import ModelSupply, Setting, codec_state_bytes
 from isthmus.plan.step_time import SteadyStep, simulate_step
 from isthmus.plan.walks import Constraints
-from isthmus.plan.windows import at_worst, expected, next_windows, window_bounds
 
 _RAW: Final = Pair(forward=parse_codec("raw"), backward=parse_codec("raw"))
 _CLOSE: Final = 0.01

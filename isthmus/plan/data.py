@@ -1,7 +1,7 @@
 """The schedule of data parallel between clouds: local steps, and rounds that synchronise the model.
 
     steps     READ (FORWARD BACKWARD)… REDUCE UPDATE      on all ranks of a cloud, one step after the other
-    boundary  DELTA of a fragment, once every H / P steps; the exchange is that of `plan/rounds.py`
+    boundary  DELTA of a fragment, once every H / P steps
     mixing    MIX of the round into the local parameters, τ steps behind its boundary
 
       step     0      3      6      9      12                 H = 12 steps, P = 4 fragments, τ = 2
@@ -18,14 +18,46 @@ Steps are counted twice: `step` is the phase, the same at all clouds, and the cu
 cloud has read data for. A share of a round says from which to which cursor it goes, so every local step is in
 one share of each fragment. A cloud whose state is replaced reads again from the last cursor that is in all
 fragments.
+
+The exchange of one round between clouds:
+
+DELTA    each cloud sends each owner its shard of the delta
+    close    the primary closes the round when all have sent, or a quorum has and the grace period is over
+    COMMIT   each owner sums its shard and sends the same bytes to all clouds, itself among them
+    commit   a cloud that has all shards reports it; the primary commits the round when enough have them
+    OUTER    every cloud applies committed rounds in order, so the outer parameters are equal everywhere
+
+Nothing is applied before it is committed, so a round that loses its owner half-way is made again in the next
+view, from the same deltas. A delta that comes too late is in no round: the next one of its fragment holds it.
+
+A cloud that lacks rounds at the start of a view is behind. It waits for shards that are still under way. If
+one cannot be, it gets the fragments that have changed from a donor, by STATE, in the background, and collects
+the commits of rounds behind that; until then it counts for nothing. It keeps its local parameters if it has
+run all the time and lacks one round of each fragment at most.
 """
 
-from collections import deque
+from collections import defaultdict, deque
+from dataclasses import replace
+from typing import Final
 
-from isthmus.plan.data_spec import DataEnded, DataParallel, DataState, Share
 from isthmus.plan.end_of_step import Read
-from isthmus.plan.orders import Crew, LeaderSteps, Sibling
-from isthmus.plan.rounds import Rounds
+from isthmus.plan.membership import (
+    DataEnded,
+    DataParallel,
+    DataState,
+    Ledger,
+    Piece,
+    Primary,
+    Report,
+    RoundCommit,
+    RoundEnded,
+    Ruling,
+    Shards,
+    Share,
+    Snapshot,
+    Views,
+)
+from isthmus.plan.orders import Crew, HostLane, LeaderSteps, Sibling
 from isthmus.plan.types import (
     Action,
     Arrived,
@@ -39,14 +71,456 @@ from isthmus.plan.types import (
     Member,
     Message,
     MessageKind,
+    Priority,
     Saved,
+    ScheduleError,
     Scheduler,
+    Send,
     Started,
     Tell,
     Wake,
     Work,
     WorkKind,
 )
+
+FACTS: Final[dict[MessageKind, type[Facts]]] = {
+    MessageKind.DELTA: Piece,
+    MessageKind.COMMIT: RoundCommit,
+    MessageKind.STATE: Snapshot,
+    MessageKind.TALLY: Report,
+    MessageKind.VERDICT: Ruling,
+}
+"""The facts that the messages between clouds carry."""
+
+
+class Rounds:
+    """The rounds as the leader of one cloud knows them; counts of rounds are from the first on."""
+
+    def __init__(self, spec: DataParallel, cloud: int, crew: Crew) -> None:
+        self._spec = spec
+        self._cloud = cloud
+        self._crew = crew
+        needs_majority = spec.on_partition == "wait"
+        self.views = Views(
+            cloud=cloud, num_clouds=len(spec.clouds), needs_majority=needs_majority, report=self._report
+        )
+        self.ledger = Ledger(num_clouds=len(spec.clouds), num_fragments=spec.num_fragments)
+        self.complete = 0
+        self.committed = 0
+        self.opened = 0
+        """The rounds of which another cloud's delta has arrived."""
+        self.is_behind = False
+        self.must_wait = False
+        """Whether the local parameters are of no use before the donor's state is here."""
+        self.has_new_state = False
+        """Whether the outer parameters have been replaced, and the local ones not yet."""
+        self.is_over = False
+        self.accepted: list[tuple[int, Share]] = []
+        """Shares of this cloud that are in the outer parameters now, with their rounds; for its scheduler."""
+        self.current_view = 0
+        """The newest view in which the state was up to date."""
+        self._is_restarted = False
+        self._is_done = False
+        self._commits: dict[int, RoundCommit] = {}
+        """Rounds that are complete and not applied."""
+        self._committed_in: dict[int, Ruling] = {}
+        self._shards = Shards()
+        self._owners_then = self.views.members
+        """The owners of the newest view in which this cloud was up to date."""
+        self._interrupted: set[int] = set()
+        """The clouds that have been lost or have returned since then; what they had sent may not arrive."""
+        self._has_asked = False
+        self._own: dict[int, Share] = {}
+        self._ruling = Ruling(view=0, members=self.views.members, is_installed=True)
+        self._ruling = replace(self._ruling, current=self.views.members)
+        self._wanting: dict[int, Report] = {}
+        self._arrived: defaultdict[int, set[int]] = defaultdict(set)
+        """The fragments of the donor's state that have arrived, by the number of its rounds."""
+        self._snapshot: Snapshot | None = None
+        self._early: list[Message] = []
+        self._host = HostLane(crew)
+        self._forget_open_rounds()
+
+    def _forget_open_rounds(self) -> None:
+        self._pieces: defaultdict[int, dict[int, Share]] = defaultdict(dict)
+        self._closed: dict[int, tuple[int, ...]] = {}
+        self._summed: set[int] = set()
+        self._primary = Primary(self.views, quorum=self._spec.quorum, grace_s=self._spec.grace_s)
+
+    # Starts, losses, returns.
+
+    def start(self, state: DataState | None, *, restarts: int, now_s: float) -> None:
+        """Begin, or begin again from what was saved."""
+        if state is not None:
+            self.complete = self.committed = state.rounds
+            self.current_view = state.view
+            self.ledger.replace(state.rounds, state.digest, state.cursors)
+        if restarts:
+            # It takes part in no view, and does not compute, before the others have let it in.
+            self._is_restarted = self.must_wait = True
+            self.views.restart(restarts)
+        self._go_on(now_s)
+
+    def lose(self, cloud: int, now_s: float) -> None:
+        """Take in that a cloud is lost."""
+        self._interrupted.add(cloud)
+        self.views.lose(cloud)
+        self._go_on(now_s)
+
+    def join(self, cloud: int, now_s: float) -> None:
+        """Take in that a cloud is there."""
+        self._interrupted.add(cloud)
+        self.views.join(cloud)
+        self._go_on(now_s)
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether the outer parameters are between two rounds and up to date."""
+        return self.ledger.applied == self.committed and not self.is_behind and not self.has_new_state
+
+    # Deltas.
+
+    def contribute(self, number: int, share: Share, now_s: float) -> None:
+        """Send this cloud's delta of a round to the owners, unless it is of a state that was replaced."""
+        if self.must_wait or self.has_new_state or number < self.committed:
+            return
+        self._own[number] = share
+        self._offer(number)
+        self._go_on(now_s)
+
+    def _offer(self, number: int) -> None:
+        if not self.views.is_installed or self.is_behind:
+            return
+        owners, share = self._owners, self._own[number]
+        piece = Piece(view=self.views.number, share=share, num_shards=len(owners))
+        for owner in owners:
+            if owner == self._crew.leader:
+                self._pieces[number][self._cloud] = share
+            else:
+                self._send(MessageKind.DELTA, number, (owner,), piece, Priority.NORMAL)
+
+    @property
+    def _owners(self) -> tuple[Member, ...]:
+        return self._spec.owners(self.views.members)
+
+    # What arrives.
+
+    def arrive(self, message: Message, now_s: float) -> None:
+        """Take in a message of another cloud, or a commit of one's own."""
+        facts = message.facts
+        kind = FACTS.get(message.kind)
+        if kind is None or not isinstance(facts, kind):
+            raise ScheduleError(f"{message.name} from {message.sender} is not awaited here")
+        sender = self._spec.cloud_of(message.sender)
+        num_steps = self._spec.num_rounds + (not isinstance(facts, Piece | RoundCommit))
+        if message.step >= num_steps or message.item >= self._spec.num_fragments:
+            raise ScheduleError(f"{message.name} from {message.sender} is of no round")
+        if isinstance(facts, Report):
+            if self.views.take_report(sender, facts) and facts.wants_state:
+                self._wanting[sender] = facts
+        elif isinstance(facts, Ruling):
+            if self.views.take_ruling(sender, facts):
+                self._take_ruling(facts)
+        else:
+            self._take(message, sender)
+        self._go_on(now_s)
+
+    def _take(self, message: Message, sender: int) -> None:
+        """Take in what belongs to a view: now, later if the view is not installed here yet, or not at all."""
+        facts = message.facts
+        if isinstance(facts, RoundCommit):
+            # Rounds of the view before can still become complete.
+            if facts.view >= self.current_view and message.step >= self.complete:
+                self._shards.add(message.step, sender, facts)
+            return
+        if not isinstance(facts, Piece | Snapshot):
+            return
+        if facts.view != self.views.number or not self.views.is_installed:
+            if facts.view >= self.views.number:
+                self._early.append(message)
+            return
+        match facts:
+            case Piece(share=share) if share.cloud == sender and message.step >= self.committed:
+                self._pieces[message.step][sender] = share
+                self.opened = max(self.opened, message.step + 1)
+            case Snapshot() if self.is_behind and sender == self._ruling.donor:
+                self._take_snapshot(message.item, facts)
+
+    def _take_ruling(self, ruling: Ruling) -> None:
+        if self.views.is_installed:
+            self._follow(ruling)
+        elif ruling.is_installed:
+            self._install(ruling)
+
+    # What follows from it.
+
+    def _go_on(self, now_s: float) -> None:
+        """Do all that can be done now, and send what others need to know."""
+        installed = self.views.ruling_to_install()
+        if installed is not None:
+            self._broadcast(installed)
+            self._install(installed)
+        self._complete()
+        if self.views.is_installed:
+            self._catch_up()
+            self._rule(now_s)
+            for number in sorted(self._closed):
+                self._sum(number)
+            self._serve()
+        for clouds, facts in self.views.outbox:
+            kind = MessageKind.TALLY if isinstance(facts, Report) else MessageKind.VERDICT
+            self._send(kind, 0, self._spec.owners(clouds), facts)
+        self.views.outbox = []
+        self._host.run_next()
+
+    def _install(self, ruling: Ruling) -> None:
+        """Begin a view: from its base, without anything of rounds that older views have left open."""
+        self.views.is_installed = True
+        self._ruling = ruling
+        self._forget_open_rounds()
+        self._wanting = {one: of for one, of in self._wanting.items() if of.view == ruling.view}
+        self._arrived.clear()
+        self._snapshot = None
+        self._has_asked = False
+        self.opened = 0
+        self._host.drop(WorkKind.SUM)
+        self._shards.keep((self.current_view, ruling.view))
+        is_same = self.current_view == ruling.base_view
+        self.complete = max(min(self.complete, ruling.base) if is_same else 0, self.committed)
+        self._commits = {one: commit for one, commit in self._commits.items() if one < self.complete}
+        self._commit(self.complete)
+        if self.complete > ruling.base or (self.complete == ruling.base and not self._is_at_base):
+            self._disown_rounds()
+        self.is_behind = True
+        self._catch_up()
+        early, self._early = self._early, []
+        for message in early:
+            self._take(message, self._spec.cloud_of(message.sender))
+
+    @property
+    def _is_at_base(self) -> bool:
+        base = self._ruling.base
+        return self.complete == base and self.ledger.knows(base, self._ruling.digest)
+
+    def _catch_up(self) -> None:
+        """Become up to date: as the view starts, by shards that were under way, or by the donor's state."""
+        if not self.is_behind:
+            return
+        if self._is_at_base:
+            self._be_current()
+        elif self._snapshot is not None:
+            self._replace_state(self._snapshot)
+        elif not self._has_asked and not self._is_under_way:
+            self._has_asked = True
+            self.views.outbox.append(((self._ruling.donor,), self._report(wants_state=True)))
+
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether all shards that this cloud lacks were sent to it and nothing keeps them from arriving."""
+        if self.must_wait or self.current_view != self._ruling.base_view:
+            return False
+        lacks = range(self.complete, self._ruling.base)
+        missing = (self._shards.missing(self.current_view, one, self._owners_then) for one in lacks)
+        return self._interrupted.isdisjoint(owner for owners in missing for owner in owners)
+
+    def _disown_rounds(self) -> None:
+        """Give up rounds that the others do not have: clouds continued in parts, or forgot them."""
+        self.must_wait = True
+        self.complete = self.committed = 0
+        self.ledger.disown()
+        self._commits = {}
+        self._host.drop(WorkKind.OUTER, WorkKind.SUM)
+
+    def _be_current(self) -> None:
+        self.current_view = self.views.number
+        self._owners_then = self.views.members
+        self._interrupted = set()
+        self.is_behind = self.must_wait = self._is_restarted = False
+        self._own = {number: share for number, share in self._own.items() if number >= self.committed}
+        self._tell_primary()
+        for number in sorted(self._own):
+            self._offer(number)
+
+    def _report(self, *, wants_state: bool = False) -> Report:
+        return Report(
+            view=self.views.number,
+            sees=self.views.sees,
+            current_view=self.current_view,
+            complete=self.complete,
+            digest=self.ledger.digest(self.complete),
+            is_restarted=self._is_restarted,
+            is_done=self._is_done,
+            wants_state=wants_state,
+        )
+
+    def _tell_primary(self) -> None:
+        if self.views.is_primary:
+            self.views.reports[self._cloud] = self._report()
+        else:
+            self.views.outbox.append(((self.views.primary,), self._report()))
+
+    def set_done(self, now_s: float) -> None:
+        """Tell the primary that this cloud has run all its steps and mixed all rounds."""
+        if not self._is_done:
+            self._is_done = True
+            self._tell_primary()
+            self._go_on(now_s)
+
+    # The primary decides.
+
+    def elapse(self, now_s: float) -> None:
+        """Look whether a grace period is over."""
+        self._go_on(now_s)
+
+    def _rule(self, now_s: float) -> None:
+        if not self.views.is_primary:
+            return
+        is_open = (one for one in self._pieces if one >= self.committed and one not in self._closed)
+        sent = {number: self._pieces[number] for number in sorted(is_open)}
+        ruling = self._primary.rule(self._ruling, sent, now_s)
+        for at_s in self._primary.new_deadlines_s:
+            self._crew.act(Wake(at_s))
+        if ruling != self._ruling:
+            self._broadcast(ruling)
+            self._follow(ruling)
+
+    def _broadcast(self, ruling: Ruling) -> None:
+        others = tuple(one for one in self.views.members if one != self._cloud)
+        if others:
+            self._send(MessageKind.VERDICT, ruling.committed, self._spec.owners(others), ruling)
+
+    def _follow(self, ruling: Ruling) -> None:
+        self._ruling = ruling
+        for one in ruling.closed:
+            self._closed.setdefault(one.number, one.clouds)
+        self.is_over = ruling.is_over
+        self._commit(min(ruling.committed, self.complete))
+
+    # Sums, commits, the outer step.
+
+    def _sum(self, number: int) -> None:
+        pieces = self._pieces[number]
+        if number in self._summed or any(cloud not in pieces for cloud in self._closed[number]):
+            return
+        self._summed.add(number)
+        shares = tuple(pieces[cloud] for cloud in self._closed[number])
+        facts = RoundCommit(view=self.views.number, shares=shares)
+        self._host.add(self._work(WorkKind.SUM, number, facts))
+
+    def _complete(self) -> None:
+        """Count the rounds of which all shards are here, and commit what the primary has committed."""
+        before = self.complete
+        while not self.must_wait and not self._lacks_shards(self.complete):
+            commit = self._shards.take(self.current_view, self.complete)
+            self._commits[self.complete] = commit
+            self.ledger.complete(self.complete, commit)
+            self.complete += 1
+        if self.complete > before and self.views.is_installed:
+            self._tell_primary()
+            self._commit(min(self._ruling.committed, self.complete))
+
+    def _lacks_shards(self, number: int) -> bool:
+        is_beyond = self.is_behind and number >= self._ruling.base
+        return is_beyond or bool(self._shards.missing(self.current_view, number, self._owners_then))
+
+    def _commit(self, number: int) -> None:
+        while self.committed < number and not self.must_wait:
+            commit = self._commits[self.committed]
+            self._committed_in[self.committed] = self._ruling
+            self._host.add(self._work(WorkKind.OUTER, self.committed, commit))
+            self._closed.pop(self.committed, None)
+            self._pieces.pop(self.committed, None)
+            self._own.pop(self.committed, None)
+            self.committed += 1
+
+    def _work(self, kind: WorkKind, number: int, facts: Facts) -> Work:
+        return Work(kind, number, self._spec.fragment(number), facts, lane=Lane.HOST)
+
+    def end_on_host(self, work: Work, now_s: float) -> None:
+        """Take in the end of a work on the host."""
+        facts = work.facts
+        if self._host.end(work) and isinstance(facts, RoundCommit):
+            if work.kind is WorkKind.OUTER:
+                self._apply(work.step, facts)
+            elif facts.view == self.views.number and self.views.is_installed:
+                self._send(MessageKind.COMMIT, work.step, self._owners, facts, Priority.NORMAL)
+        self._go_on(now_s)
+
+    def _apply(self, number: int, commit: RoundCommit) -> None:
+        del self._commits[number]
+        ruling = self._committed_in.pop(number)
+        self.ledger.apply(number, commit)
+        self.accepted += [(number, share) for share in commit.shares if share.cloud == self._cloud]
+        told = RoundEnded(
+            number=number,
+            view=commit.view,
+            live=ruling.members,
+            participating=ruling.current,
+            shares=commit.shares,
+            digest=self.ledger.digest(number + 1),
+        )
+        self._crew.act(Tell(told))
+
+    # State for clouds that are behind.
+
+    def _serve(self) -> None:
+        applied = self.ledger.applied
+        if self.is_behind or self._ruling.donor != self._cloud or applied < self._ruling.base:
+            return
+        wanting, self._wanting = self._wanting, {}
+        for cloud, report in sorted(wanting.items()):
+            is_whole = not self.ledger.knows(report.complete, report.digest)
+            numbers = range(report.complete, applied)
+            changed = {self._spec.fragment(number) for number in numbers}
+            snapshot = Snapshot(
+                view=self.views.number,
+                rounds=applied,
+                digest=self.ledger.digest(applied),
+                fragments=tuple(range(self._spec.num_fragments) if is_whole else sorted(changed)),
+                is_whole=is_whole,
+                cursors=self.ledger.all_cursors,
+            )
+            for fragment in snapshot.fragments:
+                to, background = self._spec.owners((cloud,)), Priority.BACKGROUND
+                self._send(MessageKind.STATE, applied, to, snapshot, background, item=fragment)
+
+    def _take_snapshot(self, fragment: int, snapshot: Snapshot) -> None:
+        self._arrived[snapshot.rounds].add(fragment)
+        if self._arrived[snapshot.rounds] >= set(snapshot.fragments):
+            self._snapshot = snapshot
+
+    def _replace_state(self, snapshot: Snapshot) -> None:
+        """Continue from the donor's state, when the host has done with the old one."""
+        if not self._host.is_idle:
+            return
+        self._snapshot = None
+        self.ledger.replace(snapshot.rounds, snapshot.digest, snapshot.cursors)
+        lacks = snapshot.rounds - self.complete
+        if self.must_wait or snapshot.is_whole or lacks > self._spec.num_fragments:
+            self._own = {}
+            self._is_done = False
+            self.has_new_state = True
+        self.accepted += [item for item in sorted(self._own.items()) if self._is_accepted(*item)]
+        self.complete = self.committed = snapshot.rounds
+        self._commits = {}
+        self._be_current()
+
+    def _is_accepted(self, number: int, share: Share) -> bool:
+        """Whether the donor's state holds a share of this cloud."""
+        return self.ledger.cursors[self._cloud][self._spec.fragment(number)] == share.until
+
+    def _send(
+        self,
+        kind: MessageKind,
+        number: int,
+        to: tuple[Member, ...],
+        facts: Facts,
+        priority: Priority = Priority.URGENT,
+        *,
+        item: int | None = None,
+    ) -> None:
+        item = self._spec.fragment(number) if item is None else item
+        self._crew.act(Send(Message(kind, number, item, self._crew.leader, to, facts, priority=priority)))
 
 
 def data_scheduler(spec: DataParallel, member: Member) -> Scheduler:

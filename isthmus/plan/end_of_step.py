@@ -13,8 +13,8 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
+from isthmus.plan.scenario import Hop
 from isthmus.plan.types import Carried, Facts, Seconds
-from isthmus.plan.windows import Hop
 
 _NAN: Final = math.nan
 # An exact sum of numbers of any size has at most 40 parts.

@@ -19,10 +19,16 @@ from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, LinkSpec, PipelineStrategy
 from isthmus.job.codec import BottleneckSpec
 from isthmus.plan.costs import Arithmetic, Precision
-from isthmus.plan.costs.devices import CATALOGUE, Accelerator, find_accelerator, new_accelerator
-from isthmus.plan.costs.profile import Profile, read_profile
 from isthmus.plan.memory import OptimizerState, Savers, Sharding
 from isthmus.plan.scenario import Line, Policy
+from isthmus.plan.times import (
+    CATALOGUE,
+    Accelerator,
+    Profile,
+    find_accelerator,
+    new_accelerator,
+    read_profile,
+)
 
 _UNKNOWN_BYTES: Final = 2**62
 

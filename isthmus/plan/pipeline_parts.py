@@ -27,7 +27,7 @@ from isthmus.plan.end_of_step import (
     stage_tally,
     total_norm,
 )
-from isthmus.plan.scenario import Caps, Policy, Scenario
+from isthmus.plan.scenario import Caps, Measured, Policy, Scenario, bare_scenario, first_windows, next_windows
 from isthmus.plan.steering import Cut, SavedCodecs, Steering
 from isthmus.plan.types import (
     Facts,
@@ -40,7 +40,6 @@ from isthmus.plan.types import (
     Work,
     WorkKind,
 )
-from isthmus.plan.windows import Measured, bare_scenario, first_windows, next_windows
 
 
 def route(*, speeds: Sequence[float], num_microbatches: int, step: int) -> tuple[int, ...]:

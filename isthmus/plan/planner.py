@@ -37,7 +37,7 @@ from isthmus.plan.refusals import (
 )
 from isthmus.plan.replicated.data import data_plans
 from isthmus.plan.replicated.generator import generator_plans
-from isthmus.plan.scenario import Scenario
+from isthmus.plan.scenario import Scenario, expected, next_windows
 from isthmus.plan.search import (
     NEARLY,
     Aim,
@@ -51,7 +51,6 @@ from isthmus.plan.search import (
 )
 from isthmus.plan.step_time import least_passes, simulate_step
 from isthmus.plan.study import LOSSES, Study, study
-from isthmus.plan.windows import expected, next_windows
 from isthmus.units import format_bytes, format_duration, shorten
 
 # Passes to simulate for the runners-up that are shown; those of very large plans are left out.

@@ -1,11 +1,29 @@
-"""A pipeline as far as its time goes: stages with their times, hops with their bytes, lines, and its JSON."""
+"""A pipeline as far as its time goes, and how many micro-batches a rank of each stage keeps in flight.
+
+A stage that never idles repeats one forward and one backward in every interval, and so does its neighbour,
+each in its own phase. What arrives in between waits for its slot, so the round trip of each hop is rounded up
+to whole intervals by itself. To round their sum instead would leave the first of p stages up to p - 2
+micro-batches short.
+
+With several ranks, a rank of stage i gets every R_i-th micro-batch, so its own interval is `u_i = R_i·τ`.
+What it hands on comes back after the round trip, on which it shares the line with its siblings, and after as
+many intervals of a rank behind it as that has in flight:
+
+    w_i = 1 + ceil(2·tt_i / u_i) + ceil(w_{i+1}·u_{i+1} / u_i),   1 at the last stage
+
+Workers, simulator and planner all compute windows here: for the first step before anything is measured, and
+at the end of each step for the next one, from what was measured.
+"""
 
 import enum
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any, Final
 
 from isthmus.errors import UserError
+from isthmus.plan.types import Seconds
 
 Caps = int | tuple[int, ...]
 """The most micro-batches that a rank keeps in flight: one number for all stages, or one for each."""
@@ -144,3 +162,231 @@ def scenario_from_dict(values: Mapping[str, Any]) -> Scenario:
             f"what should be the scenario of a plan is none: {error!r}",
             hint="make the plan again with this version of Isthmus",
         ) from None
+
+
+# Quotients that are whole but for their last bits are not rounded up.
+_EPSILON: Final = 1e-9
+_MIN_INTERVAL_S: Final = 1e-6
+# Round trips are the shortest that were measured: half an interval more makes up for jitter.
+_SPARE_SHARE: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One message between neighbouring stages: its time on the line, each way, and the one-way latency.
+
+    `coding_s` is what is done to it at both ends, there and back.
+    """
+
+    forward_s: Seconds
+    backward_s: Seconds
+    latency_s: Seconds
+    coding_s: Seconds = 0.0
+
+    @property
+    def round_trip_s(self) -> float:
+        """An activation there and its gradient back, without compute."""
+        return self.forward_s + self.backward_s + 2 * self.latency_s + self.coding_s
+
+
+# Before anything is measured: as if a message took as long as a pass.
+_UNMEASURED: Final = Hop(forward_s=0.25, backward_s=0.25, latency_s=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One step: the time a rank of each stage took per micro-batch, and the shortest way over each hop."""
+
+    pass_s: tuple[float, ...]
+    hops: tuple[Hop, ...]
+
+
+def bare_scenario(num_ranks: Sequence[int], *, num_microbatches: int, policy: Policy) -> Scenario:
+    """A pipeline of which nothing is known but its ranks, for workers, who measure."""
+    line = Line(down_bps=math.inf, up_bps=math.inf, latency_s=0.0)
+    hop = HopLoad(line=line, forward_bytes=0, backward_bytes=0)
+    return Scenario(
+        stages=tuple(StageLoad(cloud="", forward_s=0.0, backward_s=0.0, num_ranks=one) for one in num_ranks),
+        hops=(hop,) * (len(num_ranks) - 1),
+        num_microbatches=num_microbatches,
+        policy=policy,
+    )
+
+
+def expected(scenario: Scenario) -> Measured:
+    """What workers will measure: the shortest way is alone on its line, coding before and behind it.
+
+    But of ranks that keep one order, all send at the same time. Handling is a part of it: all but the latency
+    counts as time on the line.
+    """
+    numbers = _num_sharing(scenario) if scenario.policy.keeps_order else [1] * len(scenario.hops)
+    return Measured(
+        pass_s=tuple(stage.forward_s + stage.backward_s for stage in scenario.stages),
+        hops=tuple(
+            Hop(
+                forward_s=number * 8 * hop.forward_bytes / hop.line.down_bps + hop.line.handling_s,
+                backward_s=number * 8 * hop.backward_bytes / hop.line.up_bps + hop.line.handling_s,
+                latency_s=hop.line.latency_s,
+                coding_s=hop.forward_coding_s + hop.backward_coding_s,
+            )
+            for hop, number in zip(scenario.hops, numbers, strict=True)
+        ),
+    )
+
+
+def at_worst(scenario: Scenario) -> Measured:
+    """What workers measure where even the shortest way shares its line with all that may be on it."""
+    found = expected(scenario)
+    slowest_s = max(stage.interval_s for stage in scenario.stages)
+    hops = tuple(
+        replace(hop, forward_s=max(slowest_s, hop.forward_s), backward_s=max(slowest_s, hop.backward_s))
+        for hop in found.hops
+    )
+    return replace(found, hops=hops)
+
+
+def first_windows(scenario: Scenario, *, max_in_flight: Caps | None = None) -> tuple[int, ...]:
+    """Windows of each stage's ranks before anything is measured; `max_in_flight` bounds each rank."""
+    hops = (_UNMEASURED,) * (scenario.num_stages - 1)
+    return windows(scenario, hops, interval_s=1.0, max_in_flight=max_in_flight)
+
+
+def next_windows(
+    scenario: Scenario, measured: Measured, *, max_in_flight: Caps | None = None
+) -> tuple[int, ...]:
+    """Windows of each stage's ranks for the next step."""
+    ranks = [stage.num_ranks for stage in scenario.stages]
+    stages_s = [pass_s / number for pass_s, number in zip(measured.pass_s, ranks, strict=True)]
+    # As if as many pairs of ranks as there may be had shared each line.
+    sharing = zip(measured.hops, _num_sharing(scenario), strict=True)
+    lines_s = [max(hop.forward_s, hop.backward_s) / number for hop, number in sharing]
+    interval_s = max(_MIN_INTERVAL_S, *stages_s, *lines_s)
+    spare_s = _SPARE_SHARE * interval_s
+    hops = tuple(replace(hop, latency_s=hop.latency_s + spare_s / 2) for hop in measured.hops)
+    if not scenario.policy.keeps_order:
+        numbers = _num_sharing(scenario)
+        hops = tuple(_shared(hop, number, interval_s) for hop, number in zip(hops, numbers, strict=True))
+    return windows(scenario, hops, interval_s=interval_s, max_in_flight=max_in_flight)
+
+
+def _shared(hop: Hop, number: int, interval_s: float) -> Hop:
+    """A message that so many ranks send at the same time, where the shortest way was measured alone.
+
+    Where even that one shared its line too much is counted, but never more than an interval of the ranks.
+    """
+    if number == 1:
+        return hop
+    forward_s, backward_s = (number * min(one, interval_s) for one in (hop.forward_s, hop.backward_s))
+    return replace(hop, forward_s=max(hop.forward_s, forward_s), backward_s=max(hop.backward_s, backward_s))
+
+
+def _num_sharing(scenario: Scenario) -> list[int]:
+    """The most ranks that may send over each line at the same time."""
+    most = scenario.num_microbatches
+    return [min(most, max(one.num_ranks, other.num_ranks)) for one, other in pairwise(scenario.stages)]
+
+
+def windows(
+    scenario: Scenario, hops: Sequence[Hop], *, interval_s: float, max_in_flight: Caps | None = None
+) -> tuple[int, ...]:
+    """The windows of each stage's ranks under a policy; m for GPipe, p - i for 1F1B.
+
+    `max_in_flight`, from memory, has the last word. A stage never has more in flight than the one before it.
+    """
+    caps = max_in_flight
+    if not isinstance(caps, tuple):
+        caps = (caps or scenario.num_microbatches,) * scenario.num_stages
+    wanted = _wanted(scenario, hops, interval_s)
+    sizes: list[int] = []
+    for index, cap in enumerate(caps):
+        bounds = window_bounds(scenario, sizes)
+        if scenario.policy is Policy.LOCK_STEP and sizes:
+            bounds.append(_in_proportion(wanted[index], of=wanted[index - 1], to=sizes[-1]))
+        sizes.append(max(1, min(wanted[index], cap, *bounds)))
+    return tuple(sizes)
+
+
+def _wanted(scenario: Scenario, hops: Sequence[Hop], interval_s: float) -> list[int]:
+    match scenario.policy:
+        case Policy.GPIPE:
+            return [scenario.num_microbatches] * scenario.num_stages
+        case Policy.ONE_F_ONE_B:
+            return list(range(scenario.num_stages, 0, -1))
+    sizes = [1]
+    own_s = [stage.num_ranks * interval_s for stage in scenario.stages]
+    for stage in reversed(range(len(hops))):
+        behind = _num_intervals(sizes[0] * own_s[stage + 1], own_s[stage])
+        sizes.insert(0, 1 + behind + _num_intervals(hops[stage].round_trip_s, own_s[stage]))
+    return sizes
+
+
+def window_bounds(scenario: Scenario, before: Sequence[int]) -> list[int]:
+    """What a rank of the next stage can have: its own micro-batches, and what the stages before pass on."""
+    num_ranks = scenario.stages[len(before)].num_ranks
+    bounds = [math.ceil(scenario.num_microbatches / num_ranks)]
+    # Ranks have one each at least, so a stage may seem to pass on more than ever comes to it.
+    held = [size * stage.num_ranks for size, stage in zip(before, scenario.stages, strict=False)]
+    num_before = min(held, default=scenario.num_microbatches)
+    if before and (scenario.policy is not Policy.GPIPE or num_before < scenario.num_microbatches):
+        # Who waits for the forward that it has chosen may not choose one that cannot come.
+        keeps_order = scenario.policy.keeps_order
+        bounds.append(num_before // num_ranks if keeps_order else math.ceil(num_before / num_ranks))
+    return bounds
+
+
+def _in_proportion(size: int, *, of: int, to: int) -> int:
+    """The window behind one that memory has made smaller: what is on its way between them shrinks as well.
+
+    Who keeps an order fills its window before its first backward. With as much as the stage before, nothing
+    would be on the way, and both would wait.
+    """
+    return size if to >= of else 1 + math.ceil((size - 1) * (to - 1) / (of - 1))
+
+
+def _num_intervals(duration_s: float, interval_s: float) -> int:
+    return max(0, math.ceil(duration_s / interval_s - _EPSILON))
+
+
+def one_for_all(scenario: Scenario) -> Scenario:
+    """A scenario that takes as long, with one rank a stage where all would do the same; else the same one.
+
+    What all ranks send at once shares the line, and takes as long as one message of all their bytes.
+    """
+    number = scenario.stages[0].num_ranks
+    if not _are_alike(scenario, number):
+        return scenario
+    return replace(
+        scenario,
+        stages=tuple(replace(stage, num_ranks=1) for stage in scenario.stages),
+        hops=tuple(_together(hop, number) for hop in scenario.hops),
+        num_microbatches=scenario.num_microbatches // number,
+        windows=scenario.windows or _windows(scenario),
+        max_in_flight=None,
+    )
+
+
+def _are_alike(scenario: Scenario, number: int) -> bool:
+    return (
+        scenario.policy.keeps_order
+        and number > 1
+        and all(stage.num_ranks == number for stage in scenario.stages)
+        and scenario.num_microbatches % number == 0
+        and not any(hop.line.jitter_s for hop in scenario.hops)
+    )
+
+
+def _together(hop: HopLoad, number: int) -> HopLoad:
+    return replace(hop, forward_bytes=number * hop.forward_bytes, backward_bytes=number * hop.backward_bytes)
+
+
+def _windows(scenario: Scenario) -> tuple[int, ...]:
+    """Those that the ranks settle on, whose shortest way is never alone on its line."""
+    measured = expected(scenario)
+    hops = tuple(_both_ways(hop, load) for hop, load in zip(measured.hops, scenario.hops, strict=True))
+    return next_windows(scenario, replace(measured, hops=hops), max_in_flight=scenario.max_in_flight)
+
+
+def _both_ways(hop: Hop, load: HopLoad) -> Hop:
+    """What is measured is the mean of both directions; to frozen stages nothing comes back."""
+    mean_s = (hop.forward_s + hop.backward_s) / 2 if load.backward_bytes else hop.forward_s
+    return replace(hop, forward_s=mean_s, backward_s=mean_s)

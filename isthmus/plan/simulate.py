@@ -5,8 +5,8 @@
       └─────────────────────────────────────────┴─► Save    copied to another cloud in the background, Saved
 
 There is one scheduler per member. While a member computes, its events wait, as they do in a worker. Messages
-of one pair of members keep their order; pairs share their line, by `simulation/flows.py`. Clouds that no line
-joins send over others, by `simulation/sight.py`.
+of one pair of members keep their order; pairs share their line, and clouds that no line joins send over
+others, by `plan/lines.py`.
 """
 
 import math
@@ -16,12 +16,21 @@ from functools import partial
 from typing import Final
 
 from isthmus.job.faults import CloudFault, CloudFaultKind
+from isthmus.plan.lines import (
+    Clock,
+    Disturbance,
+    Flow,
+    Pace,
+    Sight,
+    Then,
+    faults_between,
+    open_flows,
+    outages_of,
+    pace_of,
+    tells_of,
+)
 from isthmus.plan.scenario import Line
-from isthmus.plan.simulation.clockwork import Clock, Pace
-from isthmus.plan.simulation.flows import Flow, Then
-from isthmus.plan.simulation.lines import Disturbance, faults_between, open_flows, outages_of, pace_of
-from isthmus.plan.simulation.sight import Sight, tells_of
-from isthmus.plan.simulation.timeline import LineTraffic, Recording, SafeStep, Stopped, Timeline
+from isthmus.plan.timeline import LineTraffic, Recording, SafeStep, Stopped, Timeline
 from isthmus.plan.types import (
     Action,
     Arrived,

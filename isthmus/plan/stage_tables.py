@@ -13,11 +13,11 @@ from isthmus.job.codec import gradient_codec
 from isthmus.job.codec_steps import Anchor, Feedback, Subspace, Svd, edition_bytes, num_directions, svd_rank
 from isthmus.plan.codecs import Crossing, Pair, Stretch, num_learners
 from isthmus.plan.costs import WIDE_BYTES, Messages, ModelCosts, PartCosts, Stages, Workload, stream_bytes
-from isthmus.plan.costs.times import ModelTimes, estimated_times, learned_times, measured_times
 from isthmus.plan.job_facts import CloudFacts, Level, StepFacts
 from isthmus.plan.memory import Bottleneck, HalfCosts, Memory, Savers, Sharding, stage_memory, stages_memory
 from isthmus.plan.scenario import HopLoad, Line, StageLoad
 from isthmus.plan.step_time import Table
+from isthmus.plan.times import ModelTimes, estimated_times, learned_times, measured_times
 
 MAX_MICROBATCHES: Final = 4096
 """Of a step."""

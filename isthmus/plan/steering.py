@@ -25,8 +25,8 @@ from isthmus.plan.codecs import (
     widen,
 )
 from isthmus.plan.end_of_step import Cosines, Count, Tally, Texts
+from isthmus.plan.scenario import Hop
 from isthmus.plan.types import Facts
-from isthmus.plan.windows import Hop
 from isthmus.units import shorten
 
 LEAST_COSINE: Final = 0.98

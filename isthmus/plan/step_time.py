@@ -37,11 +37,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.plan.scenario import HopLoad, Policy, Scenario
-from isthmus.plan.simulated_pipeline import simulate_scenario
-from isthmus.plan.simulation.alike import one_for_all
-from isthmus.plan.simulation.timeline import Timeline
-from isthmus.plan.windows import at_worst, expected, next_windows
+from isthmus.plan.scenario import HopLoad, Policy, Scenario, at_worst, expected, next_windows, one_for_all
+from isthmus.plan.simulated import simulate_scenario
+from isthmus.plan.timeline import Timeline
 
 Table = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -15,13 +15,14 @@ A member sees everything that arrived while it computed before the end of what i
 """
 
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, Protocol, TypeVar, cast
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from isthmus.errors import IsthmusError
+from isthmus.errors import FrameError, IsthmusError
 
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 """A duration, as far as a peer may name one; clocks that differ by the age of Unix are within it."""
@@ -48,7 +49,7 @@ class Member(NamedTuple):
 class Facts:
     """Small frozen values that schedulers exchange and drivers report: losses, norms, counts, times.
 
-    Each kind of facts is a subclass; `plan/facts.py` serialises them all, with bounds.
+    Each kind of facts is a subclass; `pack_facts` and `unpack_facts` serialise them all, with bounds.
     """
 
     # Losses and norms may be infinite or NaN.
@@ -364,3 +365,39 @@ class Strategy(Protocol):
 
     def costs(self, member: Member) -> Costs:
         """The costs of a member."""
+
+
+MAX_FACTS_BYTES: Final = 32 * 1024
+_MAX_SHOWN: Final = 200
+
+F = TypeVar("F", bound=Facts)
+
+
+def pack_facts(facts: Facts, *, max_bytes: int = MAX_FACTS_BYTES) -> str:
+    """Facts as JSON text; more than `max_bytes` is the caller's mistake."""
+    text = _adapter_of(type(facts)).dump_json(facts).decode()
+    if len(text) > max_bytes:
+        raise ValueError(f"{type(facts).__name__} of {len(text)} bytes is over the limit of {max_bytes}")
+    return text
+
+
+def unpack_facts(text: object, kind: type[F], *, max_bytes: int = MAX_FACTS_BYTES) -> F:
+    """The facts of this kind that `pack_facts` gave; anything else is an error of the peer."""
+    if not isinstance(text, str) or len(text) > max_bytes:
+        raise FrameError(f"a message whose {kind.__name__} is no text or over {max_bytes} bytes")
+    try:
+        found: F = _adapter_of(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        reason = error.errors(include_url=False, include_input=False)[0]
+        raise FrameError(f"a message with unreadable {kind.__name__}: {str(reason)[:_MAX_SHOWN]}") from None
+    return found
+
+
+def _adapter_of(kind: type[Facts]) -> TypeAdapter[Any]:
+    # mypy does not see that a class is hashable when its instances compare by value.
+    return _adapter(cast("Hashable", kind))
+
+
+@functools.lru_cache(maxsize=256)
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter(cast("type[Facts]", kind))

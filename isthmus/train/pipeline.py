@@ -14,9 +14,19 @@ from isthmus.events import WAITING_KIND, Span, steady_s
 from isthmus.model.random import RngKey, seed_from
 from isthmus.model.stage import Batch, Stage, StageInput, StageOutput
 from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated, Verdict, condensed
-from isthmus.plan.facts import pack_facts, unpack_facts
 from isthmus.plan.pipeline_parts import FACTS, HIDDEN, SENDING_HALF
-from isthmus.plan.types import Facts, Gathered, Member, Message, MessageKind, Ran, Work, WorkKind
+from isthmus.plan.types import (
+    Facts,
+    Gathered,
+    Member,
+    Message,
+    MessageKind,
+    Ran,
+    Work,
+    WorkKind,
+    pack_facts,
+    unpack_facts,
+)
 from isthmus.train.coding import CutCoding, CutEnd
 from isthmus.train.device import Device, Mark, PassClock
 from isthmus.train.frozen_cache import HELD, Admission, Cache, Foresight, held_of

@@ -10,9 +10,9 @@ import torch
 
 from isthmus.job import CodecSpec, Job, LinkSpec
 from isthmus.plan.codecs import RAW_PAIR, Crossing, Loss, Pair, codec_levels, texts_of
-from isthmus.plan.costs.profile import CodingTimes, fit_line
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
 from isthmus.plan.steering import Cut
+from isthmus.plan.times import CodingTimes, fit_line
 from isthmus.plan.types import Member, Message, MessageKind
 from isthmus.train.device import Device, Mark
 from isthmus.train.integers import IDS

@@ -25,12 +25,10 @@ from isthmus.job.sections import AcceleratorSpec, plain_name
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.costs import MeasuredModel, Training
 from isthmus.model.heads import HEADS
-from isthmus.plan.cost_table import CostTable, read_table, table_text
-from isthmus.plan.costs import PlannedModel
-from isthmus.plan.costs.devices import find_accelerator
-from isthmus.plan.costs.profile import VERSION, Profile, parse_profile, read_profile, write_profile
+from isthmus.plan.costs import CostTable, PlannedModel, read_table, table_text
 from isthmus.plan.job_facts import is_loopback
 from isthmus.plan.models import model_config, planned
+from isthmus.plan.times import VERSION, Profile, find_accelerator, parse_profile, read_profile, write_profile
 from isthmus.train.device import Device
 from isthmus.train.profiling import MAX_SCATTER, QUICK, Effort, measure, sizes_of, threads_here
 from isthmus.train.rehearsal import measure_together

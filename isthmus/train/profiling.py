@@ -25,7 +25,7 @@ from isthmus.model.heads import HEADS, Head
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
 from isthmus.plan.costs import Precision
-from isthmus.plan.costs.profile import NO_TIME, CodingTimes, PassTimes, Profile, Sample
+from isthmus.plan.times import NO_TIME, CodingTimes, PassTimes, Profile, Sample
 from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import NoReduction, Reduction

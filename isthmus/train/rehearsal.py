@@ -26,14 +26,14 @@ from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
 from isthmus.plan.codecs import RAW_PAIR, Crossing, Pair
 from isthmus.plan.costs import Precision
-from isthmus.plan.costs.profile import Profile, Sample, mean_sample
 from isthmus.plan.end_of_step import StepEnded
 from isthmus.plan.job_facts import links_along
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.simulated import simulate_scenario
 from isthmus.plan.steering import Cut
+from isthmus.plan.times import Profile, Sample, mean_sample
 from isthmus.plan.types import Facts, Member, Message
 from isthmus.train.build import AUTOCAST
 from isthmus.train.device import Device

@@ -22,11 +22,10 @@ from isthmus.job.rundir import join_run
 from isthmus.model.export import merge, write_part
 from isthmus.model.exported import describe_exported
 from isthmus.observe.trackers import Tracker
-from isthmus.plan.facts import pack_facts, unpack_facts
 from isthmus.plan.job_facts import common_ranks
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import PipelineState
-from isthmus.plan.types import Facts, Member, Outcome
+from isthmus.plan.types import Facts, Member, Outcome, pack_facts, unpack_facts
 from isthmus.train.build import AUTOCAST, Build, Built, blueprint_of
 from isthmus.train.checkpoint import Checkpoints, Keeper, State, pack_wires, unpack_wires
 from isthmus.train.data.batches import Layout, divide_batch

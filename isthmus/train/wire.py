@@ -22,9 +22,18 @@ from torch import Tensor
 from isthmus.codec.base import flat_bytes
 from isthmus.errors import FrameError
 from isthmus.events import Span, steady_s
-from isthmus.plan.facts import pack_facts, unpack_facts
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN
-from isthmus.plan.types import Carried, Event, Facts, Member, Message, MessageKind, Sent
+from isthmus.plan.types import (
+    Carried,
+    Event,
+    Facts,
+    Member,
+    Message,
+    MessageKind,
+    Sent,
+    pack_facts,
+    unpack_facts,
+)
 from isthmus.train.coding import DTYPES, CodecState, Coded, CutEnd
 from isthmus.train.device import Mark
 from isthmus.train.frozen_cache import Cache

@@ -11,8 +11,8 @@ from isthmus.cli.main import app
 from isthmus.errors import JobError, UserError
 from isthmus.job import PipelineStrategy, load_job
 from isthmus.plan.costs import Precision
-from isthmus.plan.costs.profile import PassTimes, Profile, Sample, write_profile
 from isthmus.plan.plan import scenario_of
+from isthmus.plan.times import PassTimes, Profile, Sample, write_profile
 from tests.plan.jobs import TWO_CLOUDS
 
 WIDE = {"COLUMNS": "240"}

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from isthmus.cli.probe import profile
 from isthmus.errors import UserError
-from isthmus.plan.costs.profile import read_profile
+from isthmus.plan.times import read_profile
 from isthmus.train.profiling import Effort
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "demo.toml"

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from isthmus.cli.main import app as isthmus
 from isthmus.cli.report import report
 from isthmus.errors import UserError
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.simulated import simulate_scenario
 from tests.observe.test_compare import SCENARIO, write_run
 
 

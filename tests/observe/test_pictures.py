@@ -24,7 +24,7 @@ from isthmus.observe.draw import (
 )
 from isthmus.observe.timeline import Chart, chart_of_step
 from isthmus.plan.scenario import Policy
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.simulated import simulate_scenario
 from tests.plan.scenarios import pipeline, stage
 
 SVG = "{http://www.w3.org/2000/svg}"

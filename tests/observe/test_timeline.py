@@ -15,7 +15,7 @@ from isthmus.observe.timeline import (
     union,
 )
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.simulated import simulate_scenario
 from tests.plan.scenarios import pipeline, scenarios
 
 

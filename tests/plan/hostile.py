@@ -6,9 +6,8 @@ from random import Random
 from typing import Any
 
 from isthmus.plan.end_of_step import Cosines, Evaluated, Tally, Verdict
-from isthmus.plan.facts import MAX_FACTS_BYTES, pack_facts
-from isthmus.plan.types import Facts
-from isthmus.plan.windows import Hop
+from isthmus.plan.scenario import Hop
+from isthmus.plan.types import MAX_FACTS_BYTES, Facts, pack_facts
 
 HOP = Hop(forward_s=0.01, backward_s=0.02, latency_s=0.03, coding_s=0.001)
 TALLY = Tally(

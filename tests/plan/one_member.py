@@ -5,6 +5,7 @@ from typing import Any
 from isthmus.plan.end_of_step import Cosines, Evaluated, Tally, Verdict
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
+from isthmus.plan.scenario import Hop
 from isthmus.plan.types import (
     Action,
     Arrived,
@@ -23,7 +24,6 @@ from isthmus.plan.types import (
     Work,
     WorkKind,
 )
-from isthmus.plan.windows import Hop
 from tests.plan.driver import facts_of
 
 FROM_BEHIND = (MessageKind.GRADIENT, MessageKind.TALLY, MessageKind.EVALUATED)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from isthmus.plan.facts import pack_facts, unpack_facts
 from isthmus.plan.types import (
     Action,
     Costs,
@@ -20,6 +19,8 @@ from isthmus.plan.types import (
     Stop,
     Strategy,
     Work,
+    pack_facts,
+    unpack_facts,
 )
 
 

@@ -7,7 +7,7 @@ from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.costs import MeasuredModel, Training
 from isthmus.model.heads import HEADS
 from isthmus.plan.costs import ModelCosts, Task, Workload
-from isthmus.plan.estimate import EstimatedModel, estimated_model
+from isthmus.plan.models import EstimatedModel, estimated_model
 
 LLAMA_7B: dict[str, Any] = {
     "model_type": "llama",

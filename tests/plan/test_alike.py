@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad
-from isthmus.plan.simulated_pipeline import simulate_scenario
-from isthmus.plan.simulation.alike import one_for_all
+from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad, one_for_all
+from isthmus.plan.simulated import simulate_scenario
 
 TIMES = st.floats(0.01, 0.2)
 BYTES = st.integers(1000, 50_000)

@@ -18,9 +18,8 @@ from isthmus.plan.plan import (
     scenario_of,
 )
 from isthmus.plan.planner import plan
-from isthmus.plan.scenario import Scenario
-from isthmus.plan.simulated_pipeline import simulate_scenario
-from isthmus.plan.windows import expected, first_windows, next_windows
+from isthmus.plan.scenario import Scenario, expected, first_windows, next_windows
+from isthmus.plan.simulated import simulate_scenario
 from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 from tests.plan.scenarios import hop, stage
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from isthmus.job.codec import parse_codec
 from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Loss, Pair, Stretch
 from isthmus.plan.end_of_step import Cosines, Tally
+from isthmus.plan.scenario import Hop
 from isthmus.plan.steering import Cut, Steering
-from isthmus.plan.windows import Hop
 
 NUM_MICROBATCHES = 16
 INTERVAL_S = 0.03

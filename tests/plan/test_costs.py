@@ -10,8 +10,7 @@ from isthmus.job import load_job
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.costs import MeasuredModel, Training
 from isthmus.model.heads import HEADS
-from isthmus.plan.cost_table import parsed_table, table_text
-from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload
+from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload, parsed_table, table_text
 from isthmus.plan.models import load_config, read_model
 from isthmus.plan.planner import plan
 from tests.plan.jobs import two_clouds

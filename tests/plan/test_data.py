@@ -11,17 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.job.faults import CloudFault, CloudFaultKind, Fault, FaultKind
-from isthmus.plan.data import DataScheduler
-from isthmus.plan.data_spec import DataEnded, DataParallel, Piece, RoundCommit, RoundEnded, Share
-from isthmus.plan.ledger import Ledger
-from isthmus.plan.membership import Report, Ruling
+from isthmus.plan.data import FACTS, DataScheduler
+from isthmus.plan.lines import Disturbance
+from isthmus.plan.membership import (
+    DataEnded,
+    DataParallel,
+    Ledger,
+    Piece,
+    Report,
+    RoundCommit,
+    RoundEnded,
+    Ruling,
+    Share,
+)
 from isthmus.plan.orders import Orders
-from isthmus.plan.rounds import FACTS
 from isthmus.plan.scenario import Line
 from isthmus.plan.simulate import simulate
-from isthmus.plan.simulated_data import DataTimes, SimulatedData
-from isthmus.plan.simulation.lines import Disturbance
-from isthmus.plan.simulation.timeline import Timeline
+from isthmus.plan.simulated import DataTimes, SimulatedData
+from isthmus.plan.timeline import Timeline
 from isthmus.plan.types import (
     Arrived,
     Facts,

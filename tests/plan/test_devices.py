@@ -4,8 +4,13 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.plan.costs import Arithmetic, Precision, Workload
-from isthmus.plan.costs.devices import CATALOGUE, DEFAULT_ACHIEVABLE, find_accelerator, new_accelerator
-from isthmus.plan.costs.times import estimated_times
+from isthmus.plan.times import (
+    CATALOGUE,
+    DEFAULT_ACHIEVABLE,
+    estimated_times,
+    find_accelerator,
+    new_accelerator,
+)
 from tests.plan.sizes import LLAMA_7B, estimated, measured
 
 BFLOAT16 = Arithmetic(precision=Precision.BFLOAT16)

@@ -26,8 +26,8 @@ from isthmus.plan.end_of_step import (
     stage_tally,
     total_norm,
 )
-from isthmus.plan.facts import pack_facts, unpack_facts
 from isthmus.plan.pipeline_parts import PipelineState
+from isthmus.plan.scenario import Hop
 from isthmus.plan.steering import Cut, SavedCodecs
 from isthmus.plan.types import (
     Arrived,
@@ -40,8 +40,9 @@ from isthmus.plan.types import (
     Save,
     Stop,
     WorkKind,
+    pack_facts,
+    unpack_facts,
 )
-from isthmus.plan.windows import Hop
 from tests.plan.driver import Driver, Times
 from tests.plan.one_member import OneMember, pipeline_of, tally_of
 

@@ -11,20 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.job.faults import CloudFault, CloudFaultKind
-from isthmus.plan.feed import DiscriminatorScheduler, GeneratorScheduler, Merge
-from isthmus.plan.feed_spec import (
+from isthmus.plan.feed import (
     FACTS,
     Allowance,
     BatchTag,
+    DiscriminatorScheduler,
     FeedStep,
     GeneratorDiscriminator,
     GeneratorLost,
+    GeneratorScheduler,
     GeneratorStream,
+    Merge,
 )
 from isthmus.plan.scenario import Line
 from isthmus.plan.simulate import simulate
-from isthmus.plan.simulated_feed import FeedTimes, SimulatedFeed
-from isthmus.plan.simulation.timeline import Timeline
+from isthmus.plan.simulated import FeedTimes, SimulatedFeed
+from isthmus.plan.timeline import Timeline
 from isthmus.plan.types import (
     Arrived,
     Done,

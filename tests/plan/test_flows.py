@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.simulation.clockwork import Clock, Pace, Slowdown
-from isthmus.plan.simulation.flows import Flow, Outage
+from isthmus.plan.lines import Clock, Flow, Outage, Pace, Slowdown
 
 
 @dataclass

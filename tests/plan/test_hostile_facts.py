@@ -13,10 +13,10 @@ import pytest
 from isthmus.errors import FrameError
 from isthmus.plan.codecs import Bounds, Crossing
 from isthmus.plan.end_of_step import Cosines, Evaluated, Tally, Verdict
-from isthmus.plan.facts import MAX_FACTS_BYTES, pack_facts, unpack_facts
 from isthmus.plan.pipeline_parts import FACTS
 from isthmus.plan.steering import Cut
 from isthmus.plan.types import (
+    MAX_FACTS_BYTES,
     Action,
     Arrived,
     Carried,
@@ -28,6 +28,8 @@ from isthmus.plan.types import (
     Stop,
     Tell,
     WorkKind,
+    pack_facts,
+    unpack_facts,
 )
 from tests.plan.hostile import EVALUATED, HOP, TALLY, VALID, VALUES, VERDICT, extreme_text, hostile_text
 from tests.plan.one_member import OneMember, pipeline_of, tally_of

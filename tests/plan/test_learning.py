@@ -15,10 +15,16 @@ from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.plan.costs import Precision, Workload
-from isthmus.plan.costs.devices import CATALOGUE
-from isthmus.plan.costs.profile import PassTimes, Profile, Sample
-from isthmus.plan.costs.times import estimated_times, learned_times, measured_times
 from isthmus.plan.planner import plan
+from isthmus.plan.times import (
+    CATALOGUE,
+    PassTimes,
+    Profile,
+    Sample,
+    estimated_times,
+    learned_times,
+    measured_times,
+)
 from tests.model.cases import COMMON, CONFIGS
 from tests.plan.jobs import TWO_CLOUDS
 from tests.plan.sizes import estimated, measured

@@ -20,7 +20,7 @@ from isthmus.plan.plan import (
     scenario_of,
 )
 from isthmus.plan.planner import plan
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.simulated import simulate_scenario
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

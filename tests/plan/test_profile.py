@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.plan.costs import Arithmetic, Precision, Workload
-from isthmus.plan.costs.profile import PassTimes, Profile, Sample, read_profile, write_profile
-from isthmus.plan.costs.times import measured_times
 from isthmus.plan.job_facts import cloud_facts
+from isthmus.plan.times import PassTimes, Profile, Sample, measured_times, read_profile, write_profile
 from tests.plan.jobs import two_clouds
 
 NUM_LAYERS = 3

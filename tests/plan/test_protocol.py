@@ -8,7 +8,6 @@ import pytest
 from isthmus.errors import FrameError, IsthmusError
 from isthmus.plan.codecs import Crossing
 from isthmus.plan.end_of_step import Cosines, Evaluated, Seen, Verdict
-from isthmus.plan.facts import unpack_facts
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.scenario import Policy
@@ -33,6 +32,7 @@ from isthmus.plan.types import (
     Stop,
     Work,
     WorkKind,
+    unpack_facts,
 )
 from tests.plan.one_member import OneMember, pipeline_of, tally_of, verdict_of
 

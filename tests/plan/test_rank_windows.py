@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 
 from isthmus.plan.end_of_step import Reduced, Seen, joined, stage_tally
 from isthmus.plan.planner import plan
-from isthmus.plan.scenario import Policy, Scenario
-from isthmus.plan.simulated_pipeline import simulate_scenario
-from isthmus.plan.windows import Hop, Measured, at_worst, expected, first_windows, next_windows
+from isthmus.plan.scenario import (
+    Hop,
+    Measured,
+    Policy,
+    Scenario,
+    at_worst,
+    expected,
+    first_windows,
+    next_windows,
+)
+from isthmus.plan.simulated import simulate_scenario
 from tests.plan.jobs import two_clouds
 from tests.plan.one_member import pipeline_of, tally_of
 from tests.plan.scenarios import hop, pipeline, stage

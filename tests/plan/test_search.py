@@ -12,7 +12,7 @@ from isthmus.job.load import parse_job
 from isthmus.plan.codecs import Figures, allowed_pairs
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import HopLoad, Scenario
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.simulated import simulate_scenario
 from isthmus.plan.stage_tables import Setting, microbatch_choices
 from isthmus.plan.step_time import scenario_bound_s
 from isthmus.plan.study import Study, study

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad
-from isthmus.plan.simulated_pipeline import simulate_scenario
-from isthmus.plan.simulation.alike import one_for_all
+from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad, one_for_all
+from isthmus.plan.simulated import simulate_scenario
 from isthmus.plan.step_time import NUM_STEPS, least_passes, scenario_bound_s, simulate_step
 from tests.plan.scenarios import pipeline, scenarios
 

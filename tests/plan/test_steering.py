@@ -9,8 +9,8 @@ import pytest
 from isthmus.job.codec import parse_codec
 from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Loss, Pair, codec_levels
 from isthmus.plan.end_of_step import Cosines, Tally
+from isthmus.plan.scenario import Hop
 from isthmus.plan.steering import Cut, Guard, Steering
-from isthmus.plan.windows import Hop
 
 CROSSING = Crossing(num_rows=512, width=128)
 

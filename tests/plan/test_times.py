@@ -8,13 +8,20 @@ from hypothesis import strategies as st
 
 from isthmus.job.codec import parse_codec
 from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload
-from isthmus.plan.costs.devices import CATALOGUE, LAYER_LAUNCH_S
-from isthmus.plan.costs.profile import CodingTimes, PassTimes, Profile, Sample, fit_line
-from isthmus.plan.costs.times import estimated_times
 from isthmus.plan.job_facts import cloud_facts, is_loopback
 from isthmus.plan.plan import PipelineSettings
 from isthmus.plan.planner import plan
 from isthmus.plan.stage_tables import coding_s
+from isthmus.plan.times import (
+    CATALOGUE,
+    LAYER_LAUNCH_S,
+    CodingTimes,
+    PassTimes,
+    Profile,
+    Sample,
+    estimated_times,
+    fit_line,
+)
 from tests.plan.jobs import two_clouds
 from tests.plan.sizes import estimated
 

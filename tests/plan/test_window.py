@@ -6,9 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.scenario import Caps, HopLoad, Line, Policy, Scenario, StageLoad
-from isthmus.plan.simulated_pipeline import simulate_scenario
-from isthmus.plan.windows import Hop, bare_scenario, windows
+from isthmus.plan.scenario import (
+    Caps,
+    Hop,
+    HopLoad,
+    Line,
+    Policy,
+    Scenario,
+    StageLoad,
+    bare_scenario,
+    windows,
+)
+from isthmus.plan.simulated import simulate_scenario
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 COMPUTE_S = FORWARD_S + BACKWARD_S

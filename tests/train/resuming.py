@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from isthmus.model.stage import Stage
-from isthmus.plan.facts import pack_facts, unpack_facts
 from isthmus.plan.pipeline_parts import PipelineState
-from isthmus.plan.types import Facts, Member
+from isthmus.plan.types import Facts, Member, pack_facts, unpack_facts
 from isthmus.train.checkpoint import State, pack_wires, unpack_wires
 from isthmus.train.wire import Wire
 from tests.train.chain import Chain, Saved

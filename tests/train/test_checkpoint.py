@@ -17,9 +17,8 @@ from isthmus.job.codec import parse_boundary, parse_codec
 from isthmus.model.blueprint import pretrained_blueprint, split_layers
 from isthmus.model.stage import Stage
 from isthmus.plan.codecs import Pair
-from isthmus.plan.facts import pack_facts, unpack_facts
 from isthmus.plan.pipeline_parts import PipelineState
-from isthmus.plan.types import Member
+from isthmus.plan.types import Member, pack_facts, unpack_facts
 from isthmus.train.checkpoint import Checkpoints, Keeper, State, WireState, lazily, pack_wires, unpack_wires
 from isthmus.train.data.samples import Cursor
 from isthmus.train.in_cloud import Alone, shard, whole

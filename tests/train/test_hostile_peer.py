@@ -15,8 +15,8 @@ import torch
 from isthmus.errors import FrameError
 from isthmus.job.codec import parse_boundary
 from isthmus.plan.end_of_step import Evaluated, Tally, Verdict
+from isthmus.plan.scenario import Hop
 from isthmus.plan.types import MessageKind
-from isthmus.plan.windows import Hop
 from isthmus.train.device import Device
 from isthmus.train.pipeline import PipelineActor
 from isthmus.train.run_config import RunConfig

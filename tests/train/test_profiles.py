@@ -10,9 +10,9 @@ import pytest
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plan.costs import Precision
-from isthmus.plan.costs.profile import PassTimes, Profile, Sample, read_profile
 from isthmus.plan.job_facts import cloud_facts
 from isthmus.plan.planner import plan
+from isthmus.plan.times import PassTimes, Profile, Sample, read_profile
 from isthmus.train.profiles import Profiler, as_local, digest_of, is_open, why_not_here
 from tests.train.test_setup import FIGURES, clouds, links, tiny_job
 

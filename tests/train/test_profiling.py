@@ -9,8 +9,7 @@ import pytest
 from isthmus.errors import UserError
 from isthmus.job.load import parse_job
 from isthmus.plan.costs import Precision, Workload
-from isthmus.plan.costs.profile import Profile, read_profile, write_profile
-from isthmus.plan.costs.times import measured_times
+from isthmus.plan.times import Profile, measured_times, read_profile, write_profile
 from isthmus.train.profiling import Effort, Rig, measure, repeat, require_certain, sizes_of
 
 FEW = Effort(least_rounds=2, most_rounds=3, size_s=0.0, round_s=10.0, rehearsal_s=0.0)

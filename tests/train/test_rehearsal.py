@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from isthmus.plan.costs import Precision
-from isthmus.plan.costs.profile import PassTimes, Profile, Sample
-from isthmus.plan.simulated_pipeline import simulate_scenario
+from isthmus.plan.simulated import simulate_scenario
+from isthmus.plan.times import PassTimes, Profile, Sample
 from isthmus.train.profiling import Effort
 from isthmus.train.rehearsal import (
     Rehearsal,

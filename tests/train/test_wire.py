@@ -14,8 +14,8 @@ from isthmus.errors import FrameError
 from isthmus.model.heads import HEADS
 from isthmus.model.stage import Batch
 from isthmus.plan.end_of_step import Cosines, Evaluated, Tally, Verdict
+from isthmus.plan.scenario import Hop
 from isthmus.plan.types import Carried, Facts, Member, MessageKind
-from isthmus.plan.windows import Hop
 from isthmus.train.run_config import RunConfig
 from isthmus.wan.packet import Packet
 from tests.model.cases import make_batch

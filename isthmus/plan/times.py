@@ -1,5 +1,16 @@
-"""What `isthmus profile` measured on a device, as the file that a cloud's `profile` key names.
+"""How long each part of a model takes on a device: estimated from its costs, or as a profile measured it.
 
+Every pass of every part costs `fixed + per token`. The part that grows with the tokens is arithmetic and
+memory traffic; the fixed part is what it costs to call and to launch some tens of kernels, whatever their
+size. On an accelerator the host launches ahead of the device, so a stage takes the longer of launching all
+its parts and computing them. On a CPU the thread that calls is the one that computes, so the two add up.
+
+Speeds in the catalogue of accelerators are peaks of dense arithmetic from the makers' data sheets;
+`achievable` is the share of it that whole layers of a transformer reach in training, as published runs report
+it. Prices are round on-demand figures of public clouds and markets; `usd_per_hour` of a cloud or an
+`[[accelerator]]` table replaces them.
+
+A profile is what `isthmus profile` measured on a device, in the file that a cloud's `profile` key names.
 A profile has one or more samples, each of one size of micro-batch in one precision. Between two sizes that
 were measured a time lies on the line through them. Beyond them it follows the line `fixed + per token` that
 fits all samples, so that noise of two neighbouring sizes is not carried far. Nothing in a profile is
@@ -11,10 +22,192 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from isthmus.errors import UserError
-from isthmus.plan.costs import Precision
+from isthmus.job.sections import plain_name
+from isthmus.plan.costs import WIDE_BYTES, ModelCosts, PartCosts, Precision, Workload
+from isthmus.units import closest
+
+_TERA: Final = 1e12
+_GIGA: Final = 1e9
+_GIB: Final = 2**30
+
+DEFAULT_ACHIEVABLE: Final = 0.4
+"""Of an accelerator that says nothing of it."""
+DEFAULT_FLOAT32_SHARE: Final = 1 / 16
+"""Peak in float32 to that in bfloat16, likewise: about what data-centre GPUs since 2020 have."""
+DEFAULT_MEMORY_BANDWIDTH: Final = 1555 * _GIGA
+"""Bytes per second, likewise: an A100's."""
+LAYER_LAUNCH_S: Final = 8e-4
+"""What the host takes to launch the forward pass of one layer, eagerly."""
+_COMPILED_SHARE: Final = 0.25
+# Calls of a layer's forward on one core, beside its arithmetic.
+_CPU_LAYER_S: Final = 4e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One device as torch sees it; speeds in operations and bytes per second."""
+
+    name: str
+    flops: float
+    """Peak in bfloat16; as in float32 where there are no units for it."""
+    flops_float32: float
+    achievable: float
+    achievable_float32: float = 0.7
+    """Plain arithmetic comes nearer to its peak than matrix units do."""
+    memory_bytes: int
+    memory_bandwidth: float
+    usd_per_hour: float | None
+    is_cpu: bool = False
+    eager_launch_s: float = LAYER_LAUNCH_S
+    """What it takes to call or to launch the forward pass of one layer that is not compiled."""
+
+    def layer_launch_s(self, *, is_compiled: bool) -> float:
+        """What it takes to launch the forward pass of one layer."""
+        return self.eager_launch_s * (_COMPILED_SHARE if is_compiled else 1.0)
+
+    def shared_by(self, num_ranks: int) -> "Accelerator":
+        """What one of several ranks has that compute on the same device at the same time."""
+        if num_ranks == 1:
+            return self
+        price = self.usd_per_hour
+        return replace(
+            self,
+            flops=self.flops / num_ranks,
+            flops_float32=self.flops_float32 / num_ranks,
+            memory_bytes=self.memory_bytes // num_ranks,
+            memory_bandwidth=self.memory_bandwidth / num_ranks,
+            usd_per_hour=None if price is None else price / num_ranks,
+        )
+
+    def effective_flops(self, precision: Precision) -> float:
+        """What training reaches."""
+        if precision is Precision.FLOAT32:
+            return self.flops_float32 * self.achievable_float32
+        # Without units for bfloat16 its products run as float32's do.
+        share = self.achievable if self.flops > self.flops_float32 else self.achievable_float32
+        return self.flops * share
+
+
+def new_accelerator(
+    name: str,
+    *,
+    flops: float,
+    memory_bytes: int,
+    flops_float32: float | None = None,
+    achievable: float | None = None,
+    memory_bandwidth: float | None = None,
+    usd_per_hour: float | None = None,
+) -> Accelerator:
+    """An accelerator of the user's own, with the usual for what is left out."""
+    return Accelerator(
+        name=name,
+        flops=flops,
+        flops_float32=flops * DEFAULT_FLOAT32_SHARE if flops_float32 is None else flops_float32,
+        achievable=DEFAULT_ACHIEVABLE if achievable is None else achievable,
+        memory_bytes=memory_bytes,
+        memory_bandwidth=DEFAULT_MEMORY_BANDWIDTH if memory_bandwidth is None else memory_bandwidth,
+        usd_per_hour=usd_per_hour,
+    )
+
+
+def find_accelerator(name: str, *, own: Mapping[str, Accelerator] | None = None) -> Accelerator:
+    """The accelerator of that name: the job's own, else the catalogue's; case and punctuation aside.
+
+    Of several that are spelled alike, the one of exactly that name.
+    """
+    for some in (own or {}, CATALOGUE):
+        by_plain = {plain_name(key): one for key, one in some.items()}
+        found = some.get(name) or by_plain.get(plain_name(name))
+        if found is not None:
+            return found
+    known = {**CATALOGUE, **(own or {})}
+    meant = closest(name, known)
+    guess = f"did you mean {meant!r}? If not, " if meant else ""
+    raise UserError(
+        f"accelerator {name!r} is not in the catalogue",
+        hint=f"{guess}add it to the job: [[accelerator]] with name = {name!r}, flops and memory"
+        + ("" if meant else f"; known are {', '.join(known)}"),
+    )
+
+
+def _catalogue() -> tuple[Accelerator, ...]:
+    # In the order: bfloat16, float32, achievable, GiB, GB/s, $/h.
+    return (
+        # NVIDIA Tesla V100 data sheet (2020), SXM2; it has no units for bfloat16 (its 125 are float16).
+        _row("v100-16gb", 15.7, 15.7, 0.7, 16, 900, 2.5),
+        _row("v100-32gb", 15.7, 15.7, 0.7, 32, 900, 3.0),
+        # NVIDIA A100 data sheet (2021), SXM.
+        _row("a100-40gb", 312, 19.5, 0.5, 40, 1555, 3.0),
+        _row("a100-80gb", 312, 19.5, 0.5, 80, 2039, 4.0),
+        # NVIDIA H100 data sheet (2023), SXM; half of the figures "with sparsity".
+        _row("h100", 989, 67, 0.4, 80, 3350, 4.0),
+        # NVIDIA H200 data sheet (2024), SXM; torch sees 139.8 GiB of the 141 GB and what it reserves.
+        _row("h200", 989, 67, 0.4, 139.8, 4800, 5.0),
+        # NVIDIA DGX B200 data sheet (2024), one eighth.
+        _row("b200", 2250, 75, 0.4, 180, 7700, 8.0),
+        # NVIDIA L4 data sheet (2023), dense.
+        _row("l4", 121, 30.3, 0.4, 24, 300, 0.8),
+        # NVIDIA L40S data sheet (2023), dense.
+        _row("l40s", 362, 91.6, 0.4, 48, 864, 1.9),
+        # NVIDIA A10G as in AWS's G5 instances, AWS (2021) and NVIDIA A10 data sheet.
+        _row("a10g", 70, 31.2, 0.5, 24, 600, 1.0),
+        # NVIDIA T4 data sheet (2019); no units for bfloat16 (its 65 are float16).
+        _row("t4", 8.1, 8.1, 0.7, 16, 320, 0.5),
+        # NVIDIA Ada architecture white paper (2022), products added up in float32.
+        _row("rtx4090", 165, 82.6, 0.5, 24, 1008, 0.5),
+        # AMD Instinct MI250X data sheet (2021); torch sees each of its two dies as a device.
+        _row("mi250x", 191.5, 23.9, 0.4, 64, 1638, 1.5),
+        # AMD Instinct MI300X data sheet (2023), dense.
+        _row("mi300x", 1307, 163.4, 0.35, 192, 5300, 4.0),
+        # Huawei publishes no data sheet of the 910B; its B2 variant as third parties report it.
+        _row("ascend-910b", 376, 94, 0.4, 64, 1600, 2.0),
+    )
+
+
+def _row(
+    name: str,
+    tflops: float,
+    tflops_float32: float,
+    achievable: float,
+    memory_gib: float,
+    memory_gb_per_s: float,
+    usd_per_hour: float,
+) -> Accelerator:
+    return Accelerator(
+        name=name,
+        flops=tflops * _TERA,
+        flops_float32=tflops_float32 * _TERA,
+        achievable=achievable,
+        memory_bytes=round(memory_gib * _GIB),
+        memory_bandwidth=memory_gb_per_s * _GIGA,
+        usd_per_hour=usd_per_hour,
+    )
+
+
+# Two cores with AVX-512 at 2.8 GHz, as a rank on a small machine has. One such core (Xeon, Ice Lake, torch
+# 2.13) gave 48 to 125 GFLOP/s in forward and backward of Llama layers 128 to 2048 wide in float32, of a peak
+# of 179, and 18 to 32 in bfloat16, which it has no units for: a third of the peak is the middle of that.
+_CPU: Final = Accelerator(
+    name="cpu",
+    flops=0.11 * _TERA,
+    flops_float32=0.36 * _TERA,
+    achievable=0.35,
+    achievable_float32=0.35,
+    memory_bytes=64 * _GIB,
+    memory_bandwidth=25 * _GIGA,
+    usd_per_hour=0.1,
+    is_cpu=True,
+    eager_launch_s=_CPU_LAYER_S,
+)
+
+CATALOGUE: Final[Mapping[str, Accelerator]] = MappingProxyType(
+    {one.name: one for one in (*_catalogue(), _CPU)}
+)
+
 
 VERSION: Final = 2
 _MAX_FILE_BYTES: Final = 64 * 2**20
@@ -379,3 +572,131 @@ def _with_parts(sample: Sample, parts: Sequence[PassTimes], num_sequences: int) 
 
 def _parts(sample: Sample) -> list[PassTimes]:
     return [sample.embedding, sample.head, sample.beside, *sample.layers]
+
+
+# AdamW as torch runs it over lists of tensors, one kernel after the other, and the norm before it.
+_UPDATE_BYTES_PER_PARAMETER: Final = 21 * WIDE_BYTES
+# A gradient of the whole table is zeroed, filled and added to the one there is.
+_TABLE_PASSES: Final = 4
+# Products of a backward pass for each of the forward pass, where all learns.
+_MEASURED_SHARE: Final = 2.0
+# A backward pass launches about twice the kernels of a forward pass.
+_BACKWARD_LAUNCHES: Final = 2.0
+# Embedding, head and what stands beside the layers of a stage (masks, rotary tables, the loss), in layers.
+_END_LAUNCHES: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTimes:
+    """One micro-batch through each part of a model on one rank, and the update of its weights."""
+
+    embedding: PassTimes
+    layers: tuple[PassTimes, ...]
+    head: PassTimes
+    update_s_per_parameter: float
+    beside: PassTimes = NO_TIME
+    """What each pass of a stage takes beside its parts."""
+
+    def stage(self, layers: range) -> PassTimes:
+        """The stage that holds these layers."""
+        total = sum((self.layers[layer] for layer in layers), self.beside)
+        if layers.start == 0:
+            total += self.embedding
+        return total + self.head if layers.stop == len(self.layers) else total
+
+
+def estimated_times(costs: ModelCosts, accelerator: Accelerator, *, is_compiled: bool = False) -> ModelTimes:
+    """From operations and bytes, at the speeds that the accelerator reaches, and launches of all layers."""
+    precision = costs.workload.arithmetic.precision
+    table_bytes = WIDE_BYTES * costs.num_embedding_parameters if costs.embedding.has_backward else 0
+    table_s = _TABLE_PASSES * table_bytes / accelerator.memory_bandwidth
+    launch_s = accelerator.layer_launch_s(is_compiled=is_compiled)
+    end_s = _END_LAUNCHES * accelerator.layer_launch_s(is_compiled=False)
+    layers = (
+        _launched(_estimated(part, accelerator, precision), part, launch_s, accelerator)
+        for part in costs.layers
+    )
+    embedding, head = (
+        _launched(_estimated(part, accelerator, precision), part, end_s, accelerator)
+        for part in (costs.embedding, costs.head)
+    )
+    return ModelTimes(
+        embedding=embedding + PassTimes(forward_s=0.0, backward_s=table_s),
+        layers=tuple(_again(one) if costs.workload.recompute else one for one in layers),
+        head=head,
+        update_s_per_parameter=_UPDATE_BYTES_PER_PARAMETER / accelerator.memory_bandwidth,
+    )
+
+
+def _launched(times: PassTimes, part: PartCosts, launch_s: float, accelerator: Accelerator) -> PassTimes:
+    """The same with what it takes to launch a part: side by side with computing, or on a CPU on top of it."""
+    forward_s, backward_s = launch_s, _BACKWARD_LAUNCHES * launch_s if part.has_backward else 0.0
+    if accelerator.is_cpu:
+        return times + PassTimes(forward_s=forward_s, backward_s=backward_s)
+    return replace(times, forward_launch_s=forward_s, backward_launch_s=backward_s)
+
+
+def measured_times(profile: Profile, workload: Workload, *, num_layers: int) -> ModelTimes:
+    """As the profile has it, for a micro-batch of this size."""
+    sample = profile.sample(
+        num_sequences=workload.num_sequences,
+        sequence_length=workload.sequence_length,
+        precision=workload.arithmetic.precision,
+    )
+    if len(sample.layers) != num_layers:
+        raise UserError(
+            f"the profile of {profile.device} is of a model with {len(sample.layers)} layers, "
+            f"not {num_layers}",
+            hint="measure again: isthmus profile JOB",
+        )
+    return ModelTimes(
+        embedding=sample.embedding,
+        layers=tuple(_again(one) if workload.recompute else one for one in sample.layers),
+        head=sample.head,
+        update_s_per_parameter=profile.update_s_per_parameter,
+        beside=sample.beside,
+    )
+
+
+def learned_times(times: ModelTimes, costs: ModelCosts) -> ModelTimes:
+    """Times that were measured while all learned, for a model of which less does."""
+    is_recomputed = costs.workload.recompute
+    pairs = zip(times.layers, costs.layers, strict=True)
+    return replace(
+        times,
+        embedding=_learned(times.embedding, costs.embedding, is_recomputed=False),
+        layers=tuple(_learned(one, part, is_recomputed=is_recomputed) for one, part in pairs),
+        head=_learned(times.head, costs.head, is_recomputed=False),
+    )
+
+
+def _learned(times: PassTimes, part: PartCosts, *, is_recomputed: bool) -> PassTimes:
+    def learn(forward_s: float, backward_s: float) -> float:
+        again_s = forward_s if is_recomputed and part.has_backward else 0.0
+        own_s = backward_s - (forward_s if is_recomputed else 0.0)
+        return part.backward_share / _MEASURED_SHARE * own_s + again_s
+
+    return replace(
+        times,
+        backward_s=learn(times.forward_s, times.backward_s),
+        backward_launch_s=learn(times.forward_launch_s, times.backward_launch_s),
+    )
+
+
+def _estimated(part: PartCosts, accelerator: Accelerator, precision: Precision) -> PassTimes:
+    products_s = part.flops / accelerator.effective_flops(precision)
+    products_s += part.float32_flops / accelerator.effective_flops(Precision.FLOAT32)
+    moved_s = part.moved_bytes / accelerator.memory_bandwidth
+    backward_s = part.backward_share * products_s + (2 * moved_s if part.has_backward else 0.0)
+    return PassTimes(forward_s=products_s + moved_s, backward_s=backward_s)
+
+
+def _again(times: PassTimes) -> PassTimes:
+    """With the forward pass run again before the backward, if there is one."""
+    if not times.backward_s:
+        return times
+    return replace(
+        times,
+        backward_s=times.backward_s + times.forward_s,
+        backward_launch_s=times.backward_launch_s + times.forward_launch_s,
+    )
