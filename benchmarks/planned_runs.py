@@ -110,6 +110,7 @@ def job_text(
     data: Mapping[str, object],
     train: Mapping[str, object],
     codec: str = "raw",
+    limits: Mapping[str, object] | None = None,
 ) -> str:
     """A job whose clouds stand in a row on this machine; links are (Mbit/s, ms)."""
     lines = [f'name = "{name}"', "seed = 7", "[model.config]", *_keys(config), "[data]", *_keys(data)]
@@ -122,6 +123,7 @@ def job_text(
         lines += [f'bandwidth = "{mbps:g} Mbps"', f'rtt = "{rtt_ms:g} ms"', f'codec = "{codec}"']
     order = ", ".join(f'"{cloud}"' for cloud in clouds)
     lines += ["[strategy]", 'kind = "pipeline"', f"clouds = [{order}]", "[train]", *_keys(train)]
+    lines += ["[limits]", *_keys(limits or {})]
     return "\n".join(lines) + "\n"
 
 

@@ -43,20 +43,28 @@ def measure_codings(
 def _pairs(job: Job, width: int) -> Iterator[Pair]:
     """Raw, the codecs that links have, and where one is open all levels that can be told without learning."""
     yield RAW_PAIR
-    most = Loss[job.limits.codec_loss.upper()]
     for link in job.link:
         if link.boundary.crossing_width(width) != width:
             continue
-        given = _given(link)
+        given = given_pair(link)
         if given is not None:
             yield given
-            continue
-        for level in codec_levels(width):
-            if level.loss <= most and not level.is_joint:
-                yield Pair(forward=level.forward, backward=level.backward)
+        else:
+            yield from open_pairs(job, width)
 
 
-def _given(link: LinkSpec) -> Pair | None:
+def open_pairs(job: Job, width: int) -> list[Pair]:
+    """The codecs that a link whose codec is open may get and that learn nothing, the least lossy first."""
+    most = Loss[job.limits.codec_loss.upper()]
+    return [
+        Pair(forward=level.forward, backward=level.backward)
+        for level in codec_levels(width)
+        if level.loss <= most and not level.is_joint
+    ]
+
+
+def given_pair(link: LinkSpec) -> Pair | None:
+    """The codecs that the job gives a link, raw in place of a subspace; None where one is open."""
     forward, backward = link.codec.forward, link.codec.backward
     if isinstance(forward, CodecSpec) and isinstance(backward, CodecSpec):
         pair = Pair(forward=forward, backward=backward)
@@ -72,7 +80,7 @@ def _cross(pair: Pair, num_rows: int, width: int, device: Device, taken: _Taken)
     )
     config = RunConfig(pipeline=pipeline, seed=0)
     sending, receiving = (cut_end(config, 0, device, width, is_sender=one) for one in (True, False))
-    hidden_BTD = torch.randn(1, num_rows, width).to(device.torch_device)
+    hidden_BTD = torch.randn(1, num_rows, width, device=device.torch_device)
     integers = {IDS: torch.zeros((1, num_rows), dtype=torch.int64)}
     forward, backward = texts_of(pair)
     keys = [(codec, verb, num_rows) for codec in (forward, backward) for verb in ("encode", "decode")]

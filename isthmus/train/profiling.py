@@ -36,6 +36,8 @@ from isthmus.train.profiled_codecs import measure_codings
 _NUM_WARM_UPS: Final = 2
 _SIZE_RATIO: Final = 4
 _COPY_BYTES: Final = 64 * 2**20
+# The largest message that codecs are timed with: beyond it their time grows with the number of elements.
+_MOST_CODED_ELEMENTS: Final = 2**24
 _NUM_COPIES: Final = 10
 _NUM_LABELS: Final = 2
 # The error of a median, as a multiple of the median of the absolute deviations over the root of the number.
@@ -543,9 +545,9 @@ def _codings(
     job: Job, blueprint: Blueprint, device: Device, sizes: Sequence[Size]
 ) -> tuple[CodingTimes, ...]:
     rows = sorted({one.num_tokens for one in sizes})
-    return measure_codings(
-        job, width=blueprint.config.hidden_size, num_rows=(rows[0], rows[-1]), device=device
-    )
+    width = blueprint.config.hidden_size
+    most = max(rows[0], min(rows[-1], _MOST_CODED_ELEMENTS // width))
+    return measure_codings(job, width=width, num_rows=(rows[0], most), device=device)
 
 
 def _copy_speeds(device: Device) -> tuple[float | None, float | None]:

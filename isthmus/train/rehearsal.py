@@ -20,7 +20,7 @@ import torch
 
 from isthmus.errors import FrameError
 from isthmus.events import Span
-from isthmus.job import CodecSpec, Job, LinkSpec, stage_order
+from isthmus.job import Job, LinkSpec, stage_order
 from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
@@ -41,6 +41,7 @@ from isthmus.train.loop import Loop
 from isthmus.train.members import agree_on_end
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import PipelineActor, pipeline_wires
+from isthmus.train.profiled_codecs import given_pair, open_pairs
 from isthmus.train.profiling import Effort, Size, made_up_batch, made_up_blueprint, measure, threads_here
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Inbox
@@ -267,17 +268,20 @@ class _Rehearsing:
             num_steps=_NUM_WARM_UP_STEPS + _NUM_STEPS,
             num_microbatches=num_microbatches,
             max_in_flight=num_microbatches,
-            cuts=tuple(Cut(crossing=crossing, codecs=_pair(link)) for link in links),
+            cuts=tuple(Cut(crossing=crossing, codecs=self._pair(link, width)) for link in links),
         )
         return RunConfig(pipeline=pipeline, seed=0)
 
+    def _pair(self, link: LinkSpec, width: int) -> Pair:
+        """The link's codecs; where they are open, what the link carries in less time than passes take.
 
-def _pair(link: LinkSpec) -> Pair:
-    """The link's codecs, raw where one is open."""
-    forward, backward = link.codec.forward, link.codec.backward
-    if isinstance(forward, CodecSpec) and isinstance(backward, CodecSpec):
-        return Pair(forward=forward, backward=backward)
-    return RAW_PAIR
+        On a CPU that is raw, and coding would take the cores from the passes. An accelerator computes faster
+        than a link inside one machine carries raw messages, so the rehearsal would time the link.
+        """
+        given = given_pair(link)
+        if given is not None or not self._device.is_accelerator:
+            return given or RAW_PAIR
+        return open_pairs(self._job, width)[-1]
 
 
 def rehearsed_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
