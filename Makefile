@@ -15,11 +15,12 @@ test: check  ## style, types and all tests but the slow ones
 test-slow: $(INSTALLED)  ## what takes long: trees of processes, every family over a wire, long properties
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
-check: $(INSTALLED)  ## style, types and the rooms' import contracts
+check: $(INSTALLED)  ## style, types, the rooms' import contracts, and the size of the package
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python benchmarks/size.py --no-run --check
 
 fuzz: $(INSTALLED)  ## properties on cases that no run has had before; outside CI
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=fuzz

@@ -51,7 +51,7 @@ class Recorder:
     def _called(self, frame: FrameType) -> None:
         module = frame.f_globals.get("__name__") or ""
         name = frame.f_code.co_qualname
-        if (module, name) == _BACKWARD and _is_computing():
+        if (module, name) == _BACKWARD and self._has_session and _is_computing():
             self._write()
         elif module.startswith(f"{PACKAGE}.") and _is_function(frame) and not _is_importing(frame):
             self._note_module(frame, module)

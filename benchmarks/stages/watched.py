@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from isthmus.events import steady_s
-from isthmus.train.device import Device, Lane, Mark
+from isthmus.train.device import Device, Mark, SideStream
 from stages.trace import Piece
 
 
@@ -25,8 +25,8 @@ class WatchedDevice(Device):
         self._origin_s = 0.0
         self._notes: list[_Note] = []
 
-    def lane(self) -> Lane:
-        """A new lane, watched."""
+    def side_stream(self) -> SideStream:
+        """A new stream, watched."""
         return _WatchedLane(self)
 
     def begin(self) -> None:
@@ -51,7 +51,7 @@ class WatchedDevice(Device):
         return self._origin_s + mark.since_s(self._origin)
 
 
-class _WatchedLane(Lane):
+class _WatchedLane(SideStream):
     """Notes its work: behind a mark it is encoding, else decoding."""
 
     def __init__(self, device: WatchedDevice) -> None:

@@ -24,7 +24,7 @@ from isthmus.plan.codecs import RAW, RAW_PAIR, Pair, read_pair, texts_of
 from isthmus.plan.end_of_step import Texts
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN
 from isthmus.plan.types import Message, MessageKind
-from isthmus.train.device import Device, Lane, Mark
+from isthmus.train.device import Device, Mark, SideStream
 from isthmus.train.frozen_cache import HELD, Cache, held_of
 from isthmus.train.integers import IDS
 from isthmus.train.rows import drop_padding, restore_padding
@@ -99,7 +99,7 @@ class CutEnd:
     is_sender: bool
     cache: Cache | None = None
     """At the first trained stage behind frozen ones."""
-    lane: Lane = field(init=False)
+    lane: SideStream = field(init=False)
     _meter: ErrorMeter | None = None
     _texts: Texts = _RAW
     """The codecs of activations and of gradients that the codec state is for."""
@@ -109,7 +109,7 @@ class CutEnd:
     _at_start: CodecState | None = None
 
     def __post_init__(self) -> None:
-        self.lane = self.device.lane()
+        self.lane = self.device.side_stream()
         if self.coding.guard_every:
             self._meter = ErrorMeter(
                 every=self.coding.guard_every, num_microbatches=self.coding.num_microbatches

@@ -66,9 +66,9 @@ class Device:
         module = torch.get_device_module(self.torch_device)
         return str(getattr(module.get_device_properties(self.torch_device), "uuid", self.torch_device))
 
-    def lane(self) -> "Lane":
-        """A new lane beside the computation."""
-        return Lane(self)
+    def side_stream(self) -> "SideStream":
+        """A new stream beside the computation."""
+        return SideStream(self)
 
     def peak_bytes(self) -> int | None:
         """The most memory that tensors have taken so far; unknown on the CPU."""
@@ -78,11 +78,11 @@ class Device:
         return int(module.max_memory_allocated(self.torch_device))
 
 
-class Lane:
+class SideStream:
     """Work beside the computation, on a stream of its own: what one cut codes and copies.
 
-    All of a cut's work is in one lane, so that what a codec keeps on the device is only ever used in order.
-    A lane belongs to the thread that makes it, which computes.
+    All of a cut's work is in one stream, so that what a codec keeps on the device is only ever used in order.
+    It belongs to the thread that makes it, which computes.
     """
 
     def __init__(self, device: Device) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import FrameError
-from isthmus.train.device import Lane
+from isthmus.train.device import SideStream
 from isthmus.train.integers import IDS, MASK
 from isthmus.train.rows import mask_of, restore_padding, valid_rows
 from isthmus.units import format_bytes, shorten
@@ -110,7 +110,7 @@ class Cache:
         self._keeps_padding = keeps_padding
         self._rows: dict[bytes, Tensor] = {}
 
-    def complete(self, hidden_BTD: Tensor | None, integers: Integers, lane: Lane) -> Tensor:
+    def complete(self, hidden_BTD: Tensor | None, integers: Integers, lane: SideStream) -> Tensor:
         """Add what the cache holds to what has crossed, and keep of that what the cache admits."""
         sequences = sequences_of(integers, keeps_padding=self._keeps_padding)
         held = held_of(integers) or ()

@@ -8,7 +8,9 @@ import pytest
 from calls import Recorder
 from size import (
     Figure,
+    above_ceiling,
     count_lines,
+    lowered,
     names_defined_twice,
     read_ways,
     static_figures,
@@ -60,16 +62,21 @@ def test_a_goal_is_missed_by_more_and_by_nothing_known() -> None:
     assert Figure(name="x", value=4, goal=4).is_met
     assert not Figure(name="x", value=5, goal=4).is_met
     assert not Figure(name="x", value=None, goal=4).is_met
-    assert Figure(name="x", value=None).is_met
     assert [one.value for one in traced_figures(None)] == [None, None]
+
+
+def test_ceilings_are_only_ever_lowered() -> None:
+    figures = [Figure(name=name, value=value, goal=1) for name, value in (("x", 5), ("y", 7), ("z", None))]
+    assert lowered({"x": 4, "y": 9, "z": 3}, figures) == {"x": 4, "y": 7, "z": 3}
+    assert above_ceiling(figures, {"x": 4, "y": 9, "z": 3}) == ["x: 5, and the ceiling is 4"]
+    assert not above_ceiling(figures, {"x": 5, "y": 7, "z": 3})
 
 
 def test_files_that_do_not_exist_are_named(tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
     (tmp_path / "plan" / "types.py").write_text("x = 1\n")
-    figures = {one.name: one for one in static_figures(tmp_path, max_lines=1, max_files=0)}
-    assert figures["lines of code"].is_met
-    assert not figures["files"].is_met
+    figures = {one.name: one for one in static_figures(tmp_path)}
+    assert figures["lines of code"].value == figures["files"].value == 1
     assert figures["reading path, lines of code"].value == 1
     assert figures["reading path, files that do not exist"].value == 8
     assert "train/loop" in figures["reading path, files that do not exist"].note

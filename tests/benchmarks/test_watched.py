@@ -3,7 +3,7 @@ from stages.watched import WatchedDevice
 
 def test_lanes_note_what_they_did_in_order() -> None:
     device = WatchedDevice("cpu")
-    lane = device.lane()
+    lane = device.side_stream()
     with lane.work():
         pass
     device.begin()

@@ -24,7 +24,7 @@ needs_accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), rea
 
 
 def test_on_the_cpu_a_lane_is_no_detour() -> None:
-    lane = Device("cpu").lane()
+    lane = Device("cpu").side_stream()
     tensor = torch.ones(3)
     with lane.work(after=Device("cpu").mark()):
         assert not torch.is_grad_enabled()
