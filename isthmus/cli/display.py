@@ -27,6 +27,7 @@ class Display:
         self._step: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
         self._clouds: dict[str, Mapping[str, Any]] = {}
+        self._states: dict[tuple[str, str], str] = {}
         self._printed_s = 0.0
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._table)
 
@@ -51,10 +52,19 @@ class Display:
                 self._console.print(
                     f"step {values['step']}: validation loss {values['loss']:.4f}{without}", style="cyan"
                 )
+            case "link":
+                self._hear_link(cloud, values)
             case "note":
                 # Reasons name tables of the job, such as [limits], which are no markup.
                 text = f"{cloud}: {values['text']}"
                 self._console.print(text, style="dim", markup=False, soft_wrap=not self._console.is_terminal)
+
+    def _hear_link(self, cloud: str, values: Mapping[str, Any]) -> None:
+        self._states[cloud, values["peer"]] = values["state"]
+        reason = f": {values['reason']}" if values["reason"] else ""
+        text = f"{cloud}: link to {values['peer']} rank {values['rank']} is {values['state']}{reason}"
+        style = "green" if values["state"] == "up" else "yellow"
+        self._console.print(text, style=style, markup=False, soft_wrap=not self._console.is_terminal)
 
     def _hear_step(self, cloud: str, values: Mapping[str, Any]) -> None:
         self._clouds[cloud] = values
@@ -88,13 +98,14 @@ class Display:
     def _table(self) -> Group | Text:
         if not self._step:
             return Text("starting the clouds", style="dim")
-        table = Table("link", "sent", "hidden on arrival", "reconnects", box=None)
+        table = Table("link", "state", "sent", "hidden on arrival", "reconnects", box=None)
         for cloud, values in self._clouds.items():
             share = values["hidden_share"]
             hidden = "–" if share is None else f"{share:.0%}"
             for peer, sent_bytes in values["sent_bytes"].items():
                 sent = format_bytes(_rounded_bytes(sent_bytes))
-                table.add_row(f"{cloud} → {peer}", sent, hidden, str(values["reconnects"]))
+                state = self._states.get((cloud, peer), "up")
+                table.add_row(f"{cloud} → {peer}", state, sent, hidden, str(values["reconnects"]))
         return Group(Text(self._line()), table)
 
 

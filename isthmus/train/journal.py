@@ -12,8 +12,8 @@ from isthmus.events import COMPUTE_KINDS, MEASURED_KIND, EventLog, Span, steady_
 from isthmus.observe.timeline import shared_s, total_s, union
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.end_of_step import Evaluated, Note, StepEnded
-from isthmus.plan.types import Facts, Message
-from isthmus.wan.link import Link
+from isthmus.plan.types import Facts, Member, Message
+from isthmus.wan.link import Link, LinkState
 
 Report = Callable[[str], None]
 
@@ -37,6 +37,8 @@ class Journal:
         self._trackers = trackers
         self._spans: list[Span] = []
         self._lock = threading.Lock()
+        for link in links:
+            link.on_state = self.link_state
 
     def span(self, span: Span) -> None:
         """Write a span; those of this turn are kept for the display."""
@@ -79,6 +81,12 @@ class Journal:
         """Tell something in words."""
         self._log.fact("note", {"text": text})
         self._tell("note", {"text": text})
+
+    def link_state(self, peer: Member, state: LinkState, reason: str) -> None:
+        """Write that a link has changed its state."""
+        values = {"peer": peer.cloud, "rank": peer.rank, "state": state.value, "reason": reason}
+        self._log.fact("link", values)
+        self._tell("link", values)
 
     def _step_ended(self, ended: StepEnded) -> None:
         values = {**self._traffic(), "step": ended.step}

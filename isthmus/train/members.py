@@ -191,7 +191,8 @@ class Neighbours:
             except TimeoutError:
                 peer = job.cloud_named(link.peer.cloud)
                 place = f" at {peer.listen}" if peer.listen is not None else ""
-                note(f"waiting for cloud {peer.name!r}{place}")
+                why = f": {link.problem}" if link.problem else ""
+                note(f"waiting for cloud {peer.name!r}{place}{why}")
                 link.wait_ready()
 
     def gather_profiles(self, own: Callable[[], str | None], *, is_wanted: bool) -> dict[str, str]:

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from random import uniform
 from typing import Protocol
 
@@ -54,6 +55,8 @@ ACK_INTERVAL_S = 0.005
 FAREWELL_S = 2.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
+# Of the heartbeat time-out; pings come eight times as often as that.
+SILENT_SHARE = 0.25
 
 
 class Connection(Protocol):
@@ -82,6 +85,21 @@ class LinkSettings:
     stream_window_bytes: int = 64 * 1024 * 1024
     bandwidth_bps: float | None = None
     rtt_s: float | None = None
+
+
+class LinkState(StrEnum):
+    """What a link does now; only the first four may still change."""
+
+    WAITING = "waiting"
+    UP = "up"
+    SILENT = "silent"
+    RECONNECTING = "reconnecting"
+    DOWN = "down"
+    CLOSED = "closed"
+
+
+OnState = Callable[[Member, LinkState, str], None]
+"""Takes a change of state of the link to a member, and why; called on the event loop, so it must be quick."""
 
 
 @dataclass(slots=True)
@@ -122,6 +140,8 @@ class Link:
         self._is_known = False
         self._is_hasty = False
         self._lanes: dict[int, _Lane] = {}
+        self.state = LinkState.WAITING
+        self.on_state: OnState | None = None
         self._complaint = ""
         self._complaints: Complaints | None = None
         self._met = asyncio.Event()
@@ -179,6 +199,11 @@ class Link:
     def counters(self) -> LinkCounters:
         """What was sent and received so far, and the state of the line."""
         return self._exchange.counters()
+
+    @property
+    def problem(self) -> str:
+        """Why the peer could not be reached at the last try, empty where nothing is known."""
+        return self._complaint
 
     @property
     def rtts_s(self) -> list[float]:
@@ -337,10 +362,12 @@ class Link:
         if previous is not None:
             self._close(number, previous)
         self._lanes[number] = lane
+        self._complaint = ""
         self._idle.clear()
         self._exchange.opened(number)
         if not self._needs(number):
             lane.hang_up.set()
+        self._note_state()
 
     def _close(self, number: int, lane: _Lane) -> None:
         lane.hang_up.set()
@@ -350,6 +377,7 @@ class Link:
             self._wake_all()
         if not self._lanes:
             self._idle.set()
+        self._note_state()
 
     def _explain(self, number: int, outcome: object) -> None:
         if isinstance(outcome, FrameError):
@@ -376,6 +404,32 @@ class Link:
                     PeerLost(self.hello.peer_cloud, f"{self._peer} has been silent for {timeout_s:g} s")
                 )
             self._hang_up_stalled()
+            self._note_state()
+
+    def _note_state(self) -> None:
+        """Report a change of state; that a link is up for the first time, or was closed, is no news."""
+        before, self.state = self.state, self._find_state()
+        is_news = before is not LinkState.WAITING and self.state is not LinkState.CLOSED
+        if self.state is before or not is_news:
+            return
+        failure = self._exchange.failure
+        reason = "" if self.state is LinkState.UP else failure.message if failure else self._complaint
+        is_up = self.state is LinkState.UP
+        log.log(
+            logging.INFO if is_up else logging.WARNING, "link to %s: %s %s", self._peer, self.state, reason
+        )
+        if self.on_state is not None:
+            self.on_state(self.peer, self.state, reason)
+
+    def _find_state(self) -> LinkState:
+        failure = self._exchange.failure
+        if failure is not None:
+            return LinkState.CLOSED if isinstance(failure, LinkClosed) else LinkState.DOWN
+        if CONTROL_LANE not in self._lanes:
+            return LinkState.WAITING if self.state is LinkState.WAITING else LinkState.RECONNECTING
+        silent_s = time.monotonic() - (self._heard_s or 0.0)
+        is_silent = silent_s > SILENT_SHARE * self.settings.heartbeat_timeout_s
+        return LinkState.SILENT if is_silent else LinkState.UP
 
     def _hang_up_stalled(self) -> None:
         timeout_s = self.settings.heartbeat_timeout_s

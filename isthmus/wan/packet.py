@@ -1,9 +1,9 @@
-"""A packet, the unit that users of a link send: a JSON header and raw buffers, laid out as bytes."""
+"""A packet, the unit that users of a link send: a JSON header and raw buffers, laid out as bytes once."""
 
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from isthmus.errors import FrameError, UserError
 from isthmus.units import format_bytes
@@ -18,19 +18,6 @@ PREFIX = struct.Struct("<II")
 LENGTH = struct.Struct("<Q")
 
 Buffer = bytes | bytearray | memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class Packet:
-    """A header of plain JSON values and the raw buffers that belong to it."""
-
-    header: Mapping[str, object]
-    buffers: Sequence[Buffer] = ()
-
-    @property
-    def payload_bytes(self) -> int:
-        """What the user wanted to move: the buffers alone."""
-        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +40,31 @@ class Body:
         return pieces
 
 
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A header of plain JSON values and the raw buffers that belong to it.
+
+    `body` is its layout, made when it is first sent; sent again or to others, it is not laid out again.
+    """
+
+    header: Mapping[str, object]
+    buffers: Sequence[Buffer] = ()
+    body: Body | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def payload_bytes(self) -> int:
+        """What the user wanted to move: the buffers alone."""
+        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+
 def pack(packet: Packet) -> Body:
-    """Lay a packet out; a header or a number of buffers over the limit is the caller's mistake."""
+    """The layout of a packet, made at the first call; neither header nor buffers may change afterwards."""
+    body = packet.body or _lay_out(packet)
+    object.__setattr__(packet, "body", body)
+    return body
+
+
+def _lay_out(packet: Packet) -> Body:
     header = json.dumps(packet.header, separators=(",", ":"), allow_nan=False).encode()
     views = [memoryview(buffer).cast("B") for buffer in packet.buffers]
     if len(header) > MAX_HEADER_BYTES:
@@ -93,7 +103,7 @@ def unpack(body: memoryview) -> Packet:
         offset += length
     if offset != body.nbytes:
         raise FrameError("a packet with bytes behind its last buffer")
-    return Packet(header, tuple(buffers))
+    return Packet(header, tuple(buffers), Body((body,), body.nbytes, sum(lengths)))
 
 
 def _prefix(body: memoryview) -> tuple[int, int]:

@@ -163,7 +163,8 @@ def _failure(code: grpc.StatusCode, details: str, address: str) -> ConnectionErr
             f"the certificate shown by or to {address} was turned down: {_tls_reason(details)}",
             hint="let all clouds have theirs from one authority; look at both ends with: isthmus certs show",
         )
-    return ConnectionError(f"{address}: {details}")
+    # The last words of gRPC name the cause, such as `Connection refused (111)`.
+    return ConnectionError(f"{address}: {details.rpartition(': ')[2]}")
 
 
 def _tls_reason(details: str) -> str:

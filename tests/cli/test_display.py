@@ -25,6 +25,12 @@ def console(*, is_terminal: bool) -> Console:
     return Console(file=io.StringIO(), force_terminal=is_terminal, width=120, highlight=False)
 
 
+def table_of(display: Display) -> list[str]:
+    plain = Console(file=io.StringIO(), width=80)
+    plain.print(display._table())
+    return text_of(plain).splitlines()
+
+
 def text_of(shown: Console) -> str:
     assert isinstance(shown.file, io.StringIO)
     return shown.file.getvalue()
@@ -52,6 +58,20 @@ def test_plain_lines_for_the_first_and_the_last_step() -> None:
         "step 3: validation loss 2.1250 without codecs",
         f"west: {note}",
     ]
+
+
+def test_the_state_of_a_link_is_told_and_stands_in_the_table() -> None:
+    lost = {"kind": "link", "peer": "west", "rank": 0, "state": "reconnecting", "reason": "east:1: refused"}
+    for is_terminal in (False, True):
+        shown = console(is_terminal=is_terminal)
+        with Display(shown, num_steps=3) as display:
+            display.hear("east", step(0, **FIGURES))
+            display.hear("east", lost)
+            if is_terminal:
+                assert any("reconnecting" in line for line in table_of(display))
+            display.hear("east", {**lost, "state": "up", "reason": ""})
+        assert "east: link to west rank 0 is reconnecting: east:1: refused" in text_of(shown)
+        assert "east: link to west rank 0 is up" in text_of(shown)
 
 
 def test_a_second_site_shows_loss_speed_and_time_left() -> None:

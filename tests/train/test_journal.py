@@ -7,7 +7,9 @@ from typing import Any
 
 from isthmus.events import EventLog, Span
 from isthmus.plan.end_of_step import StepEnded
+from isthmus.plan.types import Member
 from isthmus.train.journal import Journal
+from isthmus.wan.link import LinkState
 
 ENDED = StepEnded(
     step=4,
@@ -43,6 +45,18 @@ def test_links_to_several_ranks_of_a_cloud_count_together(tmp_path: Path) -> Non
     found = told(tmp_path, [link("west", 5, 1), link("west", 7, 2), link("north", 11)], [])
     assert found["sent_bytes"] == {"west": 12, "north": 11}
     assert found["reconnects"] == 3
+
+
+def test_a_link_that_changes_its_state_is_an_event_and_is_told(tmp_path: Path) -> None:
+    words: list[str] = []
+    one = link("west", 5)
+    with EventLog(tmp_path / "east.jsonl") as log:
+        Journal(log, is_first=False, links=[one], report=words.append)
+        one.on_state(Member("west", 2), LinkState.SILENT, "cut")
+    values = {"peer": "west", "rank": 2, "state": "silent", "reason": "cut"}
+    assert json.loads(words[-1]) == {"kind": "link", **values}
+    (line,) = (tmp_path / "east.jsonl").read_text().splitlines()
+    assert json.loads(line)["values"] == values
 
 
 def test_what_arrives_while_the_stage_computes_is_hidden(tmp_path: Path) -> None:

@@ -1,15 +1,16 @@
 """The link's contract on MemoryLink: order, faults, back-pressure, abort, close, silence."""
 
 import hashlib
+import queue
 import threading
 import time
 
 import pytest
 
 from isthmus.errors import Aborted, LinkClosed, LinkError, PeerLost, Refused
-from isthmus.plan.types import Priority
+from isthmus.plan.types import Member, Priority
 from isthmus.wan.handshake import Hello
-from isthmus.wan.link import Link, LinkSettings
+from isthmus.wan.link import Link, LinkSettings, LinkState
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
 from isthmus.wan.shaping import Shape
@@ -132,6 +133,39 @@ def test_abort_ends_both_ends_with_its_reason() -> None:
         for end in (east, west):
             with pytest.raises(Aborted, match="'east' aborted the run: out of memory"):
                 end.receive("never", timeout_s=20)
+
+
+def test_changes_of_state_are_reported_and_a_close_is_none() -> None:
+    settings = LinkSettings(num_stripes=1, heartbeat_timeout_s=4.0)
+    with MemoryLink("east", "west", settings=settings) as wan:
+        east = wan.end("east")
+        told: queue.SimpleQueue[tuple[Member, LinkState, str]] = queue.SimpleQueue()
+        east.on_state = lambda *change: told.put(change)
+        east.wait_ready(timeout_s=20)
+        wan.blackhole(1.8)
+        wan.end("west").wait_ready(timeout_s=20)
+        assert told.get(timeout=20) == (Member("west"), LinkState.SILENT, "")
+        assert told.get(timeout=20) == (Member("west"), LinkState.UP, "")
+        wan.cut(0.5)
+        assert told.get(timeout=20)[1] is LinkState.RECONNECTING
+        wait_until(lambda: east.problem == "the link is cut")
+        assert told.get(timeout=20) == (Member("west"), LinkState.UP, "")
+        assert east.problem == ""
+    assert told.empty()
+    assert str(east.state) == "closed"
+
+
+def test_a_peer_that_aborts_or_is_lost_leaves_the_link_down_with_the_reason() -> None:
+    with MemoryLink("east", "west") as wan:
+        told: queue.SimpleQueue[tuple[Member, LinkState, str]] = queue.SimpleQueue()
+        wan.end("west").on_state = lambda *change: told.put(change)
+        wan.end("west").wait_ready(timeout_s=20)
+        wan.end("east").abort("out of memory")
+        assert told.get(timeout=20) == (
+            Member("east"),
+            LinkState.DOWN,
+            "cloud 'east' aborted the run: out of memory",
+        )
 
 
 def test_close_delivers_what_was_sent_and_then_ends_the_other_end() -> None:

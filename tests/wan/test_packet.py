@@ -1,10 +1,15 @@
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import FrameError
+from isthmus.wan import packet as packet_module
+from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import ALIGNMENT_BYTES, MAX_HEADER_BYTES, MAX_NUM_BUFFERS, Packet, pack, unpack
+from isthmus.wan.shaping import Shape
 
 json_values = st.recursive(
     st.none()
@@ -34,6 +39,26 @@ def test_a_packet_comes_back_as_it_was(packet: Packet) -> None:
     assert found.header == packet.header
     assert [bytes(buffer) for buffer in found.buffers] == list(packet.buffers)
     assert len(body) == pack(packet).num_bytes
+
+
+def test_a_packet_is_laid_out_once_however_often_and_to_whom_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lay_out = Mock(wraps=packet_module._lay_out)
+    monkeypatch.setattr(packet_module, "_lay_out", lay_out)
+    packet = Packet({"number": 1}, (bytes(300_000),))
+    slow = Shape(bandwidth_bps=20e6)
+    with MemoryLink("east", "west", shape=slow) as west, MemoryLink("east", "north") as north:
+        for wan in (west, north):
+            wan.end("east").send("bulk", packet)
+        west.end("west").wait_ready(timeout_s=20)
+        west.cut(0.05)
+        received = west.end("west").receive("bulk", timeout_s=20)
+        assert received.buffers[0] == packet.buffers[0]
+        assert north.end("north").receive("bulk", timeout_s=20).header == packet.header
+        west.end("west").send("back", received)
+        assert west.end("east").receive("back", timeout_s=20).header == packet.header
+    lay_out.assert_called_once_with(packet)
 
 
 @given(packets, st.integers(0, 2000), st.integers(0, 2000))
