@@ -232,12 +232,12 @@ def _await_end(launch: Launch, folder: Path) -> None:
 
 
 def _trains(process: psutil.Process) -> bool:
-    """Ranks of `isthmus run` are spawned by Python; those of torchrun are the command itself."""
+    """Ranks of `isthmus run` are forked from a server; those of torchrun are the command itself."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        command = process.cmdline()
-        is_spawned = any("spawn_main" in word for word in command)
+        command, parent = process.cmdline(), process.parent()
+        is_forked = parent is not None and "forkserver" in " ".join(parent.cmdline())
         is_started = "isthmus" in command and "--cloud" in command and "torch.distributed.run" not in command
-        return is_spawned or is_started
+        return is_forked or is_started
     return False
 
 

@@ -1,6 +1,5 @@
 """Real processes, real links, an emulated WAN: `isthmus run` from job to exported model."""
 
-import contextlib
 import json
 import re
 import shutil
@@ -259,10 +258,10 @@ RANKED = [
 ]
 
 
-def is_rank(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):  # nor one that has just ended
-        return "spawn_main" in " ".join(process.cmdline())
-    return False
+def rank_processes() -> list[psutil.Process]:
+    """The processes of ranks, the oldest first; a server that has imported torch forks them."""
+    servers = [one for one in psutil.Process().children() if "forkserver" in " ".join(one.cmdline())]
+    return sorted((one for server in servers for one in server.children()), key=lambda one: one.create_time())
 
 
 def test_ranks_of_a_cloud_train_one_model_and_a_killed_one_does_not_end_the_run(
@@ -283,8 +282,7 @@ def test_ranks_of_a_cloud_train_one_model_and_a_killed_one_does_not_end_the_run(
     def kill() -> None:
         while len(list((tmp_path / "killed").glob("tiny/*/checkpoints/*/*/manifest.json"))) < 2:
             time.sleep(0.02)
-        ranks = [one for one in psutil.Process().children() if is_rank(one)]
-        ranks[1].kill()
+        rank_processes()[1].kill()
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
