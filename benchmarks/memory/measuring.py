@@ -19,7 +19,7 @@ from isthmus.model.stage import Stage
 from isthmus.plan.costs import Arithmetic, Task, Workload
 from isthmus.plan.memory import Memory, Savers, Sharding, stage_memory
 from isthmus.train.device import Device
-from isthmus.train.in_cloud import Alone, LockStepReduction, Reduction, ShardedReduction, shard
+from isthmus.train.in_cloud import Reduction, World, shard
 from isthmus.train.profiling import AUTOCAST, Rig, Size
 from memory.cases import Case
 
@@ -79,8 +79,7 @@ def share_out(stage: Stage, case: Case, device: Device) -> Reduction:
         compute_dtype=AUTOCAST[case.precision],
         keeps_sharded=case.sharding is Sharding.FULL,
     )
-    make = ShardedReduction if case.sharding is Sharding.OPTIMIZER else LockStepReduction
-    return make(Alone(), stage)
+    return Reduction(World(), stage, sharding=case.sharding.value)
 
 
 def peak_bytes(rig: Rig, case: Case, device: Device) -> int:

@@ -15,7 +15,7 @@ from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch
 from isthmus.plan.codecs import Crossing, Pair
-from isthmus.train.in_cloud import Alone, ShardedReduction, shard
+from isthmus.train.in_cloud import Reduction, World, shard
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.run_config import RunConfig
 from isthmus.wan.packet import Packet
@@ -139,7 +139,7 @@ class StageLoop:
                 self.stage.parameters_by_name(), schedule=Schedule(peak=1e-5, num_steps=10**6), max_norm=1.0
             ),
             "autocast": None if is_sharded else torch.bfloat16,
-            "reduction": ShardedReduction(Alone(), self.stage) if is_sharded else None,
+            "reduction": Reduction(World(), self.stage, sharding="optimizer") if is_sharded else None,
         }
 
     def run(self, config: RunConfig, link: Any, script: Iterator[object]) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job
@@ -20,13 +19,9 @@ from isthmus.model.stage import Stage
 from isthmus.plan.memory import OptimizerState
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import (
-    LockStepReduction,
-    NoReduction,
-    PlainReduction,
     Reduction,
-    ShardedReduction,
     World,
-    coming_bytes,
+    awaited_gradient_bytes,
     shard,
 )
 from isthmus.train.optimizer import Decay, Optimizer, Schedule
@@ -78,7 +73,8 @@ class Build:
     def make(self) -> Built:
         """All of it."""
         stage = self.stage()
-        return Built(stage=stage, optimizer=self.optimizer(stage), reduction=self.reduction(stage))
+        reduction = Reduction(self.world, stage, sharding=self.sharding)
+        return Built(stage=stage, optimizer=self.optimizer(stage), reduction=reduction)
 
     def stage(self) -> Stage:
         """The stage of this cloud, on its device."""
@@ -118,18 +114,6 @@ class Build:
             offload=self.config.offload_optimizer and self.sharding == "none",
             tables=stage.tables(),
         )
-
-    def reduction(self, stage: Stage) -> Reduction:
-        """How the ranks of this cloud reduce gradients."""
-        if self.world.seat.num_ranks == 1:
-            return NoReduction()
-        match self.sharding:
-            case "optimizer":
-                return ShardedReduction(self.world, stage)
-            case "full":
-                return LockStepReduction(self.world, stage)
-            case _:
-                return PlainReduction(self.world, stage.parameters_by_name())
 
     def _spare_memory(self, stage: Stage) -> None:
         """Let a stage recompute within its budget, where the run config says so.
@@ -212,17 +196,11 @@ def _memory_bytes(device: Device) -> int:
 
 def _standing_bytes(stage: Stage, config: RunConfig, device: Device) -> int:
     """What is there when nothing is in flight, and the gradients that will be."""
-    to_come = _coming_bytes(stage)
+    to_come = awaited_gradient_bytes(stage)
     if device.is_accelerator:
         module = torch.get_device_module(device.torch_device)
         return to_come + int(module.memory_allocated(device.torch_device))
     return to_come + sum(_held_bytes(one, config) for one in stage.parameters())
-
-
-def _coming_bytes(stage: Stage) -> int:
-    if isinstance(stage, FSDPModule):
-        return coming_bytes(stage)
-    return sum(one.nbytes for one in stage.parameters() if one.requires_grad and one.grad is None)
 
 
 def _held_bytes(parameter: nn.Parameter, config: RunConfig) -> int:

@@ -389,13 +389,13 @@ class Keeper:
             is_by_rank = tensor.ndim > own[name].ndim
             own[name].copy_(tensor[self._world.seat.rank] if is_by_rank else tensor)
         parameters = self._stage.parameters_by_name()
-        like = {name: parameters[name.partition("/")[2]] for name in self._world.spread(list(moments))}
+        like = {name: parameters[name.partition("/")[2]] for name in self._world.broadcast(list(moments))}
         self._optimizer.load_tensors(dict(self._sharded(moments, like)))
-        cursor = self._world.spread(None if state.cursor is None else asdict(state.cursor))
+        cursor = self._world.broadcast(None if state.cursor is None else asdict(state.cursor))
         return replace(
             state,
             cursor=None if cursor is None else Cursor(**cursor),
-            facts=self._world.spread(state.facts),
+            facts=self._world.broadcast(state.facts),
             wires=self._own_wires((state.wires, *state.other_wires)),
             other_wires=(),
         )
@@ -431,7 +431,7 @@ class Keeper:
             yield from ((name, one.load()) for name, one in tensors.items())
             return
         about = {name: [list(one.shape), str(one.dtype).partition(".")[2]] for name, one in tensors.items()}
-        for name, (shape, dtype) in self._world.spread(about).items():
+        for name, (shape, dtype) in self._world.broadcast(about).items():
             is_alike = list(like[name].shape) == shape
             # A count of steps stays on the host.
             device = _device_of(like[name]) if is_alike else torch.device("cpu")
@@ -439,7 +439,7 @@ class Keeper:
                 full = tensors[name].load().to(device, copy=True)
             else:
                 full = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            self._world.copy_from_leader(full)
+            self._world.broadcast_tensor(full)
             yield name, _shard_like(full, like[name]) if is_alike else full
 
     def _gather_wires(self, wires: _Wires) -> tuple[_Wires, ...] | None:
@@ -458,8 +458,8 @@ class Keeper:
         for rank in range(self._world.seat.num_ranks):
             # A run whose layers lie elsewhere now has none.
             leaders = wires[rank] if rank < len(wires) else {}
-            facts = self._world.spread({peer: dict(wire.facts) for peer, wire in leaders.items()})
-            blob = self._world.spread_bytes(save(_flat(leaders)))
+            facts = self._world.broadcast({peer: dict(wire.facts) for peer, wire in leaders.items()})
+            blob = self._world.broadcast_bytes(save(_flat(leaders)))
             if rank == self._world.seat.rank:
                 found = _unflat(facts, load(blob))
         return found

@@ -1,7 +1,7 @@
-"""The ranks of one cloud: who they are, and how they exchange words and tensors.
+"""The ranks of one cloud: their process groups, the sharding of their stage, and the sum of their gradients.
 
-Tensors go through the device's own backend (NCCL, HCCL, XCCL or Gloo). Words go through Gloo beside it, on
-the host: the leader, rank 0, gathers what the others have found, and spreads what it has decided.
+Tensors go through the device's own backend (NCCL, HCCL, XCCL or Gloo). Plain values go through Gloo on the
+host: the leader, rank 0, gathers what the others have found, and broadcasts what it has decided.
 """
 
 import json
@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -43,91 +43,29 @@ _LAST_WORD_S: Final = 2.0
 _SILENCE_S: Final = 60.0
 
 
-class World(Protocol):
-    """The ranks of one cloud, seen from one of them; every call is made by all of them, in one order."""
+class World:
+    """The ranks of one cloud, seen from one of them; every call is made by all of them, in one order.
 
-    seat: Seat
+    Without a control group this is the only rank: everything it gathers, sums or broadcasts is its own.
+    """
 
-    def gather(self, words: object) -> list[Any] | None:
-        """Plain values of every rank, by rank, at the leader; None elsewhere."""
-
-    def spread(self, words: object) -> Any:
-        """The leader's plain values, everywhere."""
-
-    def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        """The bytes of every rank, by rank, at the leader; None elsewhere."""
-
-    def spread_bytes(self, data: bytes) -> bytes:
-        """The leader's bytes, everywhere."""
-
-    def totals(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Sums over all ranks."""
-
-    def sums(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Sums over all ranks, the same everywhere to the bit."""
-
-    def add_up(self, tensor: Tensor) -> None:
-        """Sum a tensor on the device over all ranks, in place."""
-
-    def copy_from_leader(self, tensor: Tensor) -> None:
-        """Give a tensor on the device the leader's values, in place."""
-
-
-class Alone:
-    """A cloud of one rank."""
-
-    def __init__(self) -> None:
-        self.seat = Seat()
-
-    def gather(self, words: object) -> list[Any] | None:
-        """What it is given."""
-        return [words]
-
-    def spread(self, words: object) -> Any:
-        """What it is given."""
-        return words
-
-    def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        """What it is given."""
-        return [data]
-
-    def spread_bytes(self, data: bytes) -> bytes:
-        """What it is given."""
-        return data
-
-    def totals(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """What it is given."""
-        return tuple(counts)
-
-    def sums(self, values: Sequence[float]) -> tuple[float, ...]:
-        """What it is given."""
-        return tuple(values)
-
-    def add_up(self, tensor: Tensor) -> None:
-        """Leave it as it is."""
-
-    def copy_from_leader(self, tensor: Tensor) -> None:
-        """Leave it as it is."""
-
-
-class Ranks:
-    """Several ranks, joined by torch.distributed."""
-
-    def __init__(self, seat: Seat, *, control: dist.ProcessGroup) -> None:
-        self.seat = seat
+    def __init__(self, seat: Seat | None = None, *, control: dist.ProcessGroup | None = None) -> None:
+        self.seat = seat or Seat()
         self._control = control
 
-    def gather(self, words: object) -> list[Any] | None:
+    def gather(self, values: object) -> list[Any] | None:
         """Plain values of every rank, by rank, at the leader; None elsewhere."""
-        found = self.gather_bytes(json.dumps(words).encode())
+        found = self.gather_bytes(json.dumps(values).encode())
         return None if found is None else [json.loads(one) for one in found]
 
-    def spread(self, words: object) -> Any:
+    def broadcast(self, values: object) -> Any:
         """The leader's plain values, everywhere."""
-        return json.loads(self.spread_bytes(json.dumps(words).encode()))
+        return json.loads(self.broadcast_bytes(json.dumps(values).encode()))
 
-    def spread_bytes(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes) -> bytes:
         """The leader's bytes, everywhere."""
+        if self._control is None:
+            return data
         with _collective():
             size = torch.tensor([len(data)])
             dist.broadcast(size, 0, group=self._control)
@@ -137,6 +75,8 @@ class Ranks:
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         """The bytes of every rank, by rank, at the leader; None elsewhere."""
+        if self._control is None:
+            return [data]
         sizes = torch.zeros(self.seat.num_ranks, dtype=torch.int64)
         sizes[self.seat.rank] = len(data)
         with _collective():
@@ -149,28 +89,26 @@ class Ranks:
             return None
         return [one.numpy()[:size].tobytes() for one, size in zip(found, sizes.tolist(), strict=True)]
 
-    def totals(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Sums over all ranks."""
-        return tuple(self._sum(torch.tensor(counts, dtype=torch.int64)).tolist())
-
-    def sums(self, values: Sequence[float]) -> tuple[float, ...]:
+    def all_reduce(self, values: Sequence[float], *, dtype: torch.dtype = torch.int64) -> tuple[Any, ...]:
         """Sums over all ranks, the same everywhere to the bit."""
-        return tuple(self._sum(torch.tensor(values, dtype=torch.float64)).tolist())
+        if self._control is None:
+            return tuple(values)
+        sums = torch.tensor(values, dtype=dtype)
+        with _collective():
+            dist.all_reduce(sums, group=self._control)
+        return tuple(sums.tolist())
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce_tensor(self, tensor: Tensor) -> None:
         """Sum a tensor on the device over all ranks, in place."""
-        with _collective():
-            dist.all_reduce(tensor)
+        if self._control is not None:
+            with _collective():
+                dist.all_reduce(tensor)
 
-    def copy_from_leader(self, tensor: Tensor) -> None:
+    def broadcast_tensor(self, tensor: Tensor) -> None:
         """Give a tensor, on the device or the host, the leader's values, in place."""
-        with _collective():
-            dist.broadcast(tensor, 0)
-
-    def _sum(self, tensor: Tensor) -> Tensor:
-        with _collective():
-            dist.all_reduce(tensor, group=self._control)
-        return tensor
+        if self._control is not None:
+            with _collective():
+                dist.broadcast(tensor, 0)
 
 
 @contextmanager
@@ -188,7 +126,7 @@ def join_world(
     If it ends before, because a rank is gone or silent for too long, `end` is told why, from another thread.
     """
     if seat.num_ranks == 1:
-        yield Alone()
+        yield World()
         return
     with Watch(seat, cloud=cloud, secret=secret, end=end, timeout_s=silence_s) as watch:
         with _collective():
@@ -243,7 +181,7 @@ def _process_group(seat: Seat, device: Device, store: Store, watch: Watch) -> It
                     _backend(device), store=store, rank=seat.rank, world_size=seat.num_ranks, timeout=_TIMEOUT
                 )
                 control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-            world = Ranks(seat, control=control)
+            world = World(seat, control=control)
             _check_devices(world, device)
             yield world
     finally:
@@ -272,11 +210,11 @@ def _backend(device: Device) -> str:
     return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(device.torch_device)}"
 
 
-def _check_devices(world: Ranks, device: Device) -> None:
+def _check_devices(world: World, device: Device) -> None:
     """Two ranks on one accelerator would wait for each other for ever."""
     if not device.is_accelerator:
         return
-    places = world.spread(world.gather([socket.gethostname(), device.identity]))
+    places = world.broadcast(world.gather([socket.gethostname(), device.identity]))
     twice = [place for place in places if places.count(place) > 1]
     if twice:
         raise UserError(
@@ -306,63 +244,69 @@ def _as_tensor(data: bytes) -> Tensor:
 _BUCKET_BYTES: Final = 64 * 1024 * 1024
 
 
-class Reduction(Protocol):
-    """What happens to the parameters of a stage at the edges of a turn; all ranks do it together."""
+class Reduction:
+    """Gathers parameters when a step or an evaluation starts, and sums gradients over ranks when a step ends.
 
-    def begin(self, *, is_training: bool) -> None:
-        """Make the parameters ready for passes."""
+    By `sharding` of the stage:
+    none        every rank has all parameters; gradients are summed in one fixed order, many in one message
+    optimizer   all parameters are gathered before the first pass; gradients are reduced once, after the last
+    full        FSDP2 gathers and reduces in every pass, since every rank runs the same passes
+    """
 
-    def reduce(self) -> None:
-        """Sum the gradients over all ranks."""
-
-    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
-        """The squared norm of each parameter's gradient, from what this rank holds of it."""
-
-
-class NoReduction:
-    """One rank, or a stage that learns nothing."""
-
-    def begin(self, *, is_training: bool) -> None:
-        """Nothing to do."""
-
-    def reduce(self) -> None:
-        """Nothing to do."""
-
-    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
-        """What it is given."""
-        return own
-
-
-class PlainReduction:
-    """Every rank has all parameters; gradients are summed in one fixed order, many in one message."""
-
-    def __init__(self, world: World, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, world: World, stage: Stage, *, sharding: str = "none") -> None:
         self._world = world
-        trained = [name for name in sorted(parameters) if parameters[name].requires_grad]
-        self._parameters = [parameters[name] for name in trained]
+        self._stage = stage
+        self._sharding = sharding
+        self._gathering: list[UnshardHandle] = []
+        if sharding == "optimizer":
+            root = _root(stage)
+            root.set_requires_gradient_sync(False)
+            root.set_reshard_after_backward(False)
 
-    def begin(self, *, is_training: bool) -> None:
-        """Nothing to do: the parameters are here."""
+    def begin(self) -> None:
+        """Start to gather what every rank needs whole; each layer waits for its own."""
+        if self._sharding == "optimizer":
+            started = [module.unshard(async_op=True) for module in _sharded(self._stage)]
+            self._gathering = [one for one in started if one is not None]
 
     def reduce(self) -> None:
-        """Sum the gradients over all ranks; one without a micro-batch adds nothing."""
-        if not self._parameters:
-            return
-        used = self._world.totals([one.grad is not None for one in self._parameters])
-        present = [one for one, count in zip(self._parameters, used, strict=True) if count]
-        for parameter in present:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for bucket in buckets([_gradient(one) for one in present], max_bytes=_BUCKET_BYTES):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            self._world.add_up(flat)
-            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
-            for gradient, piece in zip(bucket, pieces, strict=True):
-                gradient.copy_(piece.view_as(gradient))
+        """Sum the gradients over all ranks, and keep this rank's shard of them and of the parameters."""
+        for one in self._gathering:
+            one.wait()  # Nothing has, at a rank without a micro-batch.
+        if self._sharding == "optimizer":
+            reduce_now(self._stage)
+        if self._world.seat.num_ranks > 1:
+            is_sharded = self._sharding != "none"
+            replicated = _halves(self._stage) if is_sharded else self._stage.parameters_by_name()
+            _sum_gradients(self._world, [one for _, one in sorted(replicated.items()) if one.requires_grad])
 
     def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
-        """What it is given: every rank has the whole gradient."""
-        return own
+        """The squared norm of each parameter's gradient, from what this rank has of it."""
+        if self._sharding == "none":
+            return own
+        present = [one for one in self._stage.parameters_by_name().values() if one.grad is not None]
+        # Of a gradient that every rank has whole, the leader's counts.
+        counts = [self._world.seat.is_leader or isinstance(one.grad, DTensor) for one in present]
+        norms = [norm if count else 0.0 for norm, count in zip(own, counts, strict=True)]
+        return self._world.all_reduce(norms, dtype=torch.float64)
+
+
+def _sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
+    """Sum gradients that every rank has whole; a rank without a micro-batch adds nothing."""
+    if not parameters:
+        return
+    used = world.all_reduce([one.grad is not None for one in parameters])
+    gradients = []
+    for parameter, count in zip(parameters, used, strict=True):
+        if count:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients.append(parameter.grad)
+    for bucket in buckets(gradients, max_bytes=_BUCKET_BYTES):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        world.all_reduce_tensor(flat)
+        pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
+        for gradient, piece in zip(bucket, pieces, strict=True):
+            gradient.copy_(piece.view_as(gradient))
 
 
 def buckets(tensors: Sequence[Tensor], *, max_bytes: int) -> Iterator[list[Tensor]]:
@@ -378,20 +322,14 @@ def buckets(tensors: Sequence[Tensor], *, max_bytes: int) -> Iterator[list[Tenso
         yield taken
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        raise ValueError("a parameter without a gradient is summed")
-    return parameter.grad
-
-
 def begin_down(down: Down, world: World) -> dict[str, Tensor]:
     """Begin the sender's half at every rank of its cloud; gives the receiver's, for the leader to send."""
     if world.seat.num_ranks > 1:
-        down.observed.pool(world.add_up)
+        down.observed.pool(world.all_reduce_tensor)
     tensors = down.begin()
     for tensor in down.values().values():
         # Ranks on unlike processors may have decomposed the same matrix to other bits.
-        world.copy_from_leader(tensor)
+        world.broadcast_tensor(tensor)
     return tensors
 
 
@@ -401,7 +339,7 @@ def begin_up(up: Up, world: World, take: Callable[[], Mapping[str, Tensor]]) -> 
         up.begin(take())
         return
     leaders = take() if world.seat.is_leader else {}
-    given = world.spread_bytes(save({name: tensor.contiguous() for name, tensor in leaders.items()}))
+    given = world.broadcast_bytes(save({name: tensor.contiguous() for name, tensor in leaders.items()}))
     up.begin(load(given))
 
 
@@ -414,9 +352,9 @@ def shard(
     keeps_sharded: bool = False,
     offload: bool = False,
 ) -> None:
-    """Deal a stage on its device out to all ranks of the world, which hold the same weights.
+    """Shard a stage on its device over all ranks of the world, which have the same weights.
 
-    With a `compute_dtype` parameters are gathered in it; what is dealt out stays as it is, in float32.
+    With a `compute_dtype` parameters are gathered in it; shards stay in float32.
     """
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (num_ranks,)),
@@ -426,7 +364,7 @@ def shard(
             reduce_dtype=None if compute_dtype is None else torch.float32,
             cast_forward_inputs=False,
         ),
-        "offload_policy": _on_host(device) if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy(),
     }
     for layer in _layers(stage):
         fully_shard(layer, **options)
@@ -439,66 +377,15 @@ def shard(
     _prepare(stage)
 
 
-class ShardedReduction:
-    """Gathers parameters once, before the first pass of a turn; reduces gradients once, after the last."""
-
-    def __init__(self, world: World, stage: Stage) -> None:
-        self._world = world
-        self._stage = stage
-        self._halves = PlainReduction(world, _halves(stage))
-        self._gathering: list[UnshardHandle] = []
-        root = _root(stage)
-        root.set_requires_gradient_sync(False)
-        root.set_reshard_after_backward(False)
-
-    def begin(self, *, is_training: bool) -> None:
-        """Start to gather all parameters, in training and in evaluation; each layer waits for its own."""
-        del is_training
-        started = [module.unshard(async_op=True) for module in _sharded(self._stage)]
-        self._gathering = [one for one in started if one is not None]
-
-    def reduce(self) -> None:
-        """Sum the gradients over all ranks, and keep this rank's share of them and of the parameters."""
-        for one in self._gathering:
-            one.wait()  # Nothing has, at a rank without a micro-batch.
-        reduce_now(self._stage)
-        self._halves.reduce()
-
-    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
-        """The sum over the shares of all ranks."""
-        return _sums(self._world, self._stage, own)
-
-
-class LockStepReduction:
-    """Leaves all to FSDP2, since every rank runs the same passes, in evaluations as well."""
-
-    def __init__(self, world: World, stage: Stage) -> None:
-        self._world = world
-        self._stage = stage
-        self._halves = PlainReduction(world, _halves(stage))
-
-    def begin(self, *, is_training: bool) -> None:
-        """Layers gather themselves."""
-        del is_training
-
-    def reduce(self) -> None:
-        """Sum the gradients of halves of bottlenecks; every backward has reduced its part of all others."""
-        self._halves.reduce()
-
-    def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
-        """The sum over the shares of all ranks."""
-        return _sums(self._world, self._stage, own)
-
-
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which ranks hold shares, put together; all ranks ask for it."""
+    """A tensor gathered from its shards; all ranks call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def reduce_now(stage: Stage) -> None:
-    """Reduce what backwards without synchronisation have left, on all ranks, and give up gathered parameters.
+    """Reduce what backwards without synchronisation have left, on all ranks, and reshard the parameters.
 
-    torch has no public word for it; its own pipelines do the same in `perform_reduce_grad`.
+    torch has no public call for it; its own pipelines do the same in `perform_reduce_grad`.
     """
     root = _root(stage)
     root.set_is_last_backward(True)
@@ -513,22 +400,17 @@ def reduce_now(stage: Stage) -> None:
     root.set_requires_gradient_sync(False)
 
 
-def coming_bytes(stage: Stage) -> int:
-    """The gradients that the passes of a step will add where they are reduced once: whole, in float32."""
-    parts = [one for group in _groups(stage) for one in group.fsdp_params]
-    num_awaited = sum(int(one.sharded_param.numel()) for one in parts if _awaits_gradient(one))
-    return torch.float32.itemsize * num_awaited
-
-
-def _awaits_gradient(part: Any) -> bool:
-    return bool(part.sharded_param.requires_grad) and part.unsharded_accumulated_grad is None
-
-
-def _sums(world: World, stage: Stage, own: tuple[float, ...]) -> tuple[float, ...]:
-    """Squared norms over all ranks; of a gradient that every rank has whole, the leader's."""
-    present = [one for one in stage.parameters_by_name().values() if one.grad is not None]
-    counts = [world.seat.is_leader or isinstance(one.grad, DTensor) for one in present]
-    return world.sums([norm if count else 0.0 for norm, count in zip(own, counts, strict=True)])
+def awaited_gradient_bytes(stage: Stage) -> int:
+    """What the gradients that a step still has to make will take; FSDP2 reduces them whole, in float32."""
+    if not isinstance(stage, FSDPModule):
+        return sum(one.nbytes for one in stage.parameters() if one.requires_grad and one.grad is None)
+    awaited = [
+        one.sharded_param.numel()
+        for group in _groups(stage)
+        for one in group.fsdp_params
+        if one.sharded_param.requires_grad and one.unsharded_accumulated_grad is None
+    ]
+    return torch.float32.itemsize * int(sum(awaited))
 
 
 def _halves(stage: Stage) -> dict[str, nn.Parameter]:
@@ -552,11 +434,6 @@ def _fill_gaps(group: Any) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 one.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=one.reduce_dtype)
-
-
-def _on_host(device: torch.device) -> OffloadPolicy:
-    """Memory that is pinned for the copies to an accelerator, where there is one."""
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu")
 
 
 def _prepare(stage: Stage) -> None:

@@ -208,7 +208,7 @@ class Neighbours:
         words = None
         if self._world.seat.is_leader:
             words = asdict(pass_offer_on(own, up=self.up, down=self.down))
-        return Offer(**self._world.spread(words))
+        return Offer(**self._world.broadcast(words))
 
     def agree_on_start(self, saved: SavedSteps, *, num_steps: int) -> Start:
         """Where the run begins, by the steps that every cloud has saved."""
@@ -218,14 +218,14 @@ class Neighbours:
                 saved, cloud=self._clouds[self.index], num_steps=num_steps, up=self.up, down=self.down
             )
             words = asdict(start)
-        return Start(**self._world.spread(words))
+        return Start(**self._world.broadcast(words))
 
     def agree_on_end(self) -> None:
         """Wait until every rank of every cloud has come to the end."""
         self._world.gather(None)
         if self._world.seat.is_leader:
             agree_on_end(up=self.up, down=self.down)
-        self._world.spread(None)
+        self._world.broadcast(None)
 
     def links(self, pipeline: Pipeline) -> dict[Member, Link]:
         """The links to all members of the neighbouring stages that this member speaks to."""

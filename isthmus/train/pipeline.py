@@ -30,7 +30,7 @@ from isthmus.plan.types import (
 from isthmus.train.coding import CutCoding, CutEnd
 from isthmus.train.device import Device, Mark, PassClock
 from isthmus.train.frozen_cache import HELD, Admission, Cache, Foresight, held_of
-from isthmus.train.in_cloud import Alone, NoReduction, Reduction, World, begin_down, begin_up
+from isthmus.train.in_cloud import Reduction, World, begin_down, begin_up
 from isthmus.train.integers import IDS, MASK
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.rows import mask_of, valid_rows
@@ -194,8 +194,8 @@ class PipelineActor:
         self._stage = stage
         self._optimizer = optimizer
         self._source = source
-        self._world = world or Alone()
-        self._reduction = reduction or NoReduction()
+        self._world = world or World()
+        self._reduction = reduction or Reduction(self._world, stage)
         self._on_span = on_span
         self._track = member.cloud if len(pipeline.stages[self._index]) == 1 else str(member)
         self._clock = PassClock(device, track=self._track, on_span=on_span)
@@ -264,7 +264,7 @@ class PipelineActor:
     def _begin(self, work: Work) -> Facts | None:
         is_evaluation = bool(work.item)
         self._clock.begin()
-        self._reduction.begin(is_training=not is_evaluation)
+        self._reduction.begin()
         self._passes.train(not is_evaluation)
         self._losses.clear()
         self._num_correct.clear()
@@ -281,7 +281,7 @@ class PipelineActor:
                 Span(track=self._track, name=f"data {step}", kind=WAITING_KIND, start_s=asked_s, end_s=now_s)
             )
         own = (sum(batch.num_targets for batch in batches), sum(_num_tokens(batch) for batch in batches))
-        num_targets, num_tokens = self._world.totals(own)
+        num_targets, num_tokens = self._world.all_reduce(own)
         self._lay_out(batches, step, is_evaluation, num_targets)
         return Read(num_targets=num_targets, num_tokens=num_tokens)
 
@@ -371,7 +371,7 @@ class PipelineActor:
 
     def _update(self, work: Work) -> Gathered:
         text = None if work.facts is None else pack_facts(work.facts)
-        verdict = unpack_facts(self._world.spread(text), Verdict)
+        verdict = unpack_facts(self._world.broadcast(text), Verdict)
 
         def update() -> None:
             self._optimizer.update(work.step, norm=verdict.norm)

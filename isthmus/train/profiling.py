@@ -28,7 +28,7 @@ from isthmus.plan.costs import Precision
 from isthmus.plan.times import NO_TIME, CodingTimes, PassTimes, Profile, Sample
 from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device
-from isthmus.train.in_cloud import NoReduction, Reduction
+from isthmus.train.in_cloud import Reduction, World
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import Passes
 from isthmus.train.profiled_codecs import measure_codings
@@ -98,7 +98,7 @@ class Rig:
     ) -> None:
         self.stage = stage.to(device.torch_device)
         self.size = size
-        self._reduction = reduction or NoReduction()
+        self._reduction = reduction or Reduction(World(), stage)
         self._device = device
         self._width: int = stage.model.config.hidden_size
         self._generator = torch.Generator().manual_seed(0)
@@ -115,7 +115,7 @@ class Rig:
 
     def begin(self) -> None:
         """Make the parameters ready, where ranks share them."""
-        self._reduction.begin(is_training=True)
+        self._reduction.begin()
 
     def forward(self, microbatch: int, *, step: int = 0) -> None:
         """Run a micro-batch, and keep what its backward needs."""

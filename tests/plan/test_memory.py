@@ -17,7 +17,7 @@ from isthmus.model.stage import Stage
 from isthmus.plan.costs import Arithmetic, Precision, Task, Workload
 from isthmus.plan.memory import Memory, OptimizerState, Savers, Sharding, stage_memory
 from isthmus.train.device import Device
-from isthmus.train.in_cloud import Alone, LockStepReduction, Reduction, ShardedReduction, shard
+from isthmus.train.in_cloud import Reduction, World, shard
 from isthmus.train.profiling import AUTOCAST, Rig, Size
 from tests.plan.sizes import estimated, measured
 
@@ -113,7 +113,7 @@ def share_out(stage: Stage, sharding: Sharding, precision: Precision) -> Reducti
     is_full = sharding is Sharding.FULL
     device, dtype = torch.device("cpu"), AUTOCAST[precision]
     shard(stage, device=device, num_ranks=1, compute_dtype=dtype, keeps_sharded=is_full)
-    return (LockStepReduction if is_full else ShardedReduction)(Alone(), stage)
+    return Reduction(World(), stage, sharding=sharding.value)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

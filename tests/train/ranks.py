@@ -30,13 +30,9 @@ from isthmus.plan.types import Member, Outcome
 from isthmus.train.checkpoint import Checkpoints, Keeper
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import (
-    LockStepReduction,
-    NoReduction,
-    PlainReduction,
     Reduction,
-    ShardedReduction,
     World,
-    coming_bytes,
+    awaited_gradient_bytes,
     join_world,
     shard,
     whole,
@@ -264,31 +260,29 @@ class _Rank:
         self.stage = make_stages(self.case.blueprint, self.config, lora=self.case.lora)[self.index]
         self.reduction = self._reduction()
         if self.case.budget_bytes is not None:
-            is_sharded = isinstance(self.stage, FSDPModule)
             self.stage.recompute = Budgeted(
                 budget_bytes=self.case.budget_bytes,
-                standing_bytes=lambda: coming_bytes(self.stage) if is_sharded else 0,
+                standing_bytes=self._standing_bytes,
                 device=self.device.torch_device,
             )
         self.optimizer = make_optimizer(self.stage, 0.5, state=self.case.optimizer_state)
 
     def _reduction(self) -> Reduction:
-        if self.world.seat.num_ranks == 1:
-            return NoReduction()
-        if self.case.sharding is Sharding.NONE:
-            return PlainReduction(self.world, self.stage.parameters_by_name())
-        is_full = self.case.sharding is Sharding.FULL
+        sharding = self.case.sharding if self.world.seat.num_ranks > 1 else Sharding.NONE
+        if sharding is Sharding.NONE:
+            return Reduction(self.world, self.stage)
         shard(
             self.stage,
             device=self.device.torch_device,
             num_ranks=self.world.seat.num_ranks,
-            keeps_sharded=is_full,
+            keeps_sharded=sharding is Sharding.FULL,
             compute_dtype=self.case.autocast,
             offload=self.case.offload,
         )
-        return (
-            LockStepReduction(self.world, self.stage) if is_full else ShardedReduction(self.world, self.stage)
-        )
+        return Reduction(self.world, self.stage, sharding=sharding.value)
+
+    def _standing_bytes(self) -> int:
+        return awaited_gradient_bytes(self.stage) if isinstance(self.stage, FSDPModule) else 0
 
     def train(self) -> Found:
         record = Record()

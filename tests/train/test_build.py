@@ -15,7 +15,7 @@ from isthmus.plan.types import Member
 from isthmus.train import in_cloud
 from isthmus.train.build import Build, blueprint_of, optimizer_state
 from isthmus.train.device import Device
-from isthmus.train.in_cloud import Alone, shard
+from isthmus.train.in_cloud import World, shard
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.run_config import pack_config, run_config, set_up, unpack_config
 from isthmus.wan.handshake import Seat
@@ -26,14 +26,6 @@ from tests.train.test_setup import tiny_job
 
 CPU = Device("cpu")
 Options = dict[str, Any]
-
-
-class Fellows(Alone):
-    """A world of several ranks, as far as its size goes."""
-
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__()
-        self.seat = Seat(num_ranks=num_ranks)
 
 
 @pytest.fixture
@@ -66,7 +58,7 @@ def made(*overrides: str, num_ranks: int = 1, cloud: str = "west") -> Build:
         cloud=cloud,
         blueprint=plan,
         device=CPU,
-        world=Fellows(num_ranks),
+        world=World(Seat(num_ranks=num_ranks)),
     )
 
 

@@ -21,7 +21,7 @@ from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.types import Member, pack_facts, unpack_facts
 from isthmus.train.checkpoint import Checkpoints, Keeper, State, WireState, lazily, pack_wires, unpack_wires
 from isthmus.train.data.samples import Cursor
-from isthmus.train.in_cloud import Alone, shard, whole
+from isthmus.train.in_cloud import World, shard, whole
 from isthmus.train.members import SavedSteps
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.store import MANIFEST_FILE, LazyTensor, SavedFile, write_tensors
@@ -33,7 +33,7 @@ from tests.train.test_exactness import batches
 
 
 def keeper(checkpoints: Checkpoints, stage: Stage, optimizer: Optimizer) -> Keeper:
-    return Keeper(checkpoints, Alone(), stage=stage, optimizer=optimizer)
+    return Keeper(checkpoints, World(), stage=stage, optimizer=optimizer)
 
 
 def save_all(found: Chain, folder: Path, *, keep: int = 9) -> None:

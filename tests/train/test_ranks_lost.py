@@ -23,7 +23,7 @@ def be(seat: Seat, pipe: Connection) -> None:
     for ending in ("fails", "dies"):
         try:
             with join_world(seat, Device("cpu"), cloud="east", secret=b"east") as world:
-                pipe.send(world.totals([seat.rank + 1]))
+                pipe.send(world.all_reduce([seat.rank + 1]))
                 if seat.rank == 1:
                     end(ending)
                 # As FSDP2 has it: none of the world's own collectives.

@@ -62,10 +62,10 @@ def be(rank: Rank, pipe: Connection) -> None:
             rank.seat, Device("cpu"), cloud="east", secret=secret, end=end, silence_s=SILENCE_S
         ) as world:
             endpoint.link("west").wait_ready(timeout_s=PATIENCE_S)
-            world.totals([1])
+            world.all_reduce([1])
             if rank.seat.rank == rank.stops:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            world.totals([1])
+            world.all_reduce([1])
 
 
 @pytest.mark.parametrize("stops", [0, 1])
