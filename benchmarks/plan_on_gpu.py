@@ -1,7 +1,7 @@
 """Plans of jobs on one GPU beside the best that a sweep by hand finds, with real kernels.
 
-python benchmarks/plan_on_gpu.py [--jobs NAME,…] [--quick] [--steps N] [--limit-s S] [--deadline-s S]
-                                 [--device KIND] [--tiny] [--out DIR] [--json]
+python benchmarks/plan_on_gpu.py [--jobs NAME,…] [--quick | --no-sweep] [--steps N] [--limit-s S]
+                                 [--deadline-s S] [--device KIND] [--tiny] [--out DIR] [--json]
 
 Clouds share one GPU by NVIDIA's MPS, each with an equal part of its multiprocessors, and are joined through
 the emulated WAN. For each job, in this order: `isthmus plan` measures, chooses micro-batches, cut and codecs,
@@ -185,7 +185,8 @@ def outcome_of(
     num_sequences = 32 if options.tiny else job.batch_tokens // SEQUENCE_LENGTH
     tried: list[Choice] = []
     longest_s = 0.0
-    for number, codec in sweep(planned, num_sequences, is_quick=options.quick):
+    choices = () if options.no_sweep else sweep(planned, num_sequences, is_quick=options.quick)
+    for number, codec in choices:
         if not deadline.leaves(longest_s):
             notes.print(f"{job.name}: no time was left for {number} micro-batches with {codec[0]}")
             break
@@ -259,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--jobs", help=f"names, separated by commas: {', '.join(one.name for one in JOBS)}")
     parser.add_argument("--quick", action="store_true", help="a smaller sweep")
+    parser.add_argument("--no-sweep", action="store_true", help="run the planned choice alone")
     parser.add_argument(
         "--steps", type=int, default=7, help="of a run, the first three of which do not count"
     )

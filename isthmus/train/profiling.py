@@ -44,6 +44,9 @@ _NUM_LABELS: Final = 2
 _MEDIAN_ERROR: Final = 1.25 * 1.4826
 # What keeps the device busy while a pass is launched: products of matrices of this size.
 _FILLER_WIDTH: Final = 2048
+# A first pass, whose launches take seconds, must not make all later ones wait behind as much work.
+_MOST_FILLER_S: Final = 0.1
+_FILLER_DECAY: Final = 0.7
 
 AUTOCAST: Final = {Precision.FLOAT32: None, Precision.BFLOAT16: torch.bfloat16}
 
@@ -369,9 +372,10 @@ class _Filler:
                 torch.mm(self._matrix, self._matrix)
 
     def cover(self, launch_s: float) -> None:
-        """Last longer from now on than launches that take so long."""
+        """Adapt to launches that take so long: longer at once, shorter little by little."""
         if self._one_s > 0:
-            self._number = max(self._number, math.ceil(1.5 * launch_s / self._one_s))
+            wanted_s = min(1.5 * launch_s, _MOST_FILLER_S)
+            self._number = math.ceil(max(wanted_s / self._one_s, _FILLER_DECAY * self._number))
 
     def _time_one(self) -> float:
         begun = self._device.mark(is_timed=True)
