@@ -37,7 +37,7 @@ from isthmus.plan.scenario import Caps, Policy
 from isthmus.plan.steering import Cut
 from isthmus.plan.study import check_lists
 from isthmus.plan.types import Member
-from isthmus.train.data.batches import Layout, divide_batch
+from isthmus.train.data.training_data import Layout, divide_batch
 
 _MICROBATCHES_PER_STAGE: Final = 8
 

@@ -30,7 +30,7 @@ from isthmus.train.build import blueprint_of, check_fits
 from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.rows import open_rows, read_texts
 from isthmus.train.data.token_files import TokenFiles, tokens_of
-from isthmus.train.data.training_data import open_data
+from isthmus.train.data.training_data import check_enough, open_data
 from isthmus.train.run_config import Setup, may_plan, set_up
 from isthmus.wan.doctor import Devices, require_kind, require_one_each
 from isthmus.wan.handshake import Seat
@@ -218,7 +218,7 @@ def check_job(
         hidden_width=blueprint.config.hidden_size,
         num_steps=job.train.steps,
     )
-    data.steps(setup.layout).close()
+    check_enough(data.samples, setup.layout)
     return Checked(plan=setup.plan, data_sha256=data.sha256)
 
 

@@ -28,10 +28,9 @@ from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.types import Facts, Member, Outcome, pack_facts, unpack_facts
 from isthmus.train.build import AUTOCAST, Build, Built, blueprint_of
 from isthmus.train.checkpoint import Checkpoints, Keeper, State, pack_wires, unpack_wires
-from isthmus.train.data.batches import Layout, divide_batch
 from isthmus.train.data.samples import Cursor
 from isthmus.train.data.token_files import tokens_of
-from isthmus.train.data.training_data import Feed, Share, TrainingData, open_data
+from isthmus.train.data.training_data import Feed, Layout, TrainingData, divide_batch, open_data
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
@@ -303,13 +302,11 @@ class _Session:
         )
 
     def _feed(self, data: TrainingData, config: RunConfig, start: Start, cursor: Cursor | None) -> Feed:
-        share = functools.partial(config.pipeline.routing.share, 0, self.world.seat.rank)
-        held_out = share(step=0, is_evaluation=True)
         return Feed(
             data,
             self._layout(config),
             cursor=cursor,
-            share=Share(training=lambda step: share(step=step), validation=held_out),
+            share=functools.partial(config.pipeline.routing.share, 0, self.world.seat.rank),
             first_step=start.step,
             num_in_step=config.common_ranks,
         )

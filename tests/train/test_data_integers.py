@@ -13,8 +13,8 @@ from torch import Tensor
 from isthmus.errors import FrameError
 from isthmus.model.heads import HEADS
 from isthmus.model.stage import Batch
-from isthmus.train.data.batches import collate
-from isthmus.train.data.samples import Sample
+from isthmus.train.data.samples import LabelledSequence
+from isthmus.train.data.training_data import collate
 from isthmus.train.integers import narrow, pack_integers, unpack_integers
 from isthmus.wan.packet import Packet, pack, unpack
 
@@ -93,18 +93,18 @@ def test_narrow_integers_are_the_same_and_no_wider_than_need_be(values: list[int
 
 def test_a_packed_language_model_sends_two_bytes_a_token() -> None:
     ids = np.arange(300, 428)
-    batch = collate([Sample(ids=ids, labels=ids)] * 4, head=HEADS["causal-lm"], pad_id=0)
+    batch = collate([LabelledSequence(ids=ids, labels=ids)] * 4, head=HEADS["causal-lm"], pad_id=0)
     assert num_bytes(of_batch(batch)) == 2 * batch.ids.numel()
 
 
 def test_padding_does_not_cross() -> None:
     head = HEADS["token-classification"]
-    samples = [Sample(ids=np.arange(count), labels=np.arange(count)) for count in (100, 3)]
+    samples = [LabelledSequence(ids=np.arange(count), labels=np.arange(count)) for count in (100, 3)]
     assert num_bytes(of_batch(collate(samples, head=head, pad_id=9))) == 103 + 2
 
 
 def test_labels_of_whole_sequences() -> None:
-    samples = [Sample(ids=np.arange(count), labels=np.array(count)) for count in (4, 2)]
+    samples = [LabelledSequence(ids=np.arange(count), labels=np.array(count)) for count in (4, 2)]
     batch = collate(samples, head=HEADS["sequence-classification"], pad_id=0)
     assert_same(over_the_line(of_batch(batch)), of_batch(batch))
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.train.data.batches import Prefetch
 from isthmus.train.data.samples import Cursor, Order
+from isthmus.train.data.training_data import Prefetch
 
 orders = st.builds(Order, num_samples=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1))
 
@@ -108,7 +108,7 @@ def test_a_slow_source_is_read_further_ahead_and_a_fast_one_less_far_again(
     # A busy machine may let any thread wait; by this clock, which is read around each wait, the source does.
     readings: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: readings.pop(0))
-    monkeypatch.setattr("isthmus.train.data.batches.time", clock)
+    monkeypatch.setattr("isthmus.train.data.training_data.time", clock)
 
     def take(items: Prefetch[int], *, waited_s: float) -> int:
         readings.extend((0.0, waited_s))

@@ -1,5 +1,6 @@
 """Data from its job to the steps of a run."""
 
+import functools
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -14,9 +15,17 @@ from isthmus.job import Job
 from isthmus.model.heads import HEADS, IGNORED
 from isthmus.model.stage import Batch
 from isthmus.plan.pipeline_parts import Routing
-from isthmus.train.data.batches import Layout, StepBatches, check_enough, collate, divide_batch
-from isthmus.train.data.samples import Cursor, PackedSamples, Sample
-from isthmus.train.data.training_data import Feed, TrainingData, open_data
+from isthmus.train.data.samples import Cursor, LabelledSequence, PackedSamples
+from isthmus.train.data.training_data import (
+    Feed,
+    Layout,
+    StepBatches,
+    TrainingData,
+    check_enough,
+    collate,
+    divide_batch,
+    open_data,
+)
 
 CONFIG = {"model_type": "llama", "vocab_size": 300}
 
@@ -53,8 +62,8 @@ def rows(batches: list[StepBatches]) -> list[tuple[int, ...]]:
 
 def test_sequences_of_different_lengths_are_padded_on_the_right() -> None:
     samples = [
-        Sample(ids=np.arange(1, 4), labels=np.arange(1, 4)),
-        Sample(ids=np.array([7]), labels=np.array([7])),
+        LabelledSequence(ids=np.arange(1, 4), labels=np.arange(1, 4)),
+        LabelledSequence(ids=np.array([7]), labels=np.array([7])),
     ]
     batch = collate(samples, head=HEADS["causal-lm"], pad_id=9)
     assert batch.ids.tolist() == [[1, 2, 3], [7, 9, 9]]
@@ -67,7 +76,7 @@ def test_sequences_of_different_lengths_are_padded_on_the_right() -> None:
 
 def test_token_types_are_padded_too() -> None:
     samples = [
-        Sample(ids=np.arange(count), labels=np.array(0), token_types=np.ones(count, np.uint8))
+        LabelledSequence(ids=np.arange(count), labels=np.array(0), token_types=np.ones(count, np.uint8))
         for count in (2, 1)
     ]
     batch = collate(samples, head=HEADS["sequence-classification"], pad_id=0)
@@ -78,7 +87,9 @@ def test_token_types_are_padded_too() -> None:
 
 def test_equal_lengths_need_no_mask() -> None:
     batch = collate(
-        [Sample(ids=np.arange(2), labels=np.array([0, 1]))] * 2, head=HEADS["question-answering"], pad_id=0
+        [LabelledSequence(ids=np.arange(2), labels=np.array([0, 1]))] * 2,
+        head=HEADS["question-answering"],
+        pad_id=0,
     )
     assert batch.mask is None
     assert batch.num_targets == 4
@@ -106,7 +117,7 @@ def test_a_batch_that_does_not_divide(batch_tokens: int, message: str, near: int
 def test_a_step(tales: TrainingData) -> None:
     (step,) = take(tales, 1, layout())
     assert [batch.ids.shape for batch in step.microbatches] == [(3, 64)] * 2
-    assert step.num_targets == sum(batch.num_targets for batch in step.microbatches) == 6 * 63
+    assert sum(batch.num_targets for batch in step.microbatches) == 6 * 63
     assert step.cursor == Cursor(epoch=0, position=6)
     assert all(batch.mask is None for batch in step.microbatches)
     assert tales.facts.config == {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -129,8 +140,7 @@ def test_ranks_read_each_sequence_once(tales: TrainingData) -> None:
     routing = Routing(speeds=((1.0,) * 3,), num_microbatches=4)
     shards = []
     for rank in range(3):
-        shares = {step: routing.share(0, rank, step=step) for step in range(9)}
-        with tales.steps(where, share=shares.__getitem__) as steps:
+        with tales.steps(where, share=functools.partial(routing.share, 0, rank)) as steps:
             shards.append(list(islice(steps, 4)))
     assert sorted(rows(together)) == sorted(row for shard in shards for row in rows(shard))
     assert {shard[-1].cursor for shard in shards} == {together[-1].cursor}

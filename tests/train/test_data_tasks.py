@@ -12,15 +12,13 @@ from isthmus.job import DataSpec
 from isthmus.model.heads import HEADS, IGNORED
 from isthmus.train.data.rows import Labels, collect_labels, open_rows
 from isthmus.train.data.samples import (
+    LabelledSequence,
     MaskedSamples,
     PackedSamples,
     Pick,
-    Sample,
-    answered_samples,
-    classified_samples,
+    Recipe,
+    make_samples,
     packed_tokens,
-    tagged_samples,
-    window_samples,
 )
 from isthmus.train.data.tokenizer import train_tokenizer
 
@@ -108,7 +106,7 @@ def test_a_text_of_special_tokens_alone_has_nothing_to_mask() -> None:
 
 def test_long_texts_for_masking_are_cut_into_windows(tokenizer: Any) -> None:
     text = "Ada lives in Dunmoor. " * 20
-    samples = list(window_samples([{"text": text}], tokenizer, spec("masked-lm", 16)))
+    samples = list(make_samples([{"text": text}], tokenizer, spec("masked-lm", 16), LABELS))
     assert len(samples) > 5
     assert all(len(sample.ids) <= 16 and sample.ids[0] == 1 and sample.ids[-1] == 2 for sample in samples)
     inner = [token for sample in samples for token in sample.ids[1:-1].tolist()]
@@ -117,7 +115,7 @@ def test_long_texts_for_masking_are_cut_into_windows(tokenizer: Any) -> None:
 
 def test_classified_texts(tokenizer: Any) -> None:
     rows = [{"text": "Ada " * 100, "label": "yes"}, {"text": "Ivo", "label": "no"}]
-    samples = list(classified_samples(rows, tokenizer, spec("sequence-classification"), labels=LABELS))
+    samples = list(make_samples(rows, tokenizer, spec("sequence-classification"), LABELS))
     assert [int(sample.labels) for sample in samples] == [1, 0]
     assert len(samples[0].ids) == 32
     assert tokenizer.decode(samples[1].ids) == "<bos>Ivo<eos>"
@@ -126,14 +124,14 @@ def test_classified_texts(tokenizer: Any) -> None:
 def test_classified_pairs(tokenizer: Any) -> None:
     job = spec("sequence-classification", text_column="a", pair_column="b", label_column="c")
     rows = [{"a": "Ivo", "b": "Ada", "c": "no"}]
-    (sample,) = classified_samples(rows, tokenizer, job, labels=LABELS)
+    (sample,) = make_samples(rows, tokenizer, job, LABELS)
     assert tokenizer.decode(sample.ids) == "<bos>Ivo<eos>Ada<eos>"
 
 
 def test_the_first_token_of_a_word_has_its_tag(tokenizer: Any) -> None:
     words = ["Xylophonist", "Ada", "of", "Graystone", "!?"]
     rows = [{"tokens": words, "tags": [0, 1, 0, 1, 0]}]
-    (sample,) = tagged_samples(rows, tokenizer, spec("token-classification", 64), labels=LABELS)
+    (sample,) = make_samples(rows, tokenizer, spec("token-classification", 64), LABELS)
     tagged = [index for index, label in enumerate(sample.labels) if label != IGNORED]
     assert [int(sample.labels[index]) for index in tagged] == [0, 1, 0, 1, 0]
     assert len(sample.labels) == len(sample.ids) > len(words) + 2
@@ -146,7 +144,7 @@ def test_the_first_token_of_a_word_has_its_tag(tokenizer: Any) -> None:
 
 def test_answers_are_where_their_tokens_say(tokenizer: Any) -> None:
     rows = list(open_rows("builtin:questions"))[:200]
-    samples = list(answered_samples(rows, tokenizer, spec("question-answering", 256)))
+    samples = list(make_samples(rows, tokenizer, spec("question-answering", 256), LABELS))
     assert len(samples) == len(rows)
     for row, sample in zip(rows, samples, strict=True):
         first, last = sample.labels
@@ -158,7 +156,7 @@ def test_a_long_context_becomes_windows_of_which_some_have_the_answer(tokenizer:
     context = "Ivo lives in Dunmoor. " * 30 + "Ada lives in Pinefell."
     answers = {"text": ["Pinefell"], "answer_start": [context.index("Pinefell")]}
     rows = [{"question": "Where does Ada live? " * 40, "context": context, "answers": answers}]
-    samples = list(answered_samples(rows, tokenizer, spec("question-answering", 64)))
+    samples = list(make_samples(rows, tokenizer, spec("question-answering", 64), LABELS))
     found = [sample for sample in samples if sample.labels.any()]
     assert 1 <= len(found) < len(samples)
     for sample in found:
@@ -168,23 +166,8 @@ def test_a_long_context_becomes_windows_of_which_some_have_the_answer(tokenizer:
 
 def test_a_question_without_an_answer(tokenizer: Any) -> None:
     rows = [{"question": "Who?", "context": "Nobody.", "answers": {"text": [], "answer_start": []}}]
-    (sample,) = answered_samples(rows, tokenizer, spec("question-answering"))
+    (sample,) = make_samples(rows, tokenizer, spec("question-answering"), LABELS)
     assert sample.labels.tolist() == [0, 0]
-
-
-def make_sample(task: str, row: dict[str, object], tokenizer: Any) -> None:
-    job = spec(task)
-    match task:
-        case "causal-lm":
-            list(packed_tokens([row], tokenizer, job))
-        case "masked-lm":
-            list(window_samples([row], tokenizer, job))
-        case "sequence-classification":
-            list(classified_samples([row], tokenizer, job, labels=LABELS))
-        case "token-classification":
-            list(tagged_samples([row], tokenizer, job, labels=LABELS))
-        case _:
-            list(answered_samples([row], tokenizer, job))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +194,7 @@ def test_rows_that_do_not_fit_the_task(
     task: str, row: dict[str, object], message: str, tokenizer: Any
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        make_sample(task, row, tokenizer)
+        list(Recipe(spec=spec(task), tokenizer=tokenizer, rows=[], held_out=[row]).make())
     assert caught.value.hint
 
 
@@ -219,12 +202,12 @@ def test_an_empty_text_for_a_tokenizer_that_adds_nothing() -> None:
     tokenizer = train_tokenizer(["a"], vocab_size=300, encloses=False)
     rows = [{"text": "", "label": 0}]
     with pytest.raises(UserError, match="has no tokens"):
-        list(classified_samples(rows, tokenizer, spec("sequence-classification"), labels=LABELS))
+        list(make_samples(rows, tokenizer, spec("sequence-classification"), LABELS))
 
 
 def test_sequences_too_short_for_questions(tokenizer: Any) -> None:
     with pytest.raises(UserError, match="too short for questions"):
-        list(answered_samples([], tokenizer, spec("question-answering", 8)))
+        list(make_samples([], tokenizer, spec("question-answering", 8), LABELS))
 
 
 def test_labels() -> None:
@@ -237,6 +220,6 @@ def test_labels() -> None:
 
 
 def test_a_sample_is_frozen() -> None:
-    sample = Sample(ids=np.arange(2), labels=np.arange(2))
+    sample = LabelledSequence(ids=np.arange(2), labels=np.arange(2))
     with pytest.raises(AttributeError):
         sample.ids = np.arange(3)  # type: ignore[misc]

@@ -18,8 +18,8 @@ import pytest
 from isthmus.job import Job
 from isthmus.train.data import token_files
 from isthmus.train.data.rows import open_rows, trace_of
-from isthmus.train.data.samples import Arrays, Pick, Samples
-from isthmus.train.data.token_files import Recipe, TokenFiles
+from isthmus.train.data.samples import Arrays, Pick, Recipe, Samples
+from isthmus.train.data.token_files import TokenFiles, Tokens
 from isthmus.train.data.tokenizer import train_tokenizer
 from isthmus.train.data.training_data import TrainingData, open_data
 from tests.train.test_data_steps import CONFIG, job
@@ -50,7 +50,8 @@ class Maker:
         return TokenFiles(folder=folder, note=self.notes.append)
 
 
-def assert_made(arrays: Arrays) -> None:
+def assert_made(found: Tokens) -> None:
+    arrays = found.arrays
     assert {name: array.tolist() for name, array in arrays.items()} == {
         "ids": [0, 1, 2, 0, 1, 2, 3],
         "labels": [[], [], []],
@@ -115,10 +116,10 @@ def test_the_digest_is_of_the_content_and_not_of_names_and_times(tmp_path: Path)
 
 def test_what_is_mapped_cannot_be_written(tmp_path: Path) -> None:
     maker = Maker()
-    arrays = maker.files(tmp_path).get("a", maker.make)
-    assert_made(arrays)
+    found = maker.files(tmp_path).get("a", maker.make)
+    assert_made(found)
     with pytest.raises(ValueError, match="read-only"):
-        arrays["ids"][0] = 7
+        found.arrays["ids"][0] = 7
 
 
 def test_one_makes_them_while_others_wait(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_one_makes_them_while_others_wait(tmp_path: Path) -> None:
             time.sleep(0.01)
         yield from maker.make()
 
-    def ask() -> Arrays:
+    def ask() -> Tokens:
         return maker.files(tmp_path).get("a", make)
 
     with ThreadPoolExecutor(4) as pool:

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class BuiltIn:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files of rows, read in the order of their names, each time anew."""
+    """Files of rows, read in the order of their names."""
 
     paths: tuple[Path, ...]
 
@@ -58,7 +59,7 @@ class Split:
 
 
 def open_rows(source: str) -> Iterable[Row]:
-    """The rows that a job's `source` names; they can be gone through any number of times."""
+    """The rows that a job's `source` names; they can be iterated any number of times."""
     if source.startswith(_BUILTIN):
         return _built_in(source.removeprefix(_BUILTIN))
     if source.startswith(_HUB):
@@ -67,7 +68,7 @@ def open_rows(source: str) -> Iterable[Row]:
 
 
 def trace_of(rows: Iterable[Row]) -> object:
-    """Plain values that change when the rows do: files with sizes and times; None where nothing tells."""
+    """JSON values that change when the rows do: files with sizes and times; None where that is not known."""
     match rows:
         case BuiltIn(name):
             return name
@@ -76,7 +77,7 @@ def trace_of(rows: Iterable[Row]) -> object:
         case Files(paths):
             files = paths
         case _:
-            # A Hugging Face dataset lies in files of its own, unless it is held in memory.
+            # A Hugging Face dataset has files in its cache, unless it is in memory.
             files = tuple(Path(one["filename"]) for one in getattr(rows, "cache_files", ()))
     stats = [(str(path), path.stat()) for path in files]
     return [(name, one.st_size, one.st_mtime_ns) for name, one in stats] or None
@@ -127,16 +128,10 @@ def _hub_dataset(name: str) -> Iterable[Row]:
 
 
 def _read_text(path: Path) -> Iterator[Row]:
-    """The paragraphs of a text file: what stands between empty lines."""
-    lines: list[str] = []
-    for line in _lines(path):
-        if line.strip():
-            lines.append(line)
-        elif lines:
+    """The paragraphs of a text file, which empty lines separate."""
+    for has_text, lines in itertools.groupby(_lines(path), key=lambda line: bool(line.strip())):
+        if has_text:
             yield {"text": "".join(lines).rstrip("\n")}
-            lines = []
-    if lines:
-        yield {"text": "".join(lines).rstrip("\n")}
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
@@ -212,7 +207,7 @@ def label_column(spec: DataSpec) -> str:
 
 
 def read_texts(row: Row, spec: DataSpec) -> tuple[str, ...]:
-    """All text of a row, whatever its task: what a tokenizer is trained on."""
+    """All text of a row, for the training of a tokenizer."""
     match spec.task:
         case "question-answering":
             return read_text(row, "question"), read_text(row, "context")
@@ -223,57 +218,63 @@ def read_texts(row: Row, spec: DataSpec) -> tuple[str, ...]:
 
 
 def read_text(row: Row, column: str) -> str:
-    """The text in a column."""
-    value = _value(row, column)
-    if not isinstance(value, str):
-        raise _misfit(row, column, "text")
-    return value
+    text: str = _read(row, column, "text", lambda value: isinstance(value, str))
+    return text
 
 
 def read_words(row: Row, column: str) -> list[str]:
-    """The words in a column."""
-    value = _value(row, column)
-    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-        raise _misfit(row, column, "a list of words")
-    return value
+    words: list[str] = _read(row, column, "a list of words", _are_words)
+    return words
 
 
-def read_label(row: Row, column: str) -> int | str:
-    """The label in a column."""
-    value = _value(row, column)
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise _misfit(row, column, "a whole number or a name")
-    return value
-
-
-def read_tags(row: Row, column: str, *, count: int) -> list[int | str]:
-    """The tags in a column, one for each word."""
-    value = _value(row, column)
-    if not isinstance(value, list) or len(value) != count:
-        raise _misfit(row, column, f"a list of {count} tags, one for each word")
-    return [read_label({column: tag}, column) for tag in value]
+def read_labels(row: Row, spec: DataSpec) -> list[int | str]:
+    """The label of a row, or the tags of its words; none for a task without classes."""
+    column = label_column(spec)
+    match spec.task:
+        case "sequence-classification":
+            return [_read(row, column, "a whole number or a name", _is_label)]
+        case "token-classification":
+            count = len(read_words(row, text_column(spec)))
+            tags: list[int | str] = _read(row, column, "a list of tags", _are_labels)
+            if len(tags) != count:
+                raise _misfit(row, column, f"a list of {count} tags, one for each word")
+            return tags
+    return []
 
 
 def read_answer(row: Row) -> Answer:
     """The question, its context, and the first of the answers."""
     question, context = read_text(row, "question"), read_text(row, "context")
-    match _value(row, "answers"):
+    wanted = 'as {"text": ["..."], "answer_start": [0]}, where the context has that text'
+    match _read(row, "answers", wanted, lambda value: isinstance(value, Mapping)):
         case {"text": [], "answer_start": []}:
             return Answer(question=question, context=context, start=0, end=0)
         case {"text": [str(text), *_], "answer_start": [int(start), *_]} if context.startswith(text, start):
             return Answer(question=question, context=context, start=start, end=start + len(text))
-    raise _misfit(
-        row, "answers", 'as {"text": ["..."], "answer_start": [0]}, where the context has that text'
-    )
+    raise _misfit(row, "answers", wanted)
 
 
-def _value(row: Row, column: str) -> object:
+def _read(row: Row, column: str, wanted: str, is_fine: Callable[[object], bool]) -> Any:
     if column not in row:
         raise UserError(
             f"a row of the data has no {column!r}",
             hint=f"its columns are {', '.join(map(repr, row)) or 'none'}: name the right one in [data]",
         )
+    if not is_fine(row[column]):
+        raise _misfit(row, column, wanted)
     return row[column]
+
+
+def _are_words(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+def _is_label(value: object) -> bool:
+    return isinstance(value, int | str) and not isinstance(value, bool)
+
+
+def _are_labels(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_label, value))
 
 
 def _misfit(row: Row, column: str, wanted: str) -> UserError:
@@ -292,7 +293,6 @@ class Labels:
     names: tuple[str, ...]
 
     def number(self, label: int | str) -> int:
-        """The number of a label's class."""
         if isinstance(label, int) and 0 <= label < len(self.names):
             return label
         if isinstance(label, str) and label in self.names:

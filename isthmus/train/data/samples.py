@@ -1,32 +1,37 @@
-"""Samples: what rows become for each task, and the order in which they are read.
+"""Samples: makes sequences with labels from rows, for each task, and computes the order of reading.
 
-The order is a permutation for each epoch, computed and never stored.
+The order is a permutation for each epoch, a function of the seed, and is never stored.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
+import tokenizers
+import transformers
 from numpy.typing import NDArray
 
 from isthmus.errors import UserError
+from isthmus.events import __version__
 from isthmus.job import DataSpec
 from isthmus.model.heads import IGNORED
 from isthmus.train.data.rows import (
     Answer,
     Labels,
     Row,
-    label_column,
+    collect_labels,
     read_answer,
-    read_label,
-    read_tags,
+    read_labels,
     read_text,
     read_texts,
     read_words,
     text_column,
+    trace_of,
 )
 from isthmus.train.data.tokenizer import end_id, vocabulary_size
 
@@ -36,7 +41,7 @@ _HALF: Final = np.uint64(32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How far a run has read: all earlier epochs, and so many samples of this one."""
+    """The position in the data: the epoch, and how many of its samples were read."""
 
     epoch: int = 0
     position: int = 0
@@ -44,7 +49,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """A sample to be read, and the epoch it is read in."""
+    """The number of a sample, and the epoch in which it is read."""
 
     epoch: int
     index: int
@@ -52,25 +57,26 @@ class Pick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Every sample once an epoch, each epoch in an order of its own."""
+    """A permutation of all samples for each epoch."""
 
     num_samples: int
     seed: int
 
     def take(self, cursor: Cursor, count: int) -> tuple[list[Pick], Cursor]:
-        """The next samples, over the end of epochs if need be, and the cursor behind them."""
+        """The next samples, beyond the end of the epoch if needed, and the cursor after them."""
         picks: list[Pick] = []
         while len(picks) < count:
             stop = min(cursor.position + count - len(picks), self.num_samples)
             indices = self.permute(np.arange(cursor.position, stop), epoch=cursor.epoch)
             picks += [Pick(epoch=cursor.epoch, index=int(index)) for index in indices]
-            cursor = self._normal(Cursor(epoch=cursor.epoch, position=stop))
+            is_over = stop == self.num_samples
+            cursor = Cursor(epoch=cursor.epoch + is_over, position=0 if is_over else stop)
         return picks, cursor
 
     def permute(self, positions: NDArray[np.int64], *, epoch: int) -> NDArray[np.int64]:
         """The samples at some positions of an epoch: a Feistel network over a square that holds them all.
 
-        What falls outside of the samples goes through the network again until it falls inside.
+        A value that is no sample's number goes through the network again.
         """
         half_bits = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
         keys = draw_keys(_NUM_ROUNDS, "order", self.seed, epoch)
@@ -80,9 +86,6 @@ class Order:
             values[outside] = _feistel(values[outside], keys, half_bits)
             outside = values >= self.num_samples
         return values.astype(np.int64)
-
-    def _normal(self, cursor: Cursor) -> Cursor:
-        return cursor if cursor.position < self.num_samples else Cursor(epoch=cursor.epoch + 1)
 
 
 def draw_keys(count: int, *parts: object) -> NDArray[np.uint64]:
@@ -112,7 +115,7 @@ T = TypeVar("T")
 
 Integers = NDArray[np.integer[Any]]
 Arrays = Mapping[str, Integers]
-"""Numbers of many samples by name, in memory or mapped from files."""
+"""The integers of many samples by name, in memory or mapped from files."""
 
 _AT_ONCE: Final = 1000
 _MASKED_SHARE: Final = 0.15
@@ -121,7 +124,7 @@ _TO_RANDOM_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class LabelledSequence:
     """One sequence without padding, and its labels: one a token, or those of the whole sequence."""
 
     ids: Integers
@@ -130,18 +133,16 @@ class Sample:
 
 
 class Samples(Protocol):
-    """Any number of samples that can be read in any order."""
+    """Samples that can be read in any order."""
 
     def __len__(self) -> int: ...
 
-    def read(self, pick: Pick) -> Sample:
-        """The sample of that number, as it is in that epoch."""
-        ...
+    def read(self, pick: Pick) -> LabelledSequence: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedSamples:
-    """Samples of different lengths behind each other, the same in every epoch."""
+    """Samples of different lengths, concatenated; the same in every epoch."""
 
     ids: Integers
     ends: Integers
@@ -155,20 +156,19 @@ class RaggedSamples:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def read(self, pick: Pick) -> Sample:
-        """The sample of that number."""
+    def read(self, pick: Pick) -> LabelledSequence:
         start = int(self.ends[pick.index - 1]) if pick.index else 0
         own = slice(start, int(self.ends[pick.index]))
-        return Sample(
+        return LabelledSequence(
             ids=self.ids[own],
             labels=self.labels[own] if self.has_tags else np.asarray(self.labels[pick.index]),
             token_types=None if self.token_types is None else self.token_types[own],
         )
 
 
-def flatten(samples: Iterable[Sample], *, has_tags: bool) -> Iterator[Arrays]:
-    """The arrays of `RaggedSamples`, in pieces to be put behind each other."""
-    put_together = np.concatenate if has_tags else np.stack
+def flatten(samples: Iterable[LabelledSequence], *, has_tags: bool) -> Iterator[Arrays]:
+    """The arrays of `RaggedSamples`, in pieces to be concatenated."""
+    join_labels = np.concatenate if has_tags else np.stack
     end = 0
     yield {"ids": np.empty(0, np.int32), "ends": np.empty(0, np.int64)}
     for own in in_chunks(samples):
@@ -178,13 +178,13 @@ def flatten(samples: Iterable[Sample], *, has_tags: bool) -> Iterator[Arrays]:
         yield {
             "ids": np.concatenate([one.ids for one in own]),
             "ends": ends,
-            "labels": put_together([one.labels for one in own]),
+            "labels": join_labels([one.labels for one in own]),
             **({"token_types": np.concatenate(types)} if types else {}),
         }
 
 
 def in_chunks(items: Iterable[T]) -> Iterator[list[T]]:
-    """All items in their order, many at once."""
+    """All items in order, in lists of many."""
     left = iter(items)
     while chunk := list(islice(left, _AT_ONCE)):
         yield chunk
@@ -192,30 +192,29 @@ def in_chunks(items: Iterable[T]) -> Iterator[list[T]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSamples:
-    """All documents as one row of tokens, cut into sequences; every token is a label too."""
+    """All documents as one array of tokens, cut into sequences; the tokens are the labels, too."""
 
     tokens: Integers
     sequence_length: int
     keeps_rest: bool
-    """Whether the tokens behind the last whole sequence are one more, shorter, sequence."""
+    """Whether the tokens after the last full sequence are one more, shorter, sequence."""
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.tokens), self.sequence_length)
         # A single token predicts nothing.
         return whole + (self.keeps_rest and rest > 1)
 
-    def read(self, pick: Pick) -> Sample:
-        """The sequence of that number."""
+    def read(self, pick: Pick) -> LabelledSequence:
         start = pick.index * self.sequence_length
         ids = self.tokens[start : start + self.sequence_length]
-        return Sample(ids=ids, labels=ids)
+        return LabelledSequence(ids=ids, labels=ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedSamples:
-    """Samples for a masked language model: which tokens are hidden depends on seed, epoch and number.
+    """Samples for a masked language model; the masked tokens are a function of seed, epoch and number.
 
-    Of the tokens that are to be found, 15 %, most become the mask, a tenth another token, the rest stay.
+    15 % of the tokens are to be predicted: 80 % of these become the mask, 10 % another token, 10 % stay.
     """
 
     samples: Samples
@@ -227,23 +226,22 @@ class MaskedSamples:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def read(self, pick: Pick) -> Sample:
-        """The sample of that number, masked as in that epoch."""
+    def read(self, pick: Pick) -> LabelledSequence:
         sample = self.samples.read(pick)
         ids = sample.ids.astype(np.int64)
         choice, change, other = self._draws(pick, len(ids))
         choice[np.isin(ids, self.special_ids)] = np.inf
-        # The least is always chosen, so that no sample is without a label.
-        is_hidden = (choice < max(_MASKED_SHARE, np.nextafter(choice.min(), 2))) & np.isfinite(choice)
-        labels = np.where(is_hidden, ids, IGNORED)
-        becomes_mask = is_hidden & (change < _TO_MASK_SHARE)
-        becomes_other = is_hidden & ~becomes_mask & (change < _TO_MASK_SHARE + _TO_RANDOM_SHARE)
+        # The smallest is always chosen, so that every sample has a label.
+        is_masked = (choice < max(_MASKED_SHARE, np.nextafter(choice.min(), 2))) & np.isfinite(choice)
+        labels = np.where(is_masked, ids, IGNORED)
+        becomes_mask = is_masked & (change < _TO_MASK_SHARE)
+        becomes_other = is_masked & ~becomes_mask & (change < _TO_MASK_SHARE + _TO_RANDOM_SHARE)
         ids[becomes_mask] = self.mask_id
         ids[becomes_other] = (other * self.num_tokens).astype(np.int64)[becomes_other]
-        return Sample(ids=ids, labels=labels, token_types=sample.token_types)
+        return LabelledSequence(ids=ids, labels=labels, token_types=sample.token_types)
 
     def _draws(self, pick: Pick, count: int) -> list[NDArray[np.float64]]:
-        """Three rows of numbers from 0 to below 1."""
+        """Three rows of numbers in [0, 1)."""
         positions = np.arange(count, dtype=np.uint64)
         keys = draw_keys(3, "masking", self.seed, pick.epoch, pick.index)
         return [(mix(positions, key) >> np.uint64(11)).astype(np.float64) * 2.0**-53 for key in keys]
@@ -253,7 +251,7 @@ _LEAST_ANSWER_LENGTH: Final = 16
 
 
 def packed_tokens(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> Iterator[Integers]:
-    """Documents joined by the end token, in pieces to be put behind each other; 2 or 4 bytes a token."""
+    """Documents joined by the end token, in pieces to be concatenated; 2 or 4 bytes a token."""
     end = end_id(tokenizer)
     narrow = np.min_scalar_type(vocabulary_size(tokenizer))
     yield np.empty(0, narrow)
@@ -263,71 +261,83 @@ def packed_tokens(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> Iterat
         yield np.concatenate([np.array([*ids, end], narrow) for ids in encoded["input_ids"]])
 
 
-def window_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> Iterator[Sample]:
-    """Texts for a masked language model, the long ones cut into several; labels come with the masking."""
-    for chunk in in_chunks(rows):
-        texts = [read_text(row, text_column(spec)) for row in chunk]
-        encoded = _encode(tokenizer, spec, texts, return_overflowing_tokens=True)
-        yield from (_sample(encoded, index, []) for index in range(len(encoded["input_ids"])))
-
-
-def classified_samples(
-    rows: Iterable[Row], tokenizer: Any, spec: DataSpec, *, labels: Labels
-) -> Iterator[Sample]:
-    """Texts, or pairs of texts, each with its label."""
-    for chunk in in_chunks(rows):
-        texts = zip(*(read_texts(row, spec) for row in chunk), strict=True)
-        encoded = _encode(tokenizer, spec, *map(list, texts))
-        for index, row in enumerate(chunk):
-            number = labels.number(read_label(row, label_column(spec)))
-            yield _sample(encoded, index, number)
-
-
-def tagged_samples(
-    rows: Iterable[Row], tokenizer: Any, spec: DataSpec, *, labels: Labels
-) -> Iterator[Sample]:
-    """Words with their tags; the first token of a word has its tag, the others none."""
-    for chunk in in_chunks(rows):
-        words = [read_words(row, text_column(spec)) for row in chunk]
-        encoded = _encode(tokenizer, spec, [" ".join(one) for one in words], return_offsets_mapping=True)
-        for index, (row, one) in enumerate(zip(chunk, words, strict=True)):
-            tags = read_tags(row, label_column(spec), count=len(one))
-            numbers = [labels.number(tag) for tag in tags]
-            yield _sample(encoded, index, _token_tags(encoded["offset_mapping"][index], one, numbers))
-
-
-def answered_samples(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> Iterator[Sample]:
-    """Questions with windows of their context; labels are the answer's first and last token.
-
-    Where a window has no answer, both are 0, the token that begins the sequence.
-    """
-    if spec.sequence_length < _LEAST_ANSWER_LENGTH:
+def make_samples(
+    rows: Iterable[Row], tokenizer: Any, spec: DataSpec, labels: Labels
+) -> Iterator[LabelledSequence]:
+    """The samples of every task but causal-lm, whose documents are packed."""
+    if spec.task == "question-answering" and spec.sequence_length < _LEAST_ANSWER_LENGTH:
         raise UserError(
             f"sequences of {spec.sequence_length} tokens are too short for questions with their contexts",
             hint=f"set data.sequence_length to {_LEAST_ANSWER_LENGTH} or more",
         )
     for chunk in in_chunks(rows):
-        answers = [read_answer(row) for row in chunk]
-        encoded = _encode_answers(tokenizer, spec, answers)
-        for index, row_index in enumerate(encoded["overflow_to_sample_mapping"]):
-            span = _answer_tokens(
-                encoded["offset_mapping"][index], encoded.sequence_ids(index), answers[row_index]
+        encoded, chunk_labels = _ENCODERS[spec.task](chunk, tokenizer, spec, labels)
+        for index, own in enumerate(chunk_labels):
+            ids = encoded["input_ids"][index]
+            if not ids:
+                raise UserError("a text of the data has no tokens", hint="leave out rows with empty texts")
+            types = encoded["token_type_ids"][index] if "token_type_ids" in encoded else None
+            yield LabelledSequence(
+                ids=np.array(ids, np.int32),
+                labels=np.array(own, np.int32),
+                token_types=None if types is None else np.array(types, np.uint8),
             )
-            yield _sample(encoded, index, span)
 
 
-def _encode_answers(tokenizer: Any, spec: DataSpec, answers: list[Answer]) -> Any:
-    longest = spec.sequence_length // 4
-    return _encode(
+_Encoded = tuple[Any, Iterable[int | list[int]]]
+"""What a tokenizer made of a chunk of rows, and the labels of each sequence."""
+
+
+def _encode_windows(chunk: list[Row], tokenizer: Any, spec: DataSpec, _: Labels) -> _Encoded:
+    """Texts for a masked language model, long ones cut into several; masking adds the labels."""
+    texts = [read_text(row, text_column(spec)) for row in chunk]
+    encoded = _encode(tokenizer, spec, texts, return_overflowing_tokens=True)
+    return encoded, [[]] * len(encoded["input_ids"])
+
+
+def _encode_classified(chunk: list[Row], tokenizer: Any, spec: DataSpec, labels: Labels) -> _Encoded:
+    """Texts, or pairs of texts, each with its label."""
+    texts = zip(*(read_texts(row, spec) for row in chunk), strict=True)
+    encoded = _encode(tokenizer, spec, *map(list, texts))
+    return encoded, (labels.number(read_labels(row, spec)[0]) for row in chunk)
+
+
+def _encode_tagged(chunk: list[Row], tokenizer: Any, spec: DataSpec, labels: Labels) -> _Encoded:
+    """Words with their tags; the first token of a word has its tag, the others none."""
+    words = [read_words(row, text_column(spec)) for row in chunk]
+    encoded = _encode(tokenizer, spec, [" ".join(one) for one in words], return_offsets_mapping=True)
+    numbers = ([labels.number(tag) for tag in read_labels(row, spec)] for row in chunk)
+    return encoded, map(_token_tags, encoded["offset_mapping"], words, numbers)
+
+
+def _encode_answered(chunk: list[Row], tokenizer: Any, spec: DataSpec, _: Labels) -> _Encoded:
+    """Questions with windows of their context; labels are the answer's first and last token.
+
+    Where a window has no answer, both are 0, the token that begins the sequence.
+    """
+    answers = [read_answer(row) for row in chunk]
+    encoded = _encode(
         tokenizer,
         spec,
-        [_shortened(answer.question, tokenizer, longest) for answer in answers],
+        [_shortened(answer.question, tokenizer, spec.sequence_length // 4) for answer in answers],
         [answer.context for answer in answers],
         truncation="only_second",
         stride=spec.sequence_length // 8,
         return_overflowing_tokens=True,
         return_offsets_mapping=True,
     )
+    return encoded, (
+        _answer_tokens(encoded["offset_mapping"][index], encoded.sequence_ids(index), answers[row_index])
+        for index, row_index in enumerate(encoded["overflow_to_sample_mapping"])
+    )
+
+
+_ENCODERS: Final[Mapping[str, Callable[[list[Row], Any, DataSpec, Labels], _Encoded]]] = {
+    "masked-lm": _encode_windows,
+    "sequence-classification": _encode_classified,
+    "token-classification": _encode_tagged,
+    "question-answering": _encode_answered,
+}
 
 
 def _encode(tokenizer: Any, spec: DataSpec, *texts: list[str], **options: Any) -> Any:
@@ -339,18 +349,6 @@ def _encode(tokenizer: Any, spec: DataSpec, *texts: list[str], **options: Any) -
         )
     chosen = {"truncation": True, "max_length": spec.sequence_length, "verbose": False, **options}
     return tokenizer(*texts, **chosen)
-
-
-def _sample(encoded: Any, index: int, labels: int | list[int]) -> Sample:
-    ids = encoded["input_ids"][index]
-    if not ids:
-        raise UserError("a text of the data has no tokens", hint="leave out rows with empty texts")
-    types = encoded["token_type_ids"][index] if "token_type_ids" in encoded else None
-    return Sample(
-        ids=np.array(ids, np.int32),
-        labels=np.array(labels, np.int32),
-        token_types=None if types is None else np.array(types, np.uint8),
-    )
 
 
 def _token_tags(offsets: list[tuple[int, int]], words: list[str], numbers: list[int]) -> list[int]:
@@ -379,3 +377,90 @@ def _shortened(text: str, tokenizer: Any, num_tokens: int) -> str:
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = encoded["offset_mapping"]
     return text if len(offsets) <= num_tokens else text[: offsets[num_tokens - 1][1]]
+
+
+# To be raised whenever the same rows make other arrays.
+_VERSION: Final = 1
+_LABELS: Final = "label-names"
+_TRAINING: Final = "training"
+_VALIDATION: Final = "validation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Rows, and everything that decides which tokens they become."""
+
+    spec: DataSpec
+    tokenizer: Any
+    rows: Iterable[Row]
+    held_out: Iterable[Row] | None
+
+    def digest(self, tokenizer_folder: Path) -> str | None:
+        """A digest that changes whenever the tokens may; None where the rows have no trace."""
+        traces = [trace_of(rows) for rows in (self.rows, self.held_out) if rows is not None]
+        if None in traces:
+            return None
+        cut_later = {"sequence_length"} if self._is_packed else set()
+        parts = {
+            "versions": [_VERSION, __version__, tokenizers.__version__, transformers.__version__],
+            "data": self.spec.model_dump(mode="json", exclude={"tokenizer"} | cut_later),
+            "traces": traces,
+            "tokenizer": _file_digests(tokenizer_folder),
+        }
+        return _digest(json.dumps(parts, sort_keys=True).encode())
+
+    def make(self) -> Iterator[Arrays]:
+        """All arrays, in pieces to be concatenated."""
+        labels = self._collect_labels()
+        yield {_LABELS: np.frombuffer(json.dumps(labels.names).encode(), np.uint8)}
+        for part, rows in ((_TRAINING, self.rows), (_VALIDATION, self.held_out)):
+            if rows is not None:
+                for piece in self._pieces(rows, labels):
+                    yield {f"{part}-{name}": array for name, array in piece.items()}
+
+    def labels(self, arrays: Arrays) -> Labels:
+        """The classes of the training data."""
+        return Labels(tuple(json.loads(arrays[_LABELS].tobytes())))
+
+    def samples(self, arrays: Arrays, *, is_validation: bool) -> PackedSamples | RaggedSamples:
+        """The samples whose arrays were made."""
+        prefix = f"{_VALIDATION if is_validation else _TRAINING}-"
+        own = {name.removeprefix(prefix): one for name, one in arrays.items() if name.startswith(prefix)}
+        if self._is_packed:
+            length = self.spec.sequence_length
+            return PackedSamples(tokens=own["tokens"], sequence_length=length, keeps_rest=is_validation)
+        return RaggedSamples(
+            ids=own["ids"],
+            ends=own["ends"],
+            # Where there is no sample there are no labels.
+            labels=own.get("labels", own["ids"]),
+            token_types=own.get("token_types"),
+            has_tags=self._has_tags,
+        )
+
+    @property
+    def _is_packed(self) -> bool:
+        return self.spec.task == "causal-lm"
+
+    @property
+    def _has_tags(self) -> bool:
+        return self.spec.task == "token-classification"
+
+    def _pieces(self, rows: Iterable[Row], labels: Labels) -> Iterator[Arrays]:
+        if self._is_packed:
+            return ({"tokens": tokens} for tokens in packed_tokens(rows, self.tokenizer, self.spec))
+        samples = make_samples(rows, self.tokenizer, self.spec, labels)
+        return flatten(samples, has_tags=self._has_tags)
+
+    def _collect_labels(self) -> Labels:
+        if not self.spec.task.endswith("-classification"):
+            return Labels(())
+        return collect_labels(label for row in self.rows for label in read_labels(row, self.spec))
+
+
+def _file_digests(folder: Path) -> dict[str, str]:
+    return {path.name: _digest(path.read_bytes()) for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

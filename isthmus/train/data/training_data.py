@@ -1,35 +1,40 @@
-"""The data of a run, made ready from its job: what is read, by which tokenizer, in which order.
+"""Opens the data of a run: rows → tokenizer → samples → token files → micro-batches of each step.
 
-The way through: `corpus` (rows) → `tokens` (tokenizer) → `recipe` and `tasks` (samples) → `token_files` →
-`order` and `batches` (steps) → `prefetch`. Only the cloud of the first stage opens the data; `facts` go to
-the others.
+Only the cloud of the first stage opens the data; the others get `ModelFacts`.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import time
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, Job, ModelSpec
 from isthmus.job.hub import GENERATION_FILE, find_file
 from isthmus.job.load import replace_file
-from isthmus.model.heads import HEADS, Head
+from isthmus.model.heads import HEADS, IGNORED, Head
 from isthmus.model.stage import Batch
 from isthmus.plan.costs import check_length
-from isthmus.train.data.batches import (
-    Layout,
-    Prefetch,
-    StepBatches,
-    check_enough,
-    read_once,
-    read_steps,
-    without_targets,
+from isthmus.train.data.rows import Row, Split, open_rows, read_texts
+from isthmus.train.data.samples import (
+    Cursor,
+    Integers,
+    LabelledSequence,
+    MaskedSamples,
+    Order,
+    Pick,
+    Recipe,
+    Samples,
 )
-from isthmus.train.data.rows import Labels, Row, Split, open_rows, read_texts
-from isthmus.train.data.samples import Arrays, Cursor, MaskedSamples, Order, Samples
-from isthmus.train.data.token_files import Recipe, TokenFiles, content_digest, join
+from isthmus.train.data.token_files import TokenFiles, in_memory
 from isthmus.train.data.tokenizer import (
     choose_tokenizer,
     padding_id,
@@ -40,26 +45,129 @@ from isthmus.train.data.tokenizer import (
 
 _STEPS_AHEAD: Final = 2
 _MOST_STEPS_AHEAD: Final = 16
+# Shorter waits are those of any thread for another.
+_LEAST_WAIT_S: Final = 0.001
+_NUM_CALM: Final = 64
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The number of micro-batches of a step, and of sequences in each."""
+
+    num_microbatches: int
+    num_sequences: int
+
+    @property
+    def step_sequences(self) -> int:
+        return self.num_microbatches * self.num_sequences
+
+
+def divide_batch(*, batch_tokens: int, sequence_length: int, num_microbatches: int) -> Layout:
+    """Divide the tokens of a step into micro-batches of whole sequences, or refuse."""
+    unit = sequence_length * num_microbatches
+    if batch_tokens % unit:
+        parts = [f"{num_microbatches} micro-batches", f"sequences of {sequence_length} tokens"]
+        near = max(unit, round(batch_tokens / unit) * unit)
+        raise UserError(
+            f"a batch of {batch_tokens} tokens cannot be divided into {' × '.join(parts)}",
+            hint=f"set train.batch_tokens to a multiple of {unit}, such as {near}",
+        )
+    return Layout(num_microbatches=num_microbatches, num_sequences=batch_tokens // unit)
+
+
+def check_enough(samples: Samples, layout: Layout) -> None:
+    """Refuse data that cannot fill one step."""
+    if len(samples) < layout.step_sequences:
+        raise UserError(
+            f"the data has {len(samples)} sequences to train on, but one step reads {layout.step_sequences}",
+            hint="give more data, or lower train.batch_tokens or data.sequence_length",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What every cloud must know of the data to build its stage; plain JSON values."""
+    """What every cloud needs to know about the data to build its stage; JSON values."""
 
     config: Mapping[str, object]
-    """Values for a fresh model's configuration, beside those that the job gives."""
+    """Values for a fresh model's configuration that the job does not give."""
     label_names: tuple[str, ...] = ()
-    """The classes in the order of their numbers, where the task has any."""
+    """The classes in the order of their numbers; empty for tasks without classes."""
 
     @property
     def num_labels(self) -> int | None:
-        """How many classes there are; None where the task has none."""
         return len(self.label_names) or None
+
+
+class Prefetch(Iterator[T], Generic[T]):
+    """Iterates ahead on a thread by a bounded number of items; errors are raised where they are reached.
+
+    The number doubles after each wait, up to `max_depth`, so that a source that is slow at times is evened
+    out. After many items without a wait it is reduced by one, down to `depth`.
+    """
+
+    def __init__(self, items: Iterator[T], *, depth: int, max_depth: int | None = None) -> None:
+        self._items = items
+        self._least = self.depth = depth
+        self._most = max(depth, max_depth or depth)
+        self._num_calm = 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._ahead: deque[Future[T]] = deque(self._start() for _ in range(depth))
+
+    def __next__(self) -> T:
+        if not self._ahead:
+            raise ValueError("a prefetch was read after its end")
+        asked_s = time.monotonic()
+        # The end of the items stays in front and is raised again at every later call.
+        item = self._ahead[0].result()
+        self._ahead.popleft()
+        self._adapt(time.monotonic() - asked_s)
+        while len(self._ahead) < self.depth:
+            self._ahead.append(self._start())
+        return item
+
+    def _adapt(self, waited_s: float) -> None:
+        self._num_calm += 1
+        if waited_s > _LEAST_WAIT_S:
+            self.depth, self._num_calm = min(2 * self.depth, self._most), 0
+        elif self._num_calm == _NUM_CALM:
+            self.depth, self._num_calm = max(self.depth - 1, self._least), 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread after the item that it makes now."""
+        self._ahead.clear()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _start(self) -> "Future[T]":
+        return self._thread.submit(next, self._items)
+
+
+class RankShare(Protocol):
+    """Names the micro-batches of a step, or of the evaluation, that a rank of the first stage reads."""
+
+    def __call__(self, *, step: int, is_evaluation: bool = False) -> Container[int]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatches:
+    """A rank's micro-batches of one step, and the cursor of the next step."""
+
+    microbatches: tuple[Batch, ...]
+    cursor: Cursor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """What a run reads."""
+    """The data of a run: samples, tokenizer, and what the model needs to know about them."""
 
     samples: Samples
     validation: Samples | None
@@ -76,47 +184,53 @@ class TrainingData:
         layout: Layout,
         *,
         cursor: Cursor | None = None,
-        share: Callable[[int], Container[int]] | None = None,
+        share: RankShare | None = None,
         first_step: int = 0,
     ) -> Prefetch[StepBatches]:
-        """Steps without end from the cursor on, made ahead on a thread that ends when this is closed.
+        """Steps without end from the cursor on, prefetched on a thread until this is closed.
 
         Of each step only the micro-batches in this rank's share, if it is given, are read.
         """
         check_enough(self.samples, layout)
-        steps = read_steps(
-            self.samples,
-            order=Order(num_samples=len(self.samples), seed=self.seed),
-            layout=layout,
-            head=self.head,
-            pad_id=self.pad_id,
-            cursor=cursor or Cursor(),
-            share=share,
-            first_step=first_step,
-        )
+        steps = self._steps(layout, cursor or Cursor(), share, first_step)
         return Prefetch(steps, depth=_STEPS_AHEAD, max_depth=_MOST_STEPS_AHEAD)
+
+    def _steps(
+        self, layout: Layout, cursor: Cursor, share: RankShare | None, first_step: int
+    ) -> Iterator[StepBatches]:
+        order = Order(num_samples=len(self.samples), seed=self.seed)
+        for step in itertools.count(first_step):
+            wanted = range(layout.num_microbatches) if share is None else share(step=step)
+            microbatches = []
+            for number in range(layout.num_microbatches):
+                picks, cursor = order.take(cursor, layout.num_sequences)
+                if number in wanted:
+                    microbatches.append(self._collate(self.samples, picks))
+            yield StepBatches(microbatches=tuple(microbatches), cursor=cursor)
 
     def validation_batches(self, *, num_sequences: int, multiple_of: int = 1) -> Iterator[Batch]:
         """The micro-batches of the validation split, the same each time; none where there is no split.
 
-        For ranks that evaluate in step there are a few more, in which nothing counts.
+        For ranks that evaluate on the same schedule a few without targets are added.
         """
         if self.validation is None:
             return
-        number = 0
-        for batch in read_once(
-            self.validation, num_sequences=num_sequences, head=self.head, pad_id=self.pad_id
-        ):
-            number += 1
+        starts = range(0, len(self.validation), num_sequences)
+        for start in starts:
+            indices = range(start, min(start + num_sequences, len(self.validation)))
+            batch = self._collate(self.validation, [Pick(epoch=0, index=index) for index in indices])
             yield batch
-        for _ in range(-number % multiple_of):
+        for _ in range(-len(starts) % multiple_of):
             yield without_targets(batch)
+
+    def _collate(self, samples: Samples, picks: Iterable[Pick]) -> Batch:
+        return collate([samples.read(pick) for pick in picks], head=self.head, pad_id=self.pad_id)
 
 
 def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = None) -> TrainingData:
-    """Read and tokenize all that the job trains on, or map the tokens where they are kept.
+    """Read and tokenize what the job trains on, or map the tokens that are kept.
 
-    The folder keeps what is exported with the weights.
+    The tokenizer's folder is exported with the weights.
     """
     if job.data is None or job.model is None:
         missing = "[data]" if job.data is None else "[model]"
@@ -130,36 +244,31 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
     pad_id = padding_id(tokenizer, limits)
     check_length(spec.sequence_length, limits.max_length(pad_id))
     recipe = Recipe(spec=spec, tokenizer=tokenizer, rows=rows, held_out=held_out)
-    arrays, sha256 = _arrays(recipe, tokens, tokenizer_folder)
-    samples = _finished(recipe.samples(arrays, is_validation=False), recipe, seed=job.seed)
+    digest = None if tokens is None else recipe.digest(tokenizer_folder)
+    found = tokens.get(digest, recipe.make) if tokens and digest else in_memory(recipe.make())
+    samples = _finished(recipe.samples(found.arrays, is_validation=False), recipe, seed=job.seed)
     validation = None
     if held_out is not None:
-        # Runs of different seeds are evaluated on the same gaps.
-        validation = _finished(recipe.samples(arrays, is_validation=True), recipe, seed=0)
+        # Runs of different seeds are evaluated on the same masks.
+        validation = _finished(recipe.samples(found.arrays, is_validation=True), recipe, seed=0)
+    _check_filled(spec, samples, validation)
     return TrainingData(
-        samples=_filled(samples, spec.source),
-        validation=None if validation is None else _held_out(validation, spec),
+        samples=samples,
+        validation=validation,
         tokenizer=tokenizer,
-        facts=_facts(model, tokenizer, recipe.labels(arrays)),
+        facts=ModelFacts(
+            config={} if model.config is None else token_values(tokenizer, model.config),
+            label_names=recipe.labels(found.arrays).names,
+        ),
         head=HEADS[spec.task],
         pad_id=pad_id,
         seed=job.seed,
-        sha256=sha256,
+        sha256=found.sha256,
     )
 
 
-def _arrays(recipe: Recipe, tokens: TokenFiles | None, tokenizer_folder: Path) -> tuple[Arrays, str]:
-    """The arrays and the digest of their content."""
-    digest = recipe.digest(tokenizer_folder)
-    if tokens is None or digest is None:
-        arrays = join(recipe.make())
-        return arrays, content_digest(arrays)
-    arrays = tokens.get(digest, recipe.make)
-    return arrays, tokens.content_digest(digest) or content_digest(arrays)
-
-
 def _keep_generation(model: ModelSpec, folder: Path) -> None:
-    """How a pretrained model generates; fetched at the start, since a hub may be out of reach at the end."""
+    """Keep a pretrained model's generation config; at the end of a run the hub may be unreachable."""
     kept = folder / GENERATION_FILE
     path = None if model.source is None or kept.exists() else find_file(model.source, GENERATION_FILE)
     if path is not None:
@@ -167,7 +276,7 @@ def _keep_generation(model: ModelSpec, folder: Path) -> None:
 
 
 def _finished(samples: Samples, recipe: Recipe, *, seed: int) -> Samples:
-    """Samples with what is drawn anew in every epoch."""
+    """The samples, masked anew in every epoch for a masked language model."""
     tokenizer = recipe.tokenizer
     if recipe.spec.task != "masked-lm":
         return samples
@@ -198,44 +307,24 @@ def _split(spec: DataSpec) -> tuple[Iterable[Row], Iterable[Row] | None]:
     )
 
 
-def _facts(model: ModelSpec, tokenizer: Any, labels: Labels) -> ModelFacts:
-    config: dict[str, object] = {}
-    if model.config is not None:
-        config = token_values(tokenizer, model.config)
-    return ModelFacts(config=config, label_names=labels.names)
-
-
-def _filled(samples: Samples, source: str) -> Samples:
+def _check_filled(spec: DataSpec, samples: Samples, validation: Samples | None) -> None:
     if len(samples) == 0:
         raise UserError(
-            f"{source!r} holds too little to train on: not one sequence",
+            f"{spec.source!r} holds too little to train on: not one sequence",
             hint="give more data, or lower data.sequence_length",
         )
-    return samples
-
-
-def _held_out(samples: Samples, spec: DataSpec) -> Samples:
-    if len(samples) > 0:
-        return samples
-    if spec.validation_source is not None:
-        raise UserError(f"{spec.validation_source!r} holds nothing to evaluate on", hint="give more data")
-    raise UserError(
-        f"a validation share of {spec.validation_share} leaves nothing to evaluate on",
-        hint="raise data.validation_share, name data.validation_source, or set the share to 0 for none",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What of the data one rank of the first stage reads."""
-
-    training: Callable[[int], Container[int]]
-    """Its micro-batches of a step."""
-    validation: Container[int]
+    if validation is not None and len(validation) == 0:
+        what = f"a validation share of {spec.validation_share} leaves nothing"
+        if spec.validation_source is not None:
+            what = f"{spec.validation_source!r} holds nothing"
+        raise UserError(
+            f"{what} to evaluate on",
+            hint="give more data, raise data.validation_share, or set it to 0 for no evaluation",
+        )
 
 
 class Feed:
-    """The steps of a run from a cursor on, read ahead on a thread until it is closed."""
+    """The steps of a run from a cursor on, prefetched until it is closed."""
 
     def __init__(
         self,
@@ -243,32 +332,26 @@ class Feed:
         layout: Layout,
         *,
         cursor: Cursor | None = None,
-        share: Share | None = None,
+        share: RankShare | None = None,
         first_step: int = 0,
         num_in_step: int = 1,
     ) -> None:
-        training = None if share is None else share.training
-        self._steps = data.steps(layout, cursor=cursor, share=training, first_step=first_step)
-        held_out = enumerate(
-            data.validation_batches(num_sequences=layout.num_sequences, multiple_of=num_in_step)
-        )
+        self._steps = data.steps(layout, cursor=cursor, share=share, first_step=first_step)
+        batches = data.validation_batches(num_sequences=layout.num_sequences, multiple_of=num_in_step)
+        own = None if share is None else share(step=0, is_evaluation=True)
         self._validation = tuple(
-            batch for number, batch in held_out if share is None or number in share.validation
+            batch for number, batch in enumerate(batches) if own is None or number in own
         )
-        self._cursor = cursor or Cursor()
+        self.cursor = cursor or Cursor()
+        """Where a run continues that has taken all steps read so far."""
         self._step: int | None = None
-
-    @property
-    def cursor(self) -> Cursor:
-        """Where a run goes on that has taken all steps read so far."""
-        return self._cursor
 
     def training(self, step: int) -> Sequence[Batch]:
         """The micro-batches of a step; steps are read one after the other, the first may have any number."""
         if self._step is not None and step != self._step + 1:
             raise ValueError(f"step {step} is read after step {self._step}")
         batches = next(self._steps)
-        self._step, self._cursor = step, batches.cursor
+        self._step, self.cursor = step, batches.cursor
         return batches.microbatches
 
     def validation(self) -> Sequence[Batch]:
@@ -276,7 +359,6 @@ class Feed:
         return self._validation
 
     def close(self) -> None:
-        """End the thread."""
         self._steps.close()
 
     def __enter__(self) -> Self:
@@ -286,3 +368,38 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def collate(samples: Sequence[LabelledSequence], *, head: Head, pad_id: int) -> Batch:
+    """One micro-batch, padded on the right up to its longest sequence."""
+    lengths = [len(sample.ids) for sample in samples]
+    is_padded = min(lengths) < max(lengths)
+    labels = _pad([sample.labels for sample in samples], IGNORED)
+    types = [sample.token_types for sample in samples if sample.token_types is not None]
+    return Batch(
+        ids=_pad([sample.ids for sample in samples], pad_id),
+        num_targets=head.num_targets(labels),
+        mask=_mask(lengths) if is_padded else None,
+        token_type_ids=_pad(types, 0) if types else None,
+        labels=labels,
+    )
+
+
+def _pad(rows: Sequence[Integers], fill: int) -> Tensor:
+    """Rows padded to the longest one as a matrix, or single numbers as a vector."""
+    if rows[0].ndim == 0:
+        return torch.tensor([int(row) for row in rows])
+    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.int64)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = torch.from_numpy(row.astype("int64"))
+    return padded
+
+
+def _mask(lengths: Sequence[int]) -> Tensor:
+    return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+
+
+def without_targets(batch: Batch) -> Batch:
+    """A copy of a micro-batch whose labels are all ignored."""
+    labels = None if batch.labels is None else torch.full_like(batch.labels, IGNORED)
+    return replace(batch, labels=labels, num_targets=0)
