@@ -1,25 +1,27 @@
 """The checkpoints of a run: the state of all clouds at the start of a step, addressed by parameter name.
 
-Each cloud keeps a record of its own, `checkpoints/step-00000120/<cloud>/`, as `store.py` describes it:
+Each cloud keeps a record of its own, `step-00000120/<cloud>`, in a `Store`. A record has named tensors and
+JSON facts:
 
     model.layers.3.mlp.up_proj.weight                     weights, by Hugging Face's names
     boundary.4.down.weight                                halves of the bottleneck before layer 4
     optimizer/exp_avg/model.layers.3.mlp.up_proj.weight   moments, by the names of their parameters
-    wire/0/west/…                                         codec state of rank 0's wire to a peer
+    wire/0/west.0/…                                       codec state of rank 0's wire to a peer
     facts                                                 step, cloud, job, layers, cursor, scheduler, wires
 
-A stage asks for the names that it owns, and takes them from whichever record of the step has them, so a run
-that is cut otherwise loads what all records together hold. Rank 0 of a cloud writes and reads for all its
+A stage asks for the names that it owns, and takes them from any record of the step that has them, so that a
+run with another layout loads what all records together hold. Rank 0 of a cloud writes and reads for all its
 ranks, so only its disk counts. Sharded tensors are gathered, written, read and broadcast one at a time: no
-rank has all of a sharded stage in its memory.
+rank ever has all weights or moments of a sharded stage in its memory.
 
-Dropout is drawn from seed, step, micro-batch and layer, and the learning rate follows from the step, so
+Dropout is a function of seed, step, micro-batch and layer, and the learning rate is one of the step, so
 there is no generator and no schedule to save.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,7 +46,8 @@ from isthmus.train.store import (
     LazyTensor,
     Manifest,
     Store,
-    in_file_order,
+    files_of,
+    load_in_turn,
     write_tensors,
 )
 
@@ -53,32 +56,19 @@ _RECORD: Final = re.compile(r"step-([0-9]{8,18})/([a-z0-9-]+)(\.aside)?")
 _ASIDE: Final = ".aside"
 _OPTIMIZER: Final = "optimizer/"
 _WIRE: Final = "wire/"
+_CODECS: Final = "codecs"
 _MAX_TOLD: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WireState:
-    """What one end of a wire must know to go on: plain facts, such as its codecs, and tensors by name."""
-
-    facts: Facts = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What is saved of a rank beside weights and moments; `step` is the next one, and begins at `cursor`.
-
-    `layers` are told for people, and `facts` are those of the scheduler. Peers name the other ends of wires
-    in the words of whoever runs the wires, without a slash.
-    """
+    """The state of a rank beside weights and moments; `step` is the next one, and begins at `cursor`."""
 
     step: int
-    layers: tuple[int, int]
     cursor: Cursor | None = None
     facts: Facts = field(default_factory=dict)
-    wires: Mapping[str, WireState] = field(default_factory=dict)
-    other_wires: tuple[Mapping[str, WireState], ...] = ()
-    """Of the ranks behind rank 0, in order."""
+    """Those of the scheduler, as JSON values."""
+    wires: Mapping[Member, CodecState] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -117,81 +107,44 @@ class Checkpoints:
         """Go on from a step: what was saved of later ones no longer counts, once a new one is saved."""
         self._began_from = step
 
-    def save(
-        self, state: State, *, weights: Mapping[str, LazyTensor], moments: Mapping[str, LazyTensor]
-    ) -> None:
-        """Write a checkpoint, then remove those that are not to be kept."""
-        name = self._name(state.step)
-        tensors = dict(_named_tensors(state, weights, moments))
+    def save(self, step: int, tensors: Mapping[str, LazyTensor], facts: Facts) -> None:
+        """Write a record, then remove those that are not to be kept."""
+        name = self._name(step)
         try:
-            self._store.put(name, tensors, self._facts(state))
+            self._store.put(name, tensors, {"step": step, "cloud": self._cloud, "job": self._job, **facts})
         except (OSError, SafetensorError) as error:
             reason = error.strerror if isinstance(error, OSError) else None
             raise UserError(
                 f"the checkpoint {name} cannot be written: {reason or error}",
-                hint="make room on the disk and start again: the run goes on from the one before",
+                hint="make room on the disk and start again: the run continues from the one before",
             ) from error
-        self._written.add(state.step)
-        self._damaged.discard(state.step)
-        self._retire(newest=state.step)
+        self._written.add(step)
+        self._damaged.discard(step)
+        self._retire(newest=step)
 
-    def read(self, step: int, *, stage: Stage) -> tuple[State, dict[str, LazyTensor], dict[str, LazyTensor]]:
-        """A stage's state, weights and moments at a step, from the records that have them."""
-        own = {_saved_name(name, stage.layers): name for name in stage.tensors_by_name()}
-        found = self._manifests(step, own.keys())
-        sources = _find(own, found, step=step)
-        _check_shapes({_saved_name(name, stage.layers): one for name, one in _shapes(stage)}, sources)
-        weights: dict[str, LazyTensor] = {}
-        moments: dict[str, LazyTensor] = {}
-        for cloud, manifest in found.items():
-            names = {name for name in own if sources[name] is manifest}
-            about = [name for name in manifest.tensors if _parameter_of(name) in names]
-            tensors = self._store.get(self._name(step, cloud), [*names, *about])
-            weights |= {own[name]: tensors[name] for name in names}
-            moments |= {f"{_moment_of(name)}/{own[_parameter_of(name)]}": tensors[name] for name in about}
-        return self._state(step, found, stage.layers), weights, moments
+    def read(
+        self, step: int, shapes: Mapping[str, tuple[int, ...]], *, layers: range
+    ) -> tuple[Facts, dict[str, LazyTensor]]:
+        """The facts of a step, and the tensors of these names with their moments, from all records.
 
-    def _state(self, step: int, found: Mapping[str, Manifest], layers: range) -> State:
+        The state of wires is that of our own record, if it has the same layers.
+        """
+        found = self._manifests(step, shapes.keys())
+        sources = _find(shapes, found, step=step)
         own = found.get(self._cloud)
-        is_same_cut = own is not None and list(own.facts["layers"]) == [layers.start, layers.stop]
-        every = [own] if own is not None and is_same_cut else list(found.values())
-        cursor = next((one.facts["cursor"] for one in every if one.facts["cursor"]), None)
-        wires: tuple[Mapping[str, WireState], ...] = ({},)
-        if own is not None and is_same_cut:
-            wires = self._wires(step, own)
-        return State(
-            step=step,
-            layers=(layers.start, layers.stop),
-            cursor=None if cursor is None else Cursor(epoch=cursor["epoch"], position=cursor["position"]),
-            facts=next((one.facts["scheduler"] for one in every if one.facts["scheduler"]), {}),
-            wires=wires[0],
-            other_wires=wires[1:],
-        )
-
-    def _wires(self, step: int, own: Manifest) -> tuple[Mapping[str, WireState], ...]:
-        names = [name for name in own.tensors if name.startswith(_WIRE)]
-        tensors = {name: one.load() for name, one in self._store.get(self._name(step), names).items()}
-        return tuple(
-            {
-                peer: WireState(facts=facts, tensors=_below(f"{_WIRE}{rank}/{peer}/", tensors))
-                for peer, facts in peers.items()
-            }
-            for rank, peers in enumerate(own.facts["wires"])
-        )
-
-    def _facts(self, state: State) -> dict[str, Any]:
-        return {
-            "step": state.step,
-            "cloud": self._cloud,
-            "job": self._job,
-            "layers": list(state.layers),
-            "cursor": None if state.cursor is None else asdict(state.cursor),
-            "scheduler": dict(state.facts),
-            "wires": [
-                {peer: dict(wire.facts) for peer, wire in wires.items()}
-                for wires in (state.wires, *state.other_wires)
-            ],
-        }
+        has_same_layers = own is not None and list(own.facts["layers"]) == [layers.start, layers.stop]
+        tensors: dict[str, LazyTensor] = {}
+        for cloud, manifest in found.items():
+            has_wires = manifest is own and has_same_layers
+            names = [
+                name
+                for name in manifest.tensors
+                if sources.get(_parameter_of(name)) is manifest or (has_wires and name.startswith(_WIRE))
+            ]
+            tensors |= self._store.get(self._name(step, cloud), names)
+        every = [own.facts] if own is not None and has_same_layers else [one.facts for one in found.values()]
+        facts = {key: next((one[key] for one in every if one[key]), None) for key in ("cursor", "scheduler")}
+        return {**facts, "wires": every[0]["wires"] if has_same_layers else []}, tensors
 
     def _manifests(self, step: int, wanted: Set[str]) -> dict[str, Manifest]:
         """The manifest of our own record, where that has all that is wanted, or those of all records here."""
@@ -256,23 +209,8 @@ class Checkpoints:
         return f"step-{step:08d}/{cloud or self._cloud}"
 
 
-def _named_tensors(
-    state: State, weights: Mapping[str, LazyTensor], moments: Mapping[str, LazyTensor]
-) -> Iterator[tuple[str, LazyTensor]]:
-    layers = range(*state.layers)
-    for name, tensor in weights.items():
-        yield _saved_name(name, layers), tensor
-    for name, tensor in moments.items():
-        moment, _, parameter = name.partition("/")
-        yield f"{_OPTIMIZER}{moment}/{_saved_name(parameter, layers)}", tensor
-    for rank, wires in enumerate((state.wires, *state.other_wires)):
-        for peer, wire in wires.items():
-            for name, own in wire.tensors.items():
-                yield f"{_WIRE}{rank}/{peer}/{name}", lazy(own)
-
-
 def _saved_name(name: str, layers: range) -> str:
-    """The name of a stage's tensor that no other stage has: halves of bottlenecks go by their cut's layer."""
+    """The name of a stage's tensor in all records: halves of bottlenecks are named by their cut's layer."""
     half, _, _ = name.partition(".")
     cut = {"down": layers.stop, "up": layers.start}.get(half)
     return name if cut is None else f"boundary.{cut}.{name}"
@@ -283,17 +221,19 @@ def _moment_of(name: str) -> str:
 
 
 def _parameter_of(name: str) -> str:
-    """The parameter that a moment belongs to; nothing for other names."""
-    return name.removeprefix(_OPTIMIZER).partition("/")[2] if name.startswith(_OPTIMIZER) else ""
+    """The parameter that a saved weight or moment belongs to; the name itself for others."""
+    return name.removeprefix(_OPTIMIZER).partition("/")[2] if name.startswith(_OPTIMIZER) else name
 
 
-def _find(names: Mapping[str, str], found: Mapping[str, Manifest], *, step: int) -> dict[str, Manifest]:
-    """The record that each name is taken from: the first that has it."""
+def _find(
+    shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, Manifest], *, step: int
+) -> dict[str, Manifest]:
+    """The first record that has each name, in the shape that the model has."""
     sources: dict[str, Manifest] = {}
     for manifest in found.values():
-        for name in manifest.tensors.keys() & names.keys():
+        for name in manifest.tensors.keys() & shapes.keys():
             sources.setdefault(name, manifest)
-    missing = [name for name in names if name not in sources]
+    missing = [name for name in shapes if name not in sources]
     if missing:
         more = f" and {len(missing) - _MAX_TOLD} more" if len(missing) > _MAX_TOLD else ""
         here = ", ".join(f"{cloud!r} (layers {_range_of(one)})" for cloud, one in found.items())
@@ -302,6 +242,14 @@ def _find(names: Mapping[str, str], found: Mapping[str, Manifest], *, step: int)
             f"in the records that are here: {here or 'none'}",
             hint="copy the records of the other clouds here, or start again with --resume never",
         )
+    for name, shape in shapes.items():
+        saved = sources[name].tensors[name].shape
+        # What each rank has observed for itself is stacked.
+        if saved not in {shape, (len(sources[name].facts["wires"]), *shape)}:
+            raise UserError(
+                f"{name} has shape {saved} in the checkpoint, and {shape} in the model",
+                hint="set the model back to what the run began with, or start again with --resume never",
+            )
     return sources
 
 
@@ -310,54 +258,8 @@ def _range_of(manifest: Manifest) -> str:
     return f"{start} to {stop - 1}"
 
 
-def _shapes(stage: Stage) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, tensor in stage.tensors_by_name().items():
-        yield name, tuple(tensor.shape)
-
-
-def _check_shapes(own: Mapping[str, tuple[int, ...]], sources: Mapping[str, Manifest]) -> None:
-    for name, shape in own.items():
-        manifest = sources[name]
-        saved = manifest.tensors[name].shape
-        # What every rank has seen for itself is stacked.
-        if saved not in {shape, (len(manifest.facts["wires"]), *shape)}:
-            raise UserError(
-                f"{name} has shape {saved} in the checkpoint, and {shape} in the model",
-                hint="set the model back to what the run began with, or start again with --resume never",
-            )
-
-
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
-
-
-_Wires = Mapping[str, WireState]
-_CODECS: Final = "codecs"
-
-
-def pack_wires(states: Mapping[Member, CodecState]) -> dict[str, WireState]:
-    """The codec states of a member's wires, as a checkpoint holds them."""
-    return {
-        _wire_name(peer): WireState(facts={_CODECS: texts_of(one.pair)}, tensors=one.tensors)
-        for peer, one in states.items()
-    }
-
-
-def unpack_wires(saved: Mapping[str, WireState], peers: Iterable[Member]) -> dict[Member, CodecState]:
-    """The codec states that `pack_wires` was given, of those of these peers that a checkpoint knows."""
-    found = {peer: saved[_wire_name(peer)] for peer in peers if _wire_name(peer) in saved}
-    return {
-        peer: CodecState(pair=read_pair(one.facts.get(_CODECS)), tensors=one.tensors)
-        for peer, one in found.items()
-    }
-
-
-def _wire_name(peer: Member) -> str:
-    return f"{peer.cloud}.{peer.rank}"
-
-
 class Keeper:
-    """The checkpoints of a cloud, as one of its ranks sees them; all ranks save and load together."""
+    """Saves and loads the state of one rank; all ranks of a cloud call it together."""
 
     def __init__(self, checkpoints: Checkpoints, world: World, *, stage: Stage, optimizer: Optimizer) -> None:
         self._checkpoints = checkpoints
@@ -366,38 +268,48 @@ class Keeper:
         self._optimizer = optimizer
 
     def save(self, state: State) -> None:
-        """Write a checkpoint; `state` is this rank's, and all but its wires is the leader's to say."""
-        others = self._gather_wires(state.wires)
-        weights = lazily(self._stage.tensors_by_name()) | self._observed_by_rank()
-        moments = lazily(self._optimizer.tensors())
-        if others is not None:
-            self._checkpoints.save(replace(state, other_wires=others), weights=weights, moments=moments)
-        else:
-            _load_all(weights)
-            _load_all(moments)
+        """Write a record; `state` is this rank's, and its wires are all that others do not have as well."""
+        seat, layers = self._world.seat, self._stage.layers
+        codecs = {_wire_name(peer): {_CODECS: texts_of(one.pair)} for peer, one in state.wires.items()}
+        own = {
+            f"{_WIRE}{seat.rank}/{_wire_name(peer)}/{name}": tensor
+            for peer, one in state.wires.items()
+            for name, tensor in one.tensors.items()
+        }
+        wires = self._world.gather(codecs)
+        blobs = self._world.gather_bytes(_packed(own))
+        tensors = lazily(self._saved_tensors()) | self._observed_by_rank()
+        if wires is None or blobs is None:
+            load_in_turn(tensors)
+            return
+        for blob in blobs:
+            tensors |= lazily(load(blob))
+        facts = {
+            "layers": [layers.start, layers.stop],
+            "cursor": None if state.cursor is None else asdict(state.cursor),
+            "scheduler": dict(state.facts),
+            "wires": wires,
+        }
+        self._checkpoints.save(state.step, tensors, facts)
 
     def load(self, step: int) -> State:
-        """Bring stage and optimizer back to where they were; gives this rank's state."""
+        """Set stage and optimizer to what was saved; returns this rank's state."""
         self._checkpoints.begin_from(step)
-        state = State(step=step, layers=(0, 0))
-        weights: dict[str, LazyTensor] = {}
-        moments: dict[str, LazyTensor] = {}
+        own = {_saved_name(name, self._stage.layers): name for name in self._stage.tensors_by_name()}
+        facts: Facts = {}
+        found: dict[str, LazyTensor] = {}
         if self._world.seat.is_leader:
-            state, weights, moments = self._checkpoints.read(step, stage=self._stage)
-        own = self._stage.tensors_by_name()
-        for name, tensor in self._sharded(weights, own):
-            is_by_rank = tensor.ndim > own[name].ndim
-            own[name].copy_(tensor[self._world.seat.rank] if is_by_rank else tensor)
-        parameters = self._stage.parameters_by_name()
-        like = {name: parameters[name.partition("/")[2]] for name in self._world.broadcast(list(moments))}
-        self._optimizer.load_tensors(dict(self._sharded(moments, like)))
-        cursor = self._world.broadcast(None if state.cursor is None else asdict(state.cursor))
-        return replace(
-            state,
-            cursor=None if cursor is None else Cursor(**cursor),
-            facts=self._world.broadcast(state.facts),
-            wires=self._own_wires((state.wires, *state.other_wires)),
-            other_wires=(),
+            values = self._stage.tensors_by_name()
+            shapes = {saved: tuple(values[name].shape) for saved, name in own.items()}
+            facts, found = self._checkpoints.read(step, shapes, layers=self._stage.layers)
+        self._load_weights({name: one for name, one in found.items() if name in own}, own)
+        self._load_moments({name: one for name, one in found.items() if name.startswith(_OPTIMIZER)}, own)
+        facts = self._world.broadcast(facts)
+        return State(
+            step=step,
+            cursor=None if facts["cursor"] is None else Cursor(**facts["cursor"]),
+            facts=facts["scheduler"] or {},
+            wires=self._load_wires(found, facts["wires"]),
         )
 
     def export(self, scratch: Path) -> dict[str, Tensor] | None:
@@ -405,26 +317,71 @@ class Keeper:
 
         They are gathered into a file and mapped from there.
         """
-        own = lazily(self._stage.model.state_dict())
-        if not any(isinstance(one, DTensor) for one in self._stage.model.state_dict().values()):
+        tensors = self._stage.model.state_dict()
+        if not any(isinstance(one, DTensor) for one in tensors.values()):
             return None
+        own = lazily(tensors)
         if not self._world.seat.is_leader:
-            _load_all(own)
+            load_in_turn(own)
             return None
-        write_tensors(scratch, own)
+        (in_order,) = files_of(own).values()
+        write_tensors(scratch, in_order)
         return load_file(scratch)
 
+    def _saved_tensors(self) -> dict[str, Tensor]:
+        """Weights and moments by their names in records."""
+        layers = self._stage.layers
+        tensors = {_saved_name(name, layers): one for name, one in self._stage.tensors_by_name().items()}
+        for name, one in self._optimizer.tensors().items():
+            moment, _, parameter = name.partition("/")
+            tensors[f"{_OPTIMIZER}{moment}/{_saved_name(parameter, layers)}"] = one
+        return tensors
+
     def _observed_by_rank(self) -> dict[str, LazyTensor]:
-        """What each rank has seen for a bottleneck that is still to begin, stacked at the leader."""
+        """What each rank has observed for a bottleneck that has not begun, stacked at the leader."""
         down = self._stage.down
         if down is None or down.has_begun or self._world.seat.num_ranks == 1:
             return {}
-        own = {f"down.observed.{name}": one.cpu() for name, one in down.observed.named_buffers()}
+        own = {
+            _saved_name(f"down.observed.{name}", self._stage.layers): one.cpu()
+            for name, one in down.observed.named_buffers()
+        }
         found = [load(one) for one in self._world.gather_bytes(save(own)) or ()]
         return lazily({name: torch.stack([one[name] for one in found]) for name in own} if found else {})
 
-    def _sharded(
-        self, tensors: Mapping[str, LazyTensor], like: Mapping[str, Tensor]
+    def _load_weights(self, weights: Mapping[str, LazyTensor], own: Mapping[str, str]) -> None:
+        values = self._stage.tensors_by_name()
+        for saved, tensor in self._at_every_rank(weights, lambda saved: values[own[saved]]):
+            value = values[own[saved]]
+            is_by_rank = tensor.ndim > value.ndim
+            value.copy_(tensor[self._world.seat.rank] if is_by_rank else tensor)
+
+    def _load_moments(self, moments: Mapping[str, LazyTensor], own: Mapping[str, str]) -> None:
+        """Load the moments of one parameter at a time."""
+        parameters = self._stage.parameters_by_name()
+        in_order = {name: moments[name] for name in sorted(moments, key=_parameter_of)}
+        found = self._at_every_rank(in_order, lambda name: parameters[own[_parameter_of(name)]])
+        for saved, group in itertools.groupby(found, key=lambda one: _parameter_of(one[0])):
+            self._optimizer.load_tensors({f"{_moment_of(name)}/{own[saved]}": one for name, one in group})
+
+    def _load_wires(self, found: Mapping[str, LazyTensor], wires: list[Any]) -> dict[Member, CodecState]:
+        """The wires of this rank, from the leader, which has read those of all; none for other layers."""
+        own: dict[Member, CodecState] = {}
+        for rank, peers in enumerate(wires[: self._world.seat.num_ranks]):
+            prefix = f"{_WIRE}{rank}/"
+            leaders = {name: one.load() for name, one in found.items() if name.startswith(prefix)}
+            tensors = load(self._world.broadcast_bytes(_packed(leaders)))
+            if rank == self._world.seat.rank:
+                own = {
+                    _peer_of(peer): CodecState(
+                        pair=read_pair(about.get(_CODECS)), tensors=_below(f"{prefix}{peer}/", tensors)
+                    )
+                    for peer, about in peers.items()
+                }
+        return own
+
+    def _at_every_rank(
+        self, tensors: Mapping[str, LazyTensor], like: Callable[[str], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """The leader's tensors at every rank, or its shard of them where `like` is sharded."""
         if self._world.seat.num_ranks == 1:
@@ -432,41 +389,20 @@ class Keeper:
             return
         about = {name: [list(one.shape), str(one.dtype).partition(".")[2]] for name, one in tensors.items()}
         for name, (shape, dtype) in self._world.broadcast(about).items():
-            is_alike = list(like[name].shape) == shape
+            target = like(name)
+            is_alike = list(target.shape) == shape
             # A count of steps stays on the host.
-            device = _device_of(like[name]) if is_alike else torch.device("cpu")
+            device = _device_of(target) if is_alike else torch.device("cpu")
             if name in tensors:
                 full = tensors[name].load().to(device, copy=True)
             else:
                 full = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             self._world.broadcast_tensor(full)
-            yield name, _shard_like(full, like[name]) if is_alike else full
-
-    def _gather_wires(self, wires: _Wires) -> tuple[_Wires, ...] | None:
-        """The wires of all ranks but the first, at the leader; None elsewhere."""
-        if self._world.seat.num_ranks == 1:
-            return ()
-        facts = self._world.gather({peer: dict(wire.facts) for peer, wire in wires.items()})
-        blobs = self._world.gather_bytes(save(_flat(wires)))
-        if facts is None or blobs is None:
-            return None
-        return tuple(_unflat(one, load(blob)) for one, blob in zip(facts[1:], blobs[1:], strict=True))
-
-    def _own_wires(self, wires: Sequence[_Wires]) -> _Wires:
-        """Of the leader's wires of all ranks, those of this one."""
-        found: _Wires = {}
-        for rank in range(self._world.seat.num_ranks):
-            # A run whose layers lie elsewhere now has none.
-            leaders = wires[rank] if rank < len(wires) else {}
-            facts = self._world.broadcast({peer: dict(wire.facts) for peer, wire in leaders.items()})
-            blob = self._world.broadcast_bytes(save(_flat(leaders)))
-            if rank == self._world.seat.rank:
-                found = _unflat(facts, load(blob))
-        return found
+            yield name, _shard_like(full, target) if is_alike else full
 
 
 def lazy(tensor: Tensor) -> LazyTensor:
-    """A tensor that is gathered when it is needed, if ranks hold shards of it."""
+    """A tensor that is gathered when it is loaded, if ranks hold shards of it."""
     return LazyTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, load=lambda: whole(tensor))
 
 
@@ -474,32 +410,22 @@ def lazily(tensors: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
     return {name: lazy(one) for name, one in tensors.items()}
 
 
-def _load_all(tensors: Mapping[str, LazyTensor]) -> None:
-    """Take part in gathering what the leader writes, in the order in which it does."""
-    for name in in_file_order(tensors):
-        tensors[name].load()
+def _packed(tensors: Mapping[str, Tensor]) -> bytes:
+    # safetensors refuses tensors that share memory.
+    return save({name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()})
 
 
-def _flat(wires: _Wires) -> dict[str, Tensor]:
-    return {
-        f"{peer}/{name}": one.contiguous()
-        for peer, wire in wires.items()
-        for name, one in wire.tensors.items()
-    }
+def _wire_name(peer: Member) -> str:
+    return f"{peer.cloud}.{peer.rank}"
 
 
-def _unflat(facts: Mapping[str, Facts], tensors: Mapping[str, Tensor]) -> _Wires:
-    return {
-        peer: WireState(
-            facts=about,
-            tensors={
-                name.removeprefix(f"{peer}/"): one
-                for name, one in tensors.items()
-                if name.startswith(f"{peer}/")
-            },
-        )
-        for peer, about in facts.items()
-    }
+def _peer_of(wire_name: str) -> Member:
+    cloud, _, rank = wire_name.rpartition(".")
+    return Member(cloud, int(rank))
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
 
 
 def _device_of(tensor: Tensor) -> torch.device:

@@ -27,7 +27,7 @@ from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.types import Facts, Member, Outcome, pack_facts, unpack_facts
 from isthmus.train.build import AUTOCAST, Build, Built, blueprint_of
-from isthmus.train.checkpoint import Checkpoints, Keeper, State, pack_wires, unpack_wires
+from isthmus.train.checkpoint import Checkpoints, Keeper, State
 from isthmus.train.data.samples import Cursor
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, Layout, TrainingData, divide_batch, open_data
@@ -270,7 +270,7 @@ class _Session:
 
             def save(step: int, facts: Facts | None) -> None:
                 with journal.saving(step):
-                    keeper.save(self._state(step, facts, built, feed, wires))
+                    keeper.save(_state(step, facts, feed, wires))
 
             scheduler = PipelineScheduler(config.pipeline, self.member)
             loop = Loop(scheduler, actor, wires, inbox, tell=journal.tell, save=save)
@@ -282,24 +282,6 @@ class _Session:
                 if wire.cache is not None:
                     journal.note(wire.cache.describe())
         return scheduler.stopped_at if ended.outcome is Outcome.INTERRUPTED else None
-
-    def _state(
-        self,
-        step: int,
-        facts: Facts | None,
-        built: Built,
-        feed: Feed | None,
-        wires: Mapping[Member, Wire],
-    ) -> State:
-        layers = built.stage.layers
-        states = {peer: wire.state(step) for peer, wire in wires.items()}
-        return State(
-            step=step,
-            layers=(layers.start, layers.stop),
-            cursor=feed.cursor if feed is not None else None,
-            facts={} if facts is None else {_SCHEDULER: pack_facts(facts)},
-            wires=pack_wires({peer: one for peer, one in states.items() if one is not None}),
-        )
 
     def _feed(self, data: TrainingData, config: RunConfig, start: Start, cursor: Cursor | None) -> Feed:
         return Feed(
@@ -384,9 +366,19 @@ class _Session:
             self._note(note)
 
 
+def _state(step: int, facts: Facts | None, feed: Feed | None, wires: Mapping[Member, Wire]) -> State:
+    states = {peer: wire.state(step) for peer, wire in wires.items()}
+    return State(
+        step=step,
+        cursor=feed.cursor if feed is not None else None,
+        facts={} if facts is None else {_SCHEDULER: pack_facts(facts)},
+        wires={peer: one for peer, one in states.items() if one is not None},
+    )
+
+
 def _restore(state: State, wires: Mapping[Member, Wire]) -> Facts | None:
-    """Give wires their codec state; gives the facts of the scheduler."""
-    for peer, saved in unpack_wires(state.wires, wires).items():
-        wires[peer].load(saved)
+    """Give wires their codec state; returns the facts of the scheduler."""
+    for peer in state.wires.keys() & wires.keys():
+        wires[peer].load(state.wires[peer])
     text = state.facts.get(_SCHEDULER)
     return None if text is None else unpack_facts(text, PipelineState)

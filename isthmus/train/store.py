@@ -1,4 +1,4 @@
-"""Stores: where records of named tensors and plain facts are kept, each whole or not at all.
+"""Stores keep records of named tensors and JSON facts; a record is complete or not there.
 
 A record is a folder of safetensors files and a manifest, which is written last:
 
@@ -9,23 +9,31 @@ A record is a folder of safetensors files and a manifest, which is written last:
                                                 file; facts
 
 Tensors are found by their names, and are written and read one at a time, so that a record need not fit into
-memory. Nothing is pickled, and no byte is used whose digest is not the manifest's.
+memory. Nothing is pickled, and no file is used whose digest differs from the manifest's.
 """
 
 import functools
 import hashlib
 import json
 import math
-import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol, Self
 
 import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -35,13 +43,11 @@ from isthmus.job.load import sync
 
 MANIFEST_FILE: Final = "manifest.json"
 Facts = Mapping[str, Any]
-"""Plain JSON values by name."""
+"""JSON values by name."""
 
-_FORMAT: Final = 1
 _WEIGHTS: Final = "weights"
 _SUFFIX: Final = ".safetensors"
-_FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors")
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors$")]
 _HEADER_MULTIPLE: Final = 8
 _SAFETENSORS_NAMES: Final = {
     torch.float64: "F64",
@@ -70,20 +76,33 @@ class LazyTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def in_file_order(tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """The names as one file holds them: wide types first, since each tensor must be aligned to its type."""
-    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+def files_of(tensors: Mapping[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
+    """The tensors of each file of a record, in the order in which they are written.
+
+    Wide types come first, since each tensor must be aligned to its type.
+    """
+    files: dict[str, dict[str, LazyTensor]] = defaultdict(dict)
+    for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
+        group, slash, _ = name.partition("/")
+        files[f"{group if slash else _WEIGHTS}{_SUFFIX}"][name] = tensors[name]
+    return files
+
+
+def load_in_turn(tensors: Mapping[str, LazyTensor]) -> None:
+    """Load and drop all tensors in the order in which a leader writes them, to take part in gathering."""
+    for own in files_of(tensors).values():
+        for tensor in own.values():
+            tensor.load()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> "SavedFile":
-    """Write a safetensors file; one tensor at a time is in memory."""
-    names = in_file_order(tensors)
+    """Write a safetensors file, wide types first; one tensor at a time is in memory."""
     about, end = {}, 0
-    for name in names:
-        start, end = end, end + tensors[name].num_bytes
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.num_bytes
         about[name] = {
-            "dtype": _SAFETENSORS_NAMES[tensors[name].dtype],
-            "shape": tensors[name].shape,
+            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
+            "shape": tensor.shape,
             "data_offsets": (start, end),
         }
     header = json.dumps(about).encode()
@@ -96,82 +115,72 @@ def write_tensors(path: Path, tensors: Mapping[str, LazyTensor]) -> "SavedFile":
             digest.update(data)
 
         write(len(header).to_bytes(8, "little") + header)
-        for name in names:
-            write(flat_bytes(tensors[name].load().detach().cpu().contiguous()).numpy().data)
+        for tensor in tensors.values():
+            write(flat_bytes(tensor.load().detach().cpu().contiguous()).numpy().data)
         num_bytes = file.tell()
     sync(path)
     return SavedFile(num_bytes=num_bytes, sha256=digest.hexdigest())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedTensor:
-    """Where a tensor of a record is, and what it looks like."""
+class SavedTensor(BaseModel):
+    """The file of a tensor of a record, its shape and its type."""
 
     file: str
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     dtype: str
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedFile:
-    """What a file of a record must be."""
-
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a record holds."""
-
-    facts: Facts
-    tensors: Mapping[str, SavedTensor]
-    files: Mapping[str, SavedFile]
-
-    def to_json(self) -> str:
-        """The text of manifest.json."""
-        values = {
-            "format": _FORMAT,
-            "facts": self.facts,
-            "files": {name: asdict(one) for name, one in self.files.items()},
-            "tensors": {name: asdict(one) for name, one in self.tensors.items()},
-        }
-        return json.dumps(values, allow_nan=False) + "\n"
-
+    @field_validator("dtype")
     @classmethod
-    def from_json(cls, text: bytes) -> "Manifest":
-        """What `to_json` wrote; ValueError with the reason where it is something else."""
-        try:
-            values = json.loads(text)
-            if values["format"] != _FORMAT:
-                raise ValueError(f"its format is {values['format']}, and this version reads {_FORMAT}")
-            files = {_checked_name(name): _read_file(one) for name, one in values["files"].items()}
-            tensors = {name: _read_tensor(one, files) for name, one in values["tensors"].items()}
-            return cls(facts=dict(values["facts"]), tensors=tensors, files=files)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"its {MANIFEST_FILE} makes no sense ({error!r})") from error
+    def _is_known(cls, name: str) -> str:
+        if getattr(torch, name, None) not in _SAFETENSORS_NAMES:
+            raise ValueError(f"there is a tensor of type {name[:50]!r}")
+        return name
+
+
+class SavedFile(BaseModel):
+    """The size and digest of a file of a record."""
+
+    num_bytes: NonNegativeInt
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Manifest(BaseModel):
+    """The contents of a record, as `manifest.json` has them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1]
+    facts: dict[str, Any]
+    files: dict[_FileName, SavedFile]
+    tensors: dict[str, SavedTensor]
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        if any(one.file not in self.files for one in self.tensors.values()):
+            raise ValueError("a tensor is in a file that is not listed")
+        return self
 
 
 class Store(Protocol):
-    """Keeps records by name: a disk here; later a remote file system, a peer over its link, host memory."""
+    """Keeps records by name."""
 
     def names(self) -> tuple[str, ...]:
-        """The names of all records that were written to their end, in order."""
+        """The names of all complete records, in order."""
 
     def unfinished(self) -> tuple[str, ...]:
-        """The names of records whose writing or removal was cut short."""
+        """The names of records whose writing or removal was interrupted."""
 
     def put(self, name: str, tensors: Mapping[str, LazyTensor], facts: Facts) -> None:
-        """Keep a record in the place of the one of that name, if any; OSError leaves nothing behind."""
+        """Write a record, which replaces one of that name; after an OSError nothing of it is left."""
 
     def manifest(self, name: str) -> Manifest:
-        """What a record holds."""
+        """The contents of a record."""
 
     def get(self, name: str, tensors: Sequence[str]) -> dict[str, LazyTensor]:
-        """Some tensors of a record, for the host; refused where a file is not as it was written."""
+        """Some tensors of a record, on the host; refused where a file is not as it was written."""
 
     def check(self, name: str) -> str | None:
-        """Why a record cannot be used, None where every byte of it is as it was written."""
+        """The reason why a record cannot be used; None where every byte is as it was written."""
 
     def rename(self, name: str, to: str) -> None:
         """Give a record another name."""
@@ -188,18 +197,15 @@ class DiskStore:
         self._verified: set[tuple[Path, int, int]] = set()
 
     def names(self) -> tuple[str, ...]:
-        """The names of all records that were written to their end, in order."""
         found = (path.parent for path in self._folder.glob(f"*/[!.]*/{MANIFEST_FILE}"))
         return tuple(sorted(self._name(path) for path in found))
 
     def unfinished(self) -> tuple[str, ...]:
-        """The names of records whose writing or removal was cut short."""
         written = set(self.names())
         found = [path for path in self._folder.glob("*/*/") if self._name(path) not in written]
         return tuple(sorted({self._name(_target(path)) for path in found}))
 
     def put(self, name: str, tensors: Mapping[str, LazyTensor], facts: Facts) -> None:
-        """Keep a record in the place of the one of that name, if any; OSError leaves nothing behind."""
         folder = self._folder / name
         new = _beside(folder)
         shutil.rmtree(new, ignore_errors=True)
@@ -214,14 +220,12 @@ class DiskStore:
             _drop_if_empty(folder.parent)
 
     def manifest(self, name: str) -> Manifest:
-        """What a record holds."""
         try:
             return self._read_manifest(name)
         except (OSError, ValueError) as error:
             raise self._unusable(name, str(error)) from error
 
     def get(self, name: str, tensors: Sequence[str]) -> dict[str, LazyTensor]:
-        """Some tensors of a record, for the host; refused where a file is not as it was written."""
         manifest = self.manifest(name)
         for file in {manifest.tensors[tensor].file for tensor in tensors}:
             reason = self._why_not(name, file, manifest.files[file])
@@ -247,7 +251,6 @@ class DiskStore:
         }
 
     def check(self, name: str) -> str | None:
-        """Why a record cannot be used, None where every byte of it is as it was written."""
         try:
             manifest = self._read_manifest(name)
         except (OSError, ValueError) as error:
@@ -256,24 +259,27 @@ class DiskStore:
         return next((reason for reason in reasons if reason is not None), None)
 
     def rename(self, name: str, to: str) -> None:
-        """Give a record another name."""
         self.remove(to)
         (self._folder / to).parent.mkdir(parents=True, exist_ok=True)
         (self._folder / name).rename(self._folder / to)
         sync((self._folder / to).parent)
 
     def remove(self, name: str) -> None:
-        """Delete a record, or what is left of it."""
         folder = self._folder / name
         shutil.rmtree(_beside(folder), ignore_errors=True)
         self._delete(folder)
         _drop_if_empty(folder.parent)
 
     def _read_manifest(self, name: str) -> Manifest:
-        return Manifest.from_json((self._folder / name / MANIFEST_FILE).read_bytes())
+        try:
+            return Manifest.model_validate_json((self._folder / name / MANIFEST_FILE).read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))[:100]
+            raise ValueError(f"its {MANIFEST_FILE} makes no sense ({place}: {first['msg']})") from error
 
     def _delete(self, folder: Path) -> None:
-        """Where this is cut short, what is left does not pass for a whole record."""
+        """Delete the manifest first, so that a partly deleted record does not count as complete."""
         if folder.exists():
             (folder / MANIFEST_FILE).unlink(missing_ok=True)
             shutil.rmtree(folder)
@@ -289,7 +295,7 @@ class DiskStore:
                 return f"{file} is not as it was written (its SHA-256 differs)"
         except OSError as error:
             return f"{file}: {error.strerror or error}"
-        # What was read at the start of a run need not be read again to be loaded.
+        # What was verified at the start of a run is not verified again when it is loaded.
         self._verified.add(seen)
         return None
 
@@ -304,20 +310,19 @@ class DiskStore:
 
 
 def _write(folder: Path, tensors: Mapping[str, LazyTensor], facts: Facts) -> None:
-    groups: dict[str, dict[str, LazyTensor]] = defaultdict(dict)
-    for name, tensor in tensors.items():
-        group, slash, _ = name.partition("/")
-        groups[f"{group if slash else _WEIGHTS}{_SUFFIX}"][name] = tensor
+    files = files_of(tensors)
     manifest = Manifest(
-        facts=facts,
-        files={file: write_tensors(folder / file, own) for file, own in groups.items()},
+        format=1,
+        facts=dict(facts),
+        files={file: write_tensors(folder / file, own) for file, own in files.items()},
         tensors={
             name: SavedTensor(file=file, shape=one.shape, dtype=str(one.dtype).partition(".")[2])
-            for file, own in groups.items()
+            for file, own in files.items()
             for name, one in own.items()
         },
     )
-    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+    text = json.dumps(manifest.model_dump(), allow_nan=False) + "\n"
+    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
     sync(folder / MANIFEST_FILE)
     sync(folder)
 
@@ -328,40 +333,16 @@ def _digest(path: Path) -> str:
 
 
 def _beside(folder: Path) -> Path:
-    """Where a record is written before it takes its place."""
+    """The folder in which a record is written before it is renamed."""
     return folder.with_name(f".{folder.name}.new")
 
 
 def _target(folder: Path) -> Path:
-    """The place of the record that an unfinished folder was to be."""
+    """The folder of the record that an unfinished folder would have become."""
     return folder.with_name(folder.name.removeprefix(".").removesuffix(".new"))
 
 
 def _drop_if_empty(folder: Path) -> None:
-    # The last cloud to delete its record of a step takes the folder of the step along.
+    # The last cloud that deletes its record of a step deletes the folder of the step.
     with suppress(OSError):
         folder.rmdir()
-
-
-def _checked_name(file: str) -> str:
-    if not _FILE_NAME.fullmatch(file):
-        raise ValueError(f"its {MANIFEST_FILE} names a file {file[:100]!r}")
-    return file
-
-
-def _read_file(values: Mapping[str, Any]) -> SavedFile:
-    about = SavedFile(num_bytes=int(values["num_bytes"]), sha256=str(values["sha256"]))
-    if about.num_bytes < 0 or not _SHA256.fullmatch(about.sha256):
-        raise ValueError(f"its {MANIFEST_FILE} has a size or digest that is none")
-    return about
-
-
-def _read_tensor(values: Mapping[str, Any], files: Collection[str]) -> SavedTensor:
-    about = SavedTensor(
-        file=values["file"], shape=tuple(int(one) for one in values["shape"]), dtype=str(values["dtype"])
-    )
-    if about.file not in files:
-        raise ValueError(f"its {MANIFEST_FILE} has a tensor in a file that it does not list")
-    if getattr(torch, about.dtype, None) not in _SAFETENSORS_NAMES:
-        raise ValueError(f"its {MANIFEST_FILE} has a tensor of type {about.dtype[:50]!r}")
-    return about

@@ -307,7 +307,7 @@ class _Rank:
         if self.case.folder is not None:
             checkpoints = Checkpoints(self.case.folder, cloud=self.task.cloud, keep=9)
             keeper = Keeper(checkpoints, self.world, stage=self.stage, optimizer=self.optimizer)
-            record.on_save = lambda saved: keeper.save(state_of(saved, self.stage))
+            record.on_save = lambda saved: keeper.save(state_of(saved))
             if self.case.first_step:
                 facts = restore(keeper.load(self.case.first_step), wires)
         if self.case.interrupted is not None:

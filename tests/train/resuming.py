@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from isthmus.model.stage import Stage
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.types import Facts, Member, pack_facts, unpack_facts
-from isthmus.train.checkpoint import State, pack_wires, unpack_wires
+from isthmus.train.checkpoint import State
 from isthmus.train.wire import Wire
 from tests.train.chain import Chain, Saved
 
@@ -55,18 +54,17 @@ def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def state_of(saved: Saved, stage: Stage) -> State:
+def state_of(saved: Saved) -> State:
     """What a member saved, as a checkpoint holds it."""
     return State(
         step=saved.step,
-        layers=(stage.layers.start, stage.layers.stop),
         facts={} if saved.facts is None else {"state": pack_facts(saved.facts)},
-        wires=pack_wires(saved.wires),
+        wires=saved.wires,
     )
 
 
 def restore(state: State, wires: Mapping[Member, Wire]) -> Facts | None:
     """Give wires the codec state of a checkpoint; gives the facts of the scheduler."""
-    for peer, one in unpack_wires(state.wires, list(wires)).items():
-        wires[peer].load(one)
+    for peer in state.wires.keys() & wires.keys():
+        wires[peer].load(state.wires[peer])
     return unpack_facts(state.facts["state"], PipelineState) if state.facts else None

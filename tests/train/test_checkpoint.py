@@ -19,7 +19,8 @@ from isthmus.model.stage import Stage
 from isthmus.plan.codecs import Pair
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.types import Member, pack_facts, unpack_facts
-from isthmus.train.checkpoint import Checkpoints, Keeper, State, WireState, lazily, pack_wires, unpack_wires
+from isthmus.train.checkpoint import Checkpoints, Keeper, State
+from isthmus.train.coding import CodecState
 from isthmus.train.data.samples import Cursor
 from isthmus.train.in_cloud import World, shard, whole
 from isthmus.train.members import SavedSteps
@@ -48,10 +49,9 @@ def save(found: Chain, index: int, checkpoints: Checkpoints, saved: Saved) -> No
     stage = found.stages[index]
     state = State(
         step=saved.step,
-        layers=(stage.layers.start, stage.layers.stop),
         cursor=Cursor(epoch=1, position=saved.step - 1),
         facts={} if saved.facts is None else {"state": pack_facts(saved.facts)},
-        wires=pack_wires(saved.wires),
+        wires=saved.wires,
     )
     keeper(checkpoints, stage, found.optimizers[index]).save(state)
 
@@ -64,9 +64,8 @@ def load(found: Chain, index: int, folder: Path, step: int) -> Saved:
     checkpoints = Checkpoints(folder, cloud=CLOUDS[index])
     state = keeper(checkpoints, found.stages[index], found.optimizers[index]).load(step)
     assert state.cursor == Cursor(epoch=1, position=step - 1)
-    peers = [Member(cloud) for cloud in CLOUDS]
     facts = unpack_facts(state.facts["state"], PipelineState) if state.facts else None
-    return Saved(step, facts, unpack_wires(state.wires, peers))
+    return Saved(step, facts, dict(state.wires))
 
 
 def test_resuming_at_any_step_equals_never_stopping(tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def save_steps(folder: Path, *steps: int, keep: int = 9) -> Checkpoints:
     stage, optimizer = alone()
     checkpoints = Checkpoints(folder, cloud="north", keep=keep)
     for step in steps:
-        keeper(checkpoints, stage, optimizer).save(State(step=step, layers=(0, 4)))
+        keeper(checkpoints, stage, optimizer).save(State(step=step))
     return checkpoints
 
 
@@ -205,22 +204,22 @@ def test_halves_of_a_bottleneck_belong_to_their_cut(tmp_path: Path) -> None:
 
 def test_facts_and_wires_come_back_as_they_were(tmp_path: Path) -> None:
     stage, optimizer = alone()
-    checkpoints = Checkpoints(tmp_path, cloud="north")
+    pair = Pair(forward=parse_codec("int8"), backward=parse_codec("raw"))
+    shared = torch.arange(3.0)
+    wire = CodecState(pair=pair, tensors={"a/b": shared, "c": shared[1:]})
     state = State(
         step=7,
-        layers=(0, 4),
         cursor=Cursor(epoch=2, position=9),
         facts={"standings": [{"since_step": 3}]},
-        wires={"west.0": WireState(facts={"codecs": ["int8", "raw"]}, tensors={"a/b": torch.arange(3.0)})},
-        other_wires=({"west.1": WireState(tensors={"a": torch.ones(2)})}, {}),
+        wires={Member("west"): wire, Member("far-east", 2): CodecState(pair=pair, tensors={})},
     )
-    checkpoints.save(state, weights=lazily(stage.tensors_by_name()), moments=lazily(optimizer.tensors()))
-    found, _, _ = checkpoints.read(7, stage=stage)
-    assert (found.cursor, found.facts, found.wires.keys()) == (state.cursor, state.facts, state.wires.keys())
-    assert found.wires["west.0"].facts == {"codecs": ["int8", "raw"]}
-    assert torch.equal(found.wires["west.0"].tensors["a/b"], torch.arange(3.0))
-    assert [set(one) for one in found.other_wires] == [{"west.1"}, set()]
-    assert torch.equal(found.other_wires[0]["west.1"].tensors["a"], torch.ones(2))
+    keeping = keeper(Checkpoints(tmp_path, cloud="north"), stage, optimizer)
+    keeping.save(state)
+    found = keeping.load(7)
+    assert (found.step, found.cursor, found.facts) == (state.step, state.cursor, state.facts)
+    assert found.wires.keys() == state.wires.keys()
+    assert {one.pair for one in found.wires.values()} == {pair}
+    assert_same(dict(found.wires[Member("west")].tensors), {"a/b": shared, "c": shared[1:]})
 
 
 def test_lost_steps_are_set_aside_and_removed_when_they_are_reached_again(tmp_path: Path) -> None:
@@ -230,10 +229,10 @@ def test_lost_steps_are_set_aside_and_removed_when_they_are_reached_again(tmp_pa
     checkpoints = Checkpoints(tmp_path, cloud="north", keep=2)
     checkpoints.begin_from(20)
     assert checkpoints.steps() == (20, 30), "nothing is touched before something new is whole"
-    keeper(checkpoints, stage, optimizer).save(State(step=27, layers=(0, 4)))
+    keeper(checkpoints, stage, optimizer).save(State(step=27))
     assert checkpoints.steps() == (20, 27)
     assert (record(tmp_path, 30, "north.aside") / MANIFEST_FILE).exists()
-    keeper(checkpoints, stage, optimizer).save(State(step=30, layers=(0, 4)))
+    keeper(checkpoints, stage, optimizer).save(State(step=30))
     assert checkpoints.steps() == (27, 30)
     assert not record(tmp_path, 30, "north.aside").exists()
 
@@ -244,7 +243,7 @@ def test_a_step_between_the_start_and_the_first_save_was_lost_too(tmp_path: Path
     stage, optimizer = alone()
     checkpoints = Checkpoints(tmp_path, cloud="north", keep=2)
     checkpoints.begin_from(20)
-    keeper(checkpoints, stage, optimizer).save(State(step=34, layers=(0, 4)))
+    keeper(checkpoints, stage, optimizer).save(State(step=34))
     assert checkpoints.steps() == (20, 34)
 
 
@@ -283,7 +282,7 @@ def test_a_damaged_checkpoint_is_left_out_and_removed_once_a_newer_one_is_whole(
     stage, optimizer = alone()
     checkpoints.begin_from(20)
     assert record(tmp_path, 30).exists()
-    keeper(checkpoints, stage, optimizer).save(State(step=40, layers=(0, 4)))
+    keeper(checkpoints, stage, optimizer).save(State(step=40))
     assert checkpoints.steps() == (20, 40)
     assert Checkpoints(tmp_path, cloud="north").inspect(notes.append) == SavedSteps(whole=(20, 40))
     assert not (tmp_path / "checkpoints" / "step-00000030").exists()
@@ -343,7 +342,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_of_the_new(
         patch.setattr("isthmus.train.store.write_tensors", full)
         for step in (5, 6):
             with pytest.raises(UserError, match="No space left on device"):
-                keeper(checkpoints, stage, optimizer).save(State(step=step, layers=(0, 4)))
+                keeper(checkpoints, stage, optimizer).save(State(step=step))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
     assert [path.name for path in (tmp_path / "checkpoints" / "step-00000005").iterdir()] == ["north"]
     assert checkpoints.inspect(lambda _: None) == SavedSteps(whole=(5,))
@@ -363,10 +362,10 @@ def test_a_kill_while_a_step_is_written_again_leaves_nothing_that_passes_for_who
     with monkeypatch.context() as patch:
         patch.setattr("isthmus.train.store.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            keeper(checkpoints, stage, optimizer).save(State(step=30, layers=(0, 4)))
+            keeper(checkpoints, stage, optimizer).save(State(step=30))
     assert checkpoints.steps() == (20,)
     assert Checkpoints(tmp_path, cloud="north").inspect(lambda _: None) == SavedSteps(whole=(20,))
-    keeper(checkpoints, stage, optimizer).save(State(step=30, layers=(0, 4)))
+    keeper(checkpoints, stage, optimizer).save(State(step=30))
     assert checkpoints.steps() == (20, 30)
     keeper(checkpoints, stage, optimizer).load(30)
 
@@ -400,5 +399,5 @@ def test_a_sharded_stage_is_saved_and_exported_one_tensor_at_a_time(
     assert found is not None
     assert len(gathered) == len(expected)
     assert_same(found, expected)
-    keeping.save(State(step=1, layers=(0, 4)))
+    keeping.save(State(step=1))
     assert len(gathered) == len(expected) + len(stage.tensors_by_name())

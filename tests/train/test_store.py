@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from isthmus.errors import UserError
 from isthmus.train.checkpoint import lazily
-from isthmus.train.store import MANIFEST_FILE, DiskStore, LazyTensor, write_tensors
+from isthmus.train.store import MANIFEST_FILE, DiskStore, LazyTensor, files_of, write_tensors
 
 NAME = "step-00000001/north"
 
@@ -136,7 +136,7 @@ def test_what_is_written_is_read_by_the_library(tmp_path: Path) -> None:
         "nothing": torch.empty(0, 4),
     }
     path = tmp_path / "all.safetensors"
-    about = write_tensors(path, lazily(tensors))
+    about = write_tensors(path, files_of(lazily(tensors))["weights.safetensors"])
     assert about.num_bytes == path.stat().st_size
     found = load_file(path)
     assert found.keys() == tensors.keys()
