@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Final
 
+from isthmus.errors import FieldError
+
 _NUMBER_AND_UNIT: Final = re.compile(
     r"\s*(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)\s*(?P<unit>\S*)\s*"
 )
@@ -26,37 +28,39 @@ class _Quantity:
     also: Mapping[str, Decimal] = field(default_factory=dict)
 
     def parse(self, text: str) -> Decimal:
-        """Return the number in base units, or say in one sentence why the text is none."""
+        """Return the number in base units; a FieldError says in one sentence why the text is none."""
         found = _NUMBER_AND_UNIT.fullmatch(text)
         if found is None:
-            raise self._wrong(text, "it is not a number followed by a unit")
+            raise self._wrong(text, "is not a number followed by a unit")
         # Decimals of any exponent are read, so the bound comes before the arithmetic.
         if not math.isfinite(float(found["number"])):
-            raise self._wrong(text, "it is too large")
+            raise self._wrong(text, "is too large")
         number, unit = Decimal(found["number"]), found["unit"]
         if number < 0:
-            raise self._wrong(text, "it is negative")
+            raise self._wrong(text, "is negative")
         if not unit and number:
-            raise self._wrong(text, "it has no unit")
-        value = number * self._factor(unit, text) if unit else number
+            raise self._wrong(text, "has no unit")
+        value = number * self._factor(number, unit, text) if unit else number
         if not math.isfinite(float(value)):
-            raise self._wrong(text, "it is too large")
+            raise self._wrong(text, "is too large")
         return value
 
-    def _factor(self, unit: str, text: str) -> Decimal:
+    def _factor(self, number: Decimal, unit: str, text: str) -> Decimal:
         factors = {**self.factors, **self.also}
         if unit in factors:
             return factors[unit]
-        if self is _BANDWIDTH and unit.removesuffix("/s") in _BYTES.factors and unit.endswith("/s"):
-            bits = 8 * _BYTES.parse(text.strip().removesuffix("/s"))
-            raise self._wrong(text, f"it is in bytes, did you mean {self.rounded(float(bits))!r}?")
+        size = unit.removesuffix("/s")
+        if self is _BANDWIDTH and size in _BYTES.factors and size != unit:
+            bps = 8 * number * _BYTES.factors[size]
+            raise self._wrong(text, "is in bytes per second", meant=self.rounded(float(bps)))
         meant = closest(unit, factors)
-        raise self._wrong(text, f"unknown unit {unit!r}" + (f", did you mean {meant!r}?" if meant else ""))
-
-    def _wrong(self, text: str, why: str) -> ValueError:
-        return ValueError(
-            f"{text!r} is not {self.noun} such as {self.example!r}: {why} (units: {', '.join(self.factors)})"
+        raise self._wrong(
+            text, f"has the unknown unit {unit!r}", meant=f"{_digits(number)} {meant}" if meant else None
         )
+
+    def _wrong(self, text: str, why: str, *, meant: str | None = None) -> FieldError:
+        cure = f"write {self.noun} such as {self.example!r} (units: {', '.join(self.factors)})"
+        return FieldError(f"{text!r} {why}", cure=f"did you mean {meant!r}?" if meant else cure)
 
     def rounded(self, value: float) -> str:
         """Return a short text for people, with four significant digits."""

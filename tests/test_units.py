@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from isthmus.errors import FieldError
 from isthmus.units import (
     closest,
     format_bandwidth,
@@ -78,25 +79,42 @@ def test_flops() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("10", "it has no unit"),
-        ("-1 Gbps", "it is negative"),
-        ("1 Gps", "unknown unit 'Gps', did you mean 'Gbps'?"),
-        ("1 gbps", "unknown unit 'gbps', did you mean 'Gbps'?"),
-        ("1 parsec", "unknown unit 'parsec'"),
-        ("nan Gbps", "it is not a number followed by a unit"),
-        ("inf Gbps", "it is not a number followed by a unit"),
-        ("1e999 Gbps", "it is too large"),
-        ("fast", "it is not a number followed by a unit"),
-        ("", "it is not a number followed by a unit"),
-        ("1 Gbps 2", "it is not a number followed by a unit"),
-        ("1e308 Gbps", "it is too large"),
+        ("10", "has no unit"),
+        ("-1 Gbps", "is negative"),
+        ("1 parsec", "has the unknown unit 'parsec'"),
+        ("nan Gbps", "is not a number followed by a unit"),
+        ("inf Gbps", "is not a number followed by a unit"),
+        ("1e999 Gbps", "is too large"),
+        ("fast", "is not a number followed by a unit"),
+        ("", "is not a number followed by a unit"),
+        ("1 Gbps 2", "is not a number followed by a unit"),
+        ("1e308 Gbps", "is too large"),
     ],
 )
 def test_what_is_no_bandwidth_is_refused_with_the_accepted_forms(text: str, why: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole text is compared
+    with pytest.raises(FieldError) as caught:
         parse_bandwidth_bps(text)
-    noun, units = "a bandwidth in bits per second such as '1 Gbps'", "(units: bps, kbps, Mbps, Gbps)"
-    assert str(caught.value) == f"{text!r} is not {noun}: {why} {units}"
+    assert caught.value.what == f"{text!r} {why}"
+    assert (
+        caught.value.cure
+        == "write a bandwidth in bits per second such as '1 Gbps' (units: bps, kbps, Mbps, Gbps)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("1 Gps", "1 Gbps"),
+        ("1.50 gbps", "1.5 Gbps"),
+        ("50 MB/s", "400 Mbps"),
+        ("2.5 GB/s", "20 Gbps"),
+        ("1 MiB/s", "8.389 Mbps"),
+    ],
+)
+def test_a_mistyped_unit_and_one_in_bytes_are_told_in_the_right_one(text: str, meant: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        parse_bandwidth_bps(text)
+    assert caught.value.cure == f"did you mean {meant!r}?"
 
 
 @pytest.mark.parametrize(("write", "read"), FLOATS)

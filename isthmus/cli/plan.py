@@ -29,7 +29,7 @@ from isthmus.cli.output import (
 )
 from isthmus.errors import UserError
 from isthmus.events import Span
-from isthmus.job import Job, update_job_sections
+from isthmus.job import Job, update_job_file
 from isthmus.job.sections import why_not_run
 from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import LINE_MARK, Chart, chart_of_step, lay_out, microbatch_of, shifted
@@ -98,7 +98,8 @@ def plan(
         write_pictures(notes, drawing, title=title, sections=[section], svg=svg, png=png, html=html)
     if write:
         changes = planned_changes(loaded, chosen)
-        update_job_sections(job, changes.sections, clouds=changes.clouds)
+        clouds = {f"cloud.{name}": values for name, values in changes.clouds.items()}
+        update_job_file(job, {**changes.sections, **clouds})
         notes.print(f"[green]✓[/] {job} now holds this choice")
         if why_not := why_not_planned_run(chosen):
             notes.print(f'[yellow]{why_not}: set strategy.kind to "pipeline" before a run[/]')

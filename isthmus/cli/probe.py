@@ -23,7 +23,7 @@ from isthmus.cli.output import (
     print_tables,
 )
 from isthmus.errors import UserError
-from isthmus.job import Job, LinkFigures, LinkSpec, load_job, update_job_file
+from isthmus.job import Job, LinkSpec, load_job, update_job_file
 from isthmus.job.faults import load_faults
 from isthmus.job.load import replace_file
 from isthmus.observe.draw import Table
@@ -70,7 +70,8 @@ def probe(
     else:
         print_tables(Console(highlight=False), [_links_table(loaded, found)])
     if write:
-        update_job_file(job, {one.between: _figures(one) for one in found})
+        names = [link.between for link in loaded.link]
+        update_job_file(job, {f"link.{names.index(one.between)}": _figures(one) for one in found})
         notes.print(f"[green]✓[/] {job} now holds these figures")
     elif not as_json:
         notes.print(f"[dim]next: isthmus probe {job} --write puts these figures into the job[/]")
@@ -129,14 +130,14 @@ def _measured_row(one: "Measurement") -> tuple[str, ...]:
     )
 
 
-def _figures(measurement: "Measurement") -> LinkFigures:
-    there, back = measurement.bandwidth_bps
-    return LinkFigures(
-        bandwidth_bps=(shorten(there), shorten(back)),
-        rtt_s=shorten(measurement.rtt_s),
-        jitter_s=shorten(measurement.jitter_s),
-        handling_s=shorten(measurement.handling_s),
-    )
+def _figures(one: "Measurement") -> dict[str, object]:
+    """Return the keys of a [[link]] table."""
+    there, back = (format_bandwidth(shorten(bps)) for bps in one.bandwidth_bps)
+    times_s = {"rtt": one.rtt_s, "jitter": one.jitter_s, "handling": one.handling_s}
+    return {
+        "bandwidth": there if there == back else [there, back],
+        **{key: duration(seconds) for key, seconds in times_s.items()},
+    }
 
 
 def profile(

@@ -26,7 +26,7 @@ from isthmus.cli.output import (
 from isthmus.cli.plan import learned
 from isthmus.errors import UserError
 from isthmus.job.faults import CloudFault, FaultKind, load_script
-from isthmus.job.load import read_job_text
+from isthmus.job.load import read_text
 from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import Chart, chart_of_step, clouds_in_order, lay_out, shifted
 from isthmus.plan.lines import Disturbance
@@ -86,7 +86,7 @@ def _scenario(path: Path, overrides: Sequence[str], *, is_profiled: bool) -> tup
     if path.suffix == ".json":
         if overrides:
             raise UserError("--set changes a job, not a plan that is made", hint="give the job file instead")
-        scenario, checkpoint_every_s = scenario_of(read_job_text(path)), None
+        scenario, checkpoint_every_s = scenario_of(read_text(path)), None
     else:
         job = isthmus.load_job(path, overrides=overrides)
         notes = console_for_notes()

@@ -3,7 +3,7 @@
 from isthmus.job.codec import CodecSpec, gradient_codec, gradient_wire_bytes, parse_codec
 from isthmus.job.codec_steps import CodecStep, CodeState
 from isthmus.job.fields import Address, parse_address
-from isthmus.job.load import LinkFigures, dump_job, load_job, update_job_file, update_job_sections
+from isthmus.job.load import dump_job, load_job, update_job_file
 from isthmus.job.network import CloudSpec, CodecSpecs, LinkSpec
 from isthmus.job.rundir import create_run_directory
 from isthmus.job.sections import (
@@ -35,7 +35,6 @@ __all__ = [
     "GeneratorDiscriminatorStrategy",
     "Job",
     "LimitsSpec",
-    "LinkFigures",
     "LinkSpec",
     "ModelSpec",
     "PipelineStrategy",
@@ -50,5 +49,4 @@ __all__ = [
     "parse_codec",
     "stage_order",
     "update_job_file",
-    "update_job_sections",
 ]

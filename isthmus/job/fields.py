@@ -3,12 +3,13 @@
 import ipaddress
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import UnionType
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -18,6 +19,7 @@ from pydantic import (
     PlainValidator,
     ValidationInfo,
 )
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from isthmus.errors import FieldError
@@ -122,11 +124,9 @@ def _is_ip(text: str, kind: type[ipaddress.IPv4Address | ipaddress.IPv6Address])
     return True
 
 
-FROM_FILE: Final = "from a job file"
-"""Validation context of values read from a job file, where a number other than 0 needs its unit."""
+_FROM_FILE: Final = "from a file"
 
 _MAX_STRIPES: Final = 64
-_HIGHEST_PRICE_USD: Final = 1_000_000
 
 
 def show_value(value: object) -> str:
@@ -144,7 +144,10 @@ def show_value(value: object) -> str:
 
 
 class Frozen(BaseModel):
-    """A part of the job: immutable, no unknown keys, no silent conversions."""
+    """A part of the job: immutable, no unknown keys, no silent conversions.
+
+    The text below a field is its description in the JSON schema.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -154,7 +157,42 @@ class Frozen(BaseModel):
         validate_by_name=True,
         validate_by_alias=True,
         serialize_by_alias=True,
+        use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, object]) -> Self:
+        """Return the model of TOML tables, where a number other than 0 needs its unit."""
+        return cls.model_validate(tables, by_alias=True, by_name=False, context=_FROM_FILE)
+
+    @classmethod
+    def toml_schema(cls) -> dict[str, Any]:
+        """Return the JSON schema of those tables, by the keys that TOML uses."""
+        return cls.model_json_schema(schema_generator=_TomlSchema)
+
+
+class _TomlSchema(GenerateJsonSchema):
+    """JSON schema in TOML's words: units as text, no null, no titles that repeat the key."""
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        json_schema = super().model_schema(schema)
+        # Only a model, not a field by itself, writes its defaults with their units.
+        model = cast("type[Frozen]", schema["cls"]).model_construct()
+        for key, default in model.model_dump(mode="json", exclude_none=True).items():
+            json_schema["properties"][key]["default"] = default
+        for node in json_schema["properties"].values():
+            if "description" in node:
+                node["description"] = " ".join(node["description"].split())
+        return json_schema
+
+    def field_title_should_be_set(self, schema: object) -> bool:  # noqa: ARG002 pydantic's signature
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +224,7 @@ class _Measure:
             case bool():
                 pass
             case int() | float():
-                return self.parse(str(value)) if info.context == FROM_FILE else value
+                return self.parse(str(value)) if info.context == _FROM_FILE else value
         raise FieldError(f"must be text with a unit, not {show_value(value)}")
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -205,7 +243,7 @@ class _Measure:
 def _parse_bytes_per_s(text: str) -> float:
     size, slash, second = text.rpartition("/")
     if not slash or second.strip() != "s":
-        raise ValueError(f"{text!r} is not a speed of memory such as '3.35 TB/s'")
+        raise FieldError(f"{text!r} is not a speed of memory", cure="write for example '3.35 TB/s'")
     return parse_bytes(size)
 
 
@@ -223,13 +261,28 @@ TripTime = Annotated[float, replace(_DURATION, least=0, most=60)]
 HeartbeatTimeout = Annotated[float, replace(_DURATION, most=3600)]
 CheckpointInterval = Annotated[float, replace(_DURATION, most=7 * 86400)]
 Deadline = Annotated[float, _DURATION]
+Time = Annotated[float, replace(_DURATION, least=0)]
+PositiveTime = Annotated[float, replace(_DURATION, least=1e-3)]
 Memory = Annotated[int, _MEMORY]
 CacheMemory = Annotated[int, replace(_MEMORY, least=0)]
 MemoryBandwidth = Annotated[
     float, _Measure(parse=_parse_bytes_per_s, format=_format_bytes_per_s, least=1e6, most=1e15)
 ]
 Flops = Annotated[float, _Measure(parse=parse_flops, format=format_flops, least=1e9, most=1e18)]
-Price = Annotated[float, Field(ge=0, le=_HIGHEST_PRICE_USD)]
+Price = Annotated[float, Field(ge=0, le=1_000_000)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Counts = Annotated[tuple[Count, ...], Field(strict=False, min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise FieldError("must have each name once")
+    return names
+
+
+Names = Annotated[tuple[Text, ...], Field(strict=False, min_length=1), AfterValidator(_checked_names)]
 
 
 def _read_directions(value: object, info: ValidationInfo) -> tuple[float, ...]:
@@ -317,8 +370,7 @@ Stripes = Annotated[
         json_schema_input_type=Annotated[int, Field(ge=1, le=_MAX_STRIPES)] | Literal["auto"],
     ),
 ]
-_Cap = Annotated[int, Field(ge=1)]
 Caps = Annotated[
-    int | tuple[int, ...], BeforeValidator(_read_caps, json_schema_input_type=_Cap | tuple[_Cap, ...])
+    int | tuple[int, ...], BeforeValidator(_read_caps, json_schema_input_type=Count | tuple[Count, ...])
 ]
 Pair = Annotated[tuple[str, str], BeforeValidator(_read_pair, json_schema_input_type=tuple[str, str])]

@@ -1,65 +1,86 @@
 """From a TOML file to a checked job, with all that is wrong at once, and back to TOML."""
 
-import copy
 import json
 import os
 import re
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar
 
 import tomlkit
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from isthmus.errors import FieldError, JobError, Problem, UserError
-from isthmus.job.fields import FROM_FILE, Frozen, show_value
+from isthmus.job.fields import Frozen, show_value
 from isthmus.job.spec import CONFLICT, Finding, Job, Place, Tables, describe_place, find_conflicts, link_pair
-from isthmus.units import closest, format_bandwidth, format_duration, suggest
+from isthmus.units import closest, suggest
 
+M = TypeVar("M", bound=Frozen)
 _SYNTAX_ERROR: Final = re.compile(r"(?P<what>.*) \(at (?P<place>.*)\)", re.DOTALL)
 
 
 def load_job(path: Path, *, overrides: Sequence[str] = ()) -> Job:
     """Return the job of a file, with `key=value` overrides applied."""
-    return parse_job(read_job_text(path), file=path, overrides=overrides)
+    return parse_job(read_text(path), file=path, overrides=overrides)
 
 
 def parse_job(text: str, *, file: Path, overrides: Sequence[str] = ()) -> Job:
-    """Return the job of a TOML text; `file` is where errors say that it comes from."""
-    changed = apply_overrides(_parse_toml(text, file), overrides)
-    try:
-        job = Job.model_validate(changed.tables, by_alias=True, by_name=False, context=FROM_FILE)
-    except ValidationError as error:
-        findings = [*explain(error), *find_conflicts(changed.tables)]
-        problems = [changed.blame(finding).as_problem(changed.tables) for finding in findings]
-        raise JobError(file, (*changed.problems, *problems)) from None
-    if changed.problems:
-        raise JobError(file, changed.problems)
+    """Return the job of a TOML text; errors name `file`."""
+    tables = parse_toml(text, file)
+    applied: dict[Place, str] = {}
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            applied[_apply(tables, override)] = override
+        except FieldError as error:
+            problems.append(Problem(key=f"--set {override}", what=error.what, cure=error.cure))
+    job, findings = check(Job, tables, conflicts=find_conflicts)
+    problems += [_blame(finding, applied).as_problem(tables) for finding in findings]
+    if job is None or problems:
+        raise JobError(file, tuple(problems))
     return job
 
 
-def read_job_text(path: Path) -> str:
-    """Return the text of a job file, or say in one sentence why there is none."""
+def check(
+    model: type[M], tables: Tables, *, conflicts: Callable[[Tables], Sequence[Finding]] = lambda _: ()
+) -> tuple[M | None, list[Finding]]:
+    """Return the model that TOML tables describe, or all that is wrong with them."""
+    try:
+        return model.from_tables(tables), []
+    except ValidationError as error:
+        schema = model.toml_schema()
+        wrong = [_finding(one, schema) for one in error.errors(include_url=False) if not _is_echo(one)]
+        return None, [*wrong, *conflicts(tables)]
+
+
+def _is_echo(detail: ErrorDetails) -> bool:
+    """Whether something else is told already: a conflict, or a list that is short of its wrong entries."""
+    return detail["type"] == CONFLICT or (detail["type"] == "too_short" and bool(detail["input"]))
+
+
+def read_text(path: Path, *, what: str = "a job file") -> str:
+    """Return the text of a file, or say in one sentence why there is none."""
     try:
         return path.read_bytes().decode()
-    except FileNotFoundError:
-        raise UserError(f"there is no file {path}", hint="give the path of a job file") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder", hint="give the path of a job file") from None
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text (byte {error.start})", hint="save it in the UTF-8 encoding"
         ) from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        why = {
+            FileNotFoundError: f"there is no file {path}",
+            IsADirectoryError: f"{path} is a folder",
+        }
+        message = why.get(type(error), f"{path} cannot be read: {error.strerror}")
+        raise UserError(message, hint=f"give the path of {what}") from None
 
 
-def _parse_toml(text: str, file: Path) -> Tables:
+def parse_toml(text: str, file: Path) -> dict[str, Any]:
+    """Return the tables of a TOML text, or say where it is none."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -69,44 +90,12 @@ def _parse_toml(text: str, file: Path) -> Tables:
         raise JobError(file, (Problem(key=place, what=f"not TOML: {what}", cure=cure),)) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Override:
-    """An override that was applied: its text, and the place that exists or has its value because of it."""
-
-    text: str
-    place: Place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overridden:
-    """The job's tables after the overrides, and the overrides that found no place."""
-
-    tables: dict[str, object]
-    applied: tuple[Override, ...]
-    problems: tuple[Problem, ...]
-
-    def blame(self, finding: Finding) -> Finding:
-        """Return the finding with a word about the override that caused it, if one did."""
-        causes = [one for one in self.applied if finding.place[: len(one.place)] == one.place]
-        if not causes:
-            return finding
-        cause = max(reversed(causes), key=lambda one: len(one.place))
-        return Finding(
-            place=finding.place, what=f"{finding.what} (from --set {cause.text})", cure=finding.cure
-        )
-
-
-def apply_overrides(tables: Tables, overrides: Sequence[str]) -> Overridden:
-    """Return a copy of the tables with every override that names a place put in."""
-    changed = copy.deepcopy(dict(tables))
-    applied: list[Override] = []
-    problems: list[Problem] = []
-    for text in overrides:
-        try:
-            applied.append(Override(text=text, place=_apply(changed, text)))
-        except FieldError as error:
-            problems.append(Problem(key=f"--set {text}", what=error.what, cure=error.cure))
-    return Overridden(tables=changed, applied=tuple(applied), problems=tuple(problems))
+def _blame(finding: Finding, applied: Mapping[Place, str]) -> Finding:
+    """Return the finding with the override that caused it, if one did: the one nearest to its place."""
+    causes = [place for place in applied if finding.place[: len(place)] == place]
+    if not causes:
+        return finding
+    return replace(finding, what=f"{finding.what} (from --set {applied[max(causes, key=len)]})")
 
 
 def _apply(tables: dict[str, Any], text: str) -> Place:
@@ -114,36 +103,34 @@ def _apply(tables: dict[str, Any], text: str) -> Place:
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise FieldError("is not of the form key=value", cure="write for example train.steps=10")
-    return _put(tables, _locate(tables, keys), _parse_value(value))
+    return _put(tables, keys, _parse_value(value))
 
 
-def _locate(tables: Tables, keys: list[str]) -> Place:
-    """Return the place of dotted keys, with entries of lists by their number."""
-    target: Any = tables
+def _put(tables: Any, keys: Sequence[str], value: object) -> Place:
+    """Set the value of dotted keys, and return the outermost place that had to be made for it."""
     place: Place = ()
-    for key in keys:
-        match target:
-            case dict():
-                place, target = (*place, key), target.get(key, {})
-            case list():
-                index = _index(target, key, place)
-                place, target = (*place, index), target[index]
-            case _:
-                raise FieldError(f"{describe_place(place, tables)} is not a table", cure="set it as a whole")
-    return place
-
-
-def _put(tables: dict[str, Any], place: Place, value: object) -> Place:
-    """Set the value, and return the outermost place that had to be made for it."""
-    target: Any = tables
-    made = place
-    for depth, step in enumerate(place[:-1], start=1):
+    made: Place = ()
+    target = tables
+    for key in keys[:-1]:
+        step = _step(target, key, place, tables)
+        place = (*place, step)
         if isinstance(target, dict) and step not in target:
             target[step] = {}
-            made = min(made, place[:depth], key=len)
+            made = made or place
         target = target[step]
-    target[place[-1]] = value
-    return made
+    step = _step(target, keys[-1], place, tables)
+    target[step] = value
+    return made or (*place, step)
+
+
+def _step(target: object, key: str, place: Place, tables: Tables) -> str | int:
+    """Return the key of a table, or the number of the entry of a list that goes by this name."""
+    match target:
+        case dict():
+            return key
+        case list():
+            return _index(target, key, place)
+    raise FieldError(f"{describe_place(place, tables)} is not a table", cure="set it as a whole")
 
 
 def _index(items: list[object], key: str, place: Place) -> int:
@@ -156,7 +143,8 @@ def _index(items: list[object], key: str, place: Place) -> int:
     where = ".".join(map(str, place))
     if found:
         raise FieldError(f"{key!r} names several entries of {where}", cure="use a number, counted from 0")
-    raise FieldError(f"{where} has no entry {key!r}", cure=suggest(key, _choices(names)))
+    choices = [its_names[0] if its_names else str(index) for index, its_names in enumerate(names)]
+    raise FieldError(f"{where} has no entry {key!r}", cure=suggest(key, choices))
 
 
 def _names(place: Place, item: object) -> tuple[str, ...]:
@@ -169,10 +157,6 @@ def _names(place: Place, item: object) -> tuple[str, ...]:
     return (str(item["name"]),) if "name" in item else ()
 
 
-def _choices(names: list[tuple[str, ...]]) -> list[str]:
-    return [its_names[0] if its_names else str(index) for index, its_names in enumerate(names)]
-
-
 def _parse_value(text: str) -> object:
     try:
         parsed = tomllib.loads(f"value = {text}")
@@ -183,6 +167,7 @@ def _parse_value(text: str) -> object:
 
 
 _WHAT: Final = {
+    "bool_type": "must be true or false, not {value}",
     "dict_type": "must be a table, not {value}",
     "extra_forbidden": "is not a known key",
     "finite_number": "must be a finite number, not {value}",
@@ -190,31 +175,39 @@ _WHAT: Final = {
     "greater_than": "must be more than {gt:g}, not {value}",
     "greater_than_equal": "must be at least {ge:g}, not {value}",
     "int_type": "must be a whole number, not {value}",
+    "less_than": "must be less than {lt:g}, not {value}",
     "less_than_equal": "must be at most {le}, not {value}",
     "literal_error": "must be {expected}, not {value}",
     "missing": "is missing",
+    "model_attributes_type": "must be a table, not {value}",
     "model_type": "must be a table, not {value}",
     "string_too_short": "must not be empty",
     "string_type": "must be text, not {value}",
     "too_long": "has {actual_length} entries, and {max_length} are the most",
-    "tuple_type": "must be a list of tables, not {value}",
+    "too_short": "must not be empty",
+    "tuple_type": "must be a list, not {value}",
     "union_tag_invalid": "must be one of {expected_tags}, not '{tag}'",
     "union_tag_not_found": "is missing",
 }
 _QUOTED: Final = re.compile("'([^']+)'")
+_TAG: Final = "kind"
+Node = dict[str, Any]
 
 
-def explain(error: ValidationError) -> tuple[Finding, ...]:
-    """Return one finding for each thing that is wrong, but for what `find_conflicts` says by itself."""
-    details = error.errors(include_url=False)
-    return tuple(_finding(detail) for detail in details if detail["type"] != CONFLICT)
-
-
-def _finding(detail: ErrorDetails) -> Finding:
+def _finding(detail: ErrorDetails, schema: Node) -> Finding:
     place = detail["loc"]
     if detail["type"].startswith("union_tag"):
-        place = (*place, "kind")
-    return Finding(place=_without_tag(place), what=_what(detail), cure=_cure(detail, place))
+        place = (*place, _TAG)
+    keys = [step for step in place if isinstance(step, str)]
+    # Pydantic puts the tag of a union into the place; the user did not write it there.
+    _, tags = _walk(keys, schema)
+    *parents, key = keys
+    tables, _ = _walk(parents, schema)
+    return Finding(
+        place=tuple(step for step in place if step not in tags),
+        what=_what(detail),
+        cure=_cure(detail, key, tables),
+    )
 
 
 def _what(detail: ErrorDetails) -> str:
@@ -224,39 +217,40 @@ def _what(detail: ErrorDetails) -> str:
     sentence = _WHAT.get(detail["type"])
     if sentence is None:
         return detail["msg"]
-    return sentence.format(
-        value=show_value(detail["input"]), **{key: _whole(one) for key, one in context.items()}
-    )
+    words = {key: _as_in_toml(one) for key, one in context.items()}
+    return sentence.format(value=show_value(detail["input"]), **words)
 
 
-def _whole(limit: object) -> object:
-    """1000000 rather than 1000000.0."""
-    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
+def _as_in_toml(word: object) -> object:
+    """Return 1000000 for 1000000.0, and true for True."""
+    match word:
+        case float() if word.is_integer():
+            return int(word)
+        case str():
+            return word.replace("True", "true").replace("False", "false")
+    return word
 
 
-def _cure(detail: ErrorDetails, place: Place) -> str:
+def _cure(detail: ErrorDetails, key: str, tables: list[Node]) -> str:
     error = detail.get("ctx", {}).get("error")
     if isinstance(error, FieldError) and error.cure:
         return error.cure
     if detail["type"] == "too_long":
         return "leave some out"
     if detail["type"] == "union_tag_not_found":
-        return _kind_cure(detail["input"])
+        return _tag_cure(detail["input"], tables)
     meant = _meant(detail)
     if meant is not None:
         return f"did you mean {meant!r}?"
-    *parents, key = (step for step in place if isinstance(step, str))
-    fields = _fields_of(_models_at(parents))
-    return _example(key, fields[key]) if key in fields else suggest(key, fields)
+    known = {name: node for table in reversed(tables) for name, node in table["properties"].items()}
+    return _example(key, known[key]) if key in known else suggest(key, known)
 
 
-def _kind_cure(given: object) -> str:
-    """The first kind of strategy that takes all the keys given, so that the cure is not refused in turn."""
+def _tag_cure(given: object, tables: list[Node]) -> str:
+    """Suggest the kind that takes all the keys given, or most of them, so that the cure is not refused."""
     keys = set(given) if isinstance(given, dict) else set()
-    models = _models_at(["strategy"])
-    fitting = [_tag_of(model) for model in models if keys <= _fields_of([model]).keys()]
-    near = max(models, key=lambda model: len(keys & _fields_of([model]).keys()))
-    return f'for example kind = "{fitting[0] if fitting else _tag_of(near)}"'
+    nearest = max(tables, key=lambda table: len(keys & table["properties"].keys()))
+    return f'for example {_TAG} = "{_tags_of(nearest)[0]}"'
 
 
 def _meant(detail: ErrorDetails) -> str | None:
@@ -265,65 +259,42 @@ def _meant(detail: ErrorDetails) -> str | None:
     return closest(str(context.get("tag", detail["input"])), known)
 
 
-def _example(key: str, field: FieldInfo) -> str:
-    example = (field.examples or [None])[0]
+def _example(key: str, node: Node) -> str:
+    example = node.get("examples", [node.get("default")])[0]
     match example:
         case dict():
             return f"write a [{key}] table"
-        case [dict()]:
+        case [dict(), *_]:
             return f"write a [[{key}]] table for each"
     return f"for example {key} = {json.dumps(example, ensure_ascii=False)}"
 
 
-def _models_at(keys: Sequence[str]) -> list[type[Frozen]]:
-    models: list[type[Frozen]] = [Job]
+def _walk(keys: Sequence[str], schema: Node) -> tuple[list[Node], list[str]]:
+    """Return the tables of a JSON schema that keys lead to, and which of the keys are tags of unions."""
+    tables, tags = [schema], []
     for key in keys:
-        field = _fields_of(models).get(key)
-        tagged = [model for model in models if _tag_of(model) == key]
-        models = list(_models_in(field.annotation)) if field else tagged
-    return models
+        inner = [table["properties"][key] for table in tables if key in table["properties"]]
+        tagged = [table for table in tables if key in _tags_of(table)]
+        if tagged and not inner:
+            tables = tagged
+            tags.append(key)
+        else:
+            tables = [table for node in inner for table in _tables_in(node, schema)]
+    return tables, tags
 
 
-def _models_in(annotation: object) -> Iterator[type[Frozen]]:
-    if isinstance(annotation, type) and issubclass(annotation, Frozen):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models_in(part)
+def _tables_in(node: Node, schema: Node) -> Iterator[Node]:
+    if "$ref" in node:
+        yield schema["$defs"][node["$ref"].rpartition("/")[2]]
+    for part in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        yield from _tables_in(part, schema)
+    if "items" in node:
+        yield from _tables_in(node["items"], schema)
 
 
-def _fields_of(models: list[type[Frozen]]) -> dict[str, FieldInfo]:
-    by_model = (model.model_fields.items() for model in reversed(models))
-    return {field.alias or name: field for items in by_model for name, field in items}
-
-
-def _tag_of(model: type[Frozen]) -> object:
-    kind = model.model_fields.get("kind")
-    return get_args(kind.annotation)[0] if kind else None
-
-
-def _without_tag(place: Place) -> Place:
-    # Inside a union by `kind`, pydantic puts the kind into the place; the user did not write it there.
-    match place:
-        case ("strategy", tag, *deeper) if tag != "kind":
-            return ("strategy", *deeper)
-    return place
-
-
-_NEW_FILE_MODE: Final = 0o644
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkFigures:
-    """What was measured on a link, with None for what was not.
-
-    `bandwidth_bps` is from the first cloud to the second, then from the second to the first.
-    """
-
-    bandwidth_bps: tuple[float, float] | None = None
-    rtt_s: float | None = None
-    jitter_s: float | None = None
-    handling_s: float | None = None
-    connection_bps: float | None = None
+def _tags_of(table: Node) -> list[str]:
+    tag = table["properties"].get(_TAG, {})
+    return [*tag.get("enum", ()), *([tag["const"]] if "const" in tag else ())]
 
 
 def dump_job(job: Job) -> str:
@@ -331,38 +302,12 @@ def dump_job(job: Job) -> str:
     return tomlkit.dumps(job.tables())
 
 
-def update_job_file(path: Path, changes: Mapping[tuple[str, str], LinkFigures]) -> None:
-    """Put figures measured on links, each named by its `between`, into a job file and keep its layout."""
-    text = read_job_text(path)
-    known = [link.between for link in parse_job(text, file=path).link]
-    document: Any = tomlkit.parse(text)
-    for pair, figures in changes.items():
-        if pair not in known:
-            raise UserError(f"{path} has no link between {' and '.join(pair)}")
-        for key, value in _texts(figures):
-            document["link"][known.index(pair)][key] = value
-    updated = tomlkit.dumps(document)
-    parse_job(updated, file=path)
-    replace_file(path, updated)
-
-
-def update_job_sections(
-    path: Path,
-    sections: Mapping[str, Mapping[str, object]],
-    *,
-    clouds: Mapping[str, Mapping[str, object]] | None = None,
-) -> None:
-    """Put keys into sections and clouds of a job file, such as a plan's choice, and keep its layout."""
-    text = read_job_text(path)
-    names = [cloud.name for cloud in parse_job(text, file=path).cloud]
-    document: Any = tomlkit.parse(text)
-    for name, values in (clouds or {}).items():
-        document["cloud"][names.index(name)].update(values)
-    for section, values in sections.items():
-        if section not in document:
-            document[section] = tomlkit.table()
+def update_job_file(path: Path, changes: Mapping[str, Mapping[str, object]]) -> None:
+    """Put values into tables of a job file, such as "link.0" or "strategy", and keep its layout."""
+    document: Any = tomlkit.parse(read_text(path))
+    for table, values in changes.items():
         for key, value in values.items():
-            document[section][key] = value
+            _put(document, [*table.split("."), key], value)
     updated = tomlkit.dumps(document)
     parse_job(updated, file=path)
     replace_file(path, updated)
@@ -371,28 +316,14 @@ def update_job_sections(
 def replace_file(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash at any moment, meets the old text or the new one whole."""
     target = path.resolve()
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
     try:
-        _replace(target, text)
+        _replace(target, text, mode)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _texts(figures: LinkFigures) -> Iterator[tuple[str, str | list[str]]]:
-    if figures.bandwidth_bps is not None:
-        there, back = map(format_bandwidth, figures.bandwidth_bps)
-        yield "bandwidth", there if there == back else [there, back]
-    if figures.rtt_s is not None:
-        yield "rtt", format_duration(figures.rtt_s)
-    if figures.jitter_s is not None:
-        yield "jitter", format_duration(figures.jitter_s)
-    if figures.handling_s is not None:
-        yield "handling", format_duration(figures.handling_s)
-    if figures.connection_bps is not None:
-        yield "connection_bandwidth", format_bandwidth(figures.connection_bps)
-
-
-def _replace(target: Path, text: str) -> None:
-    mode = target.stat().st_mode & 0o777 if target.exists() else _NEW_FILE_MODE
+def _replace(target: Path, text: str, mode: int) -> None:
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(descriptor, "wb") as beside:

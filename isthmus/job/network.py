@@ -32,6 +32,7 @@ from isthmus.job.fields import (
     Price,
     Proxy,
     Stripes,
+    Text,
     TripTime,
     parse_codec_choice,
     show_value,
@@ -39,7 +40,6 @@ from isthmus.job.fields import (
 
 _CLOUD_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _RAW: Final = parse_codec("raw")
-_MAX_RANKS: Final = 16384
 
 
 def _checked_cloud_name(name: str) -> str:
@@ -60,81 +60,46 @@ def _or_listen(gateway: Address | None, info: ValidationInfo) -> Address | None:
 class CloudSpec(Frozen):
     """One cluster, with a fast network inside."""
 
-    name: Annotated[str, AfterValidator(_checked_cloud_name)] = Field(
-        description="DNS label in lower case; part of the TLS server name", examples=["east"]
-    )
-    device: Literal["cuda", "npu", "xpu", "cpu", "auto"] = Field(
-        default="auto", description="kind of device", examples=["cuda"]
-    )
-    ranks: int = Field(
-        default=1,
-        ge=1,
-        le=_MAX_RANKS,
-        description="number of devices, one process each; at most 16384",
-        examples=[8],
-    )
-    sharding: Literal["auto", "none", "optimizer", "full"] = Field(
-        default="auto",
-        description="what of a stage the cloud's ranks share out: nothing, all but the gathered weights of a "
-        'step, or all, where ranks run in lock-step; "auto": the plan chooses, and nothing without one',
-        examples=["optimizer"],
-    )
-    memory_bytes: Memory | None = Field(
-        default=None, alias="memory", description="memory of one device", examples=["80 GiB"]
-    )
-    flops: Flops | None = Field(
-        default=None, description="computing speed of one device", examples=["312 TFLOPS"]
-    )
-    accelerator: str | None = Field(
-        default=None,
-        min_length=1,
-        description="the device's name in the catalogue or in an [[accelerator]] table",
-        examples=["h100"],
-    )
-    profile: str | None = Field(
-        default=None,
-        min_length=1,
-        description="file that `isthmus profile` wrote on this cloud; its figures override the catalogue's",
-        examples=["east.profile.json"],
-    )
-    listen: Listen | None = Field(
-        default=None,
-        description="where other clouds reach this one; a cloud without it only dials out",
-        examples=["east.example.com:7600"],
-    )
+    name: Annotated[str, AfterValidator(_checked_cloud_name)] = Field(examples=["east"])
+    """DNS label in lower case; part of the TLS server name."""
+    device: Literal["cuda", "npu", "xpu", "cpu", "auto"] = Field("auto", examples=["cuda"])
+    """Kind of device."""
+    ranks: int = Field(1, ge=1, le=16384, examples=[8])
+    """Number of devices, one process each; at most 16384."""
+    sharding: Literal["auto", "none", "optimizer", "full"] = "auto"
+    """What of a stage is sharded over the cloud's ranks: nothing, all but the gathered weights of a step, or
+    all, with the same schedule on all ranks; "auto": the plan chooses, and nothing without one."""
+    memory_bytes: Memory | None = Field(None, alias="memory", examples=["80 GiB"])
+    """Memory of one device."""
+    flops: Flops | None = Field(None, examples=["312 TFLOPS"])
+    """Computing speed of one device."""
+    accelerator: Text | None = Field(None, examples=["h100"])
+    """The device's name in the catalogue or in an [[accelerator]] table."""
+    profile: Text | None = Field(None, examples=["east.profile.json"])
+    """File that `isthmus profile` wrote on this cloud; its figures override the catalogue's."""
+    listen: Listen | None = Field(None, examples=["east.example.com:7600"])
+    """Where other clouds reach this one; a cloud without it only dials out."""
     gateway: Annotated[Gateway | None, AfterValidator(_or_listen)] = Field(
-        default=None,
-        validate_default=True,
-        description="where the cloud's own ranks reach its gateway; as `listen` unless given",
-        examples=["10.0.0.5:7600"],
+        None, validate_default=True, examples=["10.0.0.5:7600"]
     )
-    proxy: Proxy | None = Field(
-        default=None, description="HTTP CONNECT proxy for dialling out", examples=["http://10.0.0.1:3128"]
-    )
-    certificates: str = Field(
-        default="certs",
-        min_length=1,
-        description="folder of this cloud's key and certificates",
-        examples=["certs"],
-    )
-    usd_per_hour: Price | None = Field(default=None, description="price of the whole cloud", examples=[20.0])
-    inside_bps: Bandwidth = Field(
-        default=200e9,
-        alias="inside_bandwidth",
-        description="between its devices, of each, for planning",
-        examples=["200 Gbps"],
-    )
+    """Where the cloud's own ranks reach its gateway; as `listen` unless given."""
+    proxy: Proxy | None = Field(None, examples=["http://10.0.0.1:3128"])
+    """HTTP CONNECT proxy for dialling out."""
+    certificates: Text = "certs"
+    """Folder of this cloud's key and certificates."""
+    usd_per_hour: Price | None = Field(None, examples=[20.0])
+    """Price of the whole cloud."""
+    inside_bps: Bandwidth = Field(200e9, alias="inside_bandwidth")
+    """Bandwidth between its devices, of each, for planning."""
 
 
 class CodecSpecs(Frozen):
     """The codecs of a link: one for activations, one for gradients."""
 
-    forward: CodecChoice = Field(
-        default=_RAW, description='codec of activations, or "auto"', examples=["rotate | int4"]
-    )
-    backward: CodecChoice = Field(
-        default=_RAW, description='codec of gradients, or "auto"', examples=["rotate | int4(stochastic)"]
-    )
+    forward: CodecChoice = Field(_RAW, examples=["rotate | int4"])
+    """Codec of activations, or "auto"."""
+    backward: CodecChoice = Field(_RAW, examples=["rotate | int4(stochastic)"])
+    """Codec of gradients, or "auto"."""
 
     @model_validator(mode="after")
     def _fit_each_other(self) -> Self:
@@ -185,70 +150,36 @@ def _write_codecs(codecs: CodecSpecs, serialize: SerializerFunctionWrapHandler) 
 class LinkSpec(Frozen):
     """The WAN between two clouds."""
 
-    between: Pair = Field(description="names of the two clouds", examples=[["east", "west"]])
-    bandwidth_bps: Directions | None = Field(
-        default=None,
-        alias="bandwidth",
-        description="bandwidth, one text for both ways or a list: first to second cloud, second to first",
-        examples=["1 Gbps"],
-    )
-    rtt_s: TripTime | None = Field(
-        default=None, alias="rtt", description="round-trip time, as ping shows it", examples=["60 ms"]
-    )
-    jitter_s: TripTime = Field(
-        default=0.0, alias="jitter", description="variation of the round-trip time", examples=["2 ms"]
-    )
-    handling_s: TripTime = Field(
-        default=0.0,
-        alias="handling",
-        description="what both ends take to hand a message over, beside its way; for planning",
-        examples=["1.5 ms"],
-    )
-    connection_bps: Bandwidth | None = Field(
-        default=None,
-        alias="connection_bandwidth",
-        description="the most that one TCP connection reaches",
-        examples=["150 Mbps"],
-    )
-    stripes: Stripes = Field(
-        default="auto", description='TCP connections that carry bulk traffic: "auto" or 1 to 64', examples=[8]
-    )
-    heartbeat_timeout_s: HeartbeatTimeout = Field(
-        default=30.0,
-        alias="heartbeat_timeout",
-        description="a peer that is silent for this long is lost; 1 s to 1 h",
-        examples=["30 s"],
-    )
-    usd_per_gib: Price | None = Field(
-        default=None, description="price of the traffic, per GiB", examples=[0.08]
-    )
+    between: Pair = Field(examples=[["east", "west"]])
+    """Names of the two clouds."""
+    bandwidth_bps: Directions | None = Field(None, alias="bandwidth", examples=["1 Gbps"])
+    """Bandwidth, one text for both ways or a list: first to second cloud, second to first."""
+    rtt_s: TripTime | None = Field(None, alias="rtt", examples=["60 ms"])
+    """Round-trip time, as ping shows it."""
+    jitter_s: TripTime = Field(0.0, alias="jitter", examples=["2 ms"])
+    """Variation of the round-trip time."""
+    handling_s: TripTime = Field(0.0, alias="handling", examples=["1.5 ms"])
+    """Time that both ends take to hand a message over, beside its travel; for planning."""
+    connection_bps: Bandwidth | None = Field(None, alias="connection_bandwidth", examples=["150 Mbps"])
+    """The most that one TCP connection reaches."""
+    stripes: Stripes = Field("auto", examples=[8])
+    """TCP connections that carry bulk data: "auto" or 1 to 64."""
+    heartbeat_timeout_s: HeartbeatTimeout = Field(30.0, alias="heartbeat_timeout")
+    """A peer that is silent for this long is lost; 1 s to 1 h."""
+    usd_per_gib: Price | None = Field(None, examples=[0.08])
+    """Price of what crosses, per GiB."""
     codec: Annotated[
         CodecSpecs,
         BeforeValidator(_read_codecs, json_schema_input_type=str | CodecSpecs),
         WrapSerializer(_write_codecs),
-    ] = Field(
-        default=CodecSpecs(),
-        description='codec of both directions, a table with `forward` and `backward`, or "auto"',
-        examples=["rotate | int4"],
-    )
-    boundary: BoundaryChoice = Field(
-        default=HiddenSpec(),
-        description='what crosses between stages: "hidden" states, or a trained bottleneck',
-        examples=["bottleneck(64, warmup=100)"],
-    )
-    guard_every: int = Field(
-        default=50,
-        ge=0,
-        description="every so many-th coded message is measured by its sender; 0 for none",
-        examples=[50],
-    )
-    guard_cosine: float = Field(
-        default=0.98,
-        ge=-1,
-        le=1,
-        description="a codec is made milder when what arrives has a lower cosine to what was sent",
-        examples=[0.98],
-    )
+    ] = Field(CodecSpecs(), examples=["rotate | int4"])
+    """Codec of both directions, a table with `forward` and `backward`, or "auto"."""
+    boundary: BoundaryChoice = Field(HiddenSpec(), examples=["bottleneck(64, warmup=100)"])
+    """What crosses between stages: "hidden" states, or a trained bottleneck."""
+    guard_every: int = Field(50, ge=0)
+    """Every so many-th coded message is measured by its sender; 0 for none."""
+    guard_cosine: float = Field(0.98, ge=-1, le=1)
+    """A codec is made less lossy when what arrives has a lower cosine to what was sent."""
 
     @property
     def name(self) -> str:

@@ -4,15 +4,15 @@ import enum
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Self, cast
+from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, Field, model_validator
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticCustomError
 
 from isthmus.errors import FieldError, Problem, UserError
 from isthmus.job.fields import Address, Frozen, parse_address
@@ -100,105 +100,55 @@ class KeyRole(enum.Enum):
     SITE = enum.auto()
 
 
-_MEANING: Final = (
-    "name",
-    "seed",
-    "model.source",
-    "model.config",
-    "model.frozen_layers",
-    "model.lora.r",
-    "model.lora.alpha",
-    "model.lora.targets",
-    "data.source",
-    "data.sequence_length",
-    "data.task",
-    "data.tokenizer",
-    "data.text_column",
-    "data.pair_column",
-    "data.label_column",
-    "data.validation_source",
-    "data.validation_share",
-    "cloud.name",
-    "cloud.ranks",
-    "link.between",
-    "link.boundary",
-    # The plan is a part of the run, and these are what it was made from.
-    "strategy.kind",
-    "strategy.microbatches",
-    "strategy.max_in_flight",
-    "strategy.policy",
-    "strategy.clouds",
-    "strategy.layers",
-    "strategy.windows",
-    "strategy.inner_steps",
-    "strategy.fragments",
-    "strategy.bits",
-    "strategy.generator",
-    "strategy.discriminator_cloud",
-    "train.batch_tokens",
-    "train.learning_rate",
-    "train.warmup_share",
-    "train.decay",
-    "train.weight_decay",
-    "train.max_norm",
-    "train.precision",
-    "train.optimizer_bits",
-)
-_OPERATION: Final = (
-    "model.cache_frozen",
-    "model.trust_remote_code",
-    "model.lora.merge",
-    "cloud.device",
-    "cloud.sharding",
-    "cloud.memory",
-    "cloud.flops",
-    "cloud.accelerator",
-    "cloud.listen",
-    "cloud.usd_per_hour",
-    "cloud.inside_bandwidth",
-    "link.stripes",
-    "link.heartbeat_timeout",
-    "link.usd_per_gib",
-    "link.codec",
-    "link.guard_every",
-    "link.guard_cosine",
-    "train.steps",
-    "train.recompute",
-    "train.memory_budget",
-    "train.offload_optimizer",
-    "train.compile",
-    "train.evaluate_every",
-    "train.evaluate_without_codec",
-    "checkpoint.every",
-    "checkpoint.keep",
-)
-_SITE: Final = (
-    "cloud.profile",
-    "cloud.gateway",
-    "cloud.proxy",
-    "cloud.certificates",
-    "link.bandwidth",
-    "link.rtt",
-    "link.jitter",
-    "link.handling",
-    "link.connection_bandwidth",
-    "limits",
-    "accelerator",
-)
-
-KEY_ROLES: Final[Mapping[str, KeyRole]] = MappingProxyType(
-    {
-        **dict.fromkeys(_MEANING, KeyRole.MEANING),
-        **dict.fromkeys(_OPERATION, KeyRole.OPERATION),
-        **dict.fromkeys(_SITE, KeyRole.SITE),
-    }
-)
+_ROLES: Final = {
+    # The plan is a part of the run, so all that it was made from is part of the meaning.
+    KeyRole.MEANING: """
+        name seed
+        model.source model.config model.frozen_layers model.lora.r model.lora.alpha model.lora.targets
+        data.source data.sequence_length data.task data.tokenizer data.text_column data.pair_column
+        data.label_column data.validation_source data.validation_share
+        cloud.name cloud.ranks link.between link.boundary
+        strategy.kind strategy.microbatches strategy.max_in_flight strategy.policy strategy.clouds
+        strategy.layers strategy.windows strategy.inner_steps strategy.fragments strategy.bits
+        strategy.generator strategy.discriminator_cloud
+        train.batch_tokens train.learning_rate train.warmup_share train.decay train.weight_decay
+        train.max_norm train.precision train.optimizer_bits
+    """,
+    KeyRole.OPERATION: """
+        model.cache_frozen model.trust_remote_code model.lora.merge
+        cloud.device cloud.sharding cloud.memory cloud.flops cloud.accelerator cloud.listen
+        cloud.usd_per_hour cloud.inside_bandwidth
+        link.stripes link.heartbeat_timeout link.usd_per_gib link.codec link.guard_every link.guard_cosine
+        train.steps train.recompute train.memory_budget train.offload_optimizer train.compile
+        train.evaluate_every train.evaluate_without_codec
+        checkpoint.every checkpoint.keep
+    """,
+    KeyRole.SITE: """
+        cloud.profile cloud.gateway cloud.proxy cloud.certificates
+        link.bandwidth link.rtt link.jitter link.handling link.connection_bandwidth
+        limits accelerator
+    """,
+}
+KEY_ROLES: Final = MappingProxyType({key: role for role, keys in _ROLES.items() for key in keys.split()})
 """Of every key of a job, by the names of the file; a table whose keys have one role is one entry."""
 
 
-def select(tables: Tables, *roles: KeyRole) -> dict[str, Any]:
-    """The tables with the keys of some roles only; a section that has none of them is left out."""
-    return _select(tables, roles, "")
+def select(tables: Tables, *roles: KeyRole, within: str = "") -> dict[str, Any]:
+    """Return the tables with the keys of some roles only, without sections that have none of them."""
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        place = f"{within}{key}"
+        if KEY_ROLES.get(place) in roles:
+            found[key] = value
+        elif any(known.startswith(f"{place}.") and role in roles for known, role in KEY_ROLES.items()):
+            match value:
+                case dict():
+                    found[key] = select(value, *roles, within=f"{place}.")
+                case list():
+                    found[key] = [select(one, *roles, within=f"{place}.") for one in value]
+                case _:
+                    found[key] = value
+    return found
 
 
 def meaning_of(tables: Tables) -> dict[str, Any]:
@@ -214,31 +164,6 @@ def describe_changes(there: Tables, here: Tables, role: KeyRole) -> tuple[str, .
     if not found and role is KeyRole.MEANING and meaning_of(there) != meaning_of(here):
         return ("its clouds come in another order",)
     return found
-
-
-def _select(tables: Tables, roles: Collection[KeyRole], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tables.items():
-        place = f"{prefix}{key}"
-        role = KEY_ROLES.get(place)
-        if role in roles:
-            found[key] = value
-        elif role is None and _has_any(place, roles):
-            found[key] = _select_below(value, roles, f"{place}.")
-    return found
-
-
-def _select_below(value: object, roles: Collection[KeyRole], prefix: str) -> object:
-    match value:
-        case dict():
-            return _select(value, roles, prefix)
-        case list():
-            return [_select(one, roles, prefix) for one in value]
-    return value
-
-
-def _has_any(place: str, roles: Collection[KeyRole]) -> bool:
-    return any(key.startswith(f"{place}.") and role in roles for key, role in KEY_ROLES.items())
 
 
 def _named(tables: Tables, role: KeyRole) -> dict[str, Any]:
@@ -267,55 +192,52 @@ def _shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NamedCloud:
-    """What the checks need of a cloud whose name can be read."""
-
-    index: int
-    name: str
-    listens: bool
-    address: Address | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NamedLink:
-    """What the checks need of a link whose two ends can be read."""
-
-    index: int
-    between: tuple[str, str]
-
-
 def find_conflicts(tables: Tables) -> tuple[Finding, ...]:
     """Return all that is wrong between the clouds, the links and the accelerators of a job."""
-    clouds, links = list(_clouds(tables)), list(_links(tables))
-    in_links = [finding for link in links for finding in _in_link(link, clouds, links)]
+    links = {index: pair for index, one in enumerate(entries(tables, "link")) if (pair := link_pair(one))}
+    in_links = [finding for index in links for finding in _in_link(index, links, tables)]
     # An unreadable or mistyped link would make some cloud look unlinked: name the cause only.
     all_readable = len(links) == len(entries(tables, "link"))
-    unlinked = _unlinked(clouds, links) if all_readable and not in_links else ()
-    return (
-        *_no_cloud(tables),
-        *_same_name(clouds),
-        *_same_address(clouds),
-        *in_links,
-        *unlinked,
-        *_same_accelerator(tables),
-    )
+    unlinked = _unlinked(tables, links) if all_readable and not in_links else ()
+    return (*_no_cloud(tables), *_twice_there(tables), *in_links, *unlinked)
 
 
-def _clouds(tables: Tables) -> Iterator[_NamedCloud]:
-    for index, entry in enumerate(entries(tables, "cloud")):
-        name, listen = entry_name("cloud", entry), entry.get("listen")
-        if name is not None:
-            yield _NamedCloud(
-                index=index, name=name, listens=listen is not None, address=_readable_address(listen)
+def _no_cloud(tables: Tables) -> Iterator[Finding]:
+    if tables.get("cloud") == []:
+        yield Finding(place=("cloud",), what="is empty", cure="write a [[cloud]] table for each")
+
+
+def _twice_there(tables: Tables) -> Iterator[Finding]:
+    clouds = entries(tables, "cloud")
+    names = [entry_name("cloud", one) for one in clouds]
+    for index, first in _repeated(names):
+        yield Finding(
+            place=("cloud", index, "name"),
+            what=f"an earlier cloud is named {names[first]!r} too",
+            cure="give each cloud its own name",
+        )
+    addresses = [_readable_address(one.get("listen")) for one in clouds]
+    for index, first in _repeated(addresses):
+        if names[index] != names[first]:
+            yield Finding(
+                place=("cloud", index, "listen"),
+                what=f"cloud {names[first]!r} listens at {addresses[first]} too",
+                cure="give each cloud its own host or port",
             )
+    devices = [entry_name("accelerator", one) for one in entries(tables, "accelerator")]
+    for index, first in _repeated([plain_name(one) if one else None for one in devices]):
+        yield Finding(
+            place=("accelerator", index, "name"),
+            what=f"means the same device as {devices[first]!r}, case and punctuation aside",
+            cure="keep one of the two, or give them names that differ in letters or digits",
+        )
 
 
-def _links(tables: Tables) -> Iterator[_NamedLink]:
-    for index, entry in enumerate(entries(tables, "link")):
-        between = link_pair(entry)
-        if between is not None:
-            yield _NamedLink(index=index, between=between)
+def _repeated(keys: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """Yield the place of each key that was there before, and its first place; None is no key."""
+    for index, key in enumerate(keys):
+        if key is not None and (first := keys.index(key)) < index:
+            yield index, first
 
 
 def _readable_address(listen: object) -> Address | None:
@@ -325,47 +247,19 @@ def _readable_address(listen: object) -> Address | None:
         return None
 
 
-def _no_cloud(tables: Tables) -> Iterator[Finding]:
-    if tables.get("cloud") == []:
-        yield Finding(place=("cloud",), what="is empty", cure="write a [[cloud]] table for each")
-
-
-def _same_name(clouds: list[_NamedCloud]) -> Iterator[Finding]:
-    for position, cloud in enumerate(clouds):
-        if any(earlier.name == cloud.name for earlier in clouds[:position]):
-            yield Finding(
-                place=("cloud", cloud.index, "name"),
-                what=f"an earlier cloud is named {cloud.name!r} too",
-                cure="give each cloud its own name",
-            )
-
-
-def _same_address(clouds: list[_NamedCloud]) -> Iterator[Finding]:
-    owners: dict[Address, str] = {}
-    for cloud in clouds:
-        if cloud.address is None:
-            continue
-        owner = owners.setdefault(cloud.address, cloud.name)
-        if owner != cloud.name:
-            yield Finding(
-                place=("cloud", cloud.index, "listen"),
-                what=f"cloud {owner!r} listens at {cloud.address} too",
-                cure="give each cloud its own host or port",
-            )
-
-
-def _in_link(link: _NamedLink, clouds: list[_NamedCloud], links: list[_NamedLink]) -> Iterator[Finding]:
-    place = ("link", link.index, "between")
-    first, second = link.between
-    names = [cloud.name for cloud in clouds]
-    unknown = [name for name in dict.fromkeys(link.between) if name not in names]
+def _in_link(index: int, links: Mapping[int, tuple[str, str]], tables: Tables) -> Iterator[Finding]:
+    place = ("link", index, "between")
+    first, second = links[index]
+    clouds = {entry_name("cloud", one): one for one in entries(tables, "cloud")}
+    unknown = [name for name in dict.fromkeys(links[index]) if name not in clouds]
     for name in unknown:
-        yield Finding(place=place, what=f"there is no cloud {name!r}", cure=suggest(name, names))
+        known = [one for one in clouds if one is not None]
+        yield Finding(place=place, what=f"there is no cloud {name!r}", cure=suggest(name, known))
     if first == second:
         yield Finding(place=place, what=f"joins {first!r} to itself", cure="name two different clouds")
-    elif any(set(other.between) == {first, second} for other in links if other.index < link.index):
+    elif any(set(other) == {first, second} for number, other in links.items() if number < index):
         yield Finding(place=place, what="an earlier link joins these two too", cure="keep one of the links")
-    elif not unknown and not any(cloud.listens for cloud in clouds if cloud.name in link.between):
+    elif not unknown and not any("listen" in clouds[name] for name in (first, second)):
         yield Finding(
             place=place,
             what=f"neither {first!r} nor {second!r} listens, so none can dial the other",
@@ -373,37 +267,20 @@ def _in_link(link: _NamedLink, clouds: list[_NamedCloud], links: list[_NamedLink
         )
 
 
-def _unlinked(clouds: list[_NamedCloud], links: list[_NamedLink]) -> Iterator[Finding]:
-    linked = {name for link in links for name in link.between}
-    for cloud in clouds:
-        others = [other.name for other in clouds if other.name != cloud.name]
-        if others and cloud.name not in linked:
+def _unlinked(tables: Tables, links: Mapping[int, tuple[str, str]]) -> Iterator[Finding]:
+    linked = {name for pair in links.values() for name in pair}
+    names = [entry_name("cloud", one) for one in entries(tables, "cloud")]
+    for index, name in enumerate(names):
+        other = next((one for one in names if one not in (None, name)), None)
+        if name is not None and other is not None and name not in linked:
             yield Finding(
-                place=("cloud", cloud.index),
+                place=("cloud", index),
                 what="no link reaches it",
-                cure=f'add a [[link]] with between = ["{others[0]}", "{cloud.name}"]',
+                cure=f'add a [[link]] with between = ["{other}", "{name}"]',
             )
-
-
-def _same_accelerator(tables: Tables) -> Iterator[Finding]:
-    owners: dict[str, str] = {}
-    for index, entry in enumerate(entries(tables, "accelerator")):
-        name = entry_name("accelerator", entry)
-        if not name:
-            continue
-        plain = plain_name(name)
-        if plain in owners:
-            yield Finding(
-                place=("accelerator", index, "name"),
-                what=f"means the same device as {owners[plain]!r}, case and punctuation aside",
-                cure="keep one of the two, or give them names that differ in letters or digits",
-            )
-        owners.setdefault(plain, name)
 
 
 _JOB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MAX_SEED: Final = 2**63 - 1
-_MAX_CLOUDS: Final = 64
 
 CONFLICT: Final = "conflict"
 """Type of the validation error that carries what `find_conflicts` found."""
@@ -421,47 +298,28 @@ def _checked_job_name(name: str) -> str:
 class Job(Frozen):
     """One training run: what is trained, on which clouds, over which links."""
 
-    name: Annotated[str, AfterValidator(_checked_job_name)] = Field(
-        description="name of the run's folder", examples=["two-clouds"]
-    )
-    seed: int = Field(default=0, ge=0, le=_MAX_SEED, description="seed of everything random", examples=[7])
-    model: ModelSpec | None = Field(
-        default=None, description="what is trained", examples=[{"source": "Qwen/Qwen3-0.6B"}]
-    )
-    data: DataSpec | None = Field(
-        default=None, description="what is trained on", examples=[{"source": "corpus/*.jsonl"}]
-    )
-    cloud: tuple[CloudSpec, ...] = Field(
-        max_length=_MAX_CLOUDS,
-        strict=False,
-        description="the clusters, at most 64",
-        examples=[[{"name": "east"}]],
-    )
-    link: tuple[LinkSpec, ...] = Field(
-        default=(),
-        strict=False,
-        description="the WAN between them",
-        examples=[[{"between": ["east", "west"]}]],
-    )
-    strategy: Strategy = Field(
-        default=AutoStrategy(kind="auto"), description="how the work is split", examples=[{"kind": "auto"}]
-    )
-    train: TrainSpec = Field(
-        default=TrainSpec(), description="how long and how fast", examples=[{"steps": 1000}]
-    )
-    checkpoint: CheckpointSpec = Field(
-        default=CheckpointSpec(), description="when the state is saved", examples=[{"every": "5 min"}]
-    )
-
-    limits: LimitsSpec = Field(
-        default=LimitsSpec(), description="what the planner must keep to", examples=[{"budget_usd": 500.0}]
-    )
-    accelerator: tuple[AcceleratorSpec, ...] = Field(
-        default=(),
-        strict=False,
-        description="devices that the catalogue does not have, or has with other figures",
-        examples=[[{"name": "mine"}]],
-    )
+    name: Annotated[str, AfterValidator(_checked_job_name)] = Field(examples=["two-clouds"])
+    """Name of the run's folder."""
+    seed: int = Field(0, ge=0, le=2**63 - 1, examples=[7])
+    """Seed of everything random."""
+    model: ModelSpec | None = Field(None, examples=[{"source": "Qwen/Qwen3-0.6B"}])
+    """What is trained."""
+    data: DataSpec | None = Field(None, examples=[{"source": "corpus/*.jsonl"}])
+    """The training data, and how it is read."""
+    cloud: tuple[CloudSpec, ...] = Field(strict=False, max_length=64, examples=[[{"name": "east"}]])
+    """The clusters, at most 64."""
+    link: tuple[LinkSpec, ...] = Field((), strict=False, examples=[[{"between": ["east", "west"]}]])
+    """The WAN between them."""
+    strategy: Strategy = AutoStrategy(kind="auto")
+    """How the work is split."""
+    train: TrainSpec = TrainSpec()
+    """Steps, batch and optimizer."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """When the state is saved."""
+    limits: LimitsSpec = LimitsSpec()
+    """Limits of the plan."""
+    accelerator: tuple[AcceleratorSpec, ...] = Field((), strict=False, examples=[[{"name": "mine"}]])
+    """Devices that the catalogue does not have, or has with other figures."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -554,25 +412,4 @@ def _along_links(names: Sequence[str], linked: set[frozenset[str]]) -> tuple[str
 
 def job_schema() -> dict[str, object]:
     """Return the JSON schema of a job file, by the keys that TOML uses."""
-    return {"$schema": _TomlSchema.schema_dialect, **Job.model_json_schema(schema_generator=_TomlSchema)}
-
-
-class _TomlSchema(GenerateJsonSchema):
-    """JSON schema in TOML's words: units as text, no null, no titles that repeat the key."""
-
-    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
-        return self.generate_inner(schema["schema"])
-
-    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
-        return self.generate_inner(schema["schema"])
-
-    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
-        json_schema = super().model_schema(schema)
-        # Only a model, not a field by itself, writes its defaults with their units.
-        model = cast("type[Frozen]", schema["cls"]).model_construct()
-        for key, default in model.model_dump(mode="json", exclude_none=True).items():
-            json_schema["properties"][key]["default"] = default
-        return json_schema
-
-    def field_title_should_be_set(self, schema: object) -> bool:  # noqa: ARG002 pydantic's signature
-        return False
+    return {"$schema": GenerateJsonSchema.schema_dialect, **Job.toml_schema()}

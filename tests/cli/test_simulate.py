@@ -83,7 +83,7 @@ def test_pictures_are_written_where_asked(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         (("--set", "seed=1"), "--set changes a job"),
-        (("--faults", "no-such-file.toml"), "no-such-file.toml cannot be read"),
+        (("--faults", "no-such-file.toml"), "there is no file no-such-file.toml"),
         (("--svg", "no-such-folder/one.svg"), "no-such-folder/one.svg cannot be written"),
     ],
 )

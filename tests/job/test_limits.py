@@ -49,11 +49,11 @@ def test_clouds_need_not_agree_on_them() -> None:
         ((BASE, '[limits]\ncodec_loss = "much"\n'), "must be 'none', 'slight' or 'some'"),
         ((BASE, ACCELERATOR.replace("3.35 TB/s", "3.35 TB")), "is not a speed of memory"),
         ((BASE, ACCELERATOR.replace('"989 TFLOPS"', '"-1 TFLOPS"')), "TFLOPS"),
-        ((BASE, PIPELINE.replace("[12]", "[]")), "whole numbers of at least 1"),
-        ((BASE, PIPELINE.replace("[12]", "[0]")), "whole numbers of at least 1"),
+        ((BASE, PIPELINE.replace("[12]", "[]")), "must not be empty"),
+        ((BASE, PIPELINE.replace("[12]", "[0]")), "must be at least 1, not 0"),
         ((BASE, PIPELINE.replace("[12]", '["a"]')), "must be a whole number"),
         ((BASE, PIPELINE.replace("[12]", "[6, 6]")), "1 clouds, 2 layers"),
-        ((BASE, PIPELINE.replace('["east"]', '["east", "east"]')), "each of them once"),
+        ((BASE, PIPELINE.replace('["east"]', '["east", "east"]')), "each name once"),
     ],
 )
 def test_absurd_numbers_are_refused(parts: tuple[str, ...], what: str) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from isthmus.errors import JobError, UserError
-from isthmus.job import Job, LinkFigures, dump_job, load_job, update_job_file
+from isthmus.errors import FieldError, JobError, UserError
+from isthmus.job import Job, PipelineStrategy, dump_job, load_job, update_job_file
 from isthmus.job.load import parse_job
 from tests.job.strategies import jobs, with_jobs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two-clouds.toml"
-PAIR = ("east", "west")
+LINK = "link.east-west"
 
 
 @pytest.fixture
@@ -38,10 +38,13 @@ def test_dump_writes_units_and_defaults() -> None:
 
 def test_update_changes_the_figures_and_nothing_else(job_file: Path) -> None:
     before = job_file.read_text().splitlines()
-    figures = LinkFigures(
-        bandwidth_bps=(198.76543e6, 91e6), rtt_s=0.0412345, jitter_s=0.0007, handling_s=0.00125
-    )
-    update_job_file(job_file, {PAIR: figures})
+    figures = {
+        "bandwidth": ["198.8 Mbps", "91 Mbps"],
+        "rtt": "41.23 ms",
+        "jitter": "700 us",
+        "handling": "1.25 ms",
+    }
+    update_job_file(job_file, {LINK: figures})
     after = job_file.read_text().splitlines()
     changed = [line for line in after if line not in before]
     assert [line.partition("#")[0].rstrip() for line in changed] == [
@@ -59,9 +62,8 @@ def test_update_changes_the_figures_and_nothing_else(job_file: Path) -> None:
 
 def test_updated_file_loads_and_is_still_the_same_job(job_file: Path) -> None:
     digest = load_job(job_file).digest
-    update_job_file(
-        job_file, {PAIR: LinkFigures(bandwidth_bps=(150e6, 150e6), handling_s=0.002, connection_bps=40e6)}
-    )
+    figures = {"bandwidth": "150 Mbps", "handling": "2 ms", "connection_bandwidth": "40 Mbps"}
+    update_job_file(job_file, {LINK: figures})
     job = load_job(job_file)
     assert job.link[0].handling_s == 0.002
     assert job.link[0].bandwidth_bps == (150e6, 150e6)
@@ -76,9 +78,20 @@ def test_update_finds_links_written_inline(tmp_path: Path) -> None:
         'name = "x"\ncloud = [{name = "east", listen = "h:1"}, {name = "west"}]\n'
         'link = [{between = ["east", "west"]}]  # inline\n'
     )
-    update_job_file(file, {PAIR: LinkFigures(rtt_s=0.05)})
+    update_job_file(file, {LINK: {"rtt": "50 ms"}})
     assert load_job(file).link[0].rtt_s == 0.05
     assert file.read_text().endswith("# inline\n")
+
+
+def test_update_makes_sections_that_the_file_lacks(job_file: Path) -> None:
+    changes = {"strategy": {"kind": "pipeline", "layers": [3, 4]}, "cloud.west": {"sharding": "full"}}
+    update_job_file(job_file, changes)
+    job = load_job(job_file)
+    assert (job.strategy, job.cloud[1].sharding) == (
+        PipelineStrategy(kind="pipeline", layers=(3, 4)),
+        "full",
+    )
+    assert "[strategy]\n" in job_file.read_text()
 
 
 def test_update_keeps_mode_line_ends_and_symbolic_links(job_file: Path, tmp_path: Path) -> None:
@@ -86,7 +99,7 @@ def test_update_keeps_mode_line_ends_and_symbolic_links(job_file: Path, tmp_path
     job_file.chmod(0o640)
     pointer = tmp_path / "pointer.toml"
     pointer.symlink_to(job_file)
-    update_job_file(pointer, {PAIR: LinkFigures(rtt_s=0.05)})
+    update_job_file(pointer, {LINK: {"rtt": "50 ms"}})
     assert pointer.is_symlink()
     assert stat.S_IMODE(job_file.stat().st_mode) == 0o640
     lines = job_file.read_bytes().splitlines(keepends=True)
@@ -96,15 +109,15 @@ def test_update_keeps_mode_line_ends_and_symbolic_links(job_file: Path, tmp_path
 
 def test_update_of_an_unknown_link_is_refused_and_changes_nothing(job_file: Path) -> None:
     before = job_file.read_bytes()
-    with pytest.raises(UserError, match="has no link between east and north"):
-        update_job_file(job_file, {PAIR: LinkFigures(rtt_s=1.0), ("east", "north"): LinkFigures(rtt_s=1.0)})
+    with pytest.raises(FieldError, match="link has no entry 'east-north'"):
+        update_job_file(job_file, {LINK: {"rtt": "1 s"}, "link.east-north": {"rtt": "1 s"}})
     assert job_file.read_bytes() == before
 
 
 def test_figures_that_make_no_job_change_nothing(job_file: Path) -> None:
     before = job_file.read_bytes()
     with pytest.raises(JobError):
-        update_job_file(job_file, {PAIR: LinkFigures(bandwidth_bps=(0.0, 0.0))})
+        update_job_file(job_file, {LINK: {"bandwidth": "0 bps"}})
     assert job_file.read_bytes() == before
 
 
@@ -117,6 +130,6 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
     before = job_file.read_bytes()
     monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(UserError, match="cannot be written: No space left on device"):
-        update_job_file(job_file, {PAIR: LinkFigures(rtt_s=0.05)})
+        update_job_file(job_file, {LINK: {"rtt": "50 ms"}})
     assert job_file.read_bytes() == before
     assert list(job_file.parent.iterdir()) == [job_file]

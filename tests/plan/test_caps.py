@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.job import Job, PipelineStrategy, load_job, update_job_sections
+from isthmus.job import Job, PipelineStrategy, load_job, update_job_file
 from isthmus.plan.plan import (
     Decisions,
     PipelineSettings,
@@ -91,7 +91,7 @@ def test_a_plan_that_is_written_is_planned_again(tmp_path: Path) -> None:
     job = load_job(file, overrides=given)
     chosen = plan(job, is_quick=True)
     changes = planned_changes(job, chosen)
-    update_job_sections(file, changes.sections, clouds=changes.clouds)
+    update_job_file(file, changes.sections)
     written = load_job(file, overrides=TIGHT)
     assert isinstance(written.strategy, PipelineStrategy)
     assert isinstance(chosen.settings, PipelineSettings)
