@@ -84,8 +84,8 @@ def test_update_finds_links_written_inline(tmp_path: Path) -> None:
 
 
 def test_update_makes_sections_that_the_file_lacks(job_file: Path) -> None:
-    changes = {"strategy": {"kind": "pipeline", "layers": [3, 4]}, "cloud.west": {"sharding": "full"}}
-    update_job_file(job_file, changes)
+    strategy = {"kind": "pipeline", "layers": [3, 4]}
+    update_job_file(job_file, {"strategy": strategy, "cloud.west": {"sharding": "full"}})
     job = load_job(job_file)
     assert (job.strategy, job.cloud[1].sharding) == (
         PipelineStrategy(kind="pipeline", layers=(3, 4)),
