@@ -5,14 +5,13 @@ One lock guards it all; it is held for microseconds, or for the copy of one chun
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from isthmus.errors import LinkError
-from isthmus.events import steady_ns
 from isthmus.plan.types import Priority
-from isthmus.wan.flight import Flight, LinkCounters, PeerClock
-from isthmus.wan.frames import Abort, Ack, Chunk, Close, Ping, Pong
+from isthmus.wan.flight import Flight, LinkCounters
+from isthmus.wan.frames import Abort, Ack, Chunk, Close, ControlFrame, Ping, Pong
+from isthmus.wan.heartbeat import Heartbeat
 from isthmus.wan.inbox import LinkInbox
 from isthmus.wan.outbox import Outbox
 from isthmus.wan.packet import Packet, pack
@@ -21,26 +20,18 @@ CONTROL_LANE = 0
 EXPRESS_LANE = 1
 FIRST_STRIPE = 2
 
-MANY_SAMPLES = 32
-MAX_NUM_UNANSWERED = 64
-
-ControlFrame = Ping | Pong | Ack | Abort | Close
-
 
 class Exchange:
-    """Outbox, inbox, clock and the failure that ends them, behind one condition."""
+    """Outbox, inbox, heartbeat and the failure that ends them, behind one condition."""
 
-    def __init__(self, *, flight: Flight, stream_window_bytes: int, ping_interval_s: float) -> None:
+    def __init__(self, *, flight: Flight, stream_window_bytes: int, heartbeat: Heartbeat) -> None:
         self.failure: LinkError | None = None
-        self.clock = PeerClock()
+        self.heartbeat = heartbeat
         self.last_word: Abort | Close | None = None
         self._changed = threading.Condition()
         self._flight = flight
         self._outbox = Outbox(flight, stream_window_bytes=stream_window_bytes)
         self._inbox = LinkInbox()
-        self._ping_interval_s = ping_interval_s
-        self._pinged_s = 0.0
-        self._unanswered: deque[tuple[Ping, int]] = deque(maxlen=MAX_NUM_UNANSWERED)
         self._ack_due = False
         self._is_up = False
         self._num_opened: dict[int, int] = {}
@@ -91,8 +82,8 @@ class Exchange:
             return LinkCounters(
                 sent=self._outbox.counters(),
                 received=self._inbox.counters(),
-                rtt_s=self.clock.rtt_s,
-                clock_offset_s=self.clock.offset_s,
+                rtt_s=self.heartbeat.clock.rtt_s,
+                clock_offset_s=self.heartbeat.clock.offset_s,
                 reconnects=sum(count - 1 for count in self._num_opened.values()),
                 queued_bytes=self._outbox.queued_bytes,
                 in_flight_bytes=self._flight.in_flight_bytes,
@@ -149,20 +140,10 @@ class Exchange:
             if self._ack_due:
                 self._ack_due = False
                 frames.append(self._inbox.ack())
-        while self._unanswered:
-            ping, received_ns = self._unanswered.pop()
-            frames.append(Pong(ping.sent_ns, received_ns, steady_ns()))
-        if time.monotonic() - self._pinged_s >= self.ping_interval_s:
-            self._pinged_s = time.monotonic()
-            frames.append(Ping(steady_ns()))
+        frames += self.heartbeat.due()
         if self.last_word is not None:
             frames.append(self.last_word)
         return frames
-
-    @property
-    def ping_interval_s(self) -> float:
-        """Short while the clock offset is still rough."""
-        return 0.1 if self.clock.num_samples < MANY_SAMPLES else self._ping_interval_s
 
     def stalled_s(self, lane: int) -> float:
         """For how long a lane that carries something has made no progress."""
@@ -183,13 +164,9 @@ class Exchange:
             self._outbox.acknowledge(ack, now_s=time.monotonic())
             self._changed.notify_all()
 
-    def on_ping(self, ping: Ping, received_ns: int) -> None:
-        """The peer wants a sign of life."""
-        self._unanswered.append((ping, received_ns))
-
-    def on_pong(self, pong: Pong, received_ns: int) -> None:
-        """The peer has given one."""
-        rtt_s = self.clock.observe(pong, received_ns=received_ns)
+    def on_heartbeat(self, frame: Ping | Pong, received_ns: int) -> None:
+        """The peer wants a sign of life, or has given one."""
+        rtt_s = self.heartbeat.take(frame, received_ns=received_ns)
         if rtt_s is not None:
             with self._changed:
                 self._flight.observe_rtt(rtt_s, now_s=time.monotonic())

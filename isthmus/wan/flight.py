@@ -1,10 +1,7 @@
-"""What is under way on a link: counters, the peer's clock, what the receiver may hold, the flight window."""
+"""What is under way on a link: counters, what the receiver may hold, the flight window."""
 
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final
-
-from isthmus.wan.frames import Pong
 
 
 @dataclass(slots=True)
@@ -36,43 +33,6 @@ class LinkCounters:
     reconnects: int
     queued_bytes: int
     in_flight_bytes: int
-
-
-NUM_SAMPLES_KEPT = 32
-
-
-class PeerClock:
-    """Round trip and clock offset from pings; the sample with the shortest round trip is the most exact."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque(maxlen=NUM_SAMPLES_KEPT)
-        self.num_samples = 0
-
-    def observe(self, pong: Pong, *, received_ns: int) -> float | None:
-        """Take an answer in and give its round trip; one that contradicts itself is not believed."""
-        waited_ns = received_ns - pong.sent_ns
-        rtt_s = (waited_ns - (pong.answered_ns - pong.received_ns)) / 1e9
-        if waited_ns < 0 or not 0 <= rtt_s <= waited_ns / 1e9:
-            return None
-        offset_s = (pong.received_ns - pong.sent_ns + pong.answered_ns - received_ns) / 2e9
-        self._samples.append((rtt_s, offset_s))
-        self.num_samples += 1
-        return rtt_s
-
-    @property
-    def rtt_s(self) -> float | None:
-        """The shortest of the latest round trips."""
-        return min(self._samples)[0] if self._samples else None
-
-    @property
-    def offset_s(self) -> float | None:
-        """What to add to our clock to get the peer's."""
-        return min(self._samples)[1] if self._samples else None
-
-    @property
-    def rtts_s(self) -> list[float]:
-        """The latest round trips, oldest first."""
-        return [rtt_s for rtt_s, _ in self._samples]
 
 
 BUDGET_BYTES: Final = 512 * 1024**2

@@ -1,11 +1,13 @@
-"""The frames that travel on a link's connections, as bytes and as small frozen types.
+"""The frames that travel between two ends, as bytes and as small frozen types.
 
-Bulk connections carry `Chunk`s; the control connection carries `Ping`, `Pong`, `Ack`, `Abort` and `Close`.
-Every field is checked against its bounds before it is used, and nothing is ever unpickled.
+Of a link, bulk connections carry `Chunk`s and the control connection carries `Ping`, `Pong`, `Ack`, `Abort`
+and `Close`. Gateways and the ranks of a cloud use all of these but `Chunk` and `Ack`, and `Notice`. Every
+field is checked against its bounds before it is used, and nothing is ever unpickled.
 """
 
+import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -13,7 +15,7 @@ from isthmus.errors import FrameError
 from isthmus.wan.packet import MAX_PACKET_BYTES
 
 # Raised with every change of a frame, or of what any packet holds: ends of two protocols never talk.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_CHUNK_BYTES = 1024 * 1024
 MAX_NAME_BYTES = 120
 MAX_REASON_BYTES = 4096
@@ -47,6 +49,7 @@ class Kind(IntEnum):
     ACK = 4
     ABORT = 5
     CLOSE = 6
+    NOTICE = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,15 @@ class Close:
     """The peer is done with this link."""
 
 
-Frame = Chunk | Ping | Pong | Ack | Abort | Close
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A few plain values, by which a rank registers at its gateway or meets the other ranks."""
+
+    values: Mapping[str, object]
+
+
+ControlFrame = Ping | Pong | Ack | Abort | Close | Notice
+Frame = Chunk | ControlFrame
 
 
 def wire_bytes(frame_bytes: int) -> int:
@@ -118,7 +129,7 @@ def encode_chunk(
     )
 
 
-def encode(frame: Ping | Pong | Ack | Abort | Close) -> bytes:
+def encode(frame: ControlFrame) -> bytes:
     """A control frame as bytes."""
     match frame:
         case Ping():
@@ -131,6 +142,8 @@ def encode(frame: Ping | Pong | Ack | Abort | Close) -> bytes:
             return _encode_text(Kind.ABORT, f"{frame.cloud}\n{frame.reason}")
         case Close():
             return bytes([Kind.CLOSE])
+        case Notice():
+            return _encode_text(Kind.NOTICE, json.dumps(frame.values))
 
 
 def decode(data: bytes) -> Frame:
@@ -196,12 +209,25 @@ def _decode_ack(data: memoryview) -> Ack:
 
 
 def _decode_abort(data: memoryview) -> Abort:
+    cloud, _, reason = _decode_text(data).partition("\n")
+    return Abort(cloud, reason)
+
+
+def _decode_notice(data: memoryview) -> Notice:
+    try:
+        values = json.loads(_decode_text(data))
+    except RecursionError as error:
+        raise FrameError("a notice that is no JSON") from error
+    if not isinstance(values, dict):
+        raise FrameError("a notice that is no JSON object")
+    return Notice(values)
+
+
+def _decode_text(data: memoryview) -> str:
     _, text_bytes = _TEXT.unpack_from(data)
     if _TEXT.size + text_bytes != data.nbytes or text_bytes > MAX_REASON_BYTES:
-        raise FrameError("an abort of another length than it says")
-    text = bytes(data[_TEXT.size :]).decode(errors="replace")
-    cloud, _, reason = text.partition("\n")
-    return Abort(cloud, reason)
+        raise FrameError("a text of another length than it says")
+    return bytes(data[_TEXT.size :]).decode(errors="replace")
 
 
 def _decode_close(data: memoryview) -> Close:
@@ -229,4 +255,5 @@ _DECODERS: dict[Kind, Callable[[memoryview], Frame]] = {
     Kind.ACK: _decode_ack,
     Kind.ABORT: _decode_abort,
     Kind.CLOSE: _decode_close,
+    Kind.NOTICE: _decode_notice,
 }

@@ -1,15 +1,13 @@
 """A cloud's one port: its ranks register here, and other clouds reach them by TLS server name.
 
-    rank 3 ── TLS to gateway.east.isthmus: {"rank": 3, "address": "10.0.0.5:43211"} ──▶ gateway
+    rank 3 ── TLS to gateway.east.isthmus: Notice(rank=3, address="10.0.0.5:43211") ──▶ gateway
     west   ── TLS to rank-3.east.isthmus ──▶ gateway ── the same bytes ──▶ 10.0.0.5:43211
 
-The gateway answers a registration with `{"ok": true}` or `{"error": "one sentence"}`, the latter also later
-on, when it ends the registration. From then on the rank sends empty lines now and then, and the gateway sends
-them back; the entry lasts as long as the connection.
+The gateway answers a registration with an empty notice, or ends it, at once or later, by an abort with the
+reason. The entry lasts as long as the connection, and the connection as long as both ends send heartbeats.
 """
 
 import asyncio
-import json
 import logging
 import random
 import socket
@@ -23,12 +21,13 @@ from typing import Self
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address, parse_address
 from isthmus.wan.certificates import Identity, gateway_name, parse_server_name
+from isthmus.wan.frames import Abort, Frame, Notice
+from isthmus.wan.heartbeat import MAX_LINE_BYTES, Channel, Heartbeat
 from isthmus.wan.limits import Complaints, Pending, num_files_left, why
 from isthmus.wan.relay import Relay, RelayLimits
 from isthmus.wan.sockets import Acceptor, listen
 
-MAX_LINE_BYTES = 1024
-LIFE_SIGN = b"\n"
+_HEARTBEAT = partial(Heartbeat, interval_s=5.0, timeout_s=15.0)
 
 _DIAL_TIMEOUT_S = 10.0
 _MIN_RETRY_S = 0.2
@@ -38,29 +37,21 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepAlive:
-    """How often a rank shows that it is alive, and after how long a silent end is given up."""
-
-    interval_s: float = 5.0
-    timeout_s: float = 15.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """Where a rank listens."""
 
     rank: int
     address: Address
 
-    def to_line(self) -> bytes:
-        """Return the line that a rank sends."""
-        return _line({"rank": self.rank, "address": str(self.address)})
+    def to_notice(self) -> Notice:
+        """The frame that a rank sends."""
+        return Notice({"rank": self.rank, "address": str(self.address)})
 
     @classmethod
-    def from_line(cls, line: bytes) -> Self:
-        """Return the entry in a line, or raise FrameError with the reason that the rank is told."""
-        match _parse(line):
-            case {"rank": int(rank), "address": str(address)} if not isinstance(rank, bool):
+    def from_frame(cls, frame: Frame) -> Self:
+        """The entry in a frame; FrameError with the reason that the rank is told."""
+        match frame:
+            case Notice({"rank": int(rank), "address": str(address)}) if not isinstance(rank, bool):
                 try:
                     return cls(rank=rank, address=parse_address(address))
                 except ValueError as error:
@@ -68,22 +59,22 @@ class Entry:
         raise FrameError("a registration is a rank and an address")
 
 
-def answer_line(error: str | None) -> bytes:
-    """Return the line by which a gateway accepts a registration, or ends it with a reason."""
-    return _line({"ok": True} if error is None else {"error": error})
-
-
 class Registration:
     """Keeps a rank registered: again and again if need be, until closed or turned down."""
 
     def __init__(
-        self, gateway: Address, *, identity: Identity, entry: Entry, keep_alive: KeepAlive | None = None
+        self,
+        gateway: Address,
+        *,
+        identity: Identity,
+        entry: Entry,
+        heartbeat: Callable[[], Heartbeat] = _HEARTBEAT,
     ) -> None:
         self._gateway = gateway
         self._identity = identity
         self._entry = entry
-        self._keep_alive = keep_alive or KeepAlive()
-        self._complaints = Complaints()
+        self._heartbeat = heartbeat
+        self._complaints = Complaints(_log)
         self._registered = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -123,10 +114,10 @@ class Registration:
             self._registered.clear()
             try:
                 await self._register(context)
-            except OSError as error:
-                self._complain(why(error), kind="network")
-            except FrameError as error:
-                self._complain(error.message, kind="frame")
+            except (OSError, FrameError) as error:
+                reason = why(error) if isinstance(error, OSError) else error.message
+                text = f"gateway {self._gateway}: {reason}; trying again"
+                self._complaints.tell(text, about="gateway", kind=type(error).__name__)
             except Refused as error:
                 _log.error(
                     "gateway %s turned rank %d down: %s", self._gateway, self._entry.rank, error.message
@@ -136,91 +127,41 @@ class Registration:
             retry_s = _MIN_RETRY_S if self._registered.is_set() else min(2 * retry_s, _MAX_RETRY_S)
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
 
-    def _complain(self, reason: str, *, kind: str) -> None:
-        words = self._complaints.tell(str(self._gateway), reason, kind=kind)
-        if words is not None:
-            _log.warning("gateway %s: %s; trying again", self._gateway, words)
-
     async def _register(self, context: ssl.SSLContext) -> None:
-        reader, writer = await self._dial(context)
-        try:
-            writer.write(self._entry.to_line())
-            async with asyncio.timeout(self._keep_alive.timeout_s):
-                _check_answer(await read_line(reader))
-            self._registered.set()
-            await self._stay(reader, writer)
-        except ssl.SSLError as error:
-            raise _failure(error, self._gateway) from None
-        finally:
-            writer.close()
-
-    async def _dial(self, context: ssl.SSLContext) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Register and stay until the connection ends."""
         try:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                return await asyncio.open_connection(
+                reader, writer = await asyncio.open_connection(
                     self._gateway.host,
                     self._gateway.port,
                     ssl=context,
                     server_hostname=gateway_name(self._identity.cloud),
                     limit=MAX_LINE_BYTES,
                 )
-        except ssl.SSLError as error:
-            raise _failure(error, self._gateway) from None
-
-    async def _stay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        num_unanswered = 0
-        while num_unanswered * self._keep_alive.interval_s < self._keep_alive.timeout_s:
+            channel = Channel(reader, writer, self._heartbeat())
             try:
-                async with asyncio.timeout(self._keep_alive.interval_s):
-                    line = await read_line(reader)
-            except TimeoutError:
-                writer.write(LIFE_SIGN)
-                num_unanswered += 1
-            else:
-                num_unanswered = 0
-                if line != LIFE_SIGN:
-                    _check_answer(line)
-        raise ConnectionError(f"it has been silent for {self._keep_alive.timeout_s:g} s")
+                channel.write(self._entry.to_notice())
+                while True:
+                    self._take(await channel.read())
+            finally:
+                channel.close()
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            raise ConnectionError("it ended the connection") from None
+        except ssl.SSLError as error:
+            reason = why(error)
+            raise Refused(
+                f"the certificate shown by or to the gateway at {self._gateway} was turned down: {reason}",
+                hint="look at both folders with: isthmus certs show",
+            ) from None
 
-
-async def read_line(reader: asyncio.StreamReader) -> bytes:
-    """Return the next line, of at most MAX_LINE_BYTES."""
-    try:
-        line = await reader.readline()
-    except ValueError:
-        raise FrameError(f"a line is longer than {MAX_LINE_BYTES} bytes") from None
-    if not line.endswith(b"\n"):
-        raise ConnectionError("the connection has ended")
-    return line
-
-
-def _check_answer(line: bytes) -> None:
-    match _parse(line):
-        case {"ok": True}:
-            return
-        case {"error": str(reason)}:
-            raise Refused(reason)
-    raise FrameError(f"an answer that makes no sense: {line!r}")
-
-
-def _failure(error: ssl.SSLError, gateway: Address) -> ConnectionError | Refused:
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return ConnectionError("it ended the connection")
-    return Refused(
-        f"the certificate shown by or to the gateway at {gateway} was turned down: {why(error)}",
-        hint="look at both folders with: isthmus certs show",
-    )
-
-
-def _line(message: dict[str, object]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _parse(line: bytes) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        raise FrameError("a line that is not JSON") from None
+    def _take(self, answer: Frame) -> None:
+        match answer:
+            case Notice():
+                self._registered.set()
+            case Abort(reason=reason):
+                raise Refused(reason)
+            case _:
+                raise FrameError("an answer that makes no sense")
 
 
 _GREETING_TIMEOUT_S = 5.0
@@ -246,7 +187,7 @@ class _Holder:
     """The connection by which a rank holds its entry."""
 
     entry: Entry
-    writer: asyncio.StreamWriter
+    channel: Channel
 
 
 class Gateway:
@@ -264,16 +205,16 @@ class Gateway:
         num_ranks: int,
         num_expected: int = 0,
         on_change: Callable[[RankChange], None] | None = None,
-        keep_alive: KeepAlive | None = None,
+        heartbeat: Callable[[], Heartbeat] = _HEARTBEAT,
     ) -> None:
         self._identity = identity
         self._num_ranks = num_ranks
         self._on_change = on_change
-        self._keep_alive = keep_alive or KeepAlive()
+        self._heartbeat = heartbeat
         self._holders: dict[int, _Holder] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._unregistered: Pending[asyncio.Task[None]] = Pending()
-        self._complaints = Complaints()
+        self._complaints = Complaints(_log)
         self._listener = listen("127.0.0.1", 0)
         self._acceptor: Acceptor | None = None
         self._relay = Relay(self.route, limits=_limits(num_ranks=num_ranks, num_expected=num_expected))
@@ -333,38 +274,38 @@ class Gateway:
         except OSError as error:
             self._complain(why(error), kind="network")
             return
+        channel = Channel(reader, writer, self._heartbeat())
         try:
-            await self._register(reader, writer)
+            self._check_cloud(writer)
+            await self._register(channel)
         except (FrameError, Refused) as error:
             self._complain(error.message, kind=type(error).__name__)
-            writer.write(answer_line(error.message))
+            channel.write(Abort(self._identity.cloud, error.message))
         except OSError as error:
             _log.info("a registration ended: %s", why(error))
         finally:
-            writer.close()
+            channel.close()
 
     def _complain(self, reason: str, *, kind: str) -> None:
-        words = self._complaints.tell("a rank", reason, kind=kind)
-        if words is not None:
-            _log.warning("refused a registration: %s", words)
-
-    async def _register(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._check_cloud(writer)
-        async with asyncio.timeout(_GREETING_TIMEOUT_S):
-            entry = Entry.from_line(await read_line(reader))
-        if not 0 <= entry.rank < self._num_ranks:
-            raise Refused(f"{self._identity.cloud} has no rank {entry.rank}, only 0 to {self._num_ranks - 1}")
-        holder = _Holder(entry=entry, writer=writer)
-        self._admit(holder)
-        try:
-            await self._answer_life_signs(reader, writer)
-        finally:
-            self._release(holder)
+        self._complaints.tell(f"refused a registration: {reason}", about="a rank", kind=kind)
 
     def _check_cloud(self, writer: asyncio.StreamWriter) -> None:
         names = [name for _, name in writer.get_extra_info("peercert").get("subjectAltName", ())]
         if f"{self._identity.cloud}.isthmus" not in names:
             raise Refused(f"only ranks of {self._identity.cloud} register here, not {', '.join(names)}")
+
+    async def _register(self, channel: Channel) -> None:
+        async with asyncio.timeout(_GREETING_TIMEOUT_S):
+            entry = Entry.from_frame(await channel.read())
+        if not 0 <= entry.rank < self._num_ranks:
+            raise Refused(f"{self._identity.cloud} has no rank {entry.rank}, only 0 to {self._num_ranks - 1}")
+        holder = _Holder(entry=entry, channel=channel)
+        self._admit(holder)
+        try:
+            await channel.read()
+            raise FrameError("a registered rank only sends heartbeats")
+        finally:
+            self._release(holder)
 
     def _admit(self, holder: _Holder) -> None:
         older = self._holders.get(holder.entry.rank)
@@ -373,18 +314,10 @@ class Gateway:
             self._unregistered.discard(task)
         if older is not None:
             reason = f"rank {holder.entry.rank} has been registered anew, at {holder.entry.address}"
-            older.writer.write(answer_line(reason))
-            older.writer.close()
-        holder.writer.write(answer_line(None))
+            older.channel.write(Abort(self._identity.cloud, reason))
+            older.channel.close()
+        holder.channel.write(Notice({}))
         self._tell(holder.entry.rank, holder.entry.address)
-
-    async def _answer_life_signs(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            async with asyncio.timeout(self._keep_alive.timeout_s):
-                if await read_line(reader) != LIFE_SIGN:
-                    raise FrameError("a registered rank only sends empty lines")
-                writer.write(LIFE_SIGN)
-                await writer.drain()
 
     def _release(self, holder: _Holder) -> None:
         if self._holders.get(holder.entry.rank) is holder:

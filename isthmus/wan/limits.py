@@ -51,16 +51,23 @@ class Complaints:
     a minute.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
         self._clock = clock
         self._told: dict[tuple[str, str], _Told] = {}
         self._spell_s = clock()
         self._num_told = 0
         self._num_hidden = 0
 
-    def tell(self, who: str, what: str, *, kind: str) -> str | None:
-        """The complaint as it should be told now, or None where one of its kind was told lately."""
-        words = self._words((who, kind), what[:_MAX_LENGTH])
+    def tell(self, what: str, *, about: str, kind: str, level: int = logging.WARNING) -> None:
+        """Log a complaint about a peer, unless one of its kind was told lately."""
+        words = self.words(what, about=about, kind=kind)
+        if words is not None:
+            self._log.log(level, "%s", words)
+
+    def words(self, what: str, *, about: str, kind: str) -> str | None:
+        """The complaint as it should be told now, or None."""
+        words = self._next((about, kind), what[:_MAX_LENGTH])
         if self._clock() - self._spell_s >= _SPELL_S:
             self._spell_s, self._num_told = self._clock(), 0
         if words is None or self._num_told >= _MAX_NUM_TOLD:
@@ -72,7 +79,7 @@ class Complaints:
             self._num_hidden = 0
         return words
 
-    def _words(self, key: tuple[str, str], what: str) -> str | None:
+    def _next(self, key: tuple[str, str], what: str) -> str | None:
         now_s, known = self._clock(), self._told.get(key)
         if known is None or now_s - known.heard_s > _REST_S:
             self._remember(key, _Told(told_s=now_s, heard_s=now_s))
@@ -235,7 +242,7 @@ class ConnectionLimiter:
         self._authenticated: set[HostPort] = set()
         self._pending: Pending[HostPort] = Pending()
         self._disconnected: set[HostPort] = set()
-        self._complaints = Complaints()
+        self._complaints = Complaints(log)
 
     @property
     def max_num_connections(self) -> int:
@@ -257,13 +264,9 @@ class ConnectionLimiter:
                 self._look(port)
             except OSError as error:
                 # No descriptor is free, say; the next try may find one.
-                self._complain(port, error)
+                text = f"cannot list the connections of port {port}: {why(error)}"
+                self._complaints.tell(text, about=str(port), kind="look")
             await asyncio.sleep(_BUSY_S if self._pending else _CALM_S)
-
-    def _complain(self, port: int, error: OSError) -> None:
-        words = self._complaints.tell(str(port), why(error), kind="look")
-        if words is not None:
-            log.warning("cannot list the connections of port %d: %s", port, words)
 
     def _look(self, port: int) -> None:
         connected = {place for place, _ in _connected(port)}

@@ -37,6 +37,7 @@ from isthmus.wan.frames import (
     Chunk,
     Close,
     Frame,
+    Notice,
     Ping,
     Pong,
     check_stream_name,
@@ -45,6 +46,7 @@ from isthmus.wan.frames import (
     wire_bytes,
 )
 from isthmus.wan.handshake import Hello
+from isthmus.wan.heartbeat import Heartbeat
 from isthmus.wan.limits import Complaints
 from isthmus.wan.loop import LoopThread
 from isthmus.wan.packet import Packet
@@ -133,17 +135,18 @@ class Link:
         self._exchange = Exchange(
             flight=Flight(bandwidth_bps=settings.bandwidth_bps, rtt_s=settings.rtt_s),
             stream_window_bytes=settings.stream_window_bytes,
-            ping_interval_s=min(settings.heartbeat_timeout_s / 8, 1.0),
+            heartbeat=Heartbeat(
+                interval_s=min(settings.heartbeat_timeout_s / 8, 1.0), timeout_s=settings.heartbeat_timeout_s
+            ),
         )
         self._peer_session: str | None = None
-        self._heard_s: float | None = None
         self._is_known = False
         self._is_hasty = False
         self._lanes: dict[int, _Lane] = {}
         self.state = LinkState.WAITING
         self.on_state: OnState | None = None
         self._complaint = ""
-        self._complaints: Complaints | None = None
+        self._complaints = Complaints(log)
         self._met = asyncio.Event()
         self._ended = asyncio.Event()
         self._parted = asyncio.Event()
@@ -208,7 +211,7 @@ class Link:
     @property
     def rtts_s(self) -> list[float]:
         """The latest round trips, oldest first."""
-        return self._exchange.clock.rtts_s
+        return self._exchange.heartbeat.clock.rtts_s
 
     def abort(self, reason: str) -> None:
         """End the run for this peer: its calls raise Aborted as soon as word has come, ours at once.
@@ -251,7 +254,7 @@ class Link:
             return f"{self._peer} has restarted while {self._here} has not: restart both"
         self._peer_session = hello.session
         # It must be missed even if it vanishes before its connection is used.
-        self._heard_s = time.monotonic()
+        self._exchange.heartbeat.heard()
         self._met.set()
         return None
 
@@ -381,10 +384,8 @@ class Link:
 
     def _explain(self, number: int, outcome: object) -> None:
         if isinstance(outcome, FrameError):
-            self._complaints = self._complaints or Complaints()
-            words = self._complaints.tell(str(self._peer), outcome.message, kind="frame")
-            if words is not None:
-                log.warning("link to %s, connection %d dropped: %s", self._peer, number, words)
+            text = f"link to {self._peer}, connection {number} dropped: {outcome.message}"
+            self._complaints.tell(text, about=self._peer, kind="frame")
         elif isinstance(outcome, LinkError):
             # A new error, as for a refusal.
             error = LinkError(outcome.message, hint=outcome.hint)
@@ -399,7 +400,7 @@ class Link:
         timeout_s = self.settings.heartbeat_timeout_s
         while self._exchange.failure is None:
             await _wait_for(self._ended, min(timeout_s / 20, 0.25))
-            if self._heard_s is not None and time.monotonic() - self._heard_s > timeout_s:
+            if self._exchange.heartbeat.is_lost:
                 self._fail(
                     PeerLost(self.hello.peer_cloud, f"{self._peer} has been silent for {timeout_s:g} s")
                 )
@@ -427,8 +428,7 @@ class Link:
             return LinkState.CLOSED if isinstance(failure, LinkClosed) else LinkState.DOWN
         if CONTROL_LANE not in self._lanes:
             return LinkState.WAITING if self.state is LinkState.WAITING else LinkState.RECONNECTING
-        silent_s = time.monotonic() - (self._heard_s or 0.0)
-        is_silent = silent_s > SILENT_SHARE * self.settings.heartbeat_timeout_s
+        is_silent = self._exchange.heartbeat.silent_s > SILENT_SHARE * self.settings.heartbeat_timeout_s
         return LinkState.SILENT if is_silent else LinkState.UP
 
     def _hang_up_stalled(self) -> None:
@@ -474,7 +474,8 @@ class Link:
     async def _read(self, lane: _Lane) -> None:
         while (data := await lane.connection.read()) is not None:
             received_ns = steady_ns()
-            self._heard_s = lane.heard_s = time.monotonic()
+            lane.heard_s = time.monotonic()
+            self._exchange.heartbeat.heard()
             self._is_known = True
             self._handle(decode(data), len(data), received_ns)
 
@@ -486,15 +487,15 @@ class Link:
             case Ack():
                 self._exchange.on_ack(frame)
                 self._wake_all()
-            case Ping():
-                self._exchange.on_ping(frame, received_ns)
+            case Ping() | Pong():
+                self._exchange.on_heartbeat(frame, received_ns)
                 self._wake(CONTROL_LANE)
-            case Pong():
-                self._exchange.on_pong(frame, received_ns)
             case Abort():
                 self._part(Aborted(frame.cloud, frame.reason))
             case Close():
                 self._part(LinkClosed(f"{self._peer} has closed the link"))
+            case Notice():
+                raise FrameError("a notice, which has no place on a link")
 
     def _part(self, error: Aborted | LinkClosed) -> None:
         """The peer has said its last word; ours, if it is not said yet, is the answer."""
@@ -532,7 +533,7 @@ class Link:
     async def _pause(self, lane: _Lane) -> None:
         """Gather acknowledgements; afterwards a ping is due even if nothing else happens."""
         await asyncio.sleep(ACK_INTERVAL_S)
-        ping = asyncio.get_running_loop().call_later(self._exchange.ping_interval_s, lane.wake.set)
+        ping = asyncio.get_running_loop().call_later(self._exchange.heartbeat.interval_s, lane.wake.set)
         await lane.wake.wait()
         ping.cancel()
 

@@ -119,7 +119,7 @@ class Relay:
         self._open: set[Relayed] = set()
         self._own_ends: set[tuple[str, int]] = set()
         self._timers: list[asyncio.TimerHandle] = []
-        self._complaints = Complaints()
+        self._complaints = Complaints(_log)
         self._num_relayed = 0
         self._num_dropped = 0
         self._cut_until_s = 0.0
@@ -294,9 +294,8 @@ class Relay:
     def _drop(self, client: socket.socket, reason: str, *, kind: str, level: int = logging.WARNING) -> None:
         self._num_dropped += 1
         peer = peer_name(client)
-        words = self._complaints.tell(peer.rpartition(":")[0], reason, kind=kind)
-        if words is not None:
-            _log.log(level, "dropped a connection from %s: %s", peer, words)
+        text = f"dropped a connection from {peer}: {reason}"
+        self._complaints.tell(text, about=peer.rpartition(":")[0], kind=kind, level=level)
         reset_on_close(client)
         client.close()
 

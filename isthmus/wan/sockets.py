@@ -83,7 +83,7 @@ class Acceptor:
         self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
-        self._complaints = Complaints()
+        self._complaints = Complaints(_log)
         self._resume()
 
     def close(self) -> None:
@@ -104,9 +104,8 @@ class Acceptor:
             return
         except OSError as error:
             # No file descriptor is left, say: that must not end the listener, nor keep it spinning.
-            words = self._complaints.tell("accept", why(error), kind="network")
-            if words is not None:
-                _log.warning("cannot accept a connection: %s", words)
+            text = f"cannot accept a connection: {why(error)}"
+            self._complaints.tell(text, about="accept", kind="network")
             self._loop.remove_reader(self._listener)
             self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
         else:

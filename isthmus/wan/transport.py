@@ -195,7 +195,7 @@ class Listener:
         self._accept = accept
         self._limiter = limiter or ConnectionLimiter(num_expected=0)
         self._watching: asyncio.Task[None] | None = None
-        self._complaints = Complaints()
+        self._complaints = Complaints(log)
         max_num = ("grpc.max_allowed_incoming_connections", self._limiter.max_num_connections)
         self._server = grpc.aio.server(options=[*_SERVER_OPTIONS, max_num])
         handler = grpc.stream_stream_rpc_method_handler(self._connect)
@@ -226,7 +226,8 @@ class Listener:
             _check_certificate(hello, context)
             answer = self._greet(hello)
         except (FrameError, Refused) as error:
-            self._complain(place[0], error)
+            text = f"refused {place[0]}: {error.message}"
+            self._complaints.tell(text, about=place[0], kind=type(error).__name__)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
         self._limiter.authenticated(place)
         try:
@@ -234,11 +235,6 @@ class Listener:
             await self._accept(hello, _ServerConnection(context))
         finally:
             self._limiter.closed(place)
-
-    def _complain(self, host: str, error: FrameError | Refused) -> None:
-        words = self._complaints.tell(host, error.message, kind=type(error).__name__)
-        if words is not None:
-            log.warning("refused %s: %s", host, words)
 
 
 def _check_certificate(hello: Hello, context: grpc.aio.ServicerContext) -> None:

@@ -6,8 +6,10 @@ import socket
 import ssl
 import subprocess
 import sys
+from binascii import a2b_base64, b2a_base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,18 @@ import typer
 from typer.testing import CliRunner
 
 from isthmus.cli.site import gateway as gateway_verb
-from isthmus.errors import FrameError, Refused, UserError
+from isthmus.errors import Refused, UserError
 from isthmus.job import Address
 from isthmus.wan.certificates import Identity, make_authority, make_request, sign_request, throwaway
-from isthmus.wan.gateway import Entry, Gateway, KeepAlive, RankChange, Registration
+from isthmus.wan.frames import Abort, Close, Frame, Notice, Ping, decode, encode
+from isthmus.wan.gateway import Entry, Gateway, RankChange, Registration
 from isthmus.wan.gateway import _limits as gateway_limits
 from isthmus.wan.handshake import server_name
+from isthmus.wan.heartbeat import Channel, Heartbeat
 
 PATIENCE_S = 20.0
-CALM = KeepAlive(interval_s=0.2, timeout_s=PATIENCE_S)
-HASTY = KeepAlive(interval_s=0.05, timeout_s=1.5)
+CALM = partial(Heartbeat, interval_s=0.2, timeout_s=PATIENCE_S)
+HASTY = partial(Heartbeat, interval_s=0.05, timeout_s=1.5)
 IDENTITIES = throwaway(["east", "west"])
 EAST, WEST = IDENTITIES["east"], IDENTITIES["west"]
 STRANGER = throwaway(["east"])["east"]
@@ -34,16 +38,20 @@ class Running:
     """A gateway of east with four ranks, and what it has told."""
 
     def __init__(
-        self, gateway: Gateway, address: Address, changes: list[RankChange], keep_alive: KeepAlive
+        self,
+        gateway: Gateway,
+        address: Address,
+        changes: list[RankChange],
+        heartbeat: Callable[[], Heartbeat],
     ) -> None:
         self.gateway = gateway
         self.address = address
         self.changes = changes
-        self.keep_alive = keep_alive
+        self.heartbeat = heartbeat
 
     def registration(self, rank: int, address: Address, identity: Identity = EAST) -> Registration:
         entry = Entry(rank=rank, address=address)
-        return Registration(self.address, identity=identity, entry=entry, keep_alive=self.keep_alive)
+        return Registration(self.address, identity=identity, entry=entry, heartbeat=self.heartbeat)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -52,12 +60,12 @@ class Running:
 
 
 @asynccontextmanager
-async def running(*, port: int = 0, keep_alive: KeepAlive = CALM) -> AsyncIterator[Running]:
+async def running(*, port: int = 0, heartbeat: Callable[[], Heartbeat] = CALM) -> AsyncIterator[Running]:
     changes: list[RankChange] = []
-    gateway = Gateway(identity=EAST, num_ranks=4, on_change=changes.append, keep_alive=keep_alive)
+    gateway = Gateway(identity=EAST, num_ranks=4, on_change=changes.append, heartbeat=heartbeat)
     address = await gateway.start("127.0.0.1", port)
     try:
-        yield Running(gateway, address, changes, keep_alive)
+        yield Running(gateway, address, changes, heartbeat)
     finally:
         await gateway.close()
 
@@ -87,6 +95,33 @@ async def say(gateway: Address, name: str, line: bytes, identity: Identity = WES
             return await reader.readline()
         finally:
             writer.close()
+
+
+async def connect(gateway: Address, identity: Identity = EAST) -> Channel:
+    """Connect to a gateway itself, as a rank does."""
+    reader, writer = await asyncio.open_connection(
+        gateway.host,
+        gateway.port,
+        ssl=identity.ssl_client_context(),
+        server_hostname="gateway.east.isthmus",
+    )
+    return Channel(reader, writer, CALM())
+
+
+def line_of(**values: object) -> bytes:
+    return b2a_base64(encode(Notice(values)))
+
+
+ENTRY = line_of(rank=1, address="10.0.0.5:4000")
+
+
+async def answer_to(gateway: Address, line: bytes, identity: Identity = EAST) -> Frame:
+    channel = await connect(gateway, identity)
+    channel._writer.write(line)
+    try:
+        return await channel.read()
+    finally:
+        channel.close()
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -190,26 +225,21 @@ def test_a_rank_that_leaves_is_forgotten() -> None:
 
 def test_a_rank_that_falls_silent_is_forgotten() -> None:
     async def scenario() -> None:
-        async with running(keep_alive=HASTY) as here:
-            reader, writer = await asyncio.open_connection(
-                here.address.host,
-                here.address.port,
-                ssl=EAST.ssl_client_context(),
-                server_hostname="gateway.east.isthmus",
-            )
-            writer.write(b'{"rank": 1, "address": "10.0.0.5:4000"}\n')
-            assert json.loads(await reader.readline()) == {"ok": True}
-            assert await reader.readline() == b""
+        async with running(heartbeat=HASTY) as here:
+            channel = await connect(here.address)
+            channel._writer.write(ENTRY)
+            while (line := await channel._reader.readline()) != b"":
+                assert isinstance(decode(a2b_base64(line)), Notice | Ping)
             assert [change.address is None for change in here.changes] == [False, True]
-            writer.close()
+            channel.close()
 
     run(scenario)
 
 
 def test_a_rank_stays_registered_while_it_shows_life() -> None:
     async def scenario() -> None:
-        async with running(keep_alive=HASTY) as here, rank_server() as rank, here.registration(1, rank):
-            await asyncio.sleep(2 * HASTY.timeout_s)
+        async with running(heartbeat=HASTY) as here, rank_server() as rank, here.registration(1, rank):
+            await asyncio.sleep(2 * HASTY().timeout_s)
             assert here.gateway.route("rank-1.east.isthmus") == rank
             assert len(here.changes) == 1
 
@@ -252,7 +282,7 @@ def test_a_registration_waits_for_a_gateway_that_comes_later() -> None:
             address = early.address
         here = Address(host="10.0.0.5", port=4000)
         entry = Entry(rank=0, address=here)
-        registration = Registration(address, identity=EAST, entry=entry, keep_alive=CALM)
+        registration = Registration(address, identity=EAST, entry=entry, heartbeat=CALM)
         starting = asyncio.create_task(registration.start())
         await asyncio.sleep(0.1)
         assert not starting.done()
@@ -267,10 +297,10 @@ def test_a_registration_waits_for_a_gateway_that_comes_later() -> None:
 def test_only_ranks_of_the_cloud_itself_register(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with running() as here:
-            line = b'{"rank": 1, "address": "10.0.0.5:4000"}\n'
-            answer = json.loads(await say(here.address, "gateway.east.isthmus", line, WEST))
-            reason = "only ranks of east register here, not west.isthmus, *.west.isthmus"
-            assert answer == {"error": reason}
+            answer = await answer_to(here.address, ENTRY, WEST)
+            assert answer == Abort(
+                "east", "only ranks of east register here, not west.isthmus, *.west.isthmus"
+            )
             assert here.changes == []
 
     run(scenario)
@@ -298,7 +328,7 @@ def test_a_caller_without_certificate_is_refused(caplog: pytest.LogCaptureFixtur
             reader, writer = await asyncio.open_connection(
                 here.address.host, here.address.port, ssl=context, server_hostname="gateway.east.isthmus"
             )
-            writer.write(b'{"rank": 1, "address": "10.0.0.5:4000"}\n')
+            writer.write(ENTRY)
             with contextlib.suppress(OSError):
                 assert await reader.readline() == b""
             writer.close()
@@ -311,34 +341,39 @@ def test_a_caller_without_certificate_is_refused(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"hello\n", "a line that is not JSON"),
-        (b"[" * 900 + b"\n", "a line that is not JSON"),
-        (b"\xff\n", "a line that is not JSON"),
-        (b"3\n", "a registration is a rank and an address"),
-        (b'{"rank": true, "address": "10.0.0.5:4000"}\n', "a registration is a rank and an address"),
-        (b'{"rank": 1}\n', "a registration is a rank and an address"),
-        (b'{"rank": 1, "address": "10.0.0.5"}\n', "'10.0.0.5' is no address"),
-        (b'{"rank": 1, "address": "10.0.0.5:0"}\n', "'10.0.0.5:0' has port 0"),
-        (b'{"rank": 4, "address": "10.0.0.5:4000"}\n', "east has no rank 4, only 0 to 3"),
-        (b'{"rank": -1, "address": "10.0.0.5:4000"}\n', "east has no rank -1, only 0 to 3"),
-        (b"x" * 2000 + b"\n", "a line is longer than 1024 bytes"),
+        (b"hello\n", "a line that is no frame"),
+        (b2a_base64(b"\x07\x01\x00["), "bytes that are no frame"),
+        (b2a_base64(encode(Close())), "a registration is a rank and an address"),
+        (line_of(rank=True, address="10.0.0.5:4000"), "a registration is a rank and an address"),
+        (line_of(rank=1), "a registration is a rank and an address"),
+        (line_of(rank=1.5, address="10.0.0.5:4000"), "a registration is a rank and an address"),
+        (line_of(rank=1, address="10.0.0.5"), "'10.0.0.5' is no address"),
+        (line_of(rank=1, address="10.0.0.5:0"), "'10.0.0.5:0' has port 0"),
+        (line_of(rank=4, address="10.0.0.5:4000"), "east has no rank 4, only 0 to 3"),
+        (line_of(rank=-1, address="10.0.0.5:4000"), "east has no rank -1, only 0 to 3"),
+        (b"x" * 9000 + b"\n", "a line is longer than 8192 bytes"),
     ],
 )
 def test_a_bad_registration_is_answered_with_one_sentence(line: bytes, reason: str) -> None:
     async def scenario() -> None:
         async with running() as here, rank_server() as rank, here.registration(3, rank):
-            answer = await say(here.address, "gateway.east.isthmus", line, EAST)
-            assert json.loads(answer) == {"error": reason}
+            assert await answer_to(here.address, line) == Abort("east", reason)
             assert await say(here.address, server_name("east", 3), b"fine\n") == b"west.isthmus said fine\n"
 
     run(scenario)
 
 
-def test_an_entry_survives_its_line() -> None:
-    entry = Entry(rank=7, address=Address(host="2001:db8::7", port=4000))
-    assert Entry.from_line(entry.to_line()) == entry
-    with pytest.raises(FrameError):
-        Entry.from_line(b'{"rank": 1.5, "address": "10.0.0.5:4000"}\n')
+def test_a_registered_rank_that_says_anything_else_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with running() as here:
+            channel = await connect(here.address)
+            channel._writer.write(2 * ENTRY)
+            assert await channel.read() == Notice({})
+            assert await channel.read() == Abort("east", "a registered rank only sends heartbeats")
+            assert [change.address is None for change in here.changes] == [False, True]
+            channel.close()
+
+    run(scenario)
 
 
 JOB = """

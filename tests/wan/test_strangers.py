@@ -1,5 +1,7 @@
 """Strangers at a port: few at a time, few from one source, and few words about them."""
 
+import logging
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,14 +23,14 @@ def hear(complaints: Complaints, clock: Clock, *, num_seconds: int, what: str = 
     """What is told while the same complaint comes every second."""
     told = []
     for _ in range(num_seconds):
-        told.append(complaints.tell("10.0.0.7", what, kind="refused"))
+        told.append(complaints.words(what, about="10.0.0.7", kind="refused"))
         clock.now_s += 1.0
     return [words for words in told if words is not None]
 
 
 def test_a_complaint_is_told_once_and_then_ever_more_rarely_with_its_number() -> None:
     clock = Clock()
-    complaints = Complaints(clock=clock)
+    complaints = Complaints(logging.getLogger(), clock=clock)
     assert hear(complaints, clock, num_seconds=60) == [REASON]
     assert hear(complaints, clock, num_seconds=130) == [
         f"{REASON} (60 times in 60 s)",
@@ -39,40 +41,42 @@ def test_a_complaint_is_told_once_and_then_ever_more_rarely_with_its_number() ->
 
 def test_another_kind_another_peer_and_one_that_has_rested_are_news() -> None:
     clock = Clock()
-    complaints = Complaints(clock=clock)
+    complaints = Complaints(logging.getLogger(), clock=clock)
     assert hear(complaints, clock, num_seconds=5) == [REASON]
-    assert complaints.tell("10.0.0.7", "no hello", kind="hello") == "no hello"
-    assert complaints.tell("10.0.0.8", REASON, kind="refused") == REASON
-    assert complaints.tell("10.0.0.7", REASON, kind="refused") is None
+    assert complaints.words("no hello", about="10.0.0.7", kind="hello") == "no hello"
+    assert complaints.words(REASON, about="10.0.0.8", kind="refused") == REASON
+    assert complaints.words(REASON, about="10.0.0.7", kind="refused") is None
     clock.now_s += 31.0
-    assert complaints.tell("10.0.0.7", REASON, kind="refused") == REASON
+    assert complaints.words(REASON, about="10.0.0.7", kind="refused") == REASON
 
 
 def test_words_that_a_stranger_chooses_are_no_news_and_are_cut_short() -> None:
-    complaints = Complaints(clock=Clock())
+    complaints = Complaints(logging.getLogger(), clock=Clock())
     told = [
-        complaints.tell("10.0.0.7", f"{number} is not the name of a rank", kind="refused")
+        complaints.words(f"{number} is not the name of a rank", about="10.0.0.7", kind="refused")
         for number in range(5000)
     ]
     assert told[0] == "0 is not the name of a rank"
     assert not any(told[1:])
-    longest = complaints.tell("10.0.0.8", "x" * 100_000, kind="refused")
+    longest = complaints.words("x" * 100_000, about="10.0.0.8", kind="refused")
     assert longest is not None
     assert len(longest) < 1000
 
 
 def test_strangers_from_many_addresses_fill_neither_the_log_nor_the_memory() -> None:
     clock = Clock()
-    complaints = Complaints(clock=clock)
+    complaints = Complaints(logging.getLogger(), clock=clock)
     told = []
     for number in range(50_000):
-        told.append(complaints.tell(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", "?", kind="k"))
+        told.append(
+            complaints.words("?", about=f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", kind="k")
+        )
         clock.now_s += 0.001
     lines = [words for words in told if words is not None]
     assert len(lines) == 30
     assert len(complaints._told) <= 1024
     clock.now_s += 60.0
-    assert complaints.tell("10.9.9.9", "late", kind="k") == "late (and 49970 complaints about others)"
+    assert complaints.words("late", about="10.9.9.9", kind="k") == "late (and 49970 complaints about others)"
 
 
 def test_the_oldest_of_the_source_that_has_most_must_go() -> None:
