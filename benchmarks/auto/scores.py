@@ -9,7 +9,7 @@ from emulated import MBPS, LineShape
 from predicted.cases import Case
 
 from auto.running import Ran
-from auto.trials import AUTO, CROSSING, RUNGS, expected_loss, line_of
+from auto.trials import AUTO, CROSSING, LEVELS, expected_loss, line_of
 from isthmus.plan.codecs import Loss, read_pair
 from isthmus.plan.end_of_step import Texts
 
@@ -100,7 +100,7 @@ def rows_of(cases: Sequence[Case], runs: Sequence[Ran]) -> list[Row]:
 
 def loss_of(texts: Texts) -> Loss:
     """What codecs of the ladder may cost, the worse of both directions."""
-    return max(RUNGS[index].loss for index in _rungs(texts))
+    return max(LEVELS[index].loss for index in _rungs(texts))
 
 
 def is_monotone(rows: Sequence[Row]) -> bool:
@@ -161,8 +161,8 @@ def _rungs(texts: Texts) -> tuple[int, int]:
     """Where the codec of each direction stands on the ladder."""
     pair = read_pair(texts)
     return (
-        next(index for index, rung in enumerate(RUNGS) if rung.forward == pair.forward),
-        next(index for index, rung in enumerate(RUNGS) if rung.backward == pair.backward),
+        next(index for index, rung in enumerate(LEVELS) if rung.forward == pair.forward),
+        next(index for index, rung in enumerate(LEVELS) if rung.backward == pair.backward),
     )
 
 

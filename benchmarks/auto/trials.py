@@ -16,7 +16,7 @@ NUM_TOKENS: Final = 256
 NUM_MICROBATCHES: Final = 16
 RTT_MS: Final = 40.0
 CROSSING: Final = Crossing(num_rows=NUM_TOKENS, width=WIDTH)
-RUNGS: Final = codec_levels(WIDTH, shares_ids=True)
+LEVELS: Final = codec_levels(WIDTH, shares_ids=True)
 _COMPUTE_S: Final = NAP.forward_s + NAP.backward_s
 
 # What is so much longer on the line than the fastest is not the best choice, and not run.
@@ -105,18 +105,18 @@ def line_of(case: Case) -> LineShape:
 def trials_of(case: Case, autos: Sequence[Trial]) -> list[Trial]:
     """The automatic trials of a line, then all fixed ones that could be best of what loses no more."""
     promising = [rung for auto in autos for rung in _promising(case, expected_loss(case, auto))]
-    return [*autos, *(Trial(name=str(rung.forward), rung=rung) for rung in RUNGS if rung in promising)]
+    return [*autos, *(Trial(name=str(rung.forward), rung=rung) for rung in LEVELS if rung in promising)]
 
 
 def expected_loss(case: Case, auto: Trial) -> Loss:
     """What the figures of the emulated line and of the naps ask for."""
     line = line_of(case)
     figures = Figures(interval_s=_COMPUTE_S, down_bps=line.down_bps, up_bps=line.up_bps)
-    return choose(CROSSING, figures, rungs=RUNGS, bounds=Bounds(loss=auto.loss)).loss
+    return choose(CROSSING, figures, levels=LEVELS, bounds=Bounds(loss=auto.loss)).loss
 
 
 def _promising(case: Case, loss: Loss) -> list[CodecLevel]:
-    allowed = {rung: _on_line_s(rung, case) for rung in RUNGS if rung.loss <= loss}
+    allowed = {rung: _on_line_s(rung, case) for rung in LEVELS if rung.loss <= loss}
     fastest_s = max(_COMPUTE_S, min(allowed.values()))
     return [rung for rung, on_line_s in allowed.items() if on_line_s <= _HOPELESS * fastest_s]
 

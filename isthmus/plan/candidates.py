@@ -14,10 +14,10 @@ from isthmus.plan.codecs import (
     Figures,
     Loss,
     Pair,
-    allowed_pairs,
     choose,
-    chosen,
     expected_loss,
+    explained,
+    options,
 )
 from isthmus.plan.job_facts import CloudFacts
 from isthmus.plan.memory import HalfCosts
@@ -145,7 +145,7 @@ class Partition:
         """What the codecs of its cuts keep at a rank of each stage."""
         found = [0] * len(self.clouds)
         for cut, ((_, crossing), pair) in enumerate(zip(self.crossings(self.supply), codecs, strict=True)):
-            num_wires = 1 if crossing.stretch is None else crossing.stretch.num_learners
+            num_wires = crossing.num_learners
             for stage, num_bytes in zip((cut, cut + 1), codec_state_bytes(pair, crossing), strict=True):
                 found[stage] += num_bytes * -(-num_wires // self.facts[stage].num_ranks)
         return found
@@ -207,8 +207,8 @@ class _Way:
         figures = Figures(interval_s=self.interval_s, down_bps=line.down_bps, up_bps=line.up_bps)
         rungs = link.rungs_from(self.first) if self.is_thrifty else link.rungs_between(self.first, self.last)
         if self.tolerance is None:
-            return choose(crossing, figures, rungs=rungs, bounds=link.bounds)
-        return choose(crossing, figures, rungs=rungs, bounds=link.bounds, tolerance=self.tolerance)
+            return choose(crossing, figures, levels=rungs, bounds=link.bounds)
+        return choose(crossing, figures, levels=rungs, bounds=link.bounds, tolerance=self.tolerance)
 
 
 def candidates(partition: Partition) -> list[Candidate]:
@@ -236,9 +236,10 @@ def neighbours(candidate: Candidate) -> Iterator[Candidate]:
     for number, ((pair, crossing), link) in enumerate(links):
         line = partition.supply.links[pair].line
         figures = Figures(interval_s=0.0, down_bps=line.down_bps, up_bps=line.up_bps)
-        for codecs in allowed_pairs(crossing, figures, rungs=link.rungs, bounds=link.bounds):
-            if codecs != candidate.choices[number].pair:
-                other = chosen(codecs, crossing, figures, rungs=link.rungs, bounds=link.bounds)
+        allowed = options(crossing, figures, levels=link.rungs, bounds=link.bounds)
+        for one in allowed:
+            if one.pair != candidate.choices[number].pair:
+                other = explained(one, allowed, link.bounds)
                 choices = (*candidate.choices[:number], other, *candidate.choices[number + 1 :])
                 if (changed := _candidate(partition, choices, _HURRIED)) is not None:
                     yield changed

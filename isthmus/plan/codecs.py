@@ -2,12 +2,13 @@
 
 A link gets only as much compression as computation does not overlap already: where computing overlaps all of
 the transfer it stays `raw`. Within that, each direction takes the least lossy level with which a step is as
-fast as with any. The planner asks with planned figures, the workers with measured ones; the same figures give
-the same answer everywhere. A basis that has to be sent counts by the steps that it serves.
+fast as with any. The planner chooses with planned figures, the workers with measured ones; the same figures
+give the same choice everywhere. A basis that has to be sent counts by the steps that it serves.
 """
 
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,39 +51,24 @@ _LOSS_PER_CUT: Final = {"subspace": 0.01, "int4": 0.005, "int8": 0.0001, "bf16":
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """The steps that codecs are chosen for; every pair of ranks has a learner of its own."""
-
-    num_steps: int
-    num_microbatches: int
-    num_learners: int = 1
-
-    def __post_init__(self) -> None:
-        if min(self.num_steps, self.num_microbatches, self.num_learners) < 1:
-            raise ValueError(f"nothing crosses in {self}")
-
-    @property
-    def num_messages(self) -> int:
-        """Each way, of all steps."""
-        return self.num_steps * self.num_microbatches
-
-    @property
-    def num_at_once(self) -> int:
-        """Ranks that send at the same time when a step begins, and when it ends."""
-        return min(self.num_learners, self.num_microbatches)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """What one micro-batch puts across a cut; above frozen layers nothing goes back."""
+    """What one micro-batch puts across a cut, and how often; above frozen layers nothing goes back."""
 
     num_rows: int
     width: int
     element_bytes: int = 4
-    """Of an element that crosses raw."""
+    """The size of an element that crosses raw."""
     has_gradient: bool = True
-    stretch: Stretch | None = None
-    """None for a run without end, in which editions count for nothing."""
+    num_steps: int | None = None
+    """The steps that codecs are chosen for; None for a run without end, where a basis counts for nothing."""
+    num_microbatches: int | None = None
+    num_learners: int = 1
+    """The pairs of ranks that speak across the cut: each learns a basis of its own."""
+
+    def __post_init__(self) -> None:
+        counts = self.num_steps, self.num_microbatches, self.num_learners
+        if any(one is not None and one < 1 for one in counts):
+            raise ValueError(f"nothing crosses in {self}")
 
 
 CodecText = Annotated[CodecSpec, BeforeValidator(read_codec), PlainSerializer(str, return_type=str)]
@@ -111,29 +97,25 @@ class Pair:
         return next((step for step in self.forward.steps if isinstance(step, Subspace)), None)
 
     @property
-    def has_subspace(self) -> bool:
-        """Whether there is one."""
-        return self.subspace is not None
-
-    @property
     def projects_gradients(self) -> bool:
         """Whether gradients cross only where their activation did: what stays behind is no error."""
         steps = gradient_codec(self.forward, self.backward).steps
         return any(isinstance(step, SameBasis | SameIndices) for step in steps)
 
     def forward_bytes(self, crossing: Crossing) -> int:
-        """Bytes of an activation on the line, without the editions that some bring along."""
+        """Bytes of an activation on the line, without the versions of a basis that some bring along."""
         return self.forward.wire_bytes(
             crossing.num_rows, crossing.width, element_bytes=crossing.element_bytes
         )
 
-    def edition_bytes(self, crossing: Crossing, *, age: int = 0) -> float:
-        """Bytes that editions add to an activation, on average; codes that hold already have an age."""
-        subspace, stretch = self.subspace, crossing.stretch
-        if subspace is None or stretch is None:
+    def basis_bytes(self, crossing: Crossing, *, age: int = 0) -> float:
+        """Bytes that versions of a basis add to an activation, on average; one in use has an age in steps."""
+        subspace, num_steps = self.subspace, crossing.num_steps
+        if subspace is None or num_steps is None:
             return 0.0
-        num = stretch.num_learners * num_editions(subspace, stretch.num_steps, age=age)
-        return num * (edition_bytes(subspace, crossing.width) - TAG_BYTES) / stretch.num_messages
+        num = crossing.num_learners * num_editions(subspace, num_steps, age=age)
+        num_messages = num_steps * (crossing.num_microbatches or 1)
+        return num * (edition_bytes(subspace, crossing.width) - TAG_BYTES) / num_messages
 
     def backward_bytes(self, crossing: Crossing) -> int:
         """Bytes of its gradient on the line."""
@@ -146,10 +128,6 @@ class Pair:
             crossing.width,
             element_bytes=crossing.element_bytes,
         )
-
-    def bytes_both_ways(self, crossing: Crossing) -> int:
-        """Bytes of an activation and its gradient."""
-        return self.forward_bytes(crossing) + self.backward_bytes(crossing)
 
 
 RAW: Final = parse_codec("raw")
@@ -211,24 +189,19 @@ def codec_levels(width: int, *, shares_ids: bool = False) -> tuple[CodecLevel, .
     return (*plain, *joint)
 
 
-def widen(
-    pair: Pair, crossing: Crossing, *, rungs: Sequence[CodecLevel], of_gradient: bool = False
+def less_lossy(
+    pair: Pair, crossing: Crossing, *, levels: Sequence[CodecLevel], of_gradient: bool = False
 ) -> Pair | None:
     """The next less lossy codec for one direction, None where there is none; the other stays where it can."""
-    candidates = (_widened(pair, rung, of_gradient=of_gradient) for rung in reversed(rungs))
-    measure = Pair.backward_bytes if of_gradient else Pair.forward_bytes
-    return next(
-        (one for one in candidates if one.is_possible and measure(one, crossing) > measure(pair, crossing)),
-        None,
-    )
-
-
-def _widened(pair: Pair, rung: CodecLevel, *, of_gradient: bool) -> Pair:
-    if rung.is_joint or pair.has_subspace:
-        return Pair(forward=rung.forward, backward=rung.backward)
-    if of_gradient:
-        return Pair(forward=pair.forward, backward=rung.backward)
-    return Pair(forward=rung.forward, backward=pair.backward)
+    num_bytes = Pair.backward_bytes if of_gradient else Pair.forward_bytes
+    for level in reversed(levels):
+        forward, backward = level.forward, level.backward
+        if not level.is_joint and pair.subspace is None:
+            forward, backward = (pair.forward, backward) if of_gradient else (forward, pair.backward)
+        other = Pair(forward=forward, backward=backward)
+        if other.is_possible and num_bytes(other, crossing) > num_bytes(pair, crossing):
+            return other
+    return None
 
 
 def _level(forward: str, backward: str, loss: Loss, *, is_joint: bool = False) -> CodecLevel:
@@ -237,13 +210,12 @@ def _level(forward: str, backward: str, loss: Loss, *, is_joint: bool = False) -
     )
 
 
-HEADROOM: Final = 0.9
-"""A transfer counts as hidden up to this share of the interval: links are not always at their best."""
-
+# A transfer counts as overlapped up to this share of the interval: links are not always at their best.
+_HEADROOM: Final = 0.9
 # Codecs whose steps take about as long are equals, and the least lossy of them is taken.
 _TOLERANCE: Final = 0.05
 # Figures that move to and fro must not move the codec with them: what was chosen with the usual headroom is
-# left for a stronger one only when it is over the interval by this, for a less lossy one with more to spare.
+# left for a lossier one only when it is over the interval by this, for a less lossy one with more to spare.
 _WORTHWHILE_GAIN: Final = 0.09
 _CAUTIOUS_HEADROOM: Final = 0.8
 
@@ -273,11 +245,21 @@ class Bounds:
     """The job's own codec of activations, None where it is free."""
     backward: CodecText | None = None
     least_forward_bytes: int = 0
-    """Where the guard has found codecs with fewer bytes too strong."""
+    """Where the guard has found codecs with fewer bytes too lossy."""
     least_backward_bytes: int = 0
     most_forward_bytes: float = math.inf
     """Where money counts, and codecs with more bytes would cost more than was planned."""
     most_backward_bytes: float = math.inf
+
+    @property
+    def are_open(self) -> bool:
+        """Whether the job leaves both directions free."""
+        return self.forward is None and self.backward is None
+
+    def allow(self, loss: Loss, forward_bytes: int, backward_bytes: int) -> bool:
+        """Whether neither the job nor the guard rules a pair out."""
+        is_enough = forward_bytes >= self.least_forward_bytes and backward_bytes >= self.least_backward_bytes
+        return loss <= self.loss and is_enough
 
 
 DEFAULT_BOUNDS: Final = Bounds()
@@ -285,34 +267,19 @@ DEFAULT_BOUNDS: Final = Bounds()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The codecs chosen for a link, the time of a message of each on the line, and why.
-
-    `edition_s` is what editions add to an activation, on average.
-    """
+    """Codecs for a link: their level in each direction, and the time of a message of each on the line."""
 
     pair: Pair
     loss: Loss
+    levels: tuple[int, int]
+    is_joint: bool
     forward_s: float
     backward_s: float
-    edition_s: float
-    is_hidden: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Option:
-    """A pair that is allowed: its level in each direction, and how fast it is."""
-
-    pair: Pair
-    loss: Loss
-    rungs: tuple[int, int]
-    forward_s: float
-    backward_s: float
-    edition_s: float
-    num_microbatches: int | None
-    num_at_once: int = 1
-    """Ranks that send at the same time, and so share the line, at the ends of a step."""
-    is_joint: bool = False
+    basis_s: float
+    """What versions of a basis add to an activation, on average."""
+    interval_s: float
+    crossing: Crossing
+    reason: str = ""
 
     @property
     def grade(self) -> tuple[int, bool]:
@@ -321,275 +288,185 @@ class _Option:
 
     @property
     def lossiness(self) -> tuple[int, int, int, int]:
-        """Sorts by the stronger direction first; between equals the gradient is spared."""
-        return (self.loss, max(self.rungs), sum(self.rungs), self.rungs[1])
+        """Sorts by the lossier direction first; between equals the less lossy gradient comes first."""
+        return (self.loss, max(self.levels), sum(self.levels), self.levels[1])
 
-    def pace_s(self, figures: Figures, headroom: float = 1.0) -> float:
+    @property
+    def is_hidden(self) -> bool:
+        """Whether computing takes at least as long as both directions."""
+        return self.pace_s() <= self.interval_s
+
+    def pace_s(self, headroom: float = 1.0) -> float:
         """What a micro-batch takes in the long run: the slowest of computation and both directions."""
-        return max(figures.interval_s, self.forward_s / headroom, self.backward_s / headroom)
+        return max(self.interval_s, self.forward_s / headroom, self.backward_s / headroom)
 
-    def is_hidden(self, figures: Figures, headroom: float) -> bool:
-        """Whether computing goes on behind both directions; there is nothing else to compute beside one."""
-        return self.num_microbatches != 1 and self.pace_s(figures, headroom) <= figures.interval_s
+    def is_overlapped(self, headroom: float) -> bool:
+        """Whether computing goes on beside both directions; beside a single micro-batch there is none."""
+        return self.crossing.num_microbatches != 1 and self.pace_s(headroom) <= self.interval_s
 
-    def step_s(self, figures: Figures, headroom: float) -> float:
-        """The same with what nothing hides: a step's first activation, its edition, and its last gradient."""
-        ends_s = self.num_at_once * (self.forward_s + self.backward_s) / (self.num_microbatches or math.inf)
-        return self.pace_s(figures, headroom) + ends_s + self.edition_s
+    def step_s(self, headroom: float) -> float:
+        """The pace and what nothing overlaps: a step's first activation, its basis, and its last gradient."""
+        num_microbatches = self.crossing.num_microbatches or math.inf
+        # Ranks that send at the same time when a step begins, and when it ends.
+        num_at_once = min(self.crossing.num_learners, num_microbatches)
+        ends_s = num_at_once * (self.forward_s + self.backward_s) / num_microbatches
+        return self.pace_s(headroom) + ends_s + self.basis_s
 
 
 def choose(
     crossing: Crossing,
     figures: Figures,
     *,
-    rungs: Sequence[CodecLevel],
+    levels: Sequence[CodecLevel],
     bounds: Bounds = DEFAULT_BOUNDS,
     tolerance: float = _TOLERANCE,
-) -> Choice:
-    """The least lossy codecs with which a step takes no longer, to a tolerance, than with any other."""
-    options = _options(crossing, figures, rungs, bounds)
-    return _explain(_least_lossy(options, figures, HEADROOM, tolerance), options, crossing, figures, bounds)
-
-
-def allowed_pairs(
-    crossing: Crossing, figures: Figures, *, rungs: Sequence[CodecLevel], bounds: Bounds = DEFAULT_BOUNDS
-) -> list[Pair]:
-    """All codecs that `choose` chooses from."""
-    return [one.pair for one in _options(crossing, figures, rungs, bounds)]
-
-
-def chosen(
-    pair: Pair,
-    crossing: Crossing,
-    figures: Figures,
-    *,
-    rungs: Sequence[CodecLevel],
-    bounds: Bounds = DEFAULT_BOUNDS,
-) -> Choice:
-    """One of the codecs that are allowed, with what `choose` would say of it."""
-    options = _options(crossing, figures, rungs, bounds)
-    own = next(one for one in options if one.pair == pair)
-    return _explain(own, options, crossing, figures, bounds)
-
-
-def reconsider(
-    current: Pair,
-    crossing: Crossing,
-    figures: Figures,
-    *,
-    rungs: Sequence[CodecLevel],
-    bounds: Bounds = DEFAULT_BOUNDS,
+    current: Pair | None = None,
     age: int = 0,
-) -> Choice | None:
-    """What to change to, None to stay: stronger only for a real gain, less lossy only with room to spare.
+) -> Choice:
+    """The least lossy codecs with which a step takes no longer, to a tolerance, than with any other.
 
-    A basis that has been in use for `age` steps has most of its editions behind it; any other begins anew.
+    A link that has codecs already leaves them for lossier ones only for a real gain, and for less lossy ones
+    only with room to spare. A basis that has been in use for `age` steps has most of its versions behind it.
     """
-    options = [
-        _aged(one, crossing, figures, age) if one.pair == current else one
-        for one in _options(crossing, figures, rungs, bounds)
-    ]
-    own = next((one for one in options if one.pair == current), None)
+    allowed = options(crossing, figures, levels=levels, bounds=bounds)
+    own = next((one for one in allowed if one.pair == current), None)
     if own is None:
-        return _explain(_least_lossy(options, figures, HEADROOM), options, crossing, figures, bounds)
-    rivals = _rivals(own, options, figures)
-    best, safe = (_least_lossy(rivals, figures, headroom) for headroom in (HEADROOM, _CAUTIOUS_HEADROOM))
+        return explained(_least_lossy(allowed, _HEADROOM, tolerance), allowed, bounds)
+    aged = replace(own, basis_s=8 * own.pair.basis_bytes(crossing, age=age) / figures.down_bps)
+    allowed = [aged if one is own else one for one in allowed]
+    return explained(_changed(aged, allowed), allowed, bounds)
+
+
+def _changed(own: Choice, allowed: Sequence[Choice]) -> Choice:
+    # While the link is overlapped, nothing that loses more is worth a change.
+    rivals = [one for one in allowed if one.grade <= own.grade] if own.is_overlapped(1.0) else allowed
+    best, safe = (_least_lossy(rivals, headroom) for headroom in (_HEADROOM, _CAUTIOUS_HEADROOM))
     if safe.lossiness < own.lossiness:
-        return _explain(safe, options, crossing, figures, bounds)
+        return safe
     if best.grade < own.grade:
         # There is something less lossy, but with too little to spare.
         best = safe
-    is_worthwhile = best != own and _is_slow(own, rivals, best.grade, figures)
-    return _explain(best, options, crossing, figures, bounds) if is_worthwhile else None
+    fastest_s = min(one.step_s(1.0) for one in rivals if one.grade <= best.grade)
+    return best if own.step_s(1.0) > fastest_s * (1 + _WORTHWHILE_GAIN) else own
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Side:
-    """A codec that one direction may have; the job's own costs nothing that was not agreed to."""
-
-    codec: CodecSpec
-    index: int = 0
-    loss: Loss = Loss.NONE
-    joint: int | None = None
-    """The level that both directions must have if one does."""
-
-
-def _sides(rungs: Sequence[CodecLevel], codecs: Sequence[CodecSpec], own: CodecSpec | None) -> list[_Side]:
-    if own is not None:
-        return [_Side(codec=own)]
-    return [
-        _Side(codec=codec, index=index, loss=rung.loss, joint=index if rung.is_joint else None)
-        for index, (rung, codec) in enumerate(zip(rungs, codecs, strict=True))
-    ]
-
-
-def _options(
-    crossing: Crossing, figures: Figures, rungs: Sequence[CodecLevel], bounds: Bounds
-) -> list[_Option]:
+def options(
+    crossing: Crossing, figures: Figures, *, levels: Sequence[CodecLevel], bounds: Bounds = DEFAULT_BOUNDS
+) -> list[Choice]:
     """What is allowed and not too dear, or else the cheapest of it.
 
     All there is, where the job's own codec of one direction leaves nothing.
     """
+    sides = ([*enumerate(_side(levels, own))] for own in (bounds.forward, bounds.backward))
     possible = [
         _option(down, up, crossing, figures)
-        for down in _sides(rungs, [rung.forward for rung in rungs], bounds.forward)
-        for up in _sides(rungs, [rung.backward for rung in rungs], bounds.backward)
-        if _go_together(down, up, bounds) and _suit(down, up, crossing, figures, bounds)
+        for down, up in itertools.product(*sides)
+        if _go_together(down, up, crossing, figures, bounds)
     ]
-    allowed = [option for option in possible if _is_allowed(option, crossing, bounds)]
+    sizes = [(one.pair.forward_bytes(crossing), one.pair.backward_bytes(crossing)) for one in possible]
+    allowed = [
+        (one, size) for one, size in zip(possible, sizes, strict=True) if bounds.allow(one.loss, *size)
+    ]
     if not allowed:
         return possible
-    cheap = [option for option in allowed if _is_cheap(option, crossing, bounds)]
-    return cheap or [min(allowed, key=lambda option: option.pair.bytes_both_ways(crossing))]
+    most = bounds.most_forward_bytes, bounds.most_backward_bytes
+    cheap = [one for one, size in allowed if size[0] <= most[0] and size[1] <= most[1]]
+    return cheap or [min(allowed, key=lambda found: sum(found[1]))[0]]
 
 
-def _go_together(down: _Side, up: _Side, bounds: Bounds) -> bool:
-    is_free = bounds.forward is None and bounds.backward is None
-    if is_free and down.joint != up.joint:
-        return False
-    return Pair(forward=down.codec, backward=up.codec).is_possible
+def _side(levels: Sequence[CodecLevel], own: CodecSpec | None) -> Sequence[CodecLevel]:
+    """The levels of one direction; the job's own codec costs nothing that was not agreed to."""
+    return levels if own is None else (CodecLevel(forward=own, backward=own, loss=Loss.NONE),)
 
 
-def _suit(down: _Side, up: _Side, crossing: Crossing, figures: Figures, bounds: Bounds) -> bool:
-    """Whether the wider direction has no stronger codec than the narrower; between equals, the gradient."""
-    if bounds.forward is not None or bounds.backward is not None or not crossing.has_gradient:
-        return True
-    return up.index <= down.index if figures.up_bps >= figures.down_bps else down.index <= up.index
+_Numbered = tuple[int, CodecLevel]
 
 
-def _option(down: _Side, up: _Side, crossing: Crossing, figures: Figures) -> _Option:
-    pair = Pair(forward=down.codec, backward=up.codec)
-    return _Option(
+def _go_together(
+    down: _Numbered, up: _Numbered, crossing: Crossing, figures: Figures, bounds: Bounds
+) -> bool:
+    """Whether gradients can cross so, and where the job leaves both free, the levels suit each other.
+
+    A joint level needs itself in the other direction. The wider direction has no lossier codec than the
+    narrower one; between equals, that is the gradient.
+    """
+    if bounds.are_open:
+        if (down[1].is_joint or up[1].is_joint) and down[0] != up[0]:
+            return False
+        is_up_wide = figures.up_bps >= figures.down_bps
+        if crossing.has_gradient and (up[0] > down[0] if is_up_wide else down[0] > up[0]):
+            return False
+    return Pair(forward=down[1].forward, backward=up[1].backward).is_possible
+
+
+def _option(down: _Numbered, up: _Numbered, crossing: Crossing, figures: Figures) -> Choice:
+    pair = Pair(forward=down[1].forward, backward=up[1].backward)
+    return Choice(
         pair=pair,
-        loss=max(down.loss, up.loss),
-        rungs=(down.index, up.index),
+        loss=max(down[1].loss, up[1].loss),
+        levels=(down[0], up[0]),
+        is_joint=down[1].is_joint,
         forward_s=8 * pair.forward_bytes(crossing) / figures.down_bps,
         backward_s=8 * pair.backward_bytes(crossing) / figures.up_bps,
-        edition_s=8 * pair.edition_bytes(crossing) / figures.down_bps,
-        num_microbatches=None if crossing.stretch is None else crossing.stretch.num_microbatches,
-        num_at_once=1 if crossing.stretch is None else crossing.stretch.num_at_once,
-        is_joint=down.joint is not None,
+        basis_s=8 * pair.basis_bytes(crossing) / figures.down_bps,
+        interval_s=figures.interval_s,
+        crossing=crossing,
     )
 
 
-def _aged(option: _Option, crossing: Crossing, figures: Figures, age: int) -> _Option:
-    return replace(option, edition_s=8 * option.pair.edition_bytes(crossing, age=age) / figures.down_bps)
-
-
-def _is_allowed(option: _Option, crossing: Crossing, bounds: Bounds) -> bool:
-    return (
-        option.loss <= bounds.loss
-        and option.pair.forward_bytes(crossing) >= bounds.least_forward_bytes
-        and option.pair.backward_bytes(crossing) >= bounds.least_backward_bytes
-    )
-
-
-def _is_cheap(option: _Option, crossing: Crossing, bounds: Bounds) -> bool:
-    return (
-        option.pair.forward_bytes(crossing) <= bounds.most_forward_bytes
-        and option.pair.backward_bytes(crossing) <= bounds.most_backward_bytes
-    )
-
-
-def _least_lossy(
-    options: Sequence[_Option], figures: Figures, headroom: float, tolerance: float = _TOLERANCE
-) -> _Option:
-    """The least lossy of the fastest, among those of the least loss that hides the link if one does."""
-    for grade in sorted({one.grade for one in options}):
-        enough = [one for one in options if one.grade <= grade]
-        if any(one.is_hidden(figures, headroom) for one in enough):
-            return _least_lossy_of_the_fastest(enough, figures, headroom, tolerance)
-    return _least_lossy_of_the_fastest(options, figures, headroom, tolerance)
-
-
-def _least_lossy_of_the_fastest(
-    options: Sequence[_Option], figures: Figures, headroom: float, tolerance: float
-) -> _Option:
-    fastest_s = min(one.step_s(figures, headroom) for one in options)
-    as_fast = (one for one in options if one.step_s(figures, headroom) <= fastest_s * (1 + tolerance))
+def _least_lossy(allowed: Sequence[Choice], headroom: float, tolerance: float = _TOLERANCE) -> Choice:
+    """The least lossy of the fastest, among those of the least loss that overlaps the link if one does."""
+    enough = allowed
+    for grade in sorted({one.grade for one in allowed}):
+        some = [one for one in allowed if one.grade <= grade]
+        if any(one.is_overlapped(headroom) for one in some):
+            enough = some
+            break
+    fastest_s = min(one.step_s(headroom) for one in enough)
+    as_fast = (one for one in enough if one.step_s(headroom) <= fastest_s * (1 + tolerance))
     return min(as_fast, key=lambda one: one.lossiness)
 
 
-def _rivals(own: _Option, options: Sequence[_Option], figures: Figures) -> Sequence[_Option]:
-    """What own may be left for: nothing that loses more, while the link is hidden."""
-    return [one for one in options if one.grade <= own.grade] if own.is_hidden(figures, 1.0) else options
-
-
-def _is_slow(own: _Option, rivals: Sequence[_Option], grade: tuple[int, bool], figures: Figures) -> bool:
-    """Whether steps could be shorter by far with no more than this loss."""
-    fastest_s = min(one.step_s(figures, 1.0) for one in rivals if one.grade <= grade)
-    return own.step_s(figures, 1.0) > fastest_s * (1 + _WORTHWHILE_GAIN)
-
-
-def _explain(
-    chosen: _Option, options: Sequence[_Option], crossing: Crossing, figures: Figures, bounds: Bounds
-) -> Choice:
-    pace_s = chosen.pace_s(figures)
-    slower = [one for one in options if one.lossiness < chosen.lossiness]
-    forward_s = {one.pair.forward: one.forward_s for one in slower} | {chosen.pair.forward: chosen.forward_s}
-    backward_s = {one.pair.backward: one.backward_s for one in slower}
-    backward_s |= {chosen.pair.backward: chosen.backward_s}
-    has_faster = any(one.pace_s(figures) < pace_s for one in options)
-    scene = _Scene(interval_s=figures.interval_s, pace_s=pace_s, has_faster=has_faster)
-    told = scene.sentence(
-        chosen.pair.forward, forward_s, author=_author(bounds.forward, bounds.least_forward_bytes)
-    )
-    reason = f"activations {told}"
-    if chosen.edition_s:
-        reason += f", its basis adds {format_duration(chosen.edition_s)}"
-    if crossing.has_gradient:
-        told = scene.sentence(
-            chosen.pair.backward, backward_s, author=_author(bounds.backward, bounds.least_backward_bytes)
-        )
-        reason += f"; gradients {told}"
-    return Choice(
-        pair=chosen.pair,
-        loss=chosen.loss,
-        forward_s=chosen.forward_s,
-        backward_s=chosen.backward_s,
-        edition_s=chosen.edition_s,
-        is_hidden=pace_s <= figures.interval_s,
-        reason=reason,
-    )
+def explained(choice: Choice, allowed: Sequence[Choice], bounds: Bounds) -> Choice:
+    """A choice with its reason: beside what it was chosen from."""
+    less_lossy = [one for one in allowed if one.lossiness < choice.lossiness]
+    has_faster = any(one.pace_s() < choice.pace_s() for one in allowed)
+    forward_s = {one.pair.forward: one.forward_s for one in (*less_lossy, choice)}
+    author = _author(bounds.forward, bounds.least_forward_bytes)
+    reason = f"activations {_sentence(choice, choice.pair.forward, forward_s, author, has_faster)}"
+    if choice.basis_s:
+        reason += f", its basis adds {format_duration(choice.basis_s)}"
+    if choice.crossing.has_gradient:
+        backward_s = {one.pair.backward: one.backward_s for one in (*less_lossy, choice)}
+        author = _author(bounds.backward, bounds.least_backward_bytes)
+        reason += f"; gradients {_sentence(choice, choice.pair.backward, backward_s, author, has_faster)}"
+    return replace(choice, reason=reason)
 
 
 def _author(own: CodecSpec | None, least_bytes: int) -> str:
-    """Who gave a direction its codec, where it is not chosen here: the guard, if the job's was too strong."""
+    """Says where the codec of a direction that is not chosen here comes from."""
     if own is None:
         return ""
-    return "as the guard has it" if least_bytes else "as the job says"
+    return ", as the guard has it" if least_bytes else ", as the job says"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scene:
-    """What both directions are told against; `has_faster` where only a basis makes stronger codecs slower."""
-
-    interval_s: float
-    pace_s: float
-    has_faster: bool
-
-    def sentence(self, codec: CodecSpec, seconds: Mapping[CodecSpec, float], *, author: str) -> str:
-        """Says, for example, "raw: 12 ms on the line is hidden behind 30 ms of compute"."""
-        own_s, compute = seconds[codec], f"{format_duration(self.interval_s)} of compute"
-        start = f"{codec}{f', {author}' if author else ''}: {format_duration(own_s)} on the line is"
-        if own_s >= self.pace_s > self.interval_s:
-            return f"{start} more than {compute}, and {self._excuse(is_own=bool(author))}"
-        reason = f"hidden behind {compute}"
-        if own_s > self.interval_s:
-            reason = f"less than the {format_duration(self.pace_s)} of the other direction"
-        slower = [(other_s, str(other)) for other, other_s in seconds.items() if other_s > own_s]
-        return f"{start} {reason}{self._contrast(*min(slower)) if slower else ''}"
-
-    def _contrast(self, other_s: float, other: str) -> str:
-        """What a less lossy codec would take on the line, or if that is hidden too, at the ends of a step."""
-        if other_s > self.interval_s:
-            return f", {other} would take {format_duration(other_s)}"
-        return (
-            f", and at the ends of a step, which nothing hides, {other} would take {format_duration(other_s)}"
-        )
-
-    def _excuse(self, *, is_own: bool) -> str:
-        if is_own:
-            return 'codec = "auto" may find a faster one'
-        counted = " once its basis is counted" if self.has_faster else ""
-        return f"no codec that is allowed is faster{counted}"
+def _sentence(
+    choice: Choice, codec: CodecSpec, seconds: Mapping[CodecSpec, float], author: str, has_faster: bool
+) -> str:
+    """Says, for example, "raw: 12 ms on the line is hidden behind 30 ms of compute"."""
+    own_s, interval_s, pace_s = seconds[codec], choice.interval_s, choice.pace_s()
+    compute = f"{format_duration(interval_s)} of compute"
+    start = f"{codec}{author}: {format_duration(own_s)} on the line is"
+    if own_s >= pace_s > interval_s:
+        excuse = "no codec that is allowed is faster" + (" once its basis is counted" if has_faster else "")
+        excuse = 'codec = "auto" may find a faster one' if author else excuse
+        return f"{start} more than {compute}, and {excuse}"
+    reason = f"hidden behind {compute}"
+    if own_s > interval_s:
+        reason = f"less than the {format_duration(pace_s)} of the other direction"
+    slower = [(other_s, str(other)) for other, other_s in seconds.items() if other_s > own_s]
+    if not slower:
+        return f"{start} {reason}"
+    other_s, other = min(slower)
+    ends = "" if other_s > interval_s else " and at the ends of a step, which nothing hides,"
+    return f"{start} {reason},{ends} {other} would take {format_duration(other_s)}"

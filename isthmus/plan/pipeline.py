@@ -177,7 +177,7 @@ class PipelineScheduler:
         )
         if self._end.steering is not None:
             asked = [one == texts_of(cut.codecs) for cut, one, _ in own]
-            self._end.steering.restore(state.standings, is_same=asked, step=step)
+            self._end.steering.restore(state.states, is_same=asked, step=step)
             self._tell_notes()
 
     def _all_turns(self, first_step: int) -> Iterator[tuple[int, bool]]:
@@ -428,7 +428,7 @@ class PipelineScheduler:
         self._codecs = verdict.codecs or self._codecs
         if verdict.save:
             asked = self._pipeline.codecs
-            state = PipelineState(asked=asked, codecs=self._codecs, standings=self._end.standings)
+            state = PipelineState(asked=asked, codecs=self._codecs, states=self._end.states)
             self._saving.add(turn.step + 1)
             self._actions.append(Save(turn.step + 1, state))
         if verdict.stop:

@@ -12,7 +12,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import AliasChoices, Field
 
 from isthmus.plan.codecs import read_pair, texts_of
 from isthmus.plan.end_of_step import (
@@ -28,7 +30,7 @@ from isthmus.plan.end_of_step import (
     total_norm,
 )
 from isthmus.plan.scenario import Caps, Measured, Policy, Scenario, bare_scenario, first_windows, next_windows
-from isthmus.plan.steering import Cut, SavedCodecs, Steering
+from isthmus.plan.steering import CodecState, Cut, Steering
 from isthmus.plan.types import (
     Facts,
     Member,
@@ -259,7 +261,9 @@ class PipelineState(Facts):
     asked: tuple[Texts, ...] = ()
     """The codecs with which the job let each cut start."""
     codecs: tuple[Texts, ...] = ()
-    standings: tuple[SavedCodecs, ...] = ()
+    states: Annotated[
+        tuple[CodecState, ...], Field(validation_alias=AliasChoices("states", "standings"))
+    ] = ()
 
 
 Place = tuple[int, bool]
@@ -414,9 +418,9 @@ class EndOfStep:
         self._saved_s = 0.0
 
     @property
-    def standings(self) -> tuple[SavedCodecs, ...]:
+    def states(self) -> tuple[CodecState, ...]:
         """How the codecs of all cuts came about, for a checkpoint; known to the first stage alone."""
-        return () if self.steering is None else tuple(one.saved() for one in self.steering.standings)
+        return () if self.steering is None else self.steering.states
 
     def start(self, now_s: float) -> None:
         """Count the time to the first save from here."""

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from isthmus.plan.candidates import Terms
-from isthmus.plan.codecs import RAW_PAIR, Crossing, Figures, allowed_pairs
+from isthmus.plan.codecs import RAW_PAIR, Crossing, Figures, options
 from isthmus.plan.stage_tables import ModelSupply, Setting
 from isthmus.plan.step_time import HopTimes, Mask, StageTimes, Table, step_bound_s
 from isthmus.plan.walks import MAX_ENUMERATED, Beam, Stops, all_cuts, all_orders, least_slowest_s
@@ -82,8 +82,8 @@ class Space:
         line = self.supply.links[pair].line
         link = self.terms.links[frozenset(self.supply.clouds[one].name for one in pair)]
         figures = Figures(interval_s=0.0, down_bps=line.down_bps, up_bps=line.up_bps)
-        codecs = allowed_pairs(crossing, figures, rungs=link.rungs, bounds=link.bounds)
-        hops = [self.supply.coded_hop(pair, crossing, one) for one in codecs]
+        allowed = options(crossing, figures, levels=link.rungs, bounds=link.bounds)
+        hops = [self.supply.coded_hop(pair, crossing, one.pair) for one in allowed]
         return _HopSpace(
             times=HopTimes.least([HopTimes.of(one) for one in hops]),
             num_bytes=min(one.forward_bytes + one.backward_bytes for one in hops),

@@ -11,7 +11,7 @@ import numpy as np
 from isthmus.job import CodecSpec
 from isthmus.job.codec import gradient_codec
 from isthmus.job.codec_steps import Anchor, Feedback, Subspace, Svd, edition_bytes, num_directions, svd_rank
-from isthmus.plan.codecs import Crossing, Pair, Stretch, num_learners
+from isthmus.plan.codecs import Crossing, Pair, num_learners
 from isthmus.plan.costs import WIDE_BYTES, Messages, ModelCosts, PartCosts, Stages, Workload, stream_bytes
 from isthmus.plan.job_facts import CloudFacts, Level, StepFacts
 from isthmus.plan.memory import Bottleneck, HalfCosts, Memory, Savers, Sharding, stage_memory, stages_memory
@@ -282,17 +282,15 @@ class ModelSupply:
             width=self.links[pair].width,
             element_bytes=element_bytes,
             has_gradient=has_gradient,
-            stretch=Stretch(
-                num_steps=self.step.num_steps,
-                num_microbatches=setting.num_microbatches,
-                num_learners=num_learners(*(self.clouds[one].num_ranks for one in pair)),
-            ),
+            num_steps=self.step.num_steps,
+            num_microbatches=setting.num_microbatches,
+            num_learners=num_learners(*(self.clouds[one].num_ranks for one in pair)),
         )
 
     def coded_hop(self, pair: tuple[int, int], crossing: Crossing, codecs: Pair) -> HopLoad:
         """What a micro-batch sends with these codecs; over the run, editions of a basis are a part of it."""
         first, second = (self.clouds[one] for one in pair)
-        activation_bytes = codecs.forward_bytes(crossing) + round(codecs.edition_bytes(crossing))
+        activation_bytes = codecs.forward_bytes(crossing) + round(codecs.basis_bytes(crossing))
         forward_bytes = self.messages.forward_bytes(activation_bytes, num_tokens=crossing.num_rows)
         backward_bytes = 0
         if crossing.has_gradient:

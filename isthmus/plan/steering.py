@@ -18,11 +18,11 @@ from isthmus.plan.codecs import (
     Crossing,
     Figures,
     Pair,
+    choose,
     codec_levels,
+    less_lossy,
     read_pair,
-    reconsider,
     texts_of,
-    widen,
 )
 from isthmus.plan.end_of_step import Cosines, Count, Tally, Texts
 from isthmus.plan.scenario import Hop
@@ -81,99 +81,96 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedCodecs(Facts):
-    """A `Standing` as a checkpoint holds it."""
+class CodecState(Facts):
+    """The codecs of a cut, since when, and the fewest bytes that the guard allows of a message each way."""
 
     codecs: Texts
     since_step: Count = 0
     least_forward_bytes: Count = 0
     least_backward_bytes: Count = 0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """The codecs of a cut, since when, and the fewest bytes that the guard allows of a message each way."""
-
-    pair: Pair
-    since_step: int = 0
-    least_forward_bytes: int = 0
-    least_backward_bytes: int = 0
-
-    def saved(self) -> SavedCodecs:
-        """The same as facts."""
-        return SavedCodecs(
-            codecs=texts_of(self.pair),
-            since_step=self.since_step,
-            least_forward_bytes=self.least_forward_bytes,
-            least_backward_bytes=self.least_backward_bytes,
-        )
+    @property
+    def pair(self) -> Pair:
+        """The codecs."""
+        return read_pair(self.codecs)
 
 
-def restored(saved: SavedCodecs) -> Standing:
-    """The standing that `Standing.saved` gave."""
-    return Standing(
-        pair=read_pair(saved.codecs),
-        since_step=saved.since_step,
-        least_forward_bytes=saved.least_forward_bytes,
-        least_backward_bytes=saved.least_backward_bytes,
+def guarded(
+    cut: Cut, pair: Pair, cosine: float, *, steps_in_force: int, of_gradient: bool = False
+) -> tuple[Pair, str] | None:
+    """The next less lossy codecs, and why, where a measured message has changed too much; else None.
+
+    A cosine of NaN says that nothing was measured. The cosine of gradients that are projected as their
+    activations were says nothing about their code.
+    """
+    is_young = pair.subspace is not None and steps_in_force < _YOUNG_STEPS
+    if math.isnan(cosine) or cosine >= cut.guard_cosine or is_young:
+        return None
+    if of_gradient and pair.projects_gradients:
+        return None
+    other = less_lossy(pair, cut.crossing, levels=cut.levels, of_gradient=of_gradient)
+    if other is None:
+        return None
+    what, old, new = (
+        ("gradients", pair.backward, other.backward)
+        if of_gradient
+        else ("activations", pair.forward, other.forward)
+    )
+    return other, (
+        f"{what} {new} instead of {old}: the cosine between what was sent and what arrives "
+        f"fell to {cosine:.4f}, below the link's guard_cosine of {cut.guard_cosine:g}"
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Widening:
-    """The codecs to change to, and why."""
-
-    pair: Pair
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
-    """Asks for the next less lossy codec where a measured message has changed too much."""
-
-    least_cosine: float = LEAST_COSINE
-
-    def judge(
-        self,
-        cosine: float,
-        pair: Pair,
-        crossing: Crossing,
-        *,
-        rungs: Sequence[CodecLevel],
-        steps_in_force: int,
-        of_gradient: bool = False,
-    ) -> Widening | None:
-        """What to change to, None to go on; a cosine of NaN says that nothing was measured.
-
-        The cosine of gradients that are projected as their activations were says nothing about their code.
-        """
-        is_young = pair.has_subspace and steps_in_force < _YOUNG_STEPS
-        if math.isnan(cosine) or cosine >= self.least_cosine or is_young:
-            return None
-        if of_gradient and pair.projects_gradients:
-            return None
-        wider = widen(pair, crossing, rungs=rungs, of_gradient=of_gradient)
-        if wider is None:
-            return None
-        what, old, new = (
-            ("gradients", pair.backward, wider.backward)
-            if of_gradient
-            else ("activations", pair.forward, wider.forward)
-        )
-        return Widening(
-            pair=wider,
-            reason=f"{what} {new} instead of {old}: the cosine between what was sent and what arrives "
-            f"fell to {cosine:.4f}, below the link's guard_cosine of {self.least_cosine:g}",
-        )
-
-
-@dataclass(slots=True, kw_only=True)
 class _Steered:
-    """One cut, and the latest figures of it."""
+    """One cut with its codecs and the latest figures of it."""
 
-    cut: Cut
-    standing: Standing
-    figures: deque[Figures] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+    def __init__(self, cut: Cut) -> None:
+        self.cut = cut
+        self.state = CodecState(codecs=texts_of(cut.codecs))
+        self.figures: deque[Figures] = deque(maxlen=_MOST_STEPS)
+        self.notes: list[str] = []
+
+    def measure(self, hop: Hop, interval_s: float) -> None:
+        self.figures.append(_figures(self.cut, self.state.pair, hop, interval_s))
+        while _has_changed(self.figures):
+            self.figures.popleft()
+
+    def guard(self, cosines: Cosines, step: int) -> None:
+        measured = self.state.pair
+        for of_gradient, cosine in ((False, cosines.forward), (True, cosines.backward)):
+            pair = self.state.pair
+            if of_gradient and (measured.projects_gradients or measured.backward != pair.backward):
+                # What was measured says nothing about the code of gradients, or about the one they have now.
+                continue
+            steps_in_force = step - self.state.since_step
+            found = guarded(self.cut, pair, cosine, steps_in_force=steps_in_force, of_gradient=of_gradient)
+            if found is not None:
+                other, reason = found
+                key = "least_backward_bytes" if of_gradient else "least_forward_bytes"
+                num_bytes = Pair.backward_bytes if of_gradient else Pair.forward_bytes
+                self._change(other, step, reason, **{key: num_bytes(other, self.cut.crossing)})
+
+    def choose(self, step: int) -> None:
+        crossing = _from_now(self.cut.crossing, step + 1)
+        if not self.cut.is_free or len(self.figures) < _NUM_STEPS or crossing is None:
+            return
+        choice = choose(
+            crossing,
+            _median(self.figures),
+            levels=self.cut.levels,
+            bounds=_bounds(self.cut, self.state),
+            current=self.state.pair,
+            age=step + 1 - max(self.state.since_step, self.cut.num_warmup_steps),
+        )
+        if choice.pair != self.state.pair:
+            self._change(choice.pair, step, choice.reason)
+
+    def _change(self, pair: Pair, step: int, reason: str, **least_bytes: int) -> None:
+        self.state = replace(self.state, codecs=texts_of(pair), since_step=step + 1, **least_bytes)
+        self.figures.clear()
+        # People count steps from 1, and it is the next one that has them.
+        self.notes.append(f"link {self.cut.name}, from step {step + 2} on: {reason}")
 
 
 class Steering:
@@ -184,7 +181,7 @@ class Steering:
         """What was changed and why, for the scheduler to take and tell."""
         self._num_microbatches = num_microbatches
         self._num_steps = 0
-        self._cuts = [_Steered(cut=one, standing=Standing(pair=one.codecs)) for one in cuts]
+        self._cuts = [_Steered(one) for one in cuts]
 
     def __call__(self, tally: Tally) -> tuple[Pair, ...]:
         """The codecs of all cuts from the next step on."""
@@ -194,83 +191,39 @@ class Steering:
         for one, hop, cosines, element_bytes in measured:
             if tally.step >= one.cut.num_warmup_steps:
                 one.cut = _sized(one.cut, element_bytes)
-                self._measure(one, hop, interval_s)
-                self._guard(one, cosines, tally.step)
-                self._choose(one, tally.step)
-        return tuple(one.standing.pair for one in self._cuts)
+                if self._num_steps > _NUM_WARM_UP_STEPS:
+                    one.measure(hop, interval_s)
+                one.guard(cosines, tally.step)
+                one.choose(tally.step)
+            self.notes += one.notes
+            one.notes.clear()
+        return tuple(one.state.pair for one in self._cuts)
 
     @property
-    def standings(self) -> tuple[Standing, ...]:
-        """The present codecs of all cuts."""
-        return tuple(one.standing for one in self._cuts)
+    def states(self) -> tuple[CodecState, ...]:
+        """The present codecs of all cuts, for a checkpoint."""
+        return tuple(one.state for one in self._cuts)
 
-    def restore(self, saved: Sequence[SavedCodecs], *, is_same: Sequence[bool], step: int) -> None:
+    def restore(self, saved: Sequence[CodecState], *, is_same: Sequence[bool], step: int) -> None:
         """Continue with the codecs of a checkpoint, but for cuts to which the job gives others now."""
         for one, before, continues in zip(self._cuts, saved, is_same, strict=True):
             if continues:
-                one.standing = restored(before)
+                one.state = before
                 continue
-            now = texts_of(one.cut.codecs)
-            one.standing = Standing(pair=one.cut.codecs, since_step=step)
-            self.notes.append(f"link {one.cut.name}: codec {_both(before.codecs)}, now {_both(now)}")
-
-    def _guard(self, one: _Steered, cosines: Cosines, step: int) -> None:
-        measured = one.standing.pair
-        for of_gradient, cosine in ((False, cosines.forward), (True, cosines.backward)):
-            cut, standing = one.cut, one.standing
-            if of_gradient and (measured.projects_gradients or measured.backward != standing.pair.backward):
-                # What was measured says nothing about the code of gradients, or about the one they have now.
-                continue
-            widening = Guard(least_cosine=cut.guard_cosine).judge(
-                cosine,
-                standing.pair,
-                cut.crossing,
-                rungs=cut.levels,
-                steps_in_force=step - standing.since_step,
-                of_gradient=of_gradient,
-            )
-            if widening is not None:
-                one.standing = _widened(standing, widening, cut.crossing, of_gradient=of_gradient)
-                self._change(one, widening.pair, step, widening.reason)
-
-    def _measure(self, one: _Steered, hop: Hop, interval_s: float) -> None:
-        if self._num_steps > _NUM_WARM_UP_STEPS:
-            one.figures.append(_figures(one.cut, one.standing.pair, hop, interval_s))
-            while _has_changed(one.figures):
-                one.figures.popleft()
-
-    def _choose(self, one: _Steered, step: int) -> None:
-        cut, standing = one.cut, one.standing
-        crossing = _from_now(cut.crossing, step + 1)
-        if not cut.is_free or len(one.figures) < _NUM_STEPS or crossing is None:
-            return
-        choice = reconsider(
-            standing.pair,
-            crossing,
-            _median(one.figures),
-            rungs=cut.levels,
-            bounds=_bounds(cut, standing),
-            age=step + 1 - max(standing.since_step, cut.num_warmup_steps),
-        )
-        if choice is not None and choice.pair != standing.pair:
-            self._change(one, choice.pair, step, choice.reason)
-
-    def _change(self, one: _Steered, pair: Pair, step: int, reason: str) -> None:
-        one.standing = replace(one.standing, pair=pair, since_step=step + 1)
-        one.figures.clear()
-        # People count steps from 1, and it is the next one that has them.
-        self.notes.append(f"link {one.cut.name}, from step {step + 2} on: {reason}")
+            one.state = CodecState(codecs=texts_of(one.cut.codecs), since_step=step)
+            told = f"codec {_both(before.codecs)}, now {_both(one.state.codecs)}"
+            self.notes.append(f"link {one.cut.name}: {told}")
 
 
-def _bounds(cut: Cut, standing: Standing) -> Bounds:
-    """What the job allows, less what the guard has ruled out: a codec of the job that it has widened too."""
+def _bounds(cut: Cut, state: CodecState) -> Bounds:
+    """What the job allows, less what the guard has ruled out."""
     job = cut.bounds
     bounds = replace(
         job,
-        forward=None if job.forward is None else standing.pair.forward,
-        backward=None if job.backward is None else standing.pair.backward,
-        least_forward_bytes=standing.least_forward_bytes,
-        least_backward_bytes=standing.least_backward_bytes,
+        forward=None if job.forward is None else state.pair.forward,
+        backward=None if job.backward is None else state.pair.backward,
+        least_forward_bytes=state.least_forward_bytes,
+        least_backward_bytes=state.least_backward_bytes,
     )
     if cut.least_lossy is None:
         return bounds
@@ -289,17 +242,10 @@ def _sized(cut: Cut, element_bytes: int) -> Cut:
 
 def _from_now(crossing: Crossing, step: int) -> Crossing | None:
     """With the steps that are left of the run, None where there are none."""
-    whole = crossing.stretch
-    if whole is None:
+    if crossing.num_steps is None:
         return crossing
-    left = whole.num_steps - step
-    return replace(crossing, stretch=replace(whole, num_steps=left)) if left > 0 else None
-
-
-def _widened(standing: Standing, widening: Widening, crossing: Crossing, *, of_gradient: bool) -> Standing:
-    if of_gradient:
-        return replace(standing, least_backward_bytes=widening.pair.backward_bytes(crossing))
-    return replace(standing, least_forward_bytes=widening.pair.forward_bytes(crossing))
+    left = crossing.num_steps - step
+    return replace(crossing, num_steps=left) if left > 0 else None
 
 
 def _figures(cut: Cut, pair: Pair, hop: Hop, interval_s: float) -> Figures:

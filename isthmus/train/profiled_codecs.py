@@ -68,7 +68,7 @@ def given_pair(link: LinkSpec) -> Pair | None:
     forward, backward = link.codec.forward, link.codec.backward
     if isinstance(forward, CodecSpec) and isinstance(backward, CodecSpec):
         pair = Pair(forward=forward, backward=backward)
-        return RAW_PAIR if pair.has_subspace else pair
+        return pair if pair.subspace is None else RAW_PAIR
     return None
 
 

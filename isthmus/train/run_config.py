@@ -16,7 +16,7 @@ from isthmus.job import CloudSpec, CodecSpec, Job, LinkSpec, PipelineStrategy, p
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
 from isthmus.job.sections import why_not_run
 from isthmus.model.blueprint import Blueprint, split_layers
-from isthmus.plan.codecs import RAW, Bounds, Crossing, Loss, Pair, Stretch, num_learners
+from isthmus.plan.codecs import RAW, Bounds, Crossing, Loss, Pair, num_learners
 from isthmus.plan.costs import CostSource, nothing_measured
 from isthmus.plan.job_facts import (
     OPEN,
@@ -408,18 +408,15 @@ def _cuts(
     for number, link in enumerate(links):
         forward, backward = _own(link.codec.forward), _own(link.codec.backward)
         first = _first_pair(forward, backward, None if setup.codecs is None else setup.codecs[number])
-        stretch = Stretch(
-            num_steps=job.train.steps,
-            num_microbatches=setup.layout.num_microbatches,
-            num_learners=num_learners(*ranks[number : number + 2]),
-        )
         cuts.append(
             Cut(
                 crossing=Crossing(
                     num_rows=setup.layout.num_sequences * length,
                     width=link.boundary.crossing_width(hidden_width),
                     has_gradient=number >= trained_from,
-                    stretch=stretch,
+                    num_steps=job.train.steps,
+                    num_microbatches=setup.layout.num_microbatches,
+                    num_learners=num_learners(*ranks[number : number + 2]),
                 ),
                 name=link.name,
                 codecs=first,

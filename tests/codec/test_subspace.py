@@ -22,7 +22,7 @@ from isthmus.codec.subspace import (
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import CodecSpec, gradient_wire_bytes, parse_codec
 from isthmus.job.codec_steps import CodeState, num_due
-from isthmus.plan.codecs import Crossing, Pair, Stretch
+from isthmus.plan.codecs import Crossing, Pair
 
 CPU = torch.device("cpu")
 WIDTH = 24
@@ -392,15 +392,14 @@ def test_sixteen_times_less_than_bf16_with_everything_counted() -> None:
 
 def test_editions_of_a_run_weigh_what_the_ladder_counts() -> None:
     cut, num_steps, num_rows = ends("subspace(6, anchor=tokens, every=7) | int4"), 20, 16
-    stretch = Stretch(num_steps=num_steps, num_microbatches=2)
-    crossing = Crossing(num_rows=num_rows, width=WIDTH, stretch=stretch)
+    crossing = Crossing(num_rows=num_rows, width=WIDTH, num_steps=num_steps, num_microbatches=2)
     pair = Pair(forward=cut.codecs.forward, backward=cut.codecs.backward)
     sent = 0
     for step in range(num_steps):
         for microbatch in range(2):
             payload, _ = cut.forward(*cut.rows(num_rows), key(step, microbatch))
             sent += sum(sizes(payload))
-    foretold = stretch.num_messages * (pair.forward_bytes(crossing) + pair.edition_bytes(crossing))
+    foretold = 2 * num_steps * (pair.forward_bytes(crossing) + pair.basis_bytes(crossing))
     assert sent == pytest.approx(foretold)
 
 

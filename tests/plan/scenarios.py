@@ -1,9 +1,11 @@
 """Pipelines for tests: equal ones by a few numbers, and random ones."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
+from isthmus.plan.codecs import Choice, Pair, choose
 from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad
 
 BYTES_PER_S = 1_000_000
@@ -84,3 +86,9 @@ def scenarios(draw: st.DrawFn, *, max_ranks: int = 3) -> Scenario:
         policy=draw(st.sampled_from(list(Policy))),
         first_trained=draw(st.integers(0, num_stages - 1)),
     )
+
+
+def changed(pair: Pair, *crossing_and_figures: Any, **options: Any) -> Choice | None:
+    """What a link that has these codecs changes to, None where it keeps them."""
+    found = choose(*crossing_and_figures, **options, current=pair)
+    return None if found.pair == pair else found

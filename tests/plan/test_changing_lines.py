@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Loss, Pair, Stretch
+from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Loss, Pair
 from isthmus.plan.end_of_step import Cosines, Tally
 from isthmus.plan.scenario import Hop
 from isthmus.plan.steering import Cut, Steering
@@ -138,12 +138,12 @@ def test_the_wide_direction_stays_milder(wide: tuple[float, float], narrow: int)
 def test_a_basis_is_not_begun_for_the_last_steps_of_a_run() -> None:
     def codecs(left: int) -> list[Pair]:
         free = cut(pair("center | rotate | int4", INT4), loss=Loss.SOME, mbps=(40, 40))
-        short = Stretch(num_steps=20 + left, num_microbatches=NUM_MICROBATCHES, num_learners=8)
-        free = replace(free, crossing=replace(CROSSING, stretch=short))
+        crossing = replace(CROSSING, num_microbatches=NUM_MICROBATCHES, num_learners=8)
+        free = replace(free, crossing=replace(crossing, num_steps=20 + left))
         return Run(free, slow_from(18, 999, factor=4, mbps=(40, 40))).codecs(20 + left)
 
-    assert not any(one.has_subspace for one in codecs(3))
-    assert codecs(300)[-1].has_subspace
+    assert all(one.subspace is None for one in codecs(3))
+    assert codecs(300)[-1].subspace is not None
 
 
 def test_what_the_guard_widens_stays_so_though_a_stronger_codec_would_be_faster() -> None:

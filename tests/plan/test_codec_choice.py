@@ -12,20 +12,18 @@ from isthmus.plan.codecs import (
     Figures,
     Loss,
     Pair,
-    Stretch,
     choose,
     codec_levels,
-    reconsider,
 )
+from tests.plan.scenarios import changed
 
 NUM_MICROBATCHES = 16
 # So long a run that the bases it sends count for little.
-LONG = Stretch(num_steps=1_000_000, num_microbatches=NUM_MICROBATCHES)
-CROSSING = Crossing(num_rows=256, width=1024, stretch=LONG)
-RUNGS = codec_levels(1024, shares_ids=True)
-PAIRS = [Pair(forward=rung.forward, backward=rung.backward) for rung in RUNGS]
+CROSSING = Crossing(num_rows=256, width=1024, num_steps=1_000_000, num_microbatches=NUM_MICROBATCHES)
+LEVELS = codec_levels(1024, shares_ids=True)
+PAIRS = [Pair(forward=rung.forward, backward=rung.backward) for rung in LEVELS]
 # Within a class of loss, a learned basis costs more than fewer bits.
-LOSSES = dict(zip(PAIRS, ((rung.loss, rung.is_joint) for rung in RUNGS), strict=True))
+LOSSES = dict(zip(PAIRS, ((rung.loss, rung.is_joint) for rung in LEVELS), strict=True))
 
 
 def line(mbps: float) -> Figures:
@@ -33,7 +31,7 @@ def line(mbps: float) -> Figures:
 
 
 def few(num_microbatches: int) -> Crossing:
-    return replace(CROSSING, stretch=replace(LONG, num_microbatches=num_microbatches))
+    return replace(CROSSING, num_microbatches=num_microbatches)
 
 
 def step_s(pair: Pair, figures: Figures, num_microbatches: int) -> float:
@@ -46,8 +44,8 @@ def step_s(pair: Pair, figures: Figures, num_microbatches: int) -> float:
 
 def settled(pair: Pair, crossing: Crossing, figures: Figures) -> Pair:
     """Where measured figures lead."""
-    for _ in RUNGS:
-        moved = reconsider(pair, crossing, figures, rungs=RUNGS, bounds=Bounds(loss=Loss.SOME))
+    for _ in LEVELS:
+        moved = changed(pair, crossing, figures, levels=LEVELS, bounds=Bounds(loss=Loss.SOME))
         if moved is None:
             return pair
         pair = moved.pair
@@ -74,7 +72,7 @@ def test_no_step_is_a_tenth_longer_than_with_a_rung_that_loses_no_more(
 )
 def test_a_narrower_line_never_has_milder_codecs(wide: float, share: float, number: int, loss: Loss) -> None:
     before, behind = (
-        choose(few(number), line(mbps), rungs=RUNGS, bounds=Bounds(loss=loss))
+        choose(few(number), line(mbps), levels=LEVELS, bounds=Bounds(loss=loss))
         for mbps in (wide, wide * share)
     )
     assert behind.loss >= before.loss
@@ -85,8 +83,8 @@ def test_a_narrower_line_never_has_milder_codecs(wide: float, share: float, numb
 def test_a_transfer_that_computing_has_ceased_to_hide_gets_a_stronger_codec() -> None:
     bf16 = PAIRS[1]
     # 27 ms on the line when it was planned, 34 ms now.
-    assert choose(few(64), line(155), rungs=RUNGS).pair == bf16
-    moved = reconsider(bf16, few(64), line(125), rungs=RUNGS)
+    assert choose(few(64), line(155), levels=LEVELS).pair == bf16
+    moved = changed(bf16, few(64), line(125), levels=LEVELS)
     assert moved is not None
     assert moved.pair == PAIRS[2]
 
@@ -94,25 +92,25 @@ def test_a_transfer_that_computing_has_ceased_to_hide_gets_a_stronger_codec() ->
 @pytest.mark.parametrize("num_microbatches", [2, 4, 16, 64])
 def test_a_link_that_computing_hides_stays_raw_however_few_the_microbatches(num_microbatches: int) -> None:
     # 26 of 30 ms on the line.
-    assert choose(few(num_microbatches), line(323), rungs=RUNGS).pair == PAIRS[0]
+    assert choose(few(num_microbatches), line(323), levels=LEVELS).pair == PAIRS[0]
 
 
 def test_nothing_is_hidden_behind_a_single_microbatch() -> None:
-    assert choose(few(1), line(323), rungs=RUNGS).pair == PAIRS[2]
-    assert choose(few(1), line(100_000), rungs=RUNGS).pair == PAIRS[0]
+    assert choose(few(1), line(323), levels=LEVELS).pair == PAIRS[2]
+    assert choose(few(1), line(100_000), levels=LEVELS).pair == PAIRS[0]
 
 
 def test_of_codecs_that_are_hidden_a_step_of_few_microbatches_has_one_with_short_ends() -> None:
     # bfloat16 takes 27 of 30 ms each way.
-    assert choose(few(64), line(155), rungs=RUNGS).pair == PAIRS[1]
-    found = choose(few(4), line(155), rungs=RUNGS)
+    assert choose(few(64), line(155), levels=LEVELS).pair == PAIRS[1]
+    found = choose(few(4), line(155), levels=LEVELS)
     assert found.pair == PAIRS[2]
     assert "at the ends of a step, which nothing hides, bf16 would take" in found.reason
 
 
 def test_no_more_is_lost_than_hides_the_link() -> None:
     # int4 takes 22 of 30 ms; a subspace would make the ends of a step shorter.
-    found = choose(few(4), line(50), rungs=RUNGS, bounds=Bounds(loss=Loss.SOME))
+    found = choose(few(4), line(50), levels=LEVELS, bounds=Bounds(loss=Loss.SOME))
     assert (found.loss, found.pair) == (Loss.SOME, PAIRS[3])
-    assert reconsider(PAIRS[3], few(4), line(38), rungs=RUNGS, bounds=Bounds(loss=Loss.SOME)) is None
+    assert changed(PAIRS[3], few(4), line(38), levels=LEVELS, bounds=Bounds(loss=Loss.SOME)) is None
     assert settled(PAIRS[-1], few(16), line(60)) == PAIRS[3]

@@ -28,7 +28,7 @@ from isthmus.plan.end_of_step import (
 )
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.scenario import Hop
-from isthmus.plan.steering import Cut, SavedCodecs
+from isthmus.plan.steering import CodecState, Cut
 from isthmus.plan.types import (
     Arrived,
     Carried,
@@ -254,5 +254,5 @@ def test_what_is_saved_is_the_codecs_in_force_and_how_they_came_about() -> None:
     state = saves[0].facts
     assert isinstance(state, PipelineState)
     assert state.codecs == state.asked == (("raw", "raw"),)
-    assert state.standings == (SavedCodecs(codecs=("raw", "raw")),)
+    assert state.states == (CodecState(codecs=("raw", "raw")),)
     assert unpack_facts(pack_facts(state), PipelineState) == state

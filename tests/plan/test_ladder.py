@@ -16,11 +16,11 @@ from isthmus.plan.codecs import (
     choose,
     codec_levels,
     expected_loss,
-    reconsider,
 )
+from tests.plan.scenarios import changed
 
 CROSSING = Crossing(num_rows=4096, width=768)
-RUNGS = codec_levels(768)
+LEVELS = codec_levels(768)
 MBPS = 1e6
 SOME = Bounds(loss=Loss.SOME)
 
@@ -31,32 +31,32 @@ def figures(down_mbps: float, up_mbps: float | None = None, *, interval_s: float
 
 
 def chosen(line: Figures, bounds: Bounds, crossing: Crossing = CROSSING) -> tuple[str, str]:
-    pair = choose(crossing, line, rungs=RUNGS, bounds=bounds).pair
+    pair = choose(crossing, line, levels=LEVELS, bounds=bounds).pair
     return str(pair.forward), str(pair.backward)
 
 
 def test_the_ladder_sends_ever_fewer_bytes_at_ever_more_loss() -> None:
-    pairs = [Pair(forward=rung.forward, backward=rung.backward) for rung in RUNGS]
+    pairs = [Pair(forward=rung.forward, backward=rung.backward) for rung in LEVELS]
     for measure in (Pair.forward_bytes, Pair.backward_bytes):
         sizes = [measure(pair, CROSSING) for pair in pairs]
         assert sizes == sorted(sizes, reverse=True)
         assert len(set(sizes)) == len(sizes)
-    assert [rung.loss for rung in RUNGS] == sorted(rung.loss for rung in RUNGS)
+    assert [rung.loss for rung in LEVELS] == sorted(rung.loss for rung in LEVELS)
 
 
 def test_the_loss_of_codecs_adds_up_over_cuts() -> None:
-    raw, _, int8, int4, *_ = [Pair(forward=rung.forward, backward=rung.backward) for rung in RUNGS]
+    raw, _, int8, int4, *_ = [Pair(forward=rung.forward, backward=rung.backward) for rung in LEVELS]
     assert expected_loss([raw, raw, raw]) == 0.0
     assert expected_loss([int4]) == pytest.approx(0.005)
     assert expected_loss([int4] * 3) == pytest.approx(0.014, abs=0.002), "1.37 % were measured"
     assert expected_loss([int8] * 3) < 0.0005 < expected_loss([int4, raw, raw])
-    assert (RUNGS[2].loss, RUNGS[3].loss) == (Loss.SLIGHT, Loss.SOME)
+    assert (LEVELS[2].loss, LEVELS[3].loss) == (Loss.SLIGHT, Loss.SOME)
 
 
 def test_narrow_cuts_have_no_subspace_and_anchors_need_shared_ids() -> None:
     assert len(codec_levels(16)) == 4
     assert "anchor=tokens" in str(codec_levels(768, shares_ids=True)[-1].forward)
-    assert "anchor" not in str(RUNGS[-1].forward)
+    assert "anchor" not in str(LEVELS[-1].forward)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_each_direction_has_its_own() -> None:
 
 
 def test_nothing_is_compressed_to_beat_a_direction_that_sets_the_pace() -> None:
-    choice = choose(CROSSING, figures(120, 10), rungs=RUNGS)
+    choice = choose(CROSSING, figures(120, 10), levels=LEVELS)
     assert str(choice.pair.forward) == "raw"
     assert not choice.is_hidden
     assert "is less than the 2.595 s of the other direction" in choice.reason
@@ -95,7 +95,7 @@ def test_nothing_is_compressed_to_beat_a_direction_that_sets_the_pace() -> None:
 
 def test_gradients_that_do_not_cross_count_for_nothing() -> None:
     frozen = replace(CROSSING, has_gradient=False)
-    choice = choose(frozen, figures(1000, 0.001), rungs=RUNGS)
+    choice = choose(frozen, figures(1000, 0.001), levels=LEVELS)
     assert (str(choice.pair.forward), choice.backward_s, choice.is_hidden) == ("raw", 0.0, True)
     assert "gradients" not in choice.reason
 
@@ -115,7 +115,7 @@ def test_a_subspace_of_the_job_narrows_its_gradients_too() -> None:
 
 
 def test_what_the_guard_ruled_out_is_not_chosen() -> None:
-    int8 = Pair(forward=RUNGS[2].forward, backward=RUNGS[3].backward)
+    int8 = Pair(forward=LEVELS[2].forward, backward=LEVELS[3].backward)
     bounds = Bounds(loss=Loss.SOME, least_forward_bytes=int8.forward_bytes(CROSSING))
     assert chosen(figures(10, 120), bounds)[0] == "rotate | int8"
 
@@ -127,17 +127,17 @@ def test_an_element_of_two_bytes_makes_bf16_pointless() -> None:
 
 
 def test_reasons_are_words() -> None:
-    hidden = choose(CROSSING, figures(1000, interval_s=0.3), rungs=RUNGS).reason
+    hidden = choose(CROSSING, figures(1000, interval_s=0.3), levels=LEVELS).reason
     assert hidden == (
         "activations raw: 100.7 ms on the line is hidden behind 300 ms of compute; "
         "gradients raw: 100.7 ms on the line is hidden behind 300 ms of compute"
     )
-    coded = choose(CROSSING, figures(150, 1000), rungs=RUNGS, bounds=SOME).reason
+    coded = choose(CROSSING, figures(150, 1000), levels=LEVELS, bounds=SOME).reason
     assert coded.startswith(
         "activations center | rotate | int4: 89.21 ms on the line is hidden behind 150 ms of compute, "
         "rotate | int8 would take 173 ms; "
     )
-    thin = choose(CROSSING, figures(10, 1000), rungs=RUNGS).reason
+    thin = choose(CROSSING, figures(10, 1000), levels=LEVELS).reason
     assert "rotate | int8: 2.595 s on the line is more than 150 ms of compute, and no codec" in thin
 
 
@@ -153,10 +153,10 @@ def test_no_pair_of_equal_or_milder_loss_is_a_tenth_faster(
     down: float, up: float, interval_s: float, loss: Loss, rows: int
 ) -> None:
     crossing, line = replace(CROSSING, num_rows=rows), figures(down, up, interval_s=interval_s)
-    choice = choose(crossing, line, rungs=RUNGS, bounds=Bounds(loss=loss))
+    choice = choose(crossing, line, levels=LEVELS, bounds=Bounds(loss=loss))
     own_s = max(line.interval_s, choice.forward_s, choice.backward_s)
     assert choice.loss <= loss
-    for rung in (rung for rung in RUNGS if rung.loss <= loss):
+    for rung in (rung for rung in LEVELS if rung.loss <= loss):
         pair = Pair(forward=rung.forward, backward=rung.backward)
         forward_s = 8 * pair.forward_bytes(crossing) / line.down_bps
         backward_s = 8 * pair.backward_bytes(crossing) / line.up_bps
@@ -166,40 +166,40 @@ def test_no_pair_of_equal_or_milder_loss_is_a_tenth_faster(
 @settings(deadline=None, max_examples=100)
 @given(mbps=st.floats(1, 1e4), drift=st.floats(0.95, 1.05))
 def test_small_changes_of_the_figures_change_nothing(mbps: float, drift: float) -> None:
-    current = choose(CROSSING, figures(mbps), rungs=RUNGS, bounds=Bounds(loss=Loss.SOME)).pair
-    moved = reconsider(current, CROSSING, figures(mbps * drift), rungs=RUNGS, bounds=Bounds(loss=Loss.SOME))
+    current = choose(CROSSING, figures(mbps), levels=LEVELS, bounds=Bounds(loss=Loss.SOME)).pair
+    moved = changed(current, CROSSING, figures(mbps * drift), levels=LEVELS, bounds=Bounds(loss=Loss.SOME))
     assert moved is None
 
 
 @settings(deadline=None, max_examples=100)
-@given(mbps=st.floats(1, 1e4), start=st.sampled_from(RUNGS))
+@given(mbps=st.floats(1, 1e4), start=st.sampled_from(LEVELS))
 def test_a_change_lasts_while_the_figures_do(mbps: float, start: object) -> None:
     bounds = Bounds(loss=Loss.SOME)
-    pair = next(Pair(forward=rung.forward, backward=rung.backward) for rung in RUNGS if rung == start)
-    moved = reconsider(pair, CROSSING, figures(mbps), rungs=RUNGS, bounds=bounds)
+    pair = next(Pair(forward=rung.forward, backward=rung.backward) for rung in LEVELS if rung == start)
+    moved = changed(pair, CROSSING, figures(mbps), levels=LEVELS, bounds=bounds)
     if moved is not None:
         assert moved.pair != pair
-        assert reconsider(moved.pair, CROSSING, figures(mbps), rungs=RUNGS, bounds=bounds) is None
+        assert changed(moved.pair, CROSSING, figures(mbps), levels=LEVELS, bounds=bounds) is None
 
 
 def test_a_link_that_has_become_thin_gets_a_stronger_codec() -> None:
-    raw = Pair(forward=RUNGS[0].forward, backward=RUNGS[0].backward)
-    moved = reconsider(raw, CROSSING, figures(120), rungs=RUNGS, bounds=SOME)
+    raw = Pair(forward=LEVELS[0].forward, backward=LEVELS[0].backward)
+    moved = changed(raw, CROSSING, figures(120), levels=LEVELS, bounds=SOME)
     assert moved is not None
     assert str(moved.pair.forward) == "center | rotate | int4"
 
 
 def test_a_link_that_has_become_wide_gets_raw_again() -> None:
-    int4 = Pair(forward=RUNGS[3].forward, backward=RUNGS[3].backward)
-    assert reconsider(int4, CROSSING, figures(180), rungs=RUNGS, bounds=SOME) is None
-    moved = reconsider(int4, CROSSING, figures(2000), rungs=RUNGS, bounds=SOME)
+    int4 = Pair(forward=LEVELS[3].forward, backward=LEVELS[3].backward)
+    assert changed(int4, CROSSING, figures(180), levels=LEVELS, bounds=SOME) is None
+    moved = changed(int4, CROSSING, figures(2000), levels=LEVELS, bounds=SOME)
     assert moved is not None
     assert str(moved.pair.forward) == "raw"
 
 
 def test_what_is_not_allowed_any_more_is_left_at_once() -> None:
-    strong = Pair(forward=RUNGS[4].forward, backward=RUNGS[4].backward)
-    moved = reconsider(strong, CROSSING, figures(50), rungs=RUNGS)
+    strong = Pair(forward=LEVELS[4].forward, backward=LEVELS[4].backward)
+    moved = changed(strong, CROSSING, figures(50), levels=LEVELS)
     assert moved is not None
     assert moved.loss is Loss.SLIGHT
 

@@ -5,7 +5,7 @@ from isthmus.plan.codecs import Crossing, Pair, texts_of
 from isthmus.plan.end_of_step import Note
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline, PipelineState
-from isthmus.plan.steering import Cut, Standing
+from isthmus.plan.steering import CodecState, Cut
 from isthmus.plan.types import Action, Member, Started, Tell
 
 
@@ -15,14 +15,14 @@ def pair(forward: str, backward: str | None = None) -> Pair:
 
 # The guard has widened both since the run started.
 STOOD = (
-    Standing(pair=pair("int8"), since_step=3, least_forward_bytes=5),
-    Standing(pair=pair("bf16", "raw"), since_step=4),
+    CodecState(codecs=("int8", "int8"), since_step=3, least_forward_bytes=5),
+    CodecState(codecs=("bf16", "raw"), since_step=4),
 )
 ASKED = (pair("int4"), pair("int8"))
 STATE = PipelineState(
     asked=tuple(map(texts_of, ASKED)),
-    codecs=tuple(texts_of(one.pair) for one in STOOD),
-    standings=tuple(one.saved() for one in STOOD),
+    codecs=tuple(one.codecs for one in STOOD),
+    states=STOOD,
 )
 
 
@@ -49,7 +49,7 @@ def test_codecs_that_the_job_has_not_changed_continue() -> None:
     scheduler, told = resumed("a", *ASKED)
     assert scheduler._codecs == STATE.codecs
     assert scheduler._end.steering is not None
-    assert scheduler._end.steering.standings == STOOD
+    assert scheduler._end.steering.states == STOOD
     assert told == []
 
 
@@ -57,11 +57,11 @@ def test_a_codec_that_the_job_has_changed_starts_again_and_is_told() -> None:
     now = (pair("int4"), pair("rotate | int4", "int8"))
     scheduler, told = resumed("a", *now)
     assert scheduler._end.steering is not None
-    assert scheduler._end.steering.standings == (STOOD[0], Standing(pair=now[1], since_step=9))
+    assert scheduler._end.steering.states == (STOOD[0], CodecState(codecs=texts_of(now[1]), since_step=9))
     assert told == ["link cut-1: codec bf16 and raw, now rotate | int4 and int8"]
     for cloud in "bc":
         other, told = resumed(cloud, *now)
-        assert other._codecs == scheduler._codecs == (texts_of(STOOD[0].pair), texts_of(now[1]))
+        assert other._codecs == scheduler._codecs == (STOOD[0].codecs, texts_of(now[1]))
         assert told == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.job import Job
 from isthmus.job.load import parse_job
-from isthmus.plan.codecs import Figures, allowed_pairs
+from isthmus.plan.codecs import Figures, options
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import HopLoad, Scenario
 from isthmus.plan.simulated import simulate_scenario
@@ -78,8 +78,8 @@ def hops(ready: Study, order: Sequence[int], setting: Setting) -> list[list[HopL
             ready.terms.links[frozenset(ready.clouds[one].name for one in pair)],
         )
         figures = Figures(interval_s=0.0, down_bps=line.down_bps, up_bps=line.up_bps)
-        codecs = allowed_pairs(crossing, figures, rungs=terms.rungs, bounds=terms.bounds)
-        found.append([supply.coded_hop(pair, crossing, one) for one in codecs])
+        allowed = options(crossing, figures, levels=terms.rungs, bounds=terms.bounds)
+        found.append([supply.coded_hop(pair, crossing, one.pair) for one in allowed])
     return found
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Loss, Pair, codec_levels
+from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Loss, Pair
 from isthmus.plan.end_of_step import Cosines, Tally
 from isthmus.plan.scenario import Hop
-from isthmus.plan.steering import Cut, Guard, Steering
+from isthmus.plan.steering import Cut, Steering, guarded
 
 CROSSING = Crossing(num_rows=512, width=128)
 
@@ -149,11 +149,11 @@ def test_what_the_guard_found_too_strong_is_not_chosen_again_even_after_a_resume
     steers, _ = steering(cut(own, is_free=True))
     steers(tally(0, on_line_s=1.0, cosines=Cosines(forward=0.9, backward=0.9)))
     again, _ = steering(cut(own, is_free=True))
-    again.restore([one.saved() for one in steers.standings], is_same=[True], step=1)
+    again.restore(steers.states, is_same=[True], step=1)
     for one in (steers, again):
         chosen = {str(one(tally(step, on_line_s=1.0))[0].forward) for step in range(1, 9)}
         assert chosen == {"rotate | int8"}
-    assert again.standings == steers.standings
+    assert again.states == steers.states
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_gradients_are_not_judged_by_what_another_code_did(forward: str, backwar
     steers(tally(40, cosines=Cosines(forward=0.9, backward=0.3)))
     assert len(notes) == 1
     assert "activations" in notes[0]
-    assert steers.standings[0].least_backward_bytes == 0
+    assert steers.states[0].least_backward_bytes == 0
 
 
 def test_a_codec_of_the_guard_is_not_said_to_be_the_jobs() -> None:
@@ -181,17 +181,14 @@ def test_a_codec_of_the_guard_is_not_said_to_be_the_jobs() -> None:
 
 # The guard alone.
 
-WIDE = Crossing(num_rows=256, width=768)
-RUNGS = codec_levels(768)
+WIDE = Cut(crossing=Crossing(num_rows=256, width=768))
 
 
 def judge(
     cosine: float, codecs: Pair, *, steps_in_force: int = 100, of_gradient: bool = False
 ) -> Pair | None:
-    found = Guard().judge(
-        cosine, codecs, WIDE, rungs=RUNGS, steps_in_force=steps_in_force, of_gradient=of_gradient
-    )
-    return None if found is None else found.pair
+    found = guarded(WIDE, codecs, cosine, steps_in_force=steps_in_force, of_gradient=of_gradient)
+    return None if found is None else found[0]
 
 
 INT4 = pair("center | rotate | int4", "rotate | int4(stochastic)")
@@ -207,7 +204,7 @@ def test_a_bad_message_widens_its_own_direction() -> None:
     assert judge(0.97, INT4, of_gradient=True) == pair("center | rotate | int4", "rotate | int8(stochastic)")
 
 
-def test_a_codec_that_is_on_no_rung_widens_to_the_next_larger_one() -> None:
+def test_a_codec_that_is_on_no_level_widens_to_the_next_larger_one() -> None:
     assert judge(0.5, pair("topk(0.1) | int8", "raw")) == pair("center | rotate | int4", "raw")
     assert judge(0.5, pair("svd(0.6) | fp16", "raw")) == pair("bf16", "raw")
 
@@ -231,9 +228,9 @@ def test_raw_cannot_be_widened() -> None:
 
 
 def test_the_reason_says_what_was_found() -> None:
-    found = Guard(least_cosine=0.99).judge(0.9712, INT4, WIDE, rungs=RUNGS, steps_in_force=1)
+    found = guarded(replace(WIDE, guard_cosine=0.99), INT4, 0.9712, steps_in_force=1)
     assert found is not None
-    assert found.reason == (
+    assert found[1] == (
         "activations rotate | int8 instead of center | rotate | int4: the cosine between what was sent and "
         "what arrives fell to 0.9712, below the link's guard_cosine of 0.99"
     )

@@ -9,7 +9,7 @@ from isthmus.errors import UserError
 from isthmus.job import Job, stage_order
 from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
-from isthmus.plan.codecs import Pair, Stretch, texts_of
+from isthmus.plan.codecs import Pair, texts_of
 from isthmus.plan.scenario import Policy
 from isthmus.plan.steering import Cut
 from isthmus.train.build import blueprint_of, check_fits
@@ -197,7 +197,7 @@ def test_cuts_take_what_the_job_says_and_else_what_was_planned() -> None:
     assert down.is_free
     assert down.bounds.backward == parse_codec("fp16")
     num_microbatches = set_up(job).layout.num_microbatches
-    assert down.crossing.stretch == Stretch(num_steps=4, num_microbatches=num_microbatches)
+    assert (down.crossing.num_steps, down.crossing.num_microbatches) == (4, num_microbatches)
     assert (down.crossing.num_rows, down.crossing.width) == (512 // num_microbatches, 32)
     assert down.least_lossy is None
     budget = ("limits.budget_usd=5", "link.0.usd_per_gib=0.1", "link.0.codec=auto")
