@@ -133,7 +133,7 @@ def _config(prepared: Prepared, trial: Trial) -> RunConfig:
 def _num_steps(trial: Trial, cut: Cut) -> int:
     if trial.slow_down is not None:
         return trial.slow_down.end_step + _NUM_LEARNING_STEPS + NUM_STEADY_STEPS
-    is_learning = trial.mistake != 1.0 or cut.codecs.has_subspace
+    is_learning = trial.mistake != 1.0 or cut.codecs.subspace is not None
     num_steps = _NUM_LEARNING_STEPS if is_learning else _NUM_WARM_UP_STEPS
     if trial.rung is None:
         num_steps += _NUM_SETTLING_STEPS
