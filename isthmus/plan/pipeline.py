@@ -217,7 +217,6 @@ class PipelineScheduler:
             is_evaluation=is_evaluation,
             has_backwards=self._is_trained and not is_evaluation,
             microbatches=self._microbatches(step, is_evaluation),
-            takers=self._takers(step, is_evaluation),
             started_s=now_s,
         )
         if is_evaluation:
@@ -236,11 +235,6 @@ class PipelineScheduler:
         number = self._pipeline.num_validation_microbatches
         rounds = range(1 + self._pipeline.evaluates_plain)
         return tuple(one * number + microbatch for one in rounds for microbatch in share)
-
-    def _takers(self, step: int, is_evaluation: bool) -> dict[int, tuple[int, ...]]:
-        last = len(self._pipeline.stages) - 1
-        near = range(max(0, self._index - 1), min(last, self._index + 1) + 1)
-        return {one: self._routing.ranks(one, step=step, is_evaluation=is_evaluation) for one in near}
 
     def _expect_results(self, step: int) -> None:
         if self._is_leader and not self._is_last:
@@ -549,8 +543,8 @@ class PipelineScheduler:
     # What is sent.
 
     def _send_tensor(self, kind: MessageKind, turn: Turn, work: Work, stage: int) -> None:
-        takers = turn.takers[stage]
-        to = (self._pipeline.stages[stage][takers[work.item % len(takers)]],)
+        rank = self._routing.rank(stage, work.item, step=turn.step, is_evaluation=turn.is_evaluation)
+        to = (self._pipeline.stages[stage][rank],)
         codecs = self._codecs_of(kind, work, min(stage, self._index)) if self._codecs else _NO_CODECS
         self._put(Message(kind, work.step, work.item, self._member, to, None, codecs))
 

@@ -1,16 +1,10 @@
-"""The parts of a pipeline's scheduler: what members agree on, routing, turns, and a leader's end of a step.
-
-Routing is a fixed function of the step, known to every member: each micro-batch goes to the rank that would
-be done with it first, so the step ends as early as it can with whole micro-batches. Ranks of equal speed take
-turns, and another one starts in every step, so that what is left over does not always fall to the same ranks.
-"""
+"""The parts of a pipeline's scheduler: what members agree on, routing, and a leader's end of a step."""
 
 import enum
 import functools
-import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
@@ -44,87 +38,40 @@ from isthmus.plan.types import (
 )
 
 
-def route(*, speeds: Sequence[float], num_microbatches: int, step: int) -> tuple[int, ...]:
-    """The rank of each micro-batch of a step at one stage; a rank's speed is its micro-batches per time."""
-    if not speeds or min(speeds) <= 0:
-        raise ValueError(f"ranks of speeds {list(speeds)}")
-    num_ranks = len(speeds)
-    queue = [(1 / speed, (rank - step) % num_ranks, rank) for rank, speed in enumerate(speeds)]
-    heapq.heapify(queue)
-    counts = [1] * num_ranks
-    ranks = []
-    for _ in range(num_microbatches):
-        _, turn, rank = queue[0]
-        ranks.append(rank)
-        counts[rank] += 1
-        heapq.heapreplace(queue, (counts[rank] / speeds[rank], turn, rank))
-    return tuple(ranks)
-
-
-def shares(ranks: Sequence[int], *, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The micro-batches of each rank, in ascending order, from the rank of each micro-batch."""
-    taken: list[list[int]] = [[] for _ in range(num_ranks)]
-    for microbatch, rank in enumerate(ranks):
-        taken[rank].append(microbatch)
-    return tuple(tuple(one) for one in taken)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """The ways of all micro-batches of a run; `speeds` are of the ranks of each stage.
+    """Which rank of each stage takes which micro-batch: a fixed function of the step, known to every member.
 
-    All evaluations go the same ways, and their second, plain, round those of the first.
+    The ranks of a stage take one micro-batch after the other. Another rank starts in every step, so that what
+    is left over does not always fall to the same ranks. All evaluations are routed alike, and their second
+    round as their first.
     """
 
-    speeds: tuple[tuple[float, ...], ...]
+    num_ranks: tuple[int, ...]
     num_microbatches: int
     num_validation_microbatches: int = 0
 
-    @property
-    def num_ranks(self) -> tuple[int, ...]:
-        """How many ranks each stage has."""
-        return tuple(len(one) for one in self.speeds)
-
-    def ranks(self, stage: int, *, step: int, is_evaluation: bool = False) -> tuple[int, ...]:
-        """The rank of each micro-batch of a step, or of an evaluation, at a stage."""
-        return _ranks(*self._route(stage, step, is_evaluation))
+    def rank(self, stage: int, item: int, *, step: int, is_evaluation: bool = False) -> int:
+        """The rank of a stage that takes a micro-batch."""
+        turn = item % self.num_validation_microbatches if is_evaluation else item + step
+        return turn % self.num_ranks[stage]
 
     def share(self, stage: int, rank: int, *, step: int, is_evaluation: bool = False) -> tuple[int, ...]:
-        """The micro-batches of a step, or of an evaluation, that a rank takes."""
-        return _shares(*self._route(stage, step, is_evaluation))[rank]
+        """The micro-batches of a step, or of one round of an evaluation, that a rank takes."""
+        num_ranks = self.num_ranks[stage]
+        if is_evaluation:
+            return tuple(range(rank, self.num_validation_microbatches, num_ranks))
+        return tuple(range((rank - step) % num_ranks, self.num_microbatches, num_ranks))
 
     def peers(self, stage: int, rank: int, *, neighbour: int) -> tuple[int, ...]:
         """The ranks of a neighbouring stage that a rank ever speaks to; leaders always do."""
         found = {0} if rank == 0 else set()
-        for own, other in self._ways(stage, neighbour):
-            found |= {there for here, there in zip(own, other, strict=True) if here == rank}
+        # Routes repeat when every rank of both stages has been the first.
+        for step in range(math.lcm(self.num_ranks[stage], self.num_ranks[neighbour])):
+            found |= {self.rank(neighbour, item, step=step) for item in self.share(stage, rank, step=step)}
+        items = self.share(stage, rank, step=0, is_evaluation=True)
+        found |= {self.rank(neighbour, item, step=0, is_evaluation=True) for item in items}
         return tuple(sorted(found))
-
-    def _ways(self, stage: int, neighbour: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        # Routes come again when every rank of both stages has been the first.
-        period = math.lcm(len(self.speeds[stage]), len(self.speeds[neighbour]))
-        for step in range(period):
-            yield self.ranks(stage, step=step), self.ranks(neighbour, step=step)
-        if self.num_validation_microbatches:
-            every = [self.ranks(one, step=0, is_evaluation=True) for one in (stage, neighbour)]
-            yield every[0], every[1]
-
-    def _route(self, stage: int, step: int, is_evaluation: bool) -> tuple[tuple[float, ...], int, int]:
-        """What the route of a turn depends on."""
-        speeds = self.speeds[stage]
-        if is_evaluation:
-            return speeds, self.num_validation_microbatches, 0
-        return speeds, self.num_microbatches, step % len(speeds)
-
-
-@functools.lru_cache(maxsize=1024)
-def _ranks(speeds: tuple[float, ...], num_microbatches: int, step: int) -> tuple[int, ...]:
-    return route(speeds=speeds, num_microbatches=num_microbatches, step=step)
-
-
-@functools.lru_cache(maxsize=1024)
-def _shares(speeds: tuple[float, ...], num_microbatches: int, step: int) -> tuple[tuple[int, ...], ...]:
-    return shares(_ranks(speeds, num_microbatches, step), num_ranks=len(speeds))
 
 
 HIDDEN: Final = "hidden"
@@ -191,8 +138,12 @@ class Pipeline:
 
     @property
     def routing(self) -> Routing:
-        """Which rank takes which micro-batch; the ranks of a cloud have one speed."""
-        return _routing(self.num_ranks, self.num_microbatches, self.num_validation_microbatches)
+        """Which rank takes which micro-batch."""
+        return Routing(
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_validation_microbatches=self.num_validation_microbatches,
+        )
 
     @property
     def codecs(self) -> tuple[Texts, ...]:
@@ -235,15 +186,6 @@ class Pipeline:
 
     def _bare(self) -> Scenario:
         return bare_scenario(self.num_ranks, num_microbatches=self.num_microbatches, policy=self.policy)
-
-
-@functools.lru_cache(maxsize=64)
-def _routing(num_ranks: tuple[int, ...], num_microbatches: int, num_validation_microbatches: int) -> Routing:
-    return Routing(
-        speeds=tuple((1.0,) * number for number in num_ranks),
-        num_microbatches=num_microbatches,
-        num_validation_microbatches=num_validation_microbatches,
-    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -297,8 +239,6 @@ class Turn:
     is_evaluation: bool
     has_backwards: bool
     microbatches: tuple[int, ...]
-    takers: Mapping[int, tuple[int, ...]]
-    """The rank of each micro-batch, at the stages before and behind."""
     started_s: float
     phase: Phase = Phase.READ
     num_forwards: int = 0

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.job.faults import CloudFault, CloudFaultKind, Fault, FaultKind
-from isthmus.plan.pipeline_parts import route
 from isthmus.plan.scenario import Hop, Policy, Scenario, scenario_from_dict, scenario_to_dict, windows
 from isthmus.plan.simulated import Checkpointing, simulate_scenario
 from isthmus.plan.timeline import Timeline
@@ -176,9 +175,8 @@ def critical_path_s(scenario: Scenario) -> float:
     fill_s, bounds_s = 0.0, [0.0]
     for index, load in enumerate(scenario.stages):
         has_backward = index >= scenario.first_trained
-        ranks = route(speeds=[1.0] * load.num_ranks, num_microbatches=scenario.num_microbatches, step=0)
         pass_s = load.forward_s + (load.backward_s if has_backward else 0.0)
-        bounds_s.append(fill_s + max(Counter(ranks).values()) * pass_s)
+        bounds_s.append(fill_s + math.ceil(scenario.num_microbatches / load.num_ranks) * pass_s)
         if index == len(scenario.hops):
             break
         one = scenario.hops[index]
