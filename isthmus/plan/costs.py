@@ -9,12 +9,13 @@ import enum
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from isthmus.errors import UserError
 from isthmus.job import Job
@@ -366,7 +367,6 @@ def check_length(sequence_length: int, most: int | None) -> None:
 
 
 VERSION: Final = 2
-_PEAKS: Final = ("forward_bytes", "backward_bytes")
 _MAX_FILE_BYTES: Final = 64 * 2**20
 
 
@@ -396,9 +396,8 @@ class PartSize:
     """Elements of the largest tensor that is trained."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartFigures:
-    """What one micro-batch costs in a part.
+class PartFigures(NamedTuple):
+    """What one micro-batch costs in a part: a row of a table.
 
     Live bytes are counted from what the parts before it keep: `forward_bytes` is the peak of its forward
     above that, `backward_bytes` the peak of its backward above that and what the part itself keeps.
@@ -431,6 +430,11 @@ class CostSample:
     arrival_bytes: tuple[float, ...]
     """What a stage that is not the first keeps of what arrives, and of masks and positions; by the kind of
     its first layer."""
+
+    @property
+    def parts(self) -> tuple[PartFigures, ...]:
+        """The rows of a table."""
+        return (self.embedding, *self.kinds, self.head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -496,6 +500,10 @@ class CostTable:
         return _between(rows, length)
 
 
+_KEPT: Final = PartFigures._fields.index("kept_bytes")
+_PEAKS: Final = [PartFigures._fields.index(name) for name in ("forward_bytes", "backward_bytes")]
+
+
 def _between(known: Mapping[int, CostSample], wanted: int) -> CostSample:
     """The sample of a size between others.
 
@@ -516,31 +524,21 @@ def _between(known: Mapping[int, CostSample], wanted: int) -> CostSample:
         # Outside of all sizes peaks grow no faster than in proportion, and shrink no further.
         line = {sizes[-1]: wanted / sizes[-1]} if wanted > sizes[-1] else {sizes[0]: 1.0}
 
-    def figures(of: Callable[[CostSample], PartFigures]) -> PartFigures:
-        values = {
-            one.name: round(
-                sum(
-                    weight * getattr(of(known[size]), one.name)
-                    for size, weight in (line if one.name in _PEAKS else curve).items()
-                )
-            )
-            for one in fields(PartFigures)
-        }
-        # What a part keeps may be less than the input that it lets go.
-        return PartFigures(
-            **{name: value if name == "kept_bytes" else max(0.0, value) for name, value in values.items()}
-        )
+    def mixed(rows_of: Callable[[CostSample], object], weights: Mapping[int, float]) -> NDArray[np.float64]:
+        return np.rint(sum(weight * np.array(rows_of(known[size])) for size, weight in weights.items()))
 
-    some = known[sizes[0]]
+    rows = mixed(lambda one: one.parts, curve)
+    rows[:, _PEAKS] = mixed(lambda one: one.parts, line)[:, _PEAKS]
+    # What a part keeps may be less than the input that it lets go.
+    rows = np.where(np.arange(rows.shape[1]) == _KEPT, rows, np.maximum(0.0, rows))
+    embedding, *kinds, head = (PartFigures(*row) for row in rows.tolist())
+    arrival_bytes = mixed(lambda one: one.arrival_bytes, curve)
     return replace(
-        some,
-        embedding=figures(lambda one: one.embedding),
-        kinds=tuple(figures(lambda one, kind=kind: one.kinds[kind]) for kind in range(len(some.kinds))),  # type: ignore[misc]
-        head=figures(lambda one: one.head),
-        arrival_bytes=tuple(
-            round(sum(weight * known[size].arrival_bytes[kind] for size, weight in curve.items()))
-            for kind in range(len(some.arrival_bytes))
-        ),
+        known[sizes[0]],
+        embedding=embedding,
+        kinds=tuple(kinds),
+        head=head,
+        arrival_bytes=tuple(arrival_bytes.tolist()),
     )
 
 
@@ -580,7 +578,7 @@ def table_text(table: CostTable, about: Mapping[str, object] | None = None) -> s
         {
             "variant": [variant.arithmetic.precision.value, *_flags(variant)],
             "size": [one.num_sequences, one.length],
-            "parts": [_row(part) for part in (one.embedding, *one.kinds, one.head)],
+            "parts": [[*map(_short, part)] for part in one.parts],
             "arrival": [*map(_short, one.arrival_bytes)],
         }
         for variant, some in table.samples.items()
@@ -608,10 +606,6 @@ def _flags(variant: Variant) -> tuple[bool, bool, bool]:
     return variant.arithmetic.on_accelerator, variant.arithmetic.is_gathered, variant.recompute
 
 
-def _row(part: PartFigures) -> list[float]:
-    return [_short(getattr(part, one.name)) for one in fields(part)]
-
-
 def _short(figure: float) -> float:
     return int(figure) if figure == int(figure) else figure
 
@@ -626,28 +620,13 @@ def _variant(precision: str, *flags: bool) -> Variant:
 
 def parsed_table(values: Mapping[str, Any]) -> CostTable:
     """The table that a file holds."""
-    about = values["sizes"]
-    sizes = ModelSizes(
-        **{
-            **about,
-            "embedding": PartSize(**about["embedding"]),
-            "layers": tuple(PartSize(**one) for one in about["layers"]),
-            "head": PartSize(**about["head"]),
-            "kinds": tuple(about["kinds"]),
-        }
+    table = CostTable(
+        sizes=TypeAdapter(ModelSizes).validate_python(values["sizes"]),
+        messages=TypeAdapter(Messages).validate_python(values["messages"]),
+        samples={},
     )
-    about = values["messages"]
-    messages = Messages(
-        integer_bytes=int(about["integer_bytes"]),
-        narrow_on_cpu=tuple(map(bool, about["narrow_on_cpu"])),
-        narrow_on_accelerator=tuple(map(bool, about["narrow_on_accelerator"])),
-    )
-    table = CostTable(sizes=sizes, messages=messages, samples={})
-    names = [one.name for one in fields(PartFigures)]
     for one in values["samples"]:
-        embedding, *kinds, head = (
-            PartFigures(**dict(zip(names, map(float, row), strict=True))) for row in one["parts"]
-        )
+        embedding, *kinds, head = (PartFigures(*map(float, row)) for row in one["parts"])
         sample = CostSample(
             num_sequences=int(one["size"][0]),
             length=int(one["size"][1]),

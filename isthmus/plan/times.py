@@ -20,10 +20,14 @@ recomputed: to recompute adds a forward pass.
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter, ValidationError
 
 from isthmus.errors import UserError
 from isthmus.job.sections import plain_name
@@ -213,6 +217,11 @@ VERSION: Final = 2
 _MAX_FILE_BYTES: Final = 64 * 2**20
 # Shorter times, as a share of the longest, weigh no more when a line is fitted: they may be noise.
 _LEAST_SHARE: Final = 0.01
+_MEASURE: Final = "measure it: isthmus profile JOB --cloud NAME --out FILE"
+
+# The bounds of what a profile's file may say.
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+_Count = Annotated[int, Field(ge=1, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,10 +235,10 @@ class PassTimes:
     launching times are 0.
     """
 
-    forward_s: float
-    backward_s: float
-    forward_launch_s: float = 0.0
-    backward_launch_s: float = 0.0
+    forward_s: _Seconds
+    backward_s: _Seconds
+    forward_launch_s: _Seconds = 0.0
+    backward_launch_s: _Seconds = 0.0
 
     def __add__(self, other: "PassTimes") -> "PassTimes":
         return PassTimes(
@@ -267,10 +276,10 @@ class CodingTimes:
     """What one codec takes for a message of hidden states: a fixed time, and one for each element."""
 
     codec: str
-    encode_fixed_s: float
-    encode_s_per_element: float
-    decode_fixed_s: float
-    decode_s_per_element: float
+    encode_fixed_s: _Seconds
+    encode_s_per_element: _Seconds
+    decode_fixed_s: _Seconds
+    decode_s_per_element: _Seconds
 
     def encode_s(self, num_elements: int) -> float:
         """The time to make the bytes of a message."""
@@ -282,21 +291,14 @@ class CodingTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """The parts of a model at one size of micro-batch; one entry in `layers` per layer.
+class PartTimes:
+    """One micro-batch through each part of a model on one rank; one entry in `layers` per layer."""
 
-    `beside` is what each pass of a stage takes beside its parts: masks, rotary tables, calls. `peak_bytes` is
-    the most that the allocator held for the largest stage that was measured, where it can tell.
-    """
-
-    num_sequences: int
-    sequence_length: int
-    precision: Precision
     embedding: PassTimes
     layers: tuple[PassTimes, ...]
     head: PassTimes
     beside: PassTimes = NO_TIME
-    peak_bytes: int | None = None
+    """What each pass of a stage takes beside its parts: masks, rotary tables, calls."""
 
     def stage(self, layers: range) -> PassTimes:
         """The stage that holds these layers."""
@@ -305,19 +307,27 @@ class Sample:
             total += self.embedding
         return total + self.head if layers.stop == len(self.layers) else total
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTimes(PartTimes):
+    """The parts of a model, and the update of its weights."""
+
+    update_s_per_parameter: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(PartTimes):
+    """The parts of a model as they were measured at one size of micro-batch."""
+
+    num_sequences: _Count
+    sequence_length: _Count
+    precision: Precision
+    peak_bytes: _Count | None = None
+    """The most that the allocator held for the largest stage that was measured, where it can tell."""
+
     def stretched(self, factor: float) -> "Sample":
         """The same with all times so many times as long."""
-
-        def stretch(time_s: float) -> float:
-            return factor * time_s
-
-        return replace(
-            self,
-            embedding=self.embedding.each(stretch),
-            layers=tuple(one.each(stretch) for one in self.layers),
-            head=self.head.each(stretch),
-            beside=self.beside.each(stretch),
-        )
+        return replace(_with_times(self, factor * _times(self)), peak_bytes=self.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,19 +336,19 @@ class Profile:
 
     device: str
     model_type: str
-    samples: tuple[Sample, ...]
-    update_s_per_parameter: float = 0.0
-    to_host_bytes_per_s: float | None = None
-    from_host_bytes_per_s: float | None = None
+    samples: Annotated[tuple[Sample, ...], Field(min_length=1)]
+    update_s_per_parameter: _Seconds = 0.0
+    to_host_bytes_per_s: _Seconds | None = None
+    from_host_bytes_per_s: _Seconds | None = None
     """None where device and host share their memory."""
     codings: tuple[CodingTimes, ...] = ()
-    """Of the codecs that the job may use."""
-    num_threads: int | None = None
-    """CPU threads that computed; None where nobody has said."""
-    num_sharing: int = 1
+    """The times of the codecs that the job may use."""
+    num_threads: _Count | None = None
+    """CPU threads that computed; None where it was not said."""
+    num_sharing: _Count = 1
     """Ranks that were measured on this machine at the same time, this one included."""
     is_compiled: bool = False
-    scatter: float = 0.0
+    scatter: _Seconds = 0.0
     """How far the figures are from certain: the largest relative error of a median."""
     measured: str = ""
     """When it was measured, as ISO 8601 has it."""
@@ -361,7 +371,8 @@ class Profile:
             if pair[0].num_sequences <= num_sequences <= pair[1].num_sequences
         )
         pair = next(inside, None)
-        return _beyond(fitting, num_sequences) if pair is None else _between(*pair, num_sequences)
+        mixed = _beyond(fitting, num_sequences) if pair is None else _between(*pair, num_sequences)
+        return replace(mixed, num_sequences=num_sequences)
 
     def coding(self, codec: str) -> CodingTimes | None:
         """What a codec takes, None where it was not measured."""
@@ -376,10 +387,12 @@ class Profile:
         )
 
 
+_PROFILE: Final = TypeAdapter(Profile)
+
+
 def write_profile(profile: Profile) -> str:
     """The text of a profile's file."""
-    samples = [{**asdict(one), "precision": one.precision.value} for one in profile.samples]
-    return json.dumps({"version": VERSION, **asdict(profile), "samples": samples}, indent=2) + "\n"
+    return json.dumps({"version": VERSION, **_PROFILE.dump_python(profile, mode="json")}, indent=2) + "\n"
 
 
 def read_profile(path: Path) -> Profile:
@@ -389,7 +402,7 @@ def read_profile(path: Path) -> Profile:
             raise UserError(f"{path} is too large for a profile")
         text = path.read_bytes()
     except OSError as error:
-        raise UserError(f"the profile {path} cannot be read: {error.strerror}", hint=_HOW) from None
+        raise UserError(f"the profile {path} cannot be read: {error.strerror}", hint=_MEASURE) from None
     return parse_profile(text, name=str(path))
 
 
@@ -398,92 +411,19 @@ def parse_profile(text: bytes | str, *, name: str) -> Profile:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise UserError(f"{name} cannot be read as a profile: {error}", hint=_HOW) from None
-    if not isinstance(values, dict) or values.get("version") != VERSION:
-        raise UserError(f"{name} is no profile of version {VERSION}{_older(values)}", hint=_HOW)
-    try:
-        return _profile(values)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{name} is no valid profile: {error}", hint=_HOW) from None
-
-
-_HOW: Final = "measure it: isthmus profile JOB --cloud NAME --out FILE"
-
-
-def _older(values: object) -> str:
+        raise UserError(f"{name} cannot be read as a profile: {error}", hint=_MEASURE) from None
     version = values.get("version") if isinstance(values, dict) else None
-    is_older = isinstance(version, int) and version < VERSION
-    return f" but of version {version}, which an older release measured in another way" if is_older else ""
-
-
-def _profile(values: Mapping[str, Any]) -> Profile:
-    samples = tuple(map(_sample, values["samples"]))
-    if not samples:
-        raise ValueError("it has no samples")
-    speeds = {key: _speed(values.get(key)) for key in ("to_host_bytes_per_s", "from_host_bytes_per_s")}
-    num_threads = values.get("num_threads")
-    return Profile(
-        device=str(values["device"]),
-        model_type=str(values["model_type"]),
-        samples=samples,
-        update_s_per_parameter=_seconds(values.get("update_s_per_parameter", 0.0)),
-        codings=tuple(map(_coding, values.get("codings", ()))),
-        num_threads=None if num_threads is None else _count(num_threads),
-        num_sharing=_count(values.get("num_sharing", 1)),
-        is_compiled=bool(values.get("is_compiled", False)),
-        scatter=_seconds(values.get("scatter", 0.0)),
-        measured=str(values.get("measured", "")),
-        **speeds,
-    )
-
-
-def _sample(values: Mapping[str, Any]) -> Sample:
-    peak = values.get("peak_bytes")
-    return Sample(
-        num_sequences=_count(values["num_sequences"]),
-        sequence_length=_count(values["sequence_length"]),
-        precision=Precision(values["precision"]),
-        embedding=_times(values["embedding"]),
-        layers=tuple(map(_times, values["layers"])),
-        head=_times(values["head"]),
-        beside=_times(values["beside"]) if "beside" in values else NO_TIME,
-        peak_bytes=None if peak is None else _count(peak),
-    )
-
-
-def _times(values: Mapping[str, Any]) -> PassTimes:
-    return PassTimes(
-        forward_s=_seconds(values["forward_s"]),
-        backward_s=_seconds(values["backward_s"]),
-        forward_launch_s=_seconds(values.get("forward_launch_s", 0.0)),
-        backward_launch_s=_seconds(values.get("backward_launch_s", 0.0)),
-    )
-
-
-def _coding(values: Mapping[str, Any]) -> CodingTimes:
-    return CodingTimes(
-        codec=str(values["codec"]),
-        encode_fixed_s=_seconds(values["encode_fixed_s"]),
-        encode_s_per_element=_seconds(values["encode_s_per_element"]),
-        decode_fixed_s=_seconds(values["decode_fixed_s"]),
-        decode_s_per_element=_seconds(values["decode_s_per_element"]),
-    )
-
-
-def _seconds(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ValueError(f"{value!r} is no time in seconds")
-    return float(value)
-
-
-def _speed(value: object) -> float | None:
-    return None if value is None else _seconds(value)
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{value!r} is no number of at least 1")
-    return value
+    if version != VERSION:
+        is_older = isinstance(version, int) and version < VERSION
+        older = f" but of version {version}, which an older release measured in another way"
+        told = f"{name} is no profile of version {VERSION}{older if is_older else ''}"
+        raise UserError(told, hint=_MEASURE)
+    try:
+        return _PROFILE.validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{name} is no valid profile: {place}: {first['msg']}", hint=_MEASURE) from None
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -511,67 +451,48 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def mean_sample(samples: Sequence[Sample]) -> Sample:
     """The mean of samples of one size."""
-    share = 1 / len(samples)
-    parts = zip(*(_parts(one) for one in samples), strict=True)
-    means = [sum((one.each(lambda time_s: share * time_s) for one in part), NO_TIME) for part in parts]
-    return replace(_with_parts(samples[0], means, samples[0].num_sequences), peak_bytes=samples[0].peak_bytes)
+    total = sum(1 / len(samples) * _times(one) for one in samples)
+    return replace(_with_times(samples[0], np.asarray(total)), peak_bytes=samples[0].peak_bytes)
 
 
 def _beyond(samples: Sequence[Sample], num_sequences: int) -> Sample:
     """A size outside of those measured: as the nearest one, scaled along the line through all."""
-    nearest = samples[0] if num_sequences < samples[0].num_sequences else samples[-1]
+    nearest = 0 if num_sequences < samples[0].num_sequences else -1
     sizes = [float(one.num_sequences) for one in samples]
-    parts = zip(*(_parts(one) for one in samples), strict=True)
-    return _with_parts(
-        nearest,
-        [_extended(list(part), sizes, nearest.num_sequences, num_sequences) for part in parts],
-        num_sequences,
-    )
 
-
-def _extended(times: Sequence[PassTimes], sizes: Sequence[float], nearest: int, wanted: int) -> PassTimes:
-    def extend(figure: Callable[[PassTimes], float]) -> float:
-        points = [(size, figure(one)) for size, one in zip(sizes, times, strict=True)]
-        fixed_s, slope_s = fit_line(points)
-        at_nearest_s = dict(points)[float(nearest)]
+    def extended_s(times_s: NDArray[np.float64]) -> float:
+        fixed_s, slope_s = fit_line([*zip(sizes, times_s.tolist(), strict=True)])
         # Further out by the fitted slope, from where the nearest was measured; never below what is fixed.
-        return max(fixed_s, at_nearest_s + slope_s * (wanted - nearest), 0.0)
+        return max(fixed_s, times_s[nearest] + slope_s * (num_sequences - sizes[nearest]), 0.0)
 
-    return PassTimes(
-        forward_s=extend(lambda one: one.forward_s),
-        backward_s=extend(lambda one: one.backward_s),
-        forward_launch_s=extend(lambda one: one.forward_launch_s),
-        backward_launch_s=extend(lambda one: one.backward_launch_s),
-    )
+    every = np.stack([_times(one) for one in samples])
+    return _with_times(samples[nearest], np.apply_along_axis(extended_s, 0, every))
 
 
 def _between(low: Sample, high: Sample, num_sequences: int) -> Sample:
-    """On the line through two samples."""
+    """A size on the line through two samples."""
     share = (num_sequences - low.num_sequences) / (high.num_sequences - low.num_sequences)
-    mixed = [
-        one.each(lambda time_s: (1 - share) * time_s) + other.each(lambda time_s: share * time_s)
-        for one, other in zip(_parts(low), _parts(high), strict=True)
-    ]
-    if num_sequences in (low.num_sequences, high.num_sequences):
-        mixed = _parts(low if num_sequences == low.num_sequences else high)
-    return _with_parts(low, mixed, num_sequences)
+    if share in (0.0, 1.0):
+        return replace(high if share else low, peak_bytes=None)
+    return _with_times(low, (1 - share) * _times(low) + share * _times(high))
 
 
-def _with_parts(sample: Sample, parts: Sequence[PassTimes], num_sequences: int) -> Sample:
+_PASS_FIELDS: Final = tuple(one.name for one in fields(PassTimes))
+
+
+def _times(sample: Sample) -> NDArray[np.float64]:
+    """The times of all parts as a table: embedding, head, what is beside them, and the layers."""
+    parts = sample.embedding, sample.head, sample.beside, *sample.layers
+    return np.array([[getattr(part, name) for name in _PASS_FIELDS] for part in parts])
+
+
+def _with_times(sample: Sample, times_s: NDArray[np.float64]) -> Sample:
+    """The same with the times of such a table."""
+    parts = (PassTimes(**dict(zip(_PASS_FIELDS, row, strict=True))) for row in times_s.tolist())
     embedding, head, beside, *layers = parts
     return replace(
-        sample,
-        num_sequences=num_sequences,
-        embedding=embedding,
-        layers=tuple(layers),
-        head=head,
-        beside=beside,
-        peak_bytes=None,
+        sample, embedding=embedding, layers=tuple(layers), head=head, beside=beside, peak_bytes=None
     )
-
-
-def _parts(sample: Sample) -> list[PassTimes]:
-    return [sample.embedding, sample.head, sample.beside, *sample.layers]
 
 
 # AdamW as torch runs it over lists of tensors, one kernel after the other, and the norm before it.
@@ -584,25 +505,6 @@ _MEASURED_SHARE: Final = 2.0
 _BACKWARD_LAUNCHES: Final = 2.0
 # Embedding, head and what stands beside the layers of a stage (masks, rotary tables, the loss), in layers.
 _END_LAUNCHES: Final = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelTimes:
-    """One micro-batch through each part of a model on one rank, and the update of its weights."""
-
-    embedding: PassTimes
-    layers: tuple[PassTimes, ...]
-    head: PassTimes
-    update_s_per_parameter: float
-    beside: PassTimes = NO_TIME
-    """What each pass of a stage takes beside its parts."""
-
-    def stage(self, layers: range) -> PassTimes:
-        """The stage that holds these layers."""
-        total = sum((self.layers[layer] for layer in layers), self.beside)
-        if layers.start == 0:
-            total += self.embedding
-        return total + self.head if layers.stop == len(self.layers) else total
 
 
 def estimated_times(costs: ModelCosts, accelerator: Accelerator, *, is_compiled: bool = False) -> ModelTimes:

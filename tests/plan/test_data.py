@@ -27,7 +27,6 @@ from isthmus.plan.membership import (
 from isthmus.plan.orders import Orders
 from isthmus.plan.scenario import Line
 from isthmus.plan.simulate import simulate
-from isthmus.plan.simulated import DataTimes, SimulatedData
 from isthmus.plan.timeline import Timeline
 from isthmus.plan.types import (
     Arrived,
@@ -44,6 +43,7 @@ from isthmus.plan.types import (
     Stop,
 )
 from tests.plan.recorder import Recorded
+from tests.plan.strategies import DataTimes, SimulatedData
 
 modest = settings(max_examples=60)
 ALL_FACTS: dict[MessageKind, type[Facts]] = {**FACTS, MessageKind.ORDER: Orders}

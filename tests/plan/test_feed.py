@@ -25,7 +25,6 @@ from isthmus.plan.feed import (
 )
 from isthmus.plan.scenario import Line
 from isthmus.plan.simulate import simulate
-from isthmus.plan.simulated import FeedTimes, SimulatedFeed
 from isthmus.plan.timeline import Timeline
 from isthmus.plan.types import (
     Arrived,
@@ -44,6 +43,7 @@ from isthmus.plan.types import (
     WorkKind,
 )
 from tests.plan.recorder import Life, Recorded
+from tests.plan.strategies import FeedTimes, SimulatedFeed
 
 modest = settings(max_examples=80)
 Batch = tuple[int, int]
