@@ -252,7 +252,7 @@ class MeasuredModel:
         embedding, *layers, head = _figures(whole)
         kinds = self._by_kind(layers)
         layers_bytes = sum(kinds[self._kinds[index]].kept_bytes for index in self._indices)
-        head = replace(head, kept_bytes=whole.kept_bytes - embedding.kept_bytes - layers_bytes)
+        head = head._replace(kept_bytes=whole.kept_bytes - embedding.kept_bytes - layers_bytes)
         arrivals = [
             self._arrival_bytes(variant, kind, kinds, head, (num_sequences, length))
             for kind in range(len(kinds))
