@@ -7,14 +7,14 @@ could continue anyway, so every stage knows the norm before it updates its weigh
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
 from isthmus.plan.scenario import Hop
-from isthmus.plan.types import Carried, Facts, Seconds
+from isthmus.plan.types import Carried, Count, Facts, Seconds
 
 _NAN: Final = math.nan
 # An exact sum of numbers of any size has at most 40 parts.
@@ -30,7 +30,6 @@ def _check_cosine(value: float) -> float:
 
 
 # Bounds of what a peer may say.
-Count = Annotated[int, Field(ge=0, le=2**53)]
 Window = Annotated[int, Field(ge=1, le=2**24)]
 ElementBytes = Annotated[int, Field(ge=0, le=64)]
 Norm = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -191,16 +190,6 @@ class Note(Facts):
 
 
 @dataclass(slots=True)
-class _Mean:
-    total_s: float = 0.0
-    count: int = 0
-
-    @property
-    def value_s(self) -> float:
-        return self.total_s / max(1, self.count)
-
-
-@dataclass(slots=True)
 class Observed:
     """Collects what one member's wires report in the course of a step."""
 
@@ -213,31 +202,30 @@ class Observed:
     busy_s: float = 0.0
     num_elements: int = 0
     num_bytes: int = 0
-    coding: dict[str, _Mean] = field(default_factory=dict)
+    _coding_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    _num_coded: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def activation_sent(self, found: Carried) -> None:
-        """Take in an activation that left for the stage behind."""
-        self._code("down.encode", found.coding_s)
-        self.rtt_s = found.rtt_s
-        self.element_bytes = found.element_bytes or self.element_bytes
-        self.forward_cosine = _lower(self.forward_cosine, found.cosine)
-        self._count(found)
+    def sent(self, found: Carried, *, is_gradient: bool) -> None:
+        """Take in an activation that left for the stage behind, or a gradient for the stage before."""
+        if is_gradient:
+            self._code("up", "encode", found)
+            self.backward_cosine = _lower(self.backward_cosine, found.cosine)
+        else:
+            self._code("down", "encode", found)
+            self.rtt_s = found.rtt_s
+            self.element_bytes = found.element_bytes or self.element_bytes
+            self.forward_cosine = _lower(self.forward_cosine, found.cosine)
+        self.num_elements += found.num_elements
+        self.num_bytes += found.num_bytes
 
-    def gradient_sent(self, found: Carried) -> None:
-        """Take in a gradient that left for the stage before."""
-        self._code("up.encode", found.coding_s)
-        self.backward_cosine = _lower(self.backward_cosine, found.cosine)
-        self._count(found)
-
-    def activation_arrived(self, found: Carried, travel_s: float) -> None:
-        """Take in an activation from the stage before."""
-        self._code("up.decode", found.coding_s)
-        self.forward_travel_s = _shorter(self.forward_travel_s, travel_s)
-
-    def gradient_arrived(self, found: Carried, travel_s: float) -> None:
-        """Take in a gradient from the stage behind."""
-        self._code("down.decode", found.coding_s)
-        self.backward_travel_s = _shorter(self.backward_travel_s, travel_s)
+    def arrived(self, found: Carried, travel_s: float, *, is_gradient: bool) -> None:
+        """Take in an activation from the stage before, or a gradient from the stage behind."""
+        if is_gradient:
+            self._code("down", "decode", found)
+            self.backward_travel_s = _shorter(self.backward_travel_s, travel_s)
+        else:
+            self._code("up", "decode", found)
+            self.forward_travel_s = _shorter(self.forward_travel_s, travel_s)
 
     def seen(self, *, wants_stop: bool) -> Seen:
         """All of it as facts."""
@@ -245,8 +233,8 @@ class Observed:
             forward_travel_s=self.forward_travel_s,
             backward_travel_s=self.backward_travel_s,
             rtt_s=self.rtt_s,
-            up_coding_s=self._coding_s("up"),
-            down_coding_s=self._coding_s("down"),
+            up_coding_s=self._mean_coding_s("up"),
+            down_coding_s=self._mean_coding_s("down"),
             element_bytes=self.element_bytes,
             forward_cosine=self.forward_cosine,
             backward_cosine=self.backward_cosine,
@@ -254,19 +242,13 @@ class Observed:
             wants_stop=wants_stop,
         )
 
-    def _code(self, key: str, coding_s: float) -> None:
-        mean = self.coding.get(key)
-        if mean is None:
-            mean = self.coding[key] = _Mean()
-        mean.total_s += coding_s
-        mean.count += 1
+    def _code(self, side: str, verb: str, found: Carried) -> None:
+        key = side, verb
+        self._coding_s[key] = self._coding_s.get(key, 0.0) + found.coding_s
+        self._num_coded[key] = self._num_coded.get(key, 0) + 1
 
-    def _coding_s(self, side: str) -> float:
-        return sum(mean.value_s for key, mean in self.coding.items() if key.startswith(side))
-
-    def _count(self, found: Carried) -> None:
-        self.num_elements += found.num_elements
-        self.num_bytes += found.num_bytes
+    def _mean_coding_s(self, side: str) -> float:
+        return sum(self._coding_s[key] / number for key, number in self._num_coded.items() if key[0] == side)
 
 
 def stage_tally(step: int, members: Sequence[Reduced]) -> Tally:
@@ -277,7 +259,7 @@ def stage_tally(step: int, members: Sequence[Reduced]) -> Tally:
         loss_sum=math.fsum(one.loss_sum for one in members),
         squared_norms=condensed(members[0].squared_norms),
         busy_s=(math.fsum(one.seen.busy_s + one.busy_s for one in members) / len(members),),
-        travel_s=_known(min, (one.forward_travel_s for one in seen)) or 0.0,
+        travel_s=_shortest(one.forward_travel_s for one in seen) or 0.0,
         coding_s=max(one.up_coding_s for one in seen),
         gradient_cosine=_lowest(one.backward_cosine for one in seen),
         wants_stop=any(one.wants_stop for one in seen),
@@ -289,7 +271,7 @@ def joined(own: Tally, members: Sequence[Reduced], behind: Tally) -> Tally:
     if behind.step != own.step:
         raise ValueError(f"a tally of step {behind.step} at the end of step {own.step}")
     seen = [one.seen for one in members]
-    back_s = _known(min, (one.backward_travel_s for one in seen))
+    back_s = _shortest(one.backward_travel_s for one in seen)
     coding_s = max(one.down_coding_s for one in seen) + behind.coding_s
     hop = _hop(behind.travel_s, back_s, max(one.rtt_s for one in seen), coding_s)
     here = Cosines(forward=_lowest(one.forward_cosine for one in seen), backward=behind.gradient_cosine)
@@ -354,9 +336,8 @@ def _hop(forward_s: float, backward_s: float | None, rtt_s: float, coding_s: flo
     return Hop(forward_s=on_line_s, backward_s=on_line_s, latency_s=latency_s, coding_s=coding_s)
 
 
-def _known(choose: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return choose(known) if known else None
+def _shortest(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
 
 
 def _lowest(values: Iterable[float]) -> float:

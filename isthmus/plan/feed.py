@@ -24,10 +24,11 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from isthmus.plan.orders import Count, Crew, LeaderSteps, Orders, Sibling
+from isthmus.plan.orders import Crew, LeaderSteps, Orders, Sibling
 from isthmus.plan.types import (
     Action,
     Arrived,
+    Count,
     Done,
     Drop,
     Event,

@@ -20,8 +20,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from isthmus.plan.orders import Count
-from isthmus.plan.types import Facts, Member, ScheduleError
+from isthmus.plan.types import Count, Facts, Member, ScheduleError
 
 MAX_CLOUDS: Final = 64
 MAX_CURSORS: Final = 2048

@@ -12,14 +12,12 @@ cloud as long as it likes.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
-
-from pydantic import Field
 
 from isthmus.plan.end_of_step import Reduced, StepEnded, total_norm
 from isthmus.plan.types import (
     Action,
     Arrived,
+    Count,
     Done,
     Event,
     Facts,
@@ -40,8 +38,6 @@ from isthmus.plan.types import (
     Work,
     WorkKind,
 )
-
-Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline over clouds: GPipe, 1F1B, lock-step or WAN-1F1B, and all that surrounds passes.
+"""The schedule of a pipeline over clouds: GPipe, 1F1B, lock-step or WAN-1F1B, and what surrounds passes.
 
 A micro-batch is in flight at a stage from the start of its forward to the end of its backward. Its
 activations are kept that long, so the window, the number that may be in flight, also bounds the memory. The
@@ -8,7 +8,7 @@ four policies are two rules and that number:
                               F0 F1 F2 F3 B0 B1 B2 B3
     1F1B       window p - i   the same rule; with window 2: warm-up, one forward one backward, drain
                               F0 F1 B0 F2 B1 F3 B2 B3
-    lock-step  round trip     the same rule: the order of passes is fixed, so all ranks of a cloud keep it
+    lock-step  round trip     the same rule: the order of passes is fixed, the same on all ranks of a cloud
     WAN-1F1B   round trip     a gradient if one has arrived, else a forward if the window is open, else wait
 
 Every stage runs its forwards and its backwards in the order of the micro-batches, whatever the order in which
@@ -19,7 +19,7 @@ window, and the backward that could free it would not be the next one.
 Where no gradient comes back, in evaluation and before the first trained stage, a micro-batch is in flight
 until the link has taken its activation over, so a slow link or a slow peer slows this stage down.
 
-One step, and one evaluation before it where it is due, is a turn:
+A step, and an evaluation before it where one is due, have these phases:
 
     FIT (once) → READ → passes → REDUCE → tally up, verdict down → UPDATE → Save      a step
                  READ → passes → SCORE at the last stage → result up                  an evaluation
@@ -51,7 +51,7 @@ from isthmus.plan.pipeline_parts import (
     Phase,
     Pipeline,
     PipelineState,
-    Turn,
+    StepState,
 )
 from isthmus.plan.types import (
     Action,
@@ -93,7 +93,7 @@ class PipelineScheduler:
     """Decides what one member of a pipeline runs, sends and saves; computing is one resource.
 
     Steps follow each other without a barrier: a member continues as soon as its own weights are updated, and
-    keeps what arrives before its turn.
+    keeps what arrives for the next one.
     """
 
     def __init__(self, pipeline: Pipeline, member: Member) -> None:
@@ -114,8 +114,8 @@ class PipelineScheduler:
         self._windows = pipeline.first_windows()
         self._codecs = pipeline.codecs
         self._end = EndOfStep(pipeline, self._index)
-        self._turns: Iterator[tuple[int, bool]] = iter(())
-        self._turn: Turn | None = None
+        self._upcoming: Iterator[tuple[int, bool]] = iter(())
+        self._current: StepState | None = None
         self._arrivals = Arrivals(pipeline)
         self._has_basis = False
         self._early = Observed()
@@ -142,7 +142,7 @@ class PipelineScheduler:
                 self._finish(work, facts, now_s)
             case Sent(message=message, facts=facts):
                 self._note_sent(message, facts)
-                if self._turn is not None and self._turn.has_passes_left:
+                if self._current is not None and self._current.has_passes_left:
                     # Passes of a trained stage do not wait for the link.
                     return ()
             case Started():
@@ -156,13 +156,13 @@ class PipelineScheduler:
         self._next(now_s)
         return tuple(self._actions)
 
-    # From turn to turn.
+    # From step to step.
 
     def _start(self, started: Started, now_s: float) -> None:
         if self._arrivals.has_started or not 0 <= started.step <= self._pipeline.num_steps:
             raise ScheduleError(f"a pipeline of {self._pipeline.num_steps} steps starts at {started.step}")
         self._arrivals.start(started.step)
-        self._turns = self._all_turns(started.step)
+        self._upcoming = self._all_steps(started.step)
         self._end.start(now_s)
         if isinstance(started.facts, PipelineState):
             self._restore(started.facts, started.step)
@@ -180,7 +180,7 @@ class PipelineScheduler:
             self._end.steering.restore(state.states, is_same=asked, step=step)
             self._tell_notes()
 
-    def _all_turns(self, first_step: int) -> Iterator[tuple[int, bool]]:
+    def _all_steps(self, first_step: int) -> Iterator[tuple[int, bool]]:
         """Every step, an evaluation before each so many, and one at the end: (step, is evaluation)."""
         pipeline = self._pipeline
         evaluates = bool(pipeline.evaluate_every and pipeline.num_validation_microbatches)
@@ -194,25 +194,25 @@ class PipelineScheduler:
     def _next(self, now_s: float) -> None:
         """Choose what to run now, if nothing runs."""
         while self._running is None and not self._is_stopped:
-            turn = self._turn
-            if turn is None:
+            current = self._current
+            if current is None:
                 if not self._begin(now_s):
                     return
                 continue
-            work = self._choose(turn, now_s)
+            work = self._choose(current, now_s)
             if work is not None:
                 self._running = work
                 self._actions.append(Run(work))
-            elif self._turn is not None:
+            elif self._current is not None:
                 return
 
     def _begin(self, now_s: float) -> bool:
-        found = None if self.stopped_at is not None else next(self._turns, None)
+        found = None if self.stopped_at is not None else next(self._upcoming, None)
         if found is None:
             self._end_run()
             return False
         step, is_evaluation = found
-        self._turn = Turn(
+        self._current = StepState(
             step=step,
             is_evaluation=is_evaluation,
             has_backwards=self._is_trained and not is_evaluation,
@@ -222,10 +222,10 @@ class PipelineScheduler:
         if is_evaluation:
             self._expect_results(step)
         else:
-            self._turn.observed, self._early = self._early, Observed()
+            self._current.observed, self._early = self._early, Observed()
             if step == self._pipeline.fit_step:
-                self._turn.phase = Phase.FIT_SENDING
-        self._arrivals.open(self._turn)
+                self._current.phase = Phase.FIT_SENDING
+        self._arrivals.open(self._current)
         return True
 
     def _microbatches(self, step: int, is_evaluation: bool) -> tuple[int, ...]:
@@ -253,21 +253,21 @@ class PipelineScheduler:
         self._is_stopped = True
         self._actions.append(Stop(outcome, reason, hint))
 
-    # What to run in a turn.
+    # What to run in a step or an evaluation.
 
-    def _choose(self, turn: Turn, now_s: float) -> Work | None:
-        """The next work of a turn, None to wait; a turn whose last phase is over ends here."""
-        match turn.phase:
+    def _choose(self, current: StepState, now_s: float) -> Work | None:
+        """The next work, None to wait; a step or an evaluation whose last phase is over ends here."""
+        match current.phase:
             case Phase.PASSES:
-                return self._end_passes(turn) if turn.are_passes_over else self._choose_pass(turn)
+                return self._end_passes(current) if current.are_passes_over else self._choose_pass(current)
             case Phase.FIT_SENDING:
-                return self._fit(turn, SENDING_HALF, Phase.FIT_RECEIVING)
+                return self._fit(current, SENDING_HALF, Phase.FIT_RECEIVING)
             case Phase.FIT_RECEIVING:
-                return self._fit(turn, RECEIVING_HALF, Phase.READ)
+                return self._fit(current, RECEIVING_HALF, Phase.READ)
             case Phase.READ:
-                return self._group_work(WorkKind.READ, turn)
+                return self._group_work(WorkKind.READ, current)
             case Phase.SETTLE:
-                return self._settle(turn, now_s)
+                return self._settle(current, now_s)
             case _:
                 return None
 
@@ -276,72 +276,74 @@ class PipelineScheduler:
             self._actions += [Tell(Note(text=text)) for text in self._end.steering.notes]
             self._end.steering.notes.clear()
 
-    def _group_work(self, kind: WorkKind, turn: Turn, facts: Facts | None = None, item: int = 0) -> Work:
-        item = int(turn.is_evaluation) if kind is WorkKind.READ else item
-        return Work(kind, turn.step, item, facts, self._group)
+    def _group_work(
+        self, kind: WorkKind, current: StepState, facts: Facts | None = None, item: int = 0
+    ) -> Work:
+        item = int(current.is_evaluation) if kind is WorkKind.READ else item
+        return Work(kind, current.step, item, facts, self._group)
 
-    def _fit(self, turn: Turn, half: int, following: Phase) -> Work | None:
+    def _fit(self, current: StepState, half: int, following: Phase) -> Work | None:
         cut = self._index if half == SENDING_HALF else self._index - 1
         if cut not in self._pipeline.bottlenecks:
-            turn.phase = following
-            return self._choose(turn, turn.started_s)
+            current.phase = following
+            return self._choose(current, current.started_s)
         if half == RECEIVING_HALF and self._is_leader and not self._has_basis:
             return None
-        return self._group_work(WorkKind.FIT, turn, item=half)
+        return self._group_work(WorkKind.FIT, current, item=half)
 
-    def _choose_pass(self, turn: Turn) -> Work | None:
+    def _choose_pass(self, current: StepState) -> Work | None:
         if self._keeps_order:
-            return self._forward(turn) if self._may_forward(turn) else self._backward(turn)
-        return self._backward(turn) or self._forward(turn)
+            return self._forward(current) if self._may_forward(current) else self._backward(current)
+        return self._backward(current) or self._forward(current)
 
-    def _may_forward(self, turn: Turn) -> bool:
-        if turn.num_forwards == len(turn.microbatches):
+    def _may_forward(self, current: StepState) -> bool:
+        if current.num_forwards == len(current.microbatches):
             return False
-        if turn.has_backwards:
-            num_in_flight = turn.num_forwards - turn.num_backwards
+        if current.has_backwards:
+            num_in_flight = current.num_forwards - current.num_backwards
         else:
             num_in_flight = sum(message.kind in _ACTIVATIONS for message in self._sending)
         return num_in_flight < self._windows[self._index]
 
-    def _forward(self, turn: Turn) -> Work | None:
-        if not self._may_forward(turn):
+    def _forward(self, current: StepState) -> Work | None:
+        if not self._may_forward(current):
             return None
-        microbatch = turn.microbatches[turn.num_forwards]
-        message, work = _FORWARD[turn.is_evaluation]
-        if not self._is_first and not self._arrivals.has(message, turn.step, microbatch):
+        microbatch = current.microbatches[current.num_forwards]
+        message, work = _FORWARD[current.is_evaluation]
+        if not self._is_first and not self._arrivals.has(message, current.step, microbatch):
             return None
-        return self._pass(work, turn, microbatch)
+        return self._pass(work, current, microbatch)
 
-    def _backward(self, turn: Turn) -> Work | None:
-        if not turn.has_backwards or turn.num_backwards == turn.num_forwards:
+    def _backward(self, current: StepState) -> Work | None:
+        if not current.has_backwards or current.num_backwards == current.num_forwards:
             return None
-        microbatch = turn.microbatches[turn.num_backwards]
-        if not self._is_last and not self._arrivals.has(MessageKind.GRADIENT, turn.step, microbatch):
+        microbatch = current.microbatches[current.num_backwards]
+        if not self._is_last and not self._arrivals.has(MessageKind.GRADIENT, current.step, microbatch):
             return None
-        return self._pass(WorkKind.BACKWARD, turn, microbatch)
+        return self._pass(WorkKind.BACKWARD, current, microbatch)
 
-    def _pass(self, kind: WorkKind, turn: Turn, microbatch: int) -> Work:
-        return Work(kind, turn.step, microbatch, None, self._pass_group)
+    def _pass(self, kind: WorkKind, current: StepState, microbatch: int) -> Work:
+        return Work(kind, current.step, microbatch, None, self._pass_group)
 
-    def _end_passes(self, turn: Turn) -> Work | None:
-        if turn.is_evaluation:
+    def _end_passes(self, current: StepState) -> Work | None:
+        if current.is_evaluation:
             if self._is_last:
-                return self._group_work(WorkKind.SCORE, turn)
-            self._close(turn)
+                return self._group_work(WorkKind.SCORE, current)
+            self._close(current)
             return None
         if any(message.kind is MessageKind.GRADIENT for message in self._sending):
             # The last gradients are still being coded, and their errors belong to this step.
             return None
-        seen = turn.observed.seen(wants_stop=self._wants_stop)
-        return self._group_work(WorkKind.REDUCE, turn, seen)
+        seen = current.observed.seen(wants_stop=self._wants_stop)
+        return self._group_work(WorkKind.REDUCE, current, seen)
 
-    def _settle(self, turn: Turn, now_s: float) -> Work | None:
+    def _settle(self, current: StepState, now_s: float) -> Work | None:
         """Update once the verdict is known; the other members of the group get it from their leader."""
         if not self._is_leader:
-            return self._group_work(WorkKind.UPDATE, turn)
-        verdict = self._end.settle(turn.step, turn.reduced, now_s, turn.read)
+            return self._group_work(WorkKind.UPDATE, current)
+        verdict = self._end.settle(current.step, current.reduced, now_s, current.read)
         for kind, stage, facts in self._end.outgoing:
-            self._send(kind, turn.step, stage, facts=facts)
+            self._send(kind, current.step, stage, facts=facts)
         self._end.outgoing.clear()
         self._tell_notes()
         if self._end.failure is not None:
@@ -349,63 +351,63 @@ class PipelineScheduler:
             self._actions.append(self._end.failure)
         if verdict is None:
             return None
-        turn.verdict = verdict
-        return self._group_work(WorkKind.UPDATE, turn, verdict)
+        current.verdict = verdict
+        return self._group_work(WorkKind.UPDATE, current, verdict)
 
     # What has happened, and whether it can be.
 
     def _finish(self, work: Work, facts: Facts | None, now_s: float) -> None:
-        turn = self._turn
-        if turn is None or work != self._running:
+        current = self._current
+        if current is None or work != self._running:
             raise ScheduleError(f"{work.name} is reported as done but does not run")
         self._running = None
         if isinstance(facts, Ran):
-            turn.observed.busy_s += facts.busy_s
+            current.observed.busy_s += facts.busy_s
         match work.kind:
             case WorkKind.FORWARD | WorkKind.EVALUATE:
-                self._forward_done(turn, work)
+                self._forward_done(current, work)
             case WorkKind.BACKWARD:
-                self._backward_done(turn, work)
+                self._backward_done(current, work)
             case WorkKind.READ:
-                turn.read = _first_of(Read, work, facts) if self._is_first else None
-                turn.phase = Phase.PASSES
+                current.read = _all_of(Read, work, facts)[0] if self._is_first else None
+                current.phase = Phase.PASSES
             case WorkKind.FIT:
-                self._fitted(turn, work.item)
+                self._fitted(current, work.item)
             case WorkKind.REDUCE:
-                turn.reduced = _all_of(Reduced, work, facts) if self._is_leader else ()
-                turn.phase = Phase.SETTLE
+                current.reduced = _all_of(Reduced, work, facts) if self._is_leader else ()
+                current.phase = Phase.SETTLE
             case WorkKind.SCORE:
-                self._scored(turn, _all_of(Scored, work, facts))
+                self._scored(current, _all_of(Scored, work, facts))
             case WorkKind.UPDATE:
-                self._updated(turn, _first_of(Updated, work, facts), now_s)
+                self._updated(current, _all_of(Updated, work, facts)[0], now_s)
 
-    def _forward_done(self, turn: Turn, work: Work) -> None:
-        turn.num_forwards += 1
+    def _forward_done(self, current: StepState, work: Work) -> None:
+        current.num_forwards += 1
         if self._is_last:
             return
-        kind = MessageKind.EVALUATION if turn.is_evaluation else MessageKind.ACTIVATION
-        self._send_tensor(kind, turn, work, self._index + 1)
+        kind = MessageKind.EVALUATION if current.is_evaluation else MessageKind.ACTIVATION
+        self._send_tensor(kind, current, work, self._index + 1)
 
-    def _backward_done(self, turn: Turn, work: Work) -> None:
-        turn.num_backwards += 1
+    def _backward_done(self, current: StepState, work: Work) -> None:
+        current.num_backwards += 1
         if self._sends_gradients:
-            self._send_tensor(MessageKind.GRADIENT, turn, work, self._index - 1)
+            self._send_tensor(MessageKind.GRADIENT, current, work, self._index - 1)
 
-    def _fitted(self, turn: Turn, half: int) -> None:
+    def _fitted(self, current: StepState, half: int) -> None:
         if half == RECEIVING_HALF:
-            turn.phase = Phase.READ
+            current.phase = Phase.READ
             return
-        turn.phase = Phase.FIT_RECEIVING
+        current.phase = Phase.FIT_RECEIVING
         if self._is_leader:
-            self._send(MessageKind.BASIS, turn.step, self._index + 1, priority=Priority.NORMAL)
+            self._send(MessageKind.BASIS, current.step, self._index + 1, priority=Priority.NORMAL)
 
-    def _scored(self, turn: Turn, members: tuple[Scored, ...]) -> None:
+    def _scored(self, current: StepState, members: tuple[Scored, ...]) -> None:
         if any(len(one.rounds) != 1 + self._pipeline.evaluates_plain for one in members):
-            raise ScheduleError(f"the evaluation of step {turn.step} has another number of rounds")
+            raise ScheduleError(f"the evaluation of step {current.step} has another number of rounds")
         if self._is_leader:
-            for found in evaluations(turn.step, members):
+            for found in evaluations(current.step, members):
                 self._pass_evaluation_on(found)
-        self._close(turn)
+        self._close(current)
 
     def _pass_evaluation_on(self, found: Evaluated) -> None:
         if self._is_first:
@@ -413,45 +415,45 @@ class PipelineScheduler:
         else:
             self._send(MessageKind.EVALUATED, found.step, self._index - 1, facts=found)
 
-    def _updated(self, turn: Turn, updated: Updated, now_s: float) -> None:
-        verdict = turn.verdict or updated.verdict
+    def _updated(self, current: StepState, updated: Updated, now_s: float) -> None:
+        verdict = current.verdict or updated.verdict
         if verdict is None:
-            raise ScheduleError(f"the update of step {turn.step} ended without a verdict")
-        self._actions.append(Tell(self._step_ended(turn, verdict, updated, now_s)))
+            raise ScheduleError(f"the update of step {current.step} ended without a verdict")
+        self._actions.append(Tell(self._step_ended(current, verdict, updated, now_s)))
         self._windows = verdict.windows
         self._codecs = verdict.codecs or self._codecs
         if verdict.save:
             asked = self._pipeline.codecs
             state = PipelineState(asked=asked, codecs=self._codecs, states=self._end.states)
-            self._saving.add(turn.step + 1)
-            self._actions.append(Save(turn.step + 1, state))
+            self._saving.add(current.step + 1)
+            self._actions.append(Save(current.step + 1, state))
         if verdict.stop:
-            self.stopped_at = turn.step + 1
-        self._close(turn)
+            self.stopped_at = current.step + 1
+        self._close(current)
 
-    def _step_ended(self, turn: Turn, verdict: Verdict, updated: Updated, now_s: float) -> StepEnded:
+    def _step_ended(self, current: StepState, verdict: Verdict, updated: Updated, now_s: float) -> StepEnded:
         tally = self._end.take_tally() if self._is_leader else None
         return StepEnded(
-            step=turn.step,
+            step=current.step,
             loss=verdict.loss,
             norm=verdict.norm,
             learning_rate=updated.learning_rate,
             num_tokens=verdict.num_tokens,
-            duration_s=now_s - turn.started_s,
+            duration_s=now_s - current.started_s,
             busy_s=() if tally is None else tally.busy_s,
             windows=self._windows,
-            num_elements=turn.observed.num_elements,
-            num_bytes=turn.observed.num_bytes,
+            num_elements=current.observed.num_elements,
+            num_bytes=current.observed.num_bytes,
         )
 
-    def _close(self, turn: Turn) -> None:
-        """End a turn: nothing more may arrive for it."""
+    def _close(self, current: StepState) -> None:
+        """End a step or an evaluation: nothing more may arrive for it."""
         self._arrivals.close()
-        if turn.is_evaluation:
+        if current.is_evaluation:
             # What an evaluation sent counts for the step behind it.
-            self._early.num_elements += turn.observed.num_elements
-            self._early.num_bytes += turn.observed.num_bytes
-        self._turn = None
+            self._early.num_elements += current.observed.num_elements
+            self._early.num_bytes += current.observed.num_bytes
+        self._current = None
 
     def _note_saved(self, step: int) -> None:
         if step not in self._saving:
@@ -463,15 +465,11 @@ class PipelineScheduler:
             self._sending.remove(message)
         except ValueError:
             raise ScheduleError(f"{message.name} is reported as sent but was not being sent") from None
-        turn = self._turn
-        if turn is None or not isinstance(facts, Carried):
+        current = self._current
+        if current is None or not isinstance(facts, Carried):
             return
-        if message.kind is MessageKind.GRADIENT:
-            turn.observed.gradient_sent(facts)
-        elif message.kind is MessageKind.ACTIVATION or (
-            message.kind is MessageKind.EVALUATION and not self._pipeline.is_plain(message)
-        ):
-            turn.observed.activation_sent(facts)
+        if message.kind in _TENSORS and not self._pipeline.is_plain(message):
+            current.observed.sent(facts, is_gradient=message.kind is MessageKind.GRADIENT)
 
     # What arrives.
 
@@ -499,7 +497,7 @@ class PipelineScheduler:
 
     def _step_at_hand(self, message: Message) -> int | None:
         """The step of a message, None where this member is not in its training."""
-        is_due = self._turn is not None and self._turn.place == (message.step, True)
+        is_due = self._current is not None and self._current.place == (message.step, True)
         return message.step if is_due else None
 
     def _result_arrived(self, message: Message) -> None:
@@ -512,8 +510,8 @@ class PipelineScheduler:
         self._pass_evaluation_on(facts)
 
     def _basis_arrived(self, message: Message) -> None:
-        turn, step = self._turn, message.step
-        is_due = turn is not None and step == self._pipeline.fit_step and turn.place <= (step, True)
+        current, step = self._current, message.step
+        is_due = current is not None and step == self._pipeline.fit_step and current.place <= (step, True)
         if not is_due or self._has_basis or self._index - 1 not in self._pipeline.bottlenecks:
             raise _not_awaited(message)
         self._has_basis = True
@@ -526,24 +524,22 @@ class PipelineScheduler:
         if not is_awaited:
             raise _not_awaited(message)
         is_early = self._arrivals.keep(message.kind, message.step, message.item)
-        observed = self._early if is_early or self._turn is None else self._turn.observed
+        observed = self._early if is_early or self._current is None else self._current.observed
         facts = event.facts if isinstance(event.facts, Carried) else _NOTHING
-        if is_gradient:
-            observed.gradient_arrived(facts, event.travel_s)
-        elif message.kind is MessageKind.ACTIVATION:
-            observed.activation_arrived(facts, event.travel_s)
+        if message.kind is not MessageKind.EVALUATION:
+            observed.arrived(facts, event.travel_s, is_gradient=is_gradient)
 
     def _awaits_gradient(self, message: Message) -> bool:
-        turn = self._turn
-        if turn is None or not turn.has_backwards or message.step != turn.step:
+        current = self._current
+        if current is None or not current.has_backwards or message.step != current.step:
             return False
         is_known = _is_among(self._behind, message.sender)
-        return is_known and turn.has(message.item, among=turn.num_forwards)
+        return is_known and current.has(message.item, among=current.num_forwards)
 
     # What is sent.
 
-    def _send_tensor(self, kind: MessageKind, turn: Turn, work: Work, stage: int) -> None:
-        rank = self._routing.rank(stage, work.item, step=turn.step, is_evaluation=turn.is_evaluation)
+    def _send_tensor(self, kind: MessageKind, current: StepState, work: Work, stage: int) -> None:
+        rank = self._routing.rank(stage, work.item, step=current.step, is_evaluation=current.is_evaluation)
         to = (self._pipeline.stages[stage][rank],)
         codecs = self._codecs_of(kind, work, min(stage, self._index)) if self._codecs else _NO_CODECS
         self._put(Message(kind, work.step, work.item, self._member, to, None, codecs))
@@ -573,14 +569,11 @@ class PipelineScheduler:
 
 
 _ACTIVATIONS: Final = frozenset({MessageKind.ACTIVATION, MessageKind.EVALUATION})
+_TENSORS: Final = _ACTIVATIONS | {MessageKind.GRADIENT}
 _FORWARD: Final = {
     False: (MessageKind.ACTIVATION, WorkKind.FORWARD),
     True: (MessageKind.EVALUATION, WorkKind.EVALUATE),
 }
-
-
-def _of(facts: Facts | None) -> tuple[Facts | None, ...]:
-    return facts.of if isinstance(facts, Gathered) else (facts,)
 
 
 def _is_among(members: tuple[Member, ...], one: Member) -> bool:
@@ -588,15 +581,9 @@ def _is_among(members: tuple[Member, ...], one: Member) -> bool:
     return 0 <= one.rank < len(members) and members[one.rank] == one
 
 
-def _first_of(kind: type[F], work: Work, facts: Facts | None) -> F:
-    for one in _of(facts):
-        if isinstance(one, kind):
-            return one
-    raise ScheduleError(f"{work.name} ended without {kind.__name__}")
-
-
 def _all_of(kind: type[F], work: Work, facts: Facts | None) -> tuple[F, ...]:
-    found = tuple(one for one in _of(facts) if isinstance(one, kind))
+    every = facts.of if isinstance(facts, Gathered) else (facts,)
+    found = tuple(one for one in every if isinstance(one, kind))
     if not found:
         raise ScheduleError(f"{work.name} ended without {kind.__name__}")
     return found

@@ -53,8 +53,8 @@ class Routing:
 
     def rank(self, stage: int, item: int, *, step: int, is_evaluation: bool = False) -> int:
         """The rank of a stage that takes a micro-batch."""
-        turn = item % self.num_validation_microbatches if is_evaluation else item + step
-        return turn % self.num_ranks[stage]
+        place = item % self.num_validation_microbatches if is_evaluation else item + step
+        return place % self.num_ranks[stage]
 
     def share(self, stage: int, rank: int, *, step: int, is_evaluation: bool = False) -> tuple[int, ...]:
         """The micro-batches of a step, or of one round of an evaluation, that a rank takes."""
@@ -209,30 +209,27 @@ class PipelineState(Facts):
 
 
 Place = tuple[int, bool]
-"""The place of a turn in the run: its step, and the evaluation of a step before its training."""
+"""The place of a step, or of the evaluation before it, in the run: the step, and whether it trains."""
 
 
 def place_of(kind: MessageKind, step: int) -> Place:
-    """The place of the turn to which a message belongs."""
+    """The place of the step or evaluation to which a message belongs."""
     return step, kind is not MessageKind.EVALUATION
 
 
 class Phase(enum.Enum):
-    """What a member does next in a turn."""
+    """What a member does next in a step or an evaluation."""
 
     FIT_SENDING = enum.auto()
     FIT_RECEIVING = enum.auto()
     READ = enum.auto()
     PASSES = enum.auto()
-    REDUCE = enum.auto()
     SETTLE = enum.auto()
     """Wait for the tally from behind and for the verdict."""
-    UPDATE = enum.auto()
-    SCORE = enum.auto()
 
 
 @dataclass(slots=True, kw_only=True)
-class Turn:
+class StepState:
     """How far a step, or an evaluation, has come at this member; a pass counts when it has ended."""
 
     step: int
@@ -261,22 +258,22 @@ class Turn:
 
     @property
     def has_passes_left(self) -> bool:
-        """Whether this member still has backwards to run in this turn."""
+        """Whether this member still has backwards to run."""
         return self.has_backwards and self.num_backwards < len(self.microbatches)
 
     def has(self, microbatch: int, *, among: int) -> bool:
-        """Whether a micro-batch is one of the first so many of this turn."""
+        """Whether a micro-batch is one of the first so many of this member."""
         place = bisect_left(self.microbatches, microbatch, hi=among)
         return place < among and self.microbatches[place] == microbatch
 
 
 class Arrivals:
-    """Activations and gradients that have arrived: each once, also before its turn, never after."""
+    """Activations and gradients that have arrived: each once, also before its step, never after."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._kept: set[tuple[MessageKind, int, int]] = set()
-        self._turn: Turn | None = None
+        self._current: StepState | None = None
         self._newest: Place | None = None
 
     @property
@@ -292,14 +289,14 @@ class Arrivals:
         """Whether something has arrived."""
         return (kind, step, item) in self._kept
 
-    def open(self, turn: Turn) -> None:
-        """Learn the micro-batches of a turn; what has arrived before it must fit."""
-        self._turn, self._newest = turn, turn.place
+    def open(self, current: StepState) -> None:
+        """Learn the micro-batches of a step or an evaluation; what has arrived before it must fit."""
+        self._current, self._newest = current, current.place
         for kept in self._kept:
             self._check(*kept)
 
     def keep(self, kind: MessageKind, step: int, item: int) -> bool:
-        """Keep what has arrived; True where its turn has not begun."""
+        """Keep what has arrived; True where its step or evaluation has not begun."""
         key = (kind, step, item)
         if key in self._kept:
             raise ScheduleError(f"{kind.value} {step}.{item} has arrived before")
@@ -308,9 +305,9 @@ class Arrivals:
         return is_early
 
     def close(self) -> None:
-        """End a turn: nothing more may arrive for it."""
-        place = None if self._turn is None else self._turn.place
-        self._turn = None
+        """End a step or an evaluation: nothing more may arrive for it."""
+        place = None if self._current is None else self._current.place
+        self._current = None
         self._kept = {one for one in self._kept if place_of(one[0], one[1]) != place}
 
     def _check(self, kind: MessageKind, step: int, item: int) -> bool:
@@ -318,11 +315,11 @@ class Arrivals:
 
         A stage cannot be more than a step ahead of the one behind it, whose tally it needs.
         """
-        turn, newest, is_evaluation = self._turn, self._newest, kind is MessageKind.EVALUATION
+        current, newest, is_evaluation = self._current, self._newest, kind is MessageKind.EVALUATION
         if newest is None:
             raise ScheduleError(f"{kind.value} {step}.{item} has arrived before the start")
-        if turn is not None and turn.step == step and turn.is_evaluation == is_evaluation:
-            if not turn.has(item, among=len(turn.microbatches)):
+        if current is not None and current.step == step and current.is_evaluation == is_evaluation:
+            if not current.has(item, among=len(current.microbatches)):
                 raise ScheduleError(f"{kind.value} {step}.{item} is no micro-batch of this member")
             return False
         if (step, not is_evaluation) <= newest:

@@ -24,9 +24,9 @@ from isthmus.plan.codecs import (
     read_pair,
     texts_of,
 )
-from isthmus.plan.end_of_step import Cosines, Count, Tally, Texts
+from isthmus.plan.end_of_step import Cosines, Tally, Texts
 from isthmus.plan.scenario import Hop
-from isthmus.plan.types import Facts
+from isthmus.plan.types import Count, Facts
 from isthmus.units import shorten
 
 LEAST_COSINE: Final = 0.98

@@ -463,7 +463,7 @@ def _beyond(samples: Sequence[Sample], num_sequences: int) -> Sample:
     def extended_s(times_s: NDArray[np.float64]) -> float:
         fixed_s, slope_s = fit_line([*zip(sizes, times_s.tolist(), strict=True)])
         # Further out by the fitted slope, from where the nearest was measured; never below what is fixed.
-        return max(fixed_s, times_s[nearest] + slope_s * (num_sequences - sizes[nearest]), 0.0)
+        return max(fixed_s, float(times_s[nearest]) + slope_s * (num_sequences - sizes[nearest]), 0.0)
 
     every = np.stack([_times(one) for one in samples])
     return _with_times(samples[nearest], np.apply_along_axis(extended_s, 0, every))

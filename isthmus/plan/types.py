@@ -26,6 +26,8 @@ from isthmus.errors import FrameError, IsthmusError
 
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 """A duration, as far as a peer may name one; clocks that differ by the age of Unix are within it."""
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""A number of something, as far as a peer may name one."""
 
 
 class ScheduleError(IsthmusError):

@@ -106,9 +106,9 @@ def test_windows_cover_the_round_trip_and_keep_the_cap() -> None:
 def test_coding_is_the_mean_of_a_step_at_each_end() -> None:
     observed = Observed()
     for coding_s in (1.0, 2.0):
-        observed.activation_sent(Carried(coding_s=coding_s))
-    observed.gradient_arrived(Carried(coding_s=3.0), 0.0)
-    observed.activation_arrived(Carried(coding_s=5.0), 0.0)
+        observed.sent(Carried(coding_s=coding_s), is_gradient=False)
+    observed.arrived(Carried(coding_s=3.0), 0.0, is_gradient=True)
+    observed.arrived(Carried(coding_s=5.0), 0.0, is_gradient=False)
     seen = observed.seen(wants_stop=False)
     assert seen.down_coding_s == 1.5 + 3.0
     assert seen.up_coding_s == 5.0
