@@ -57,13 +57,9 @@ from isthmus.plan.membership import (
     Snapshot,
     Views,
 )
-from isthmus.plan.orders import Crew, HostLane, LeaderSteps, Sibling
+from isthmus.plan.orders import HostLane, Leader, Sibling, not_awaited
 from isthmus.plan.types import (
-    Action,
-    Arrived,
-    Done,
     Elapsed,
-    Event,
     Facts,
     Joined,
     Lane,
@@ -72,10 +68,8 @@ from isthmus.plan.types import (
     Message,
     MessageKind,
     Priority,
-    Saved,
     ScheduleError,
     Scheduler,
-    Send,
     Started,
     Tell,
     Wake,
@@ -96,10 +90,10 @@ FACTS: Final[dict[MessageKind, type[Facts]]] = {
 class Rounds:
     """The rounds as the leader of one cloud knows them; counts of rounds are from the first on."""
 
-    def __init__(self, spec: DataParallel, cloud: int, crew: Crew) -> None:
+    def __init__(self, spec: DataParallel, cloud: int, leader: Leader) -> None:
         self._spec = spec
         self._cloud = cloud
-        self._crew = crew
+        self._leader = leader
         needs_majority = spec.on_partition == "wait"
         self.views = Views(
             cloud=cloud, num_clouds=len(spec.clouds), needs_majority=needs_majority, report=self._report
@@ -138,7 +132,7 @@ class Rounds:
         """The fragments of the donor's state that have arrived, by the number of its rounds."""
         self._snapshot: Snapshot | None = None
         self._early: list[Message] = []
-        self._host = HostLane(crew)
+        self._host = HostLane(leader)
         self._forget_open_rounds()
 
     def _forget_open_rounds(self) -> None:
@@ -194,7 +188,7 @@ class Rounds:
         owners, share = self._owners, self._own[number]
         piece = Piece(view=self.views.number, share=share, num_shards=len(owners))
         for owner in owners:
-            if owner == self._crew.leader:
+            if owner == self._leader.leader:
                 self._pieces[number][self._cloud] = share
             else:
                 self._send(MessageKind.DELTA, number, (owner,), piece, Priority.NORMAL)
@@ -210,7 +204,7 @@ class Rounds:
         facts = message.facts
         kind = FACTS.get(message.kind)
         if kind is None or not isinstance(facts, kind):
-            raise ScheduleError(f"{message.name} from {message.sender} is not awaited here")
+            raise not_awaited(message)
         sender = self._spec.cloud_of(message.sender)
         num_steps = self._spec.num_rounds + (not isinstance(facts, Piece | RoundCommit))
         if message.step >= num_steps or message.item >= self._spec.num_fragments:
@@ -379,7 +373,7 @@ class Rounds:
         sent = {number: self._pieces[number] for number in sorted(is_open)}
         ruling = self._primary.rule(self._ruling, sent, now_s)
         for at_s in self._primary.new_deadlines_s:
-            self._crew.act(Wake(at_s))
+            self._leader.act(Wake(at_s))
         if ruling != self._ruling:
             self._broadcast(ruling)
             self._follow(ruling)
@@ -459,7 +453,7 @@ class Rounds:
             shares=commit.shares,
             digest=self.ledger.digest(number + 1),
         )
-        self._crew.act(Tell(told))
+        self._leader.act(Tell(told))
 
     # State for clouds that are behind.
 
@@ -520,7 +514,7 @@ class Rounds:
         item: int | None = None,
     ) -> None:
         item = self._spec.fragment(number) if item is None else item
-        self._crew.act(Send(Message(kind, number, item, self._crew.leader, to, facts, priority=priority)))
+        self._leader.send(kind, number, item, to, facts, priority)
 
 
 def data_scheduler(spec: DataParallel, member: Member) -> Scheduler:
@@ -529,16 +523,16 @@ def data_scheduler(spec: DataParallel, member: Member) -> Scheduler:
     return DataScheduler(spec, group) if member == group[0] else Sibling(group, member)
 
 
-class DataScheduler:
+class DataScheduler(Leader):
     """Decides what the leader of a cloud runs, sends and saves."""
 
     def __init__(self, spec: DataParallel, group: tuple[Member, ...]) -> None:
+        super().__init__(group, spec.save_every_s)
         self._spec = spec
         self._cloud = spec.cloud_of(group[0])
-        self._crew = Crew(group)
-        self._steps = LeaderSteps(self._crew, spec.save_every_s)
-        self._rounds = Rounds(spec, self._cloud, self._crew)
-        self._step = 0
+        self._rounds = Rounds(spec, self._cloud, self)
+        self._phase = 0
+        """The step that all clouds count alike; `step` counts those that this cloud has read data for."""
         self._works: deque[Work] = deque()
         self._taken = 0
         """The rounds of which this cloud has taken its delta, or which have been committed without it."""
@@ -549,50 +543,26 @@ class DataScheduler:
         self._saved_rounds = 0
         self._blocked_s: float | None = None
 
-    def on(self, event: Event, now_s: float) -> tuple[Action, ...]:
-        """Take in what happened and say what to do now; once stopped, nothing more."""
-        if self._crew.is_stopped:
-            return ()
+    def _start(self, started: Started, now_s: float) -> None:
+        state = started.facts if isinstance(started.facts, DataState) else None
+        if state is not None:
+            self._phase, self._mixed, self._taken = state.step, state.mixed, state.rounds
+            self._since, self._num_tokens = list(state.since), list(state.num_tokens)
+            self._saved_rounds = state.rounds
+        self.step = 0 if state is None else state.cursor
+        self._rounds.start(state, restarts=started.restarts, now_s=now_s)
+
+    def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:
         match event:
-            case Started():
-                self._start(event, now_s)
-            case Arrived(message=message):
-                self._arrive(message, now_s)
-            case Done(work=work, facts=facts):
-                self._finish(work, facts, now_s)
-            case Saved(step=step):
-                self._crew.is_saved(step)
             case Lost(member=member, final=True):
-                self._lose(member, now_s)
+                self._rounds.lose(self._spec.cloud_of(member), now_s)
             case Joined(member=member) if member.rank == 0:
                 self._rounds.join(self._spec.cloud_of(member), now_s)
             case Elapsed():
                 self._rounds.elapse(now_s)
-        self._count_accepted()
-        if self._crew.is_idle:
-            self._next(now_s)
-        return self._crew.acted()
-
-    def _start(self, started: Started, now_s: float) -> None:
-        state = started.facts if isinstance(started.facts, DataState) else None
-        if state is not None:
-            self._step, self._mixed, self._taken = state.step, state.mixed, state.rounds
-            self._since, self._num_tokens = list(state.since), list(state.num_tokens)
-            self._saved_rounds = state.rounds
-        self._steps.start(0 if state is None else state.cursor, now_s)
-        self._rounds.start(state, restarts=started.restarts, now_s=now_s)
-
-    def _lose(self, member: Member, now_s: float) -> None:
-        if member in self._crew.group:
-            self._crew.fail(f"{member} of this cloud is lost")
-        else:
-            self._rounds.lose(self._spec.cloud_of(member), now_s)
 
     def _arrive(self, message: Message, now_s: float) -> None:
-        if message.kind is MessageKind.RECORD and message.sender in self._crew.group:
-            self._crew.is_saved(message.step)
-        else:
-            self._rounds.arrive(message, now_s)
+        self._rounds.arrive(message, now_s)
 
     # What has ended.
 
@@ -600,16 +570,16 @@ class DataScheduler:
         if work.lane is Lane.HOST:
             self._rounds.end_on_host(work, now_s)
             return
-        found = self._crew.end(work, facts)
+        found = self.ended(work, facts)
         if work.kind is WorkKind.READ:
-            self._steps.num_tokens = sum(one.num_tokens for one in found if isinstance(one, Read))
+            self.num_tokens = sum(one.num_tokens for one in found if isinstance(one, Read))
         elif work.kind is WorkKind.DELTA:
             self._rounds.contribute(work.item, self._share(work.item), now_s)
         elif work.kind is WorkKind.UPDATE:
             for fragment in range(self._spec.num_fragments):
-                self._num_tokens[fragment] += self._steps.num_tokens
-            self._step += 1
-        if self._steps.is_over(work, found, now_s):
+                self._num_tokens[fragment] += self.num_tokens
+            self._phase += 1
+        if self.is_step_over(work, found, now_s):
             self._save_if_due(now_s)
 
     def _count_accepted(self) -> None:
@@ -624,14 +594,14 @@ class DataScheduler:
         return Share(
             cloud=self._cloud,
             since=self._since[fragment],
-            until=self._steps.step,
+            until=self.step,
             num_tokens=self._num_tokens[fragment],
         )
 
     def _save_if_due(self, now_s: float) -> None:
         rounds = self._rounds
         is_new = rounds.can_be_saved and rounds.ledger.applied > self._saved_rounds
-        if not is_new or not self._steps.is_save_due(now_s):
+        if not is_new or not self.is_save_due(now_s):
             return
         self._saved_rounds = rounds.ledger.applied
         state = DataState(
@@ -639,22 +609,25 @@ class DataScheduler:
             rounds=rounds.ledger.applied,
             digest=rounds.ledger.digest(rounds.ledger.applied),
             cursors=rounds.ledger.all_cursors,
-            step=self._step,
-            cursor=self._steps.step,
+            step=self._phase,
+            cursor=self.step,
             mixed=self._mixed,
             since=tuple(self._since),
             num_tokens=tuple(self._num_tokens),
         )
-        self._steps.save(state, now_s, step=rounds.ledger.applied)
+        self.save(rounds.ledger.applied, state, now_s)
 
     # What to run.
 
     def _next(self, now_s: float) -> None:
         """Run the next work of the step; between two steps take deltas, mix rounds, or wait."""
+        self._count_accepted()
+        if not self.is_idle:
+            return
         if self._rounds.is_over:
             self._end()
         elif self._works:
-            self._crew.run(self._works.popleft())
+            self.run(self._works.popleft())
         elif self._rounds.must_wait:
             self._wait(now_s)
         else:
@@ -665,11 +638,11 @@ class DataScheduler:
             self._adopt()
             return
         self._keep_phase()
-        spec, applied, is_end = self._spec, self._rounds.ledger.applied, self._step >= self._spec.num_steps
-        is_delta_due = self._taken < spec.num_rounds and spec.due(self._taken) <= self._step
+        spec, applied, is_end = self._spec, self._rounds.ledger.applied, self._phase >= self._spec.num_steps
+        is_delta_due = self._taken < spec.num_rounds and spec.due(self._taken) <= self._phase
         # A cloud that has just got a new state has no delta before its next step.
-        is_delta_due = is_delta_due and (is_end or self._since[spec.fragment(self._taken)] < self._steps.step)
-        is_mix_due = is_end or spec.due(self._mixed) + spec.delay_steps <= self._step
+        is_delta_due = is_delta_due and (is_end or self._since[spec.fragment(self._taken)] < self.step)
+        is_mix_due = is_end or spec.due(self._mixed) + spec.delay_steps <= self._phase
         if is_delta_due and applied > self._taken - spec.num_fragments:
             # The round of this fragment before has ended, so it is known what the delta has to hold.
             self._taken += 1
@@ -690,16 +663,16 @@ class DataScheduler:
         self._taken = max(self._taken, self._rounds.committed)
         reached = max(self._taken, self._rounds.opened)
         if reached:
-            self._step = max(self._step, self._spec.due(reached - 1))
+            self._phase = max(self._phase, self._spec.due(reached - 1))
 
     def _adopt(self) -> None:
         """Replace the local parameters by the new outer ones, and read on from the last cursor in them."""
         rounds = self._rounds
         rounds.has_new_state = False
         self._taken = self._mixed = rounds.ledger.applied
-        self._step = self._spec.due(self._taken - 1) if self._taken else 0
-        self._steps.step = min(rounds.ledger.cursors[self._cloud])
-        self._since = [self._steps.step] * self._spec.num_fragments
+        self._phase = self._spec.due(self._taken - 1) if self._taken else 0
+        self.step = min(rounds.ledger.cursors[self._cloud])
+        self._since = [self.step] * self._spec.num_fragments
         self._num_tokens = [0] * self._spec.num_fragments
         self._saved_rounds = 0
         self._run(WorkKind.MIX, self._spec.num_rounds)
@@ -707,18 +680,18 @@ class DataScheduler:
     def _run(self, kind: WorkKind, number: int) -> None:
         """Run a work of a round on all ranks; one beyond the last round is of all fragments."""
         self._blocked_s = None
-        self._steps.run(kind, number)
+        self.run_together(kind, number)
 
     def _begin_step(self) -> None:
         self._blocked_s = None
-        cursor, group = self._steps.step, self._crew.group
+        cursor, group = self.step, self.group
         works = [Work(WorkKind.READ, cursor, group=group)]
         for item in range(self._spec.num_microbatches):
             works += [Work(WorkKind.FORWARD, cursor, item), Work(WorkKind.BACKWARD, cursor, item)]
         works += [Work(WorkKind.REDUCE, cursor, group=group), Work(WorkKind.UPDATE, cursor, group=group)]
-        self._crew.order(works)
+        self.order(works)
         self._works.extend(works)
-        self._crew.run(self._works.popleft())
+        self.run(self._works.popleft())
 
     def _wait(self, now_s: float) -> None:
         """Wait for other clouds; not for ever."""
@@ -726,15 +699,15 @@ class DataScheduler:
             self._end()
         elif self._blocked_s is None:
             self._blocked_s = now_s
-            self._crew.act(Wake(now_s + self._spec.wait_s))
+            self.act(Wake(now_s + self._spec.wait_s))
         elif now_s >= self._blocked_s + self._spec.wait_s:
             self._give_up()
 
     def _end(self) -> None:
         ledger = self._rounds.ledger
         digest = ledger.digest(ledger.applied)
-        self._crew.act(Tell(DataEnded(rounds=ledger.applied, digest=digest, cursor=self._steps.step)))
-        self._crew.finish()
+        self.act(Tell(DataEnded(rounds=ledger.applied, digest=digest, cursor=self.step)))
+        self.finish()
 
     def _give_up(self) -> None:
         spec, views = self._spec, self._rounds.views
@@ -743,7 +716,7 @@ class DataScheduler:
             self._end()
             return
         seen = ", ".join(spec.clouds[cloud][0].cloud for cloud in views.sees)
-        self._crew.fail(
+        self.fail(
             f"waited {spec.wait_s:g} s for a round: of {len(spec.clouds)} clouds only {seen} are there",
             'start the others again, or set on_partition = "continue" or a smaller quorum',
         )

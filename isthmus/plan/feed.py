@@ -24,22 +24,17 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from isthmus.plan.orders import Crew, LeaderSteps, Orders, Sibling
+from isthmus.plan.orders import Leader, Orders, Sibling, not_awaited
 from isthmus.plan.types import (
-    Action,
-    Arrived,
     Count,
-    Done,
     Drop,
-    Event,
+    Elapsed,
     Facts,
     Joined,
     Lost,
     Member,
     Message,
     MessageKind,
-    Priority,
-    Saved,
     ScheduleError,
     Scheduler,
     Send,
@@ -239,13 +234,12 @@ class _Queue:
         return self.started == self.quota
 
 
-class DiscriminatorScheduler:
+class DiscriminatorScheduler(Leader):
     """Decides what the leader of the discriminator's cloud runs, sends and saves."""
 
     def __init__(self, spec: GeneratorDiscriminator) -> None:
+        super().__init__(spec.discriminator, spec.save_every_s)
         self._spec = spec
-        self._crew = Crew(spec.discriminator)
-        self._steps = LeaderSteps(self._crew, spec.save_every_s)
         self._queues = [_Queue(one.members[0], one.quota) for one in spec.generators]
         self._merge = Merge([one.weight for one in spec.generators])
         self._positions: dict[int, tuple[int, ...]] = {}
@@ -254,29 +248,7 @@ class DiscriminatorScheduler:
         self._idle_s: float | None = None
         self._waited_s = 0.0
 
-    def on(self, event: Event, now_s: float) -> tuple[Action, ...]:
-        """Take in what happened and say what to do now; once stopped, nothing more."""
-        if self._crew.is_stopped:
-            return ()
-        match event:
-            case Started():
-                self._start(event, now_s)
-            case Arrived(message=message):
-                self._arrive(message)
-            case Done(work=work, facts=facts):
-                self._finish(work, facts, now_s)
-            case Saved(step=step):
-                self._note_saved(step)
-            case Lost(member=member, final=True):
-                self._lose(member, now_s)
-            case Joined(member=member):
-                self._join(member)
-        if self._crew.is_idle:
-            self._next(now_s)
-        return self._crew.acted()
-
-    def _start(self, started: Started, now_s: float) -> None:
-        self._steps.start(started.step, now_s)
+    def _start(self, started: Started, now_s: float) -> None:  # noqa: ARG002 - no time is needed
         if isinstance(started.facts, DiscriminatorState):
             self._merge.turns = list(started.facts.turns)
             for queue, number in zip(self._queues, started.facts.next, strict=True):
@@ -291,48 +263,42 @@ class DiscriminatorScheduler:
 
     def _allow(self, queue: _Queue) -> None:
         facts = Allowance(next=queue.arrived, limit=queue.started + self._spec.max_queued)
-        self._send(MessageKind.CREDIT, facts.limit, queue, facts)
+        self._tell_generator(MessageKind.CREDIT, facts.limit, queue, facts)
 
     def _cover(self, queue: _Queue) -> None:
         facts = CoveredTo(number=queue.covered, is_final=self._is_final)
-        self._send(MessageKind.COVERED, queue.covered, queue, facts)
+        self._tell_generator(MessageKind.COVERED, queue.covered, queue, facts)
 
-    def _send(self, kind: MessageKind, number: int, queue: _Queue, facts: Facts) -> None:
+    def _tell_generator(self, kind: MessageKind, number: int, queue: _Queue, facts: Facts) -> None:
         if queue.lost_s is None:
-            to, urgent = (queue.leader,), Priority.URGENT
-            self._crew.act(Send(Message(kind, 0, number, self._crew.leader, to, facts, priority=urgent)))
+            self.send(kind, 0, number, (queue.leader,), facts)
 
-    def _lose(self, member: Member, now_s: float) -> None:
-        if member in self._crew.group:
-            self._crew.fail(f"{member} of this cloud is lost")
+    def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:
+        index = None if isinstance(event, Elapsed) else self._spec.generator_of(event.member.cloud)
+        if index is None:
             return
-        index = self._spec.generator_of(member.cloud)
-        if index is not None and self._queues[index].lost_s is None:
-            queue = self._queues[index]
-            queue.lost_s = now_s
-            self._crew.act(Wake(now_s + self._spec.wait_s))
-            self._crew.act(Tell(GeneratorLost(generator=index, next=queue.arrived)))
-
-    def _join(self, member: Member) -> None:
-        for queue in self._queues:
-            if queue.leader == member:
+        queue = self._queues[index]
+        match event:
+            case Lost(final=True) if queue.lost_s is None:
+                queue.lost_s = now_s
+                self.act(Wake(now_s + self._spec.wait_s))
+                self.act(Tell(GeneratorLost(generator=index, next=queue.arrived)))
+            case Joined(member=queue.leader):
                 queue.lost_s = None
                 self._greet(queue)
 
-    def _arrive(self, message: Message) -> None:
+    def _arrive(self, message: Message, now_s: float) -> None:  # noqa: ARG002 - queues need no time
         match message.kind, message.facts:
-            case MessageKind.RECORD, _ if message.sender in self._crew.group:
-                self._note_saved(message.step)
             case MessageKind.IDS, BatchTag() as tag if tag.generator < len(self._queues):
                 self._take(message, tag, self._queues[tag.generator])
             case _:
-                raise ScheduleError(f"{message.name} from {message.sender} is not awaited here")
+                raise not_awaited(message)
 
     def _take(self, message: Message, tag: BatchTag, queue: _Queue) -> None:
         if message.sender != queue.leader:
             raise ScheduleError(f"{message.name} from {message.sender} is of another generator")
         if tag.number < queue.arrived:
-            self._crew.act(Drop(message))
+            self.act(Drop(message))
             return
         limit = min(queue.started + self._spec.max_queued, queue.quota)
         if tag.number != queue.arrived or tag.number >= limit:
@@ -344,7 +310,7 @@ class DiscriminatorScheduler:
     # What to run.
 
     def _next(self, now_s: float) -> None:
-        if self._steps.run_next():
+        if not self.is_idle or self.run_end_of_step():
             return
         streams = [index for index, queue in enumerate(self._queues) if self._takes_turns(queue)]
         if not streams:
@@ -358,7 +324,7 @@ class DiscriminatorScheduler:
         elif self._is_given_up(queue, now_s):
             cloud = queue.leader.cloud
             hint = f'start {cloud!r} again, or set on_lost = "continue"'
-            self._crew.fail(f"generator {cloud!r} was lost and has not returned", hint)
+            self.fail(f"generator {cloud!r} was lost and has not returned", hint)
         elif self._idle_s is None:
             self._idle_s = now_s
 
@@ -376,8 +342,8 @@ class DiscriminatorScheduler:
             self._waited_s += now_s - self._idle_s
             self._idle_s = None
         tag = queue.tags.popleft()
-        self._steps.run(WorkKind.DISCRIMINATE, self._num_in_step, tag)
-        self._steps.num_tokens += tag.num_tokens
+        self.run_together(WorkKind.DISCRIMINATE, self._num_in_step, tag)
+        self.num_tokens += tag.num_tokens
         queue.started += 1
         queue.num_in_step += 1
         queue.staleness = max(queue.staleness, queue.version - tag.version)
@@ -388,45 +354,43 @@ class DiscriminatorScheduler:
         return sum(queue.num_in_step for queue in self._queues)
 
     def _finish(self, work: Work, facts: Facts | None, now_s: float) -> None:
-        found = self._crew.end(work, facts)
+        found = self.ended(work, facts)
         if work.kind is WorkKind.DISCRIMINATE and self._num_in_step == self._spec.batches_per_step:
-            self._steps.end()
-        if self._steps.is_over(work, found, now_s):
+            self.end_step()
+        if self.is_step_over(work, found, now_s):
             self._tell()
             num_taken = max(queue.started - queue.asked for queue in self._queues)
-            if self._steps.is_save_due(now_s) or num_taken >= self._spec.max_kept // 2:
+            if self.is_save_due(now_s) or num_taken >= self._spec.max_kept // 2:
                 self._save(now_s)
 
     def _tell(self) -> None:
         queues = self._queues
         told = FeedStep(
-            step=self._steps.step - 1,
+            step=self.step - 1,
             num_batches=tuple(queue.num_in_step for queue in queues),
             num_queued=tuple(len(queue.tags) for queue in queues),
             staleness=tuple(queue.staleness for queue in queues),
             waited_s=self._waited_s,
         )
-        self._crew.act(Tell(told))
+        self.act(Tell(told))
         self._waited_s = 0.0
         for queue in queues:
             queue.num_in_step = queue.staleness = 0
 
     def _save(self, now_s: float) -> None:
         positions = tuple(queue.started for queue in self._queues)
-        self._positions[self._steps.step] = positions
+        self._positions[self.step] = positions
         for queue in self._queues:
             queue.asked = queue.started
-        self._steps.save(DiscriminatorState(next=positions, turns=tuple(self._merge.turns)), now_s)
+        self.save(self.step, DiscriminatorState(next=positions, turns=tuple(self._merge.turns)), now_s)
 
-    def _note_saved(self, step: int) -> None:
-        if not self._crew.is_saved(step):
-            return
+    def _saved(self, step: int) -> None:
         self._is_final = step == self._final_step
         for queue, number in zip(self._queues, self._positions.pop(step), strict=True):
             queue.covered = number
             self._cover(queue)
         if self._is_final:
-            self._crew.finish()
+            self.finish()
 
     def _end_run(self, now_s: float) -> None:
         """End the last step and save it, when no lost generator is waited for any more."""
@@ -434,23 +398,22 @@ class DiscriminatorScheduler:
         if self._final_step is not None or not all(self._is_given_up(queue, now_s) for queue in unmet):
             return
         if self._num_in_step:
-            self._steps.end()
-            self._steps.run_next()
+            self.end_step()
+            self.run_end_of_step()
             return
-        self._final_step = self._steps.step
+        self._final_step = self.step
         if self._final_step not in self._positions:
             self._save(now_s)
 
 
-class GeneratorScheduler:
+class GeneratorScheduler(Leader):
     """Decides what the leader of a generator's cloud runs, sends, keeps and saves."""
 
     def __init__(self, spec: GeneratorDiscriminator, index: int) -> None:
+        super().__init__(spec.generators[index].members, spec.save_every_s)
         self._spec = spec
         self._index = index
         self._stream = spec.generators[index]
-        self._crew = Crew(self._stream.members)
-        self._steps = LeaderSteps(self._crew, spec.save_every_s)
         self._number = 0
         """The number of the next batch."""
         self._sent = 0
@@ -464,28 +427,7 @@ class GeneratorScheduler:
         self._final_step: int | None = None
         self._is_saved = False
 
-    def on(self, event: Event, now_s: float) -> tuple[Action, ...]:
-        """Take in what happened and say what to do now; once stopped, nothing more."""
-        if self._crew.is_stopped:
-            return ()
-        match event:
-            case Started():
-                self._start(event, now_s)
-            case Arrived(message=message):
-                self._arrive(message)
-            case Done(work=work, facts=facts):
-                self._finish(work, facts, now_s)
-            case Saved(step=step):
-                self._note_saved(step)
-            case Lost(member=member, final=True):
-                self._lose(member, now_s)
-            case Joined(member=member) if member == self._spec.discriminator[0]:
-                self._is_open, self._lost_s = False, None
-        self._next(now_s)
-        return self._crew.acted()
-
-    def _start(self, started: Started, now_s: float) -> None:
-        self._steps.start(started.step, now_s)
+    def _start(self, started: Started, now_s: float) -> None:  # noqa: ARG002 - no time is needed
         if isinstance(started.facts, GeneratorState):
             self._number = started.facts.next
             self._covered = self._number - len(started.facts.kept_tokens)
@@ -496,26 +438,26 @@ class GeneratorScheduler:
     def _keep(self, number: int, version: int, num_tokens: int) -> None:
         tag = BatchTag(generator=self._index, number=number, version=version, num_tokens=num_tokens)
         to = self._spec.discriminator[:1]
-        self._kept[number] = Message(MessageKind.IDS, version, number, self._crew.leader, to, tag)
+        self._kept[number] = Message(MessageKind.IDS, version, number, self.leader, to, tag)
 
-    def _lose(self, member: Member, now_s: float) -> None:
-        if member in self._crew.group:
-            self._crew.fail(f"{member} of this cloud is lost")
-        elif member in self._spec.discriminator and self._lost_s is None:
-            self._is_open, self._lost_s = False, now_s
-            self._crew.act(Wake(now_s + self._spec.wait_s))
+    def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:
+        match event:
+            case Joined(member=member) if member == self._spec.discriminator[0]:
+                self._is_open, self._lost_s = False, None
+            case Lost(member=member, final=True) if member in self._spec.discriminator:
+                if self._lost_s is None:
+                    self._is_open, self._lost_s = False, now_s
+                    self.act(Wake(now_s + self._spec.wait_s))
 
-    def _arrive(self, message: Message) -> None:
+    def _arrive(self, message: Message, now_s: float) -> None:  # noqa: ARG002 - credit needs no time
         is_awaited = message.sender == self._spec.discriminator[0]
         match message.kind, message.facts:
-            case MessageKind.RECORD, _ if message.sender in self._crew.group:
-                self._note_saved(message.step)
             case MessageKind.CREDIT, Allowance() as facts if is_awaited:
                 self._allow(facts)
             case MessageKind.COVERED, CoveredTo() as facts if is_awaited:
                 self._cover(facts)
             case _:
-                raise ScheduleError(f"{message.name} from {message.sender} is not awaited here")
+                raise not_awaited(message)
 
     def _allow(self, facts: Allowance) -> None:
         if self._is_open:
@@ -527,57 +469,55 @@ class GeneratorScheduler:
     def _cover(self, facts: CoveredTo) -> None:
         self._covered = max(self._covered, facts.number)
         for old in [one for one in self._kept if one < facts.number]:
-            self._crew.act(Drop(self._kept.pop(old)))
+            self.act(Drop(self._kept.pop(old)))
         if facts.is_final:
             # The discriminator needs no batch any more, but the generator's own training goes to its quota.
             self._is_final, self._limit = True, self._stream.quota
 
-    def _note_saved(self, step: int) -> None:
-        if self._crew.is_saved(step):
-            self._is_saved = step == self._final_step
+    def _saved(self, step: int) -> None:
+        self._is_saved = step == self._final_step
 
     def _next(self, now_s: float) -> None:
         if self._lost_s is not None and now_s >= self._lost_s + self._spec.wait_s:
             cloud = self._spec.discriminator[0].cloud
             hint = f"start {cloud!r} again; if its run has finished, nothing is left to do"
-            self._crew.fail(f"discriminator {cloud!r} was lost and has not returned", hint)
-        if self._crew.is_stopped:
+            self.fail(f"discriminator {cloud!r} was lost and has not returned", hint)
             return
-        self._send()
-        if not self._crew.is_idle or self._steps.run_next():
+        self._send_allowed()
+        if not self.is_idle or self.run_end_of_step():
             return
         limit = min(self._limit, self._stream.quota, self._covered + self._spec.max_kept)
         if (self._is_open or self._is_final) and self._number < limit:
-            self._steps.run(WorkKind.GENERATE, self._number)
+            self.run_together(WorkKind.GENERATE, self._number)
         elif self._is_saved and self._is_final:
-            self._crew.finish()
+            self.finish()
 
-    def _send(self) -> None:
+    def _send_allowed(self) -> None:
         """Send what was made and is allowed; what is covered need not be sent any more."""
         while self._is_open and self._sent < min(self._number, self._limit):
             message = self._kept.get(self._sent)
             if message is not None:
-                self._crew.act(Send(message, keeps=True))
+                self.act(Send(message, keeps=True))
             self._sent += 1
 
     def _finish(self, work: Work, facts: Facts | None, now_s: float) -> None:
-        found = self._crew.end(work, facts)
+        found = self.ended(work, facts)
         if work.kind is WorkKind.GENERATE:
             num_tokens = sum(one.num_tokens for one in found if isinstance(one, Generated))
             self._made(num_tokens)
         is_last = self._number == self._stream.quota
-        if self._steps.is_over(work, found, now_s) and (is_last or self._steps.is_save_due(now_s)):
-            self._final_step = self._steps.step if is_last else None
+        if self.is_step_over(work, found, now_s) and (is_last or self.is_save_due(now_s)):
+            self._final_step = self.step if is_last else None
             kept_tokens = tuple(_num_tokens(self._kept[one]) for one in sorted(self._kept))
-            self._steps.save(GeneratorState(next=self._number, kept_tokens=kept_tokens), now_s)
+            self.save(self.step, GeneratorState(next=self._number, kept_tokens=kept_tokens), now_s)
 
     def _made(self, num_tokens: int) -> None:
         if self._number >= self._covered:
-            self._keep(self._number, self._steps.step, num_tokens)
-        self._steps.num_tokens += num_tokens
+            self._keep(self._number, self.step, num_tokens)
+        self.num_tokens += num_tokens
         self._number += 1
         if self._number % self._stream.batches_per_step == 0 or self._number == self._stream.quota:
-            self._steps.end()
+            self.end_step()
 
 
 def _num_tokens(message: Message) -> int:

@@ -9,6 +9,7 @@ A sibling that has nothing to do waits for an order, not inside a collective, so
 cloud as long as it likes.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from isthmus.plan.types import (
     Arrived,
     Count,
     Done,
+    Elapsed,
     Event,
     Facts,
     Gathered,
+    Joined,
     Lost,
     Member,
     Message,
@@ -33,6 +36,7 @@ from isthmus.plan.types import (
     Saved,
     ScheduleError,
     Send,
+    Started,
     Stop,
     Tell,
     Work,
@@ -59,34 +63,89 @@ class Orders(Facts):
     stops: bool = False
 
 
-class Crew:
-    """The ranks of a cloud as their leader drives them: one work after the other, saves, the end.
+class Leader(ABC):
+    """The scheduler of the leader of a cloud, which drives all ranks: steps, saves, the end.
 
-    It collects the leader's actions. The leader's own works on the host are no orders.
+    It runs one work after the other and collects its actions. Works that it runs on the host are no orders. A
+    strategy is a subclass that says what follows from each event.
     """
 
-    def __init__(self, group: tuple[Member, ...]) -> None:
+    def __init__(self, group: tuple[Member, ...], save_every_s: float | None) -> None:
         self.group = group
         self.leader, *siblings = group
-        self._siblings = tuple(siblings)
         self.running: Work | None = None
         self.is_stopped = False
+        self.step = 0
+        self.num_tokens = 0
+        self._siblings = tuple(siblings)
+        self._save_every_s = save_every_s
+        self._to_end: deque[WorkKind] = deque()
+        """The works that are left to end the step."""
+        self._loss_sum = self._norm = 0.0
+        self._begun_s = self._saved_s = 0.0
         self._missing: dict[int, int] = {}
         self._actions: list[Action] = []
 
+    def on(self, event: Event, now_s: float) -> tuple[Action, ...]:
+        """Take in what happened and say what to do now; once stopped, nothing more."""
+        if self.is_stopped:
+            return ()
+        match event:
+            case Started():
+                self.step, self._begun_s, self._saved_s = event.step, now_s, now_s
+                self._start(event, now_s)
+            case Arrived(message=message) if message.kind is MessageKind.RECORD:
+                self._count_saved(message.step, message)
+            case Arrived(message=message):
+                self._arrive(message, now_s)
+            case Done(work=work, facts=facts):
+                self._finish(work, facts, now_s)
+            case Saved(step=step):
+                self._count_saved(step)
+            case Lost(member=member, final=True) if member in self.group:
+                self.fail(f"{member} of this cloud is lost")
+            case Lost() | Joined() | Elapsed():
+                self._notice(event, now_s)
+        if not self.is_stopped:
+            self._next(now_s)
+        actions, self._actions = tuple(self._actions), []
+        return actions
+
+    # What a strategy says.
+
+    @abstractmethod
+    def _start(self, started: Started, now_s: float) -> None:
+        """Begin, or begin again from what was saved."""
+
+    @abstractmethod
+    def _arrive(self, message: Message, now_s: float) -> None:
+        """Take in a message of another cloud."""
+
+    @abstractmethod
+    def _finish(self, work: Work, facts: Facts | None, now_s: float) -> None:
+        """Take in the end of a work."""
+
+    @abstractmethod
+    def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:
+        """Take in that a member of another cloud is lost, or is there, or that a time has come."""
+
+    @abstractmethod
+    def _next(self, now_s: float) -> None:
+        """Run what comes next, if nothing runs."""
+
+    def _saved(self, step: int) -> None:  # noqa: B027 - a strategy may do without
+        """Take in that all ranks have saved a step."""
+
+    # What it can do.
+
     @property
     def is_idle(self) -> bool:
-        """Whether the leader may run a work."""
+        """Whether it may run a work."""
         return self.running is None and not self.is_stopped
 
     def act(self, *actions: Action) -> None:
-        """Add actions of the leader."""
+        """Add actions."""
         self._actions += actions
-
-    def acted(self) -> tuple[Action, ...]:
-        """All actions since the last call."""
-        actions, self._actions = tuple(self._actions), []
-        return actions
 
     def order(self, works: Iterable[Work]) -> None:
         """Make the siblings run these works; the leader runs them one by one."""
@@ -94,40 +153,84 @@ class Crew:
             WorkOrder(kind=one.kind, step=one.step, item=one.item, is_grouped=bool(one.group))
             for one in works
         )
-        self._send(Orders(works=tuple(orders)))
+        self._tell_siblings(Orders(works=tuple(orders)))
 
     def run(self, work: Work) -> None:
         """Run a work at the leader."""
         self.running = work
         self.act(Run(work))
 
-    def end(self, work: Work, facts: Facts | None) -> tuple[Facts | None, ...]:
+    def run_together(self, kind: WorkKind, item: int = 0, facts: Facts | None = None) -> None:
+        """Run a work of this step on all ranks."""
+        work = Work(kind, self.step, item, facts, self.group)
+        self.order([work])
+        self.run(work)
+
+    def ended(self, work: Work, facts: Facts | None) -> tuple[Facts | None, ...]:
         """End the leader's work; the facts of all its ranks."""
         if work != self.running:
             raise ScheduleError(f"{work.name} is reported as done but does not run")
         self.running = None
         return facts.of if isinstance(facts, Gathered) else (facts,)
 
-    def save(self, step: int, facts: Facts) -> None:
-        """Save a step on all ranks; the leader's part holds the scheduler's facts."""
+    def end_step(self) -> None:
+        """Reduce and update next."""
+        self._to_end.extend((WorkKind.REDUCE, WorkKind.UPDATE))
+
+    def run_end_of_step(self) -> bool:
+        """Run what ends the step, if anything is left of it; whether the leader is busy."""
+        if self._to_end:
+            self.run_together(self._to_end.popleft())
+        return not self.is_idle
+
+    def is_step_over(self, work: Work, found: Sequence[Facts | None], now_s: float) -> bool:
+        """Take in the end of a work; whether the step ended with it."""
+        if work.kind is WorkKind.REDUCE:
+            reduced = [one for one in found if isinstance(one, Reduced)]
+            self._loss_sum = sum(one.loss_sum for one in reduced)
+            self._norm = total_norm(reduced[0].squared_norms) if reduced else 0.0
+        if work.kind is not WorkKind.UPDATE:
+            return False
+        ended = StepEnded(
+            step=self.step,
+            loss=self._loss_sum / max(self.num_tokens, 1),
+            norm=self._norm,
+            learning_rate=0.0,
+            num_tokens=self.num_tokens,
+            duration_s=now_s - self._begun_s,
+            busy_s=(),
+            windows=(),
+        )
+        self.act(Tell(ended))
+        self.step, self.num_tokens, self._begun_s = self.step + 1, 0, now_s
+        return True
+
+    def is_save_due(self, now_s: float) -> bool:
+        """Whether the last save is long enough ago."""
+        return self._save_every_s is not None and now_s - self._saved_s >= self._save_every_s
+
+    def save(self, step: int, facts: Facts, now_s: float) -> None:
+        """Save the state of all ranks under a number; the leader's part holds the scheduler's facts."""
+        self._saved_s = now_s
         self._missing[step] = len(self.group)
-        self._send(Orders(saves=step))
+        self._tell_siblings(Orders(saves=step))
         self.act(Save(step, facts))
 
-    def is_saved(self, step: int) -> bool:
-        """Count one rank that has saved a step; True when it is the last."""
+    def _count_saved(self, step: int, record: Message | None = None) -> None:
+        """Count one rank that has saved a step."""
+        if record is not None and record.sender not in self.group:
+            raise not_awaited(record)
         if step not in self._missing:
             raise ScheduleError(f"step {step} is reported as saved but was not to be")
         self._missing[step] -= 1
-        if self._missing[step]:
-            return False
-        del self._missing[step]
-        return True
+        if not self._missing[step]:
+            del self._missing[step]
+            self._saved(step)
 
     def finish(self) -> None:
         """End the run on all ranks."""
         self.is_stopped = True
-        self._send(Orders(stops=True))
+        self._tell_siblings(Orders(stops=True))
         self.act(Stop(Outcome.FINISHED))
 
     def fail(self, reason: str, hint: str = "") -> None:
@@ -135,17 +238,33 @@ class Crew:
         self.is_stopped = True
         self.act(Stop(Outcome.FAILED, reason, hint))
 
-    def _send(self, orders: Orders) -> None:
+    def _tell_siblings(self, orders: Orders) -> None:
         if self._siblings:
-            order, urgent = MessageKind.ORDER, Priority.URGENT
-            self.act(Send(Message(order, 0, 0, self.leader, self._siblings, orders, priority=urgent)))
+            self.send(MessageKind.ORDER, 0, 0, self._siblings, orders)
+
+    def send(
+        self,
+        kind: MessageKind,
+        step: int,
+        item: int,
+        to: tuple[Member, ...],
+        facts: Facts,
+        priority: Priority = Priority.URGENT,
+    ) -> None:
+        """Send a message with facts."""
+        self.act(Send(Message(kind, step, item, self.leader, to, facts, priority=priority)))
+
+
+def not_awaited(message: Message) -> ScheduleError:
+    """The error of a message that does not belong here."""
+    return ScheduleError(f"{message.name} from {message.sender} is not awaited here")
 
 
 class HostLane:
     """The works that a leader runs on the host, one after the other, beside the computation."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
         self._works: deque[Work] = deque()
         self._running: Work | None = None
         self._is_stale = False
@@ -168,7 +287,7 @@ class HostLane:
         """Run the next work, if none runs."""
         if self._running is None and self._works:
             self._running = self._works.popleft()
-            self._crew.act(Run(self._running))
+            self._leader.act(Run(self._running))
 
     def end(self, work: Work) -> bool:
         """Take in the end of a work; whether it counts."""
@@ -176,72 +295,6 @@ class HostLane:
             raise ScheduleError(f"{work.name} is reported as done but does not run")
         counts, self._is_stale, self._running = not self._is_stale, False, None
         return counts
-
-
-class LeaderSteps:
-    """Ends the steps of a leader: REDUCE and UPDATE, a fact for the journal, and a save when it is time."""
-
-    def __init__(self, crew: Crew, save_every_s: float | None) -> None:
-        self._crew = crew
-        self._save_every_s = save_every_s
-        self._todo: deque[WorkKind] = deque()
-        self._loss_sum = 0.0
-        self._norm = 0.0
-        self._begun_s = 0.0
-        self._saved_s = 0.0
-        self.step = 0
-        self.num_tokens = 0
-
-    def start(self, step: int, now_s: float) -> None:
-        """Begin with this step."""
-        self.step, self._begun_s, self._saved_s = step, now_s, now_s
-
-    def run(self, kind: WorkKind, item: int = 0, facts: Facts | None = None) -> None:
-        """Run a work of this step on all ranks."""
-        work = Work(kind, self.step, item, facts, self._crew.group)
-        self._crew.order([work])
-        self._crew.run(work)
-
-    def end(self) -> None:
-        """Reduce and update next."""
-        self._todo.extend((WorkKind.REDUCE, WorkKind.UPDATE))
-
-    def run_next(self) -> bool:
-        """Run what ends the step, if anything is left of it."""
-        if self._todo:
-            self.run(self._todo.popleft())
-        return not self._crew.is_idle
-
-    def is_over(self, work: Work, found: Sequence[Facts | None], now_s: float) -> bool:
-        """Take in the end of a work; whether the step ended with it."""
-        if work.kind is WorkKind.REDUCE:
-            reduced = [one for one in found if isinstance(one, Reduced)]
-            self._loss_sum = sum(one.loss_sum for one in reduced)
-            self._norm = total_norm(reduced[0].squared_norms) if reduced else 0.0
-        if work.kind is not WorkKind.UPDATE:
-            return False
-        ended = StepEnded(
-            step=self.step,
-            loss=self._loss_sum / max(self.num_tokens, 1),
-            norm=self._norm,
-            learning_rate=0.0,
-            num_tokens=self.num_tokens,
-            duration_s=now_s - self._begun_s,
-            busy_s=(),
-            windows=(),
-        )
-        self._crew.act(Tell(ended))
-        self.step, self.num_tokens, self._begun_s = self.step + 1, 0, now_s
-        return True
-
-    def is_save_due(self, now_s: float) -> bool:
-        """Whether the last save is long enough ago."""
-        return self._save_every_s is not None and now_s - self._saved_s >= self._save_every_s
-
-    def save(self, facts: Facts, now_s: float, *, step: int | None = None) -> None:
-        """Save the state that the next step starts from, under its number or another one."""
-        self._saved_s = now_s
-        self._crew.save(self.step if step is None else step, facts)
 
 
 class Sibling:
@@ -280,7 +333,7 @@ class Sibling:
     def _take(self, message: Message) -> None:
         orders = message.facts
         if message.sender != self._group[0] or not isinstance(orders, Orders):
-            raise ScheduleError(f"{message.name} from {message.sender} is not awaited here")
+            raise not_awaited(message)
         for one in orders.works:
             group = self._group if one.is_grouped else ()
             self._works.append(Work(one.kind, one.step, one.item, None, group))
