@@ -177,11 +177,11 @@ class PartCosts:
     num_parameters: int
     num_trained: int
     """The parameters that are trained, which have gradients and moments."""
-    flops: float
+    flops: float = 0.0
     """Operations of a forward pass, in the precision of the computation."""
-    float32_flops: float
+    float32_flops: float = 0.0
     """Those that stay in float32 in any precision."""
-    moved_bytes: float
+    moved_bytes: float = 0.0
     """Memory that a forward pass reads and writes outside of matrix products, where that takes the time."""
     kept_bytes: float
     """What stays for the backward pass, with the part's output in the place of its input."""

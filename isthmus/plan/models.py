@@ -34,6 +34,7 @@ from isthmus.plan.costs import (
 from isthmus.plan.job_facts import check_frozen
 from isthmus.units import closest
 
+_INSTALL: Final = "install isthmus with its extra train"
 # Tables of every possible stage grow with the square of the layers: these take some 15 s and 1 GB to plan.
 _MAX_LAYERS: Final = 512
 _EXPERT_KEYS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -99,8 +100,6 @@ class EstimatedModel:
         return PartCosts(
             num_parameters=num_parameters,
             num_trained=num_parameters if is_trained else 0,
-            flops=0.0,
-            float32_flops=0.0,
             moved_bytes=2.0 * stream,
             kept_bytes=float(stream) if is_trained else 0.0,
             forward_bytes=stream,
@@ -139,8 +138,6 @@ class EstimatedModel:
             num_parameters=num_weights + num_adapted,
             num_trained=0 if is_frozen else num_adapted if lora else num_weights,
             flops=flops,
-            float32_flops=0.0,
-            moved_bytes=0.0,
             kept_bytes=kept,
             forward_bytes=forward,
             backward_bytes=backward,
@@ -167,7 +164,6 @@ class EstimatedModel:
             num_parameters=num_parameters,
             num_trained=num_parameters if is_trained else 0,
             flops=2.0 * workload.num_tokens * weights,
-            float32_flops=0.0,
             moved_bytes=4.0 * scores,
             kept_bytes=float(scores + stream + (2 * weights if workload.arithmetic.is_mixed else 0)),
             backward_bytes=float(max(2 * scores, (WIDE_BYTES + element_bytes) * weights - scores)),
@@ -225,7 +221,7 @@ class _Reader:
             raise UserError(
                 f"the costs of model_type {self._values.get('model_type')!r} are not known, and its "
                 f"configuration does not give {key}",
-                hint="install isthmus with its extra train, which measures them",
+                hint=f"{_INSTALL}, which measures them",
             )
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(key, value, "a whole number of at least 1")
@@ -285,10 +281,9 @@ NEUTRAL_KEYS: Final = frozenset(
         "use_cache",
     }
 )
-"""What of a configuration costs nothing."""
+"""The keys of a configuration that costs do not depend on."""
 _MAX_CONFIG_BYTES: Final = 16 * 2**20
 _ADAPTER_WIDTH: Final = 512
-_INSTALL: Final = "install isthmus with its extra train"
 _INNER_KEYS: Final = ("n_inner", "ffn_dim", "d_ff")
 
 
@@ -447,9 +442,7 @@ def _estimated(job: Job, config: Mapping[str, object]) -> PlannedModel:
         meant = closest(str(model_type), _families())
         raise UserError(
             f"the costs of model_type {model_type!r} are not known",
-            hint=f"did you mean {meant!r}?"
-            if meant
-            else "install isthmus with its extra train, which measures them",
+            hint=f"did you mean {meant!r}?" if meant else f"{_INSTALL}, which measures them",
         )
     if family is not None and task.value not in family["tasks"]:
         hint = 'set data.task to "causal-lm", or take an encoder such as BERT'

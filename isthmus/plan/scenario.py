@@ -42,11 +42,6 @@ class Policy(enum.Enum):
         """Whether passes have one order, whatever arrives when."""
         return self is not Policy.WAN_ONE_F_ONE_B
 
-    @property
-    def hides_round_trips(self) -> bool:
-        """Whether windows are as large as measured round trips ask for."""
-        return self in (Policy.LOCK_STEP, Policy.WAN_ONE_F_ONE_B)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:

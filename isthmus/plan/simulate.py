@@ -12,6 +12,7 @@ others, by `plan/lines.py`.
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -130,6 +131,18 @@ class _Node:
         self.num_group_works.clear()
 
 
+@dataclass(slots=True)
+class _Parcel:
+    """A message on its way: its sender and in which of its lives, and how many lines have to take it."""
+
+    node: _Node
+    life: int
+    message: Message
+    num_bytes: int
+    coding_s: float
+    num_left: int
+
+
 class _Simulation:
     """One run from its start to its end."""
 
@@ -211,7 +224,7 @@ class _Simulation:
             case Run(work=work):
                 self._run(node, work)
             case Send(message=message):
-                self._code(node, message)
+                self._send(node, message)
             case Tell(fact=fact):
                 self._recording.tell(node.member, self._clock.now_s, fact)
             case Save(step=step, facts=facts):
@@ -286,59 +299,50 @@ class _Simulation:
 
     # Messages.
 
-    def _code(self, node: _Node, message: Message) -> None:
-        coding_s = node.costs.coding_s(message)
-        num_bytes = node.costs.message_bytes(message)
+    def _send(self, node: _Node, message: Message) -> None:
+        coding_s, num_bytes = node.costs.coding_s(message), node.costs.message_bytes(message)
+        parcel = _Parcel(node, node.life, message, num_bytes, coding_s, len(message.to))
         if not coding_s:
-            self._put_on_lines(node, node.life, message, num_bytes, 0.0)
+            self._put_on_lines(parcel)
             return
         cloud = message.to[0].cloud
         begun_s = max(self._clock.now_s, node.coded_s[cloud])
         node.coded_s[cloud] = begun_s + coding_s
-        end_s = begun_s + coding_s
-        self._clock.at(end_s, self._coded, node, node.life, message, num_bytes, begun_s, coding_s)
+        self._clock.at(begun_s + coding_s, self._coded, parcel, begun_s)
 
-    def _coded(
-        self, node: _Node, life: int, message: Message, num_bytes: int, begun_s: float, coding_s: float
-    ) -> None:
-        track = self._sight.way(node.member.cloud, message.to[0].cloud).track
-        self._recording.note(self._clock.now_s, track, "encode", message.name, begun_s, num_bytes)
-        self._put_on_lines(node, life, message, num_bytes, coding_s)
+    def _coded(self, parcel: _Parcel, begun_s: float) -> None:
+        message = parcel.message
+        track = self._sight.way(message.sender.cloud, message.to[0].cloud).track
+        self._recording.note(self._clock.now_s, track, "encode", message.name, begun_s, parcel.num_bytes)
+        self._put_on_lines(parcel)
 
-    def _put_on_lines(
-        self, node: _Node, life: int, message: Message, num_bytes: int, coding_s: float
-    ) -> None:
-        if node.life != life:
-            return
-        left = [len(message.to)]
-        for to in message.to:
-            self._put_on_line(node, message, self._nodes[to], num_bytes, coding_s, left)
+    def _put_on_lines(self, parcel: _Parcel) -> None:
+        if parcel.life == parcel.node.life:
+            for to in parcel.message.to:
+                self._put_on_line(parcel, self._nodes[to])
 
-    def _sent(self, node: _Node, life: int, message: Message, facts: Carried, left: list[int]) -> None:
-        """Count the receivers of a message; it is sent when the lines to all of them have taken it."""
-        left[0] -= 1
-        if not left[0] and node.life == life:
-            self._feed(node, Sent(message, facts))
-
-    def _put_on_line(
-        self, node: _Node, message: Message, peer: _Node, num_bytes: int, coding_s: float, left: list[int]
-    ) -> None:
-        now_s, to = self._clock.now_s, peer.member
-        arrived = partial(self._arrived, node, peer, message, self._epoch(node, peer), num_bytes, now_s)
-        way = self._sight.way(node.member.cloud, to.cloud)
-        sent = partial(self._sent, node, node.life, message, way.facts(coding_s, num_bytes), left)
+    def _put_on_line(self, parcel: _Parcel, peer: _Node) -> None:
+        now_s, node = self._clock.now_s, parcel.node
+        way = self._sight.way(node.member.cloud, peer.member.cloud)
+        arrived: Then = partial(self._arrived, parcel, peer, self._epoch(node, peer), now_s)
+        sent = partial(self._sent, parcel, way.facts(parcel.coding_s, parcel.num_bytes))
         if not way.flows:
             self._clock.at(now_s, sent)
             self._clock.at(now_s, arrived)
             return
         for flow in reversed(way.flows[1:]):
-            arrived = partial(self._pass_on, flow, message, to, num_bytes, lambda: None, arrived)
-        self._pass_on(way.flows[0], message, to, num_bytes, sent, arrived)
+            arrived = partial(self._pass_on, flow, parcel, peer.member, lambda: None, arrived)
+        self._pass_on(way.flows[0], parcel, peer.member, sent, arrived)
 
-    def _pass_on(
-        self, flow: Flow, message: Message, to: Member, num_bytes: int, sent: Then, arrived: Then
-    ) -> None:
+    def _sent(self, parcel: _Parcel, facts: Carried) -> None:
+        """Count the receivers of a message; it is sent when the lines to all of them have taken it."""
+        parcel.num_left -= 1
+        if not parcel.num_left and parcel.node.life == parcel.life:
+            self._feed(parcel.node, Sent(parcel.message, facts))
+
+    def _pass_on(self, flow: Flow, parcel: _Parcel, to: Member, sent: Then, arrived: Then) -> None:
         """Send a message over one line of its route."""
+        message, num_bytes = parcel.message, parcel.num_bytes
         if message.priority is Priority.URGENT and not num_bytes:
             flow.whisper(arrived)
             self._clock.at(self._clock.now_s, sent)
@@ -352,13 +356,12 @@ class _Simulation:
         """Grows with every life of both ends and session between them; what was sent before is lost."""
         return node.life + peer.life + self._sight.session(node.member.cloud, peer.member.cloud)
 
-    def _arrived(
-        self, node: _Node, peer: _Node, message: Message, epoch: int, num_bytes: int, start_s: float
-    ) -> None:
-        sender, receiver, now_s = node.member.cloud, peer.member.cloud, self._clock.now_s
-        if sender != receiver and num_bytes:
+    def _arrived(self, parcel: _Parcel, peer: _Node, epoch: int, start_s: float) -> None:
+        node, message, now_s = parcel.node, parcel.message, self._clock.now_s
+        sender, receiver = node.member.cloud, peer.member.cloud
+        if sender != receiver and parcel.num_bytes:
             track = self._sight.way(sender, receiver).track
-            self._recording.note(now_s, track, "transfer", message.name, start_s, num_bytes)
+            self._recording.note(now_s, track, "transfer", message.name, start_s, parcel.num_bytes)
         if epoch == self._epoch(node, peer) and not self._sight.are_parted(sender, receiver):
             self._feed(peer, Arrived(message, now_s - start_s))
 

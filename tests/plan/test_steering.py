@@ -210,10 +210,10 @@ def test_a_codec_that_is_on_no_level_widens_to_the_next_larger_one() -> None:
 
 
 def test_a_subspace_widens_in_both_directions_once_it_is_grown() -> None:
-    narrow = pair("subspace(96) | int4", "int4(stochastic)")
+    narrow = pair("subspace(96, anchor=tokens) | int4", "int4(stochastic)")
     assert judge(0.9, narrow, steps_in_force=3) is None
     wider = judge(0.9, narrow)
-    assert wider == pair("subspace(192) | int4", "int4(stochastic)")
+    assert wider == pair("subspace(192, anchor=tokens) | int4", "int4(stochastic)")
     assert judge(0.9, wider) == INT4
 
 

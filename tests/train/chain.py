@@ -186,7 +186,7 @@ class Steer:
 
     choose: Callable[[Tally], tuple[Pair, ...]]
     notes: list[str] = field(default_factory=list)
-    standings: tuple[Any, ...] = ()
+    states: tuple[Any, ...] = ()
 
     def __call__(self, tally: Tally) -> tuple[Pair, ...]:
         return self.choose(tally)
