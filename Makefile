@@ -5,9 +5,8 @@ INSTALLED := .venv/.installed
 
 .PHONY: demo test test-slow check fuzz bench clean
 
-demo: $(INSTALLED)  ## what probe measures on an emulated WAN, then a small language model trained across it
-	$(BIN)/isthmus probe examples/two-clouds.toml
-	$(BIN)/isthmus run examples/demo.toml --resume never
+demo: $(INSTALLED)  ## the same training over the same thin link: 1F1B without codecs, then by Isthmus
+	$(BIN)/python examples/demo.py
 
 test: check  ## style, types and all tests but the slow ones
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"

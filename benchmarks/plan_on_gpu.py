@@ -25,11 +25,15 @@ from planned_runs import CommandFailed, Commands, Planned, error_of, job_text, m
 from rich.console import Console
 from rich.table import Table
 
+from isthmus.train.data.corpora import CORPORA
+
 CLOUDS: Final = ("east", "west", "north")
 RAW: Final = ("raw", "raw")
 INT8: Final = ("rotate | int8", "rotate | int8(stochastic)")
 INT4: Final = ("center | rotate | int4", "rotate | int4(stochastic)")
 SEQUENCE_LENGTH: Final = 1024
+# The tales are some 60,000 tokens, and a step reads up to 262,144.
+NUM_COPIES: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,7 @@ class GpuJob:
         """In a row."""
         return CLOUDS[: len(self.links) + 1]
 
-    def text(self, *, device: str, is_tiny: bool, num_steps: int) -> str:
+    def text(self, data: Path, *, device: str, is_tiny: bool, num_steps: int) -> str:
         """The job file, with micro-batches, codecs and cut left open."""
         width, num_layers = (64, max(4, len(self.clouds))) if is_tiny else (self.width, self.num_layers)
         length = 64 if is_tiny else SEQUENCE_LENGTH
@@ -83,7 +87,7 @@ class GpuJob:
             codec="auto",
             # The planner may choose whatever the sweep tries.
             limits={"codec_loss": "some"},
-            data={"source": "builtin:tales", "sequence_length": length},
+            data={"source": str(data), "sequence_length": length},
             train={
                 "steps": num_steps,
                 "batch_tokens": 32 * length if is_tiny else self.batch_tokens,
@@ -170,6 +174,15 @@ def sweep(planned: Planned, num_sequences: int, *, is_quick: bool) -> Iterator[t
     yield from ((planned.num_microbatches, codec) for codec in (others[:1] if is_quick else others))
 
 
+def write_data(folder: Path) -> Path:
+    """Write the built-in tales so often that the largest batch can be read; returns the file."""
+    path = folder / "tales.txt"
+    if not path.exists():
+        tales = "\n".join(str(row["text"]) for row in CORPORA["tales"]())
+        path.write_text("\n".join([tales] * NUM_COPIES))
+    return path
+
+
 def outcome_of(
     job: GpuJob, options: argparse.Namespace, out: Path, notes: Console, deadline: Deadline
 ) -> Outcome:
@@ -177,7 +190,8 @@ def outcome_of(
     folder = out / job.name
     folder.mkdir()
     path = folder / "job.toml"
-    path.write_text(job.text(device=options.device, is_tiny=options.tiny, num_steps=options.steps))
+    text = job.text(write_data(out), device=options.device, is_tiny=options.tiny, num_steps=options.steps)
+    path.write_text(text)
     commands = Commands(cache=folder / "cache", limit_s=options.limit_s)
     planned = commands.plan(path, folder / "prediction.json")
     notes.print(f"{job.name}: predicted, sha256 {planned.sha256}")
