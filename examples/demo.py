@@ -3,8 +3,8 @@
 python examples/demo.py
 
 Two clouds on this machine are joined by an emulated WAN of 20 Mbit/s and 60 ms. The first run is the pipeline
-that most would write: 1F1B, hidden states as they are. The second one is examples/thin-link.toml as it stands:
-Isthmus's schedule, which keeps the link busy, and four bits for each number that crosses.
+that most would write: 1F1B, hidden states as they are. The second one is examples/thin-link.toml as it
+stands: Isthmus's schedule, which keeps the link busy, and four bits for each number that crosses.
 """
 
 import tempfile
