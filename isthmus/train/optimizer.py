@@ -1,14 +1,14 @@
 """AdamW with warm-up and decay, clipping by the norm over all stages, and its moments.
 
-Moments lie beside the weights, in float32 or in 8 bits, or in float32 on the host.
+Moments are on the device of the weights, in float32 or in 8 bits, or in float32 on the host.
 """
 
 import enum
 import importlib
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -28,11 +28,12 @@ _MOMENTS: Final = (_SIGNED, "exp_avg_sq")
 _BLOCK: Final = 256
 _LEAST_COARSE: Final = 4096
 
-State = dict[str, Tensor]
+ParameterState = dict[str, Tensor]
+"""What an optimizer keeps of one parameter, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class DecayGroup:
     """Parameters that decay alike."""
 
     parameters: Sequence[nn.Parameter]
@@ -40,50 +41,45 @@ class Group:
 
 
 class Moments(Protocol):
-    """Updates parameters, and remembers what it needs for that."""
+    """Updates parameters with their gradients, and keeps the moments for that."""
 
-    def step(self, learning_rate: float) -> None:
-        """Update the parameters with their gradients."""
+    def step(self, learning_rate: float) -> None: ...
 
-    def state(self, parameter: nn.Parameter) -> State:
-        """What is remembered of a parameter, by name; nothing before the first step."""
+    def state(self, parameter: nn.Parameter) -> ParameterState:
+        """The state of a parameter; nothing before the first step."""
 
-    def load(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Take up again what was remembered of a parameter."""
+    def load(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None: ...
 
 
 class OnDevice:
-    """In float32 beside the weights."""
+    """Moments in float32 on the device of the weights."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[DecayGroup]) -> None:
         self._adamw = torch_adamw(groups)
 
     def step(self, learning_rate: float) -> None:
-        """Update the parameters with their gradients."""
         set_rate(self._adamw, learning_rate)
         self._adamw.step()
 
-    def state(self, parameter: nn.Parameter) -> State:
-        """What is remembered of a parameter."""
+    def state(self, parameter: nn.Parameter) -> ParameterState:
         return dict(self._adamw.state.get(parameter, {}))
 
     def load(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Take up again what was remembered of a parameter."""
         # The fused form keeps even the count of steps on the device.
         self._adamw.state[parameter] = {key: one.to(parameter.device) for key, one in state.items()}
 
 
 class EightBit:
-    """Beside the weights, in 8 bits with a scale for every 256 numbers; small parameters stay in float32.
+    """Moments on the device in 8 bits with a scale for every 256 numbers; small parameters keep float32.
 
-    So do `tables`, in which a row has a gradient only where its token was there: a second moment that is
-    rounded to nothing would make a leap of what is left of the first.
+    So do `tables` of embeddings, in which a row has a gradient only if its token occurred: a second moment
+    that is rounded to zero would make a large update of what is left of the first.
 
-    Where ranks share a parameter out, each updates its own part: blocks lie as in the whole, so the result is
-    what one rank would have. A parameter whose parts end within a block stays in float32.
+    Of a sharded parameter each rank updates its shard: blocks are those of the whole tensor, so the result
+    is what one rank would have. A parameter whose shards end within a block keeps float32.
     """
 
-    def __init__(self, groups: Sequence[Group], *, tables: Collection[nn.Parameter] = ()) -> None:
+    def __init__(self, groups: Sequence[DecayGroup], *, tables: Collection[nn.Parameter] = ()) -> None:
         library = _torchao()
         self._tables = set(tables)
         self._moment_class: Any = library.subclass_8bit.OptimState8bit
@@ -94,7 +90,6 @@ class EightBit:
         )
 
     def step(self, learning_rate: float) -> None:
-        """Update the parameters with their gradients."""
         for parameter, part in self._parts.items():
             part.grad = None if parameter.grad is None else _local(parameter.grad)
             if part.grad is not None and part not in self._adamw.state:
@@ -105,12 +100,12 @@ class EightBit:
         for part in self._parts.values():
             part.grad = None
 
-    def state(self, parameter: nn.Parameter) -> State:
-        """What is remembered of a parameter: of each moment the codes, the scales and the table of levels.
+    def state(self, parameter: nn.Parameter) -> ParameterState:
+        """The state of a parameter: of each moment the codes, the scales and the table of levels.
 
-        Where ranks share it out all of them ask, and each has its part of the codes.
+        All ranks that hold shards of it call this, and each gets its shard of the codes.
         """
-        found: State = {}
+        found: ParameterState = {}
         for key, moment in self._adamw.state.get(self._parts[parameter], {}).items():
             if key == _STEP:
                 found[key] = moment
@@ -124,7 +119,6 @@ class EightBit:
         return found
 
     def load(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Take up again what was remembered of a parameter."""
         part = self._parts[parameter]
         found = {_STEP: state[_STEP]}
         for key in _MOMENTS:
@@ -133,7 +127,7 @@ class EightBit:
             found[key] = self._first_moment(parameter, key).copy_(saved.to(part.device))
         self._adamw.state[part] = found
 
-    def _first_state(self, parameter: nn.Parameter) -> State:
+    def _first_state(self, parameter: nn.Parameter) -> ParameterState:
         return {_STEP: torch.tensor(0.0), **{key: self._first_moment(parameter, key) for key in _MOMENTS}}
 
     def _first_moment(self, parameter: nn.Parameter, key: str) -> Tensor:
@@ -146,12 +140,12 @@ class EightBit:
         return moment
 
     def _is_coarse(self, parameter: nn.Parameter) -> bool:
-        """Whether moments are kept in 8 bits, which all ranks must answer alike."""
+        """Whether moments are kept in 8 bits; the same at all ranks."""
         is_large = parameter.numel() >= _LEAST_COARSE and parameter not in self._tables
         return is_large and not (parameter.numel() % _BLOCK or _part_size(parameter) % _BLOCK)
 
     def _pieces(self, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, scales and levels; none of them where this rank's part is empty."""
+        """Codes, scales and levels; empty where this rank's shard is."""
         if isinstance(moment, self._moment_class):
             return moment.codes, moment.scale, moment.qmap
         return moment.to(torch.uint8), moment.flatten(), moment.flatten()
@@ -170,8 +164,8 @@ class EightBit:
         return moment
 
 
-def torch_adamw(groups: Sequence[Group]) -> torch.optim.AdamW:
-    """Torch's own; on an accelerator the form that reads and writes everything once."""
+def torch_adamw(groups: Sequence[DecayGroup]) -> torch.optim.AdamW:
+    """torch's AdamW; on an accelerator the fused form."""
     on_accelerator = any(one.device.type != "cpu" for group in groups for one in group.parameters)
     return torch.optim.AdamW(
         _torch_groups(groups), lr=1.0, betas=_BETAS, eps=_EPSILON, fused=True if on_accelerator else None
@@ -179,29 +173,28 @@ def torch_adamw(groups: Sequence[Group]) -> torch.optim.AdamW:
 
 
 def set_rate(adamw: torch.optim.AdamW, learning_rate: float) -> None:
-    """Let the next step take this learning rate."""
     for group in adamw.param_groups:
         group["lr"] = learning_rate
 
 
-def _torch_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """As torch takes them; it cannot update in one call what ranks share out and what each has whole."""
+def _torch_groups(groups: Sequence[DecayGroup]) -> list[dict[str, Any]]:
+    """torch's parameter groups; it cannot update sharded and unsharded parameters in one call."""
     return [
         {"params": members, "weight_decay": group.weight_decay}
         for group in groups
-        for is_shared in (True, False)
-        if (members := [one for one in group.parameters if isinstance(one, DTensor) is is_shared])
+        for is_sharded in (True, False)
+        if (members := [one for one in group.parameters if isinstance(one, DTensor) is is_sharded])
     ]
 
 
 def _part_size(parameter: nn.Parameter) -> int:
-    """How many numbers of a parameter a rank holds; the last ones may hold fewer, or none."""
+    """The size of a parameter's shard; the last ranks may have less, or nothing."""
     num_ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
     return -(-len(parameter) // num_ranks) * math.prod(parameter.shape[1:]) if parameter.ndim else 1
 
 
 def _part(parameter: nn.Parameter) -> nn.Parameter:
-    """What this rank holds of a parameter, in the same memory."""
+    """This rank's shard of a parameter, in the same memory."""
     return nn.Parameter(_local(parameter.detach())) if isinstance(parameter, DTensor) else parameter
 
 
@@ -210,7 +203,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """This rank's part of a tensor that is shared out as a parameter is."""
+    """A tensor that is sharded like a parameter, from this rank's shard."""
     if not isinstance(parameter, DTensor):
         return part
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -239,7 +232,7 @@ def _own_scales(parameter: nn.Parameter, every: Tensor) -> Tensor:
 
 
 def _torchao() -> Any:
-    # Compiled programs of its update are then not kept between runs, which is no news to whoever trains.
+    # The warning says that its compiled update is not cached between runs, which users need not know.
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement", category=UserWarning)
     try:
         importlib.import_module("torchao.optim.subclass_8bit")
@@ -251,25 +244,24 @@ def _torchao() -> Any:
         ) from error
 
 
-# Of so many parameters the moments are on the device at a time, and of as many on their way: 1 GiB in all.
+# The moments of so many parameters are on the device while those of as many are copied: 1 GiB in all.
 _SLICE_PARAMETERS: Final = 2**26
 
 
 class OnHost:
-    """In float32 on the host; copies run beside the update of the slice before.
+    """Moments in float32 on the host; copies overlap with the update of the slice before.
 
-    What is computed is what `OnDevice` computes, to the bit.
+    The result is that of `OnDevice`, to the bit.
     """
 
-    def __init__(self, groups: Sequence[Group], *, slice_parameters: int = _SLICE_PARAMETERS) -> None:
+    def __init__(self, groups: Sequence[DecayGroup], *, slice_parameters: int = _SLICE_PARAMETERS) -> None:
         slices = [one for group in groups for one in _sliced(group, slice_parameters)]
         self._slices = [torch_adamw([one]) for one in slices]
         self._members = [list(one.parameters) for one in slices]
-        self._host: dict[nn.Parameter, State] = {}
+        self._host: dict[nn.Parameter, ParameterState] = {}
         self._ferry = _Ferry(self._members[0][0].device)
 
     def step(self, learning_rate: float) -> None:
-        """Update the parameters with their gradients."""
         self._ferry.begin()
         self._fetch(0)
         for number, adamw in enumerate(self._slices):
@@ -279,13 +271,11 @@ class OnHost:
             adamw.step()
             self._put_back(number)
 
-    def state(self, parameter: nn.Parameter) -> State:
-        """What is remembered of a parameter; waits until it is on the host."""
+    def state(self, parameter: nn.Parameter) -> ParameterState:
         self._ferry.finish()
         return dict(self._host.get(parameter, {}))
 
     def load(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Take up again what was remembered of a parameter."""
         self._ferry.finish()
         self._host[parameter] = {key: self._ferry.to_host(one, None) for key, one in state.items()}
 
@@ -311,7 +301,7 @@ class OnHost:
 
 
 class _Ferry:
-    """Copies between a device and the host beside what the device computes; on a CPU, plain copies."""
+    """Copies between device and host, overlapped with computation; on a CPU, plain copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -320,24 +310,22 @@ class _Ferry:
         self._arrived: dict[int, torch.Event] = {}
 
     def begin(self) -> None:
-        """Start a step: what left for the host in the last one is there before anything is fetched."""
+        """Start a step: copies to the host of the last step end before anything is fetched."""
         if self._inward is not None and self._outward is not None:
             self._inward.wait_stream(self._outward)
 
     def finish(self) -> None:
-        """Wait on the host for all that left for it."""
+        """Wait until all copies to the host have ended."""
         if self._outward is not None:
             self._outward.synchronize()
 
     @contextmanager
     def inward(self, number: int) -> Iterator[None]:
-        """Copy a slice towards the device."""
-        if self._inward is None:
+        """Copy a slice to the device."""
+        with self._inward or nullcontext():
             yield
-            return
-        with self._inward:
-            yield
-        self._arrived[number] = self._inward.record_event()
+        if self._inward is not None:
+            self._arrived[number] = self._inward.record_event()
 
     def await_slice(self, number: int) -> None:
         """Let what is computed from now on wait for a slice."""
@@ -346,12 +334,10 @@ class _Ferry:
 
     @contextmanager
     def outward(self) -> Iterator[None]:
-        """Copy towards the host, once all that was computed so far is done."""
-        if self._outward is None:
-            yield
-            return
-        self._outward.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._outward:
+        """Copy to the host, after what was computed so far."""
+        if self._outward is not None:
+            self._outward.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._outward or nullcontext():
             yield
 
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -361,28 +347,27 @@ class _Ferry:
         return copy
 
     def to_host(self, tensor: Tensor, old: Tensor | None) -> Tensor:
-        """A copy on the host, in the place of the old one, if any; both are of one shape."""
-        host = old
-        if host is None:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._outward is not None)
+        """A copy on the host, in the memory of the old one, if any; both have one shape."""
+        pins = self._outward is not None
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins) if old is None else old
         self._lend(tensor, self._outward)
         return host.copy_(tensor, non_blocking=True)
 
     def _lend(self, tensor: Tensor, stream: torch.Stream | None) -> None:
-        """Keep a tensor's memory from others until the stream is done with it."""
+        """Keep the allocator from reusing a tensor's memory until the stream is done with it."""
         if stream is not None and tensor.device.type != "cpu":
             tensor.record_stream(stream)
 
 
-def _sliced(group: Group, max_parameters: int) -> Iterator[Group]:
+def _sliced(group: DecayGroup, max_parameters: int) -> Iterator[DecayGroup]:
     """The parameters of a group in order, some at a time; a large one may be alone."""
     taken: list[nn.Parameter] = []
     for parameter in group.parameters:
         if taken and sum(one.numel() for one in taken) + parameter.numel() > max_parameters:
-            yield Group(parameters=taken, weight_decay=group.weight_decay)
+            yield DecayGroup(parameters=taken, weight_decay=group.weight_decay)
             taken = []
         taken.append(parameter)
-    yield Group(parameters=taken, weight_decay=group.weight_decay)
+    yield DecayGroup(parameters=taken, weight_decay=group.weight_decay)
 
 
 _NORM_EPSILON = 1e-6
@@ -394,6 +379,13 @@ class Decay(enum.StrEnum):
     COSINE = "cosine"
     LINEAR = "linear"
     CONSTANT = "constant"
+
+
+_DECAYS: Final[Mapping[Decay, Callable[[float], float]]] = {
+    Decay.COSINE: lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    Decay.LINEAR: lambda progress: 1 - progress,
+    Decay.CONSTANT: lambda _: 1.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,23 +404,14 @@ class Schedule:
             return self.peak * (step + 1) / self.num_warmup_steps
         num_left = max(self.num_steps - self.num_warmup_steps, 1)
         progress = min((step - self.num_warmup_steps) / num_left, 1.0)
-        return self.peak * (self.final_share + (1 - self.final_share) * self._left(progress))
-
-    def _left(self, progress: float) -> float:
-        match self.decay:
-            case Decay.COSINE:
-                return 0.5 * (1 + math.cos(math.pi * progress))
-            case Decay.LINEAR:
-                return 1 - progress
-            case Decay.CONSTANT:
-                return 1.0
+        return self.peak * (self.final_share + (1 - self.final_share) * _DECAYS[self.decay](progress))
 
 
 class Optimizer:
     """Updates the parameters of one stage; `max_norm` bounds the norm of the gradients of all stages.
 
-    The moments lie beside the weights, as `state` says, or all of them in float32 on the host. Those of
-    `tables` are float32 in any case.
+    The moments are on the device, as `state` says, or in float32 on the host; those of `tables` always have
+    float32.
     """
 
     def __init__(
@@ -446,8 +429,14 @@ class Optimizer:
         self._max_norm = max_norm
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         groups = _groups(self._parameters.values(), weight_decay)
+        self._moments: Moments | None = None
         # A stage of frozen layers has nothing to update.
-        self._moments = _make_moments(groups, state, offload=offload, tables=tables) if groups else None
+        if groups and state is OptimizerState.EIGHT_BIT:
+            if offload:
+                raise ValueError("moments in 8 bits stay on the device")
+            self._moments = EightBit(groups, tables=tables)
+        elif groups:
+            self._moments = OnHost(groups) if offload else OnDevice(groups)
 
     def squared_norms(self) -> tuple[float, ...]:
         """The squared norm of each parameter's gradient, or of this rank's shard of it."""
@@ -470,7 +459,7 @@ class Optimizer:
 
     def _gradients(self) -> list[Tensor]:
         grads = [one.grad for one in self._parameters.values() if one.grad is not None]
-        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        return [_local(grad) for grad in grads]
 
     def tensors(self) -> dict[str, Tensor]:
         """The state as tensors by name, such as `exp_avg/model.norm.weight`."""
@@ -483,7 +472,7 @@ class Optimizer:
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the state up again."""
+        """Load what `tensors` gave, of all parameters or of some."""
         by_parameter: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             key, _, parameter = name.partition("/")
@@ -494,29 +483,17 @@ class Optimizer:
 
 
 def total_norm(squared_norms: Sequence[float]) -> float:
-    """The norm over all parameters; summed exactly, so that no bit depends on how stages are cut."""
+    """The norm over all parameters; the sum is exact, so that it does not depend on the layout of stages."""
     if not all(map(math.isfinite, squared_norms)):
         return math.nan
     return math.sqrt(math.fsum(squared_norms))
 
 
-def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[Group]:
+def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[DecayGroup]:
     """Matrices decay, vectors do not."""
     present = list(parameters)
     groups = [
-        Group(parameters=[one for one in present if one.ndim > 1], weight_decay=weight_decay),
-        Group(parameters=[one for one in present if one.ndim <= 1], weight_decay=0.0),
+        DecayGroup(parameters=[one for one in present if one.ndim > 1], weight_decay=weight_decay),
+        DecayGroup(parameters=[one for one in present if one.ndim <= 1], weight_decay=0.0),
     ]
     return [group for group in groups if group.parameters]
-
-
-def _make_moments(
-    groups: Sequence[Group], state: OptimizerState, *, offload: bool, tables: Collection[nn.Parameter]
-) -> Moments:
-    match state:
-        case OptimizerState.EIGHT_BIT:
-            if offload:
-                raise ValueError("moments in 8 bits stay on the device")
-            return EightBit(groups, tables=tables)
-        case OptimizerState.FLOAT32:
-            return OnHost(groups) if offload else OnDevice(groups)
