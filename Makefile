@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+CORPORA ?= corpora
+DATA ?= runs/bench-data
 
-.PHONY: demo test test-slow check fuzz bench clean
+.PHONY: demo test test-slow check fuzz bench bench-gpu clean
 
 demo: $(INSTALLED)  ## the same training over the same thin link: 1F1B without codecs, then by Isthmus
 	$(BIN)/python examples/demo.py
@@ -24,16 +26,32 @@ check: $(INSTALLED)  ## style, types, the rooms' import contracts, and the size 
 fuzz: $(INSTALLED)  ## properties on cases that no run has had before; outside CI
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=fuzz
 
-bench: $(INSTALLED)  ## every claim of docs/results.md, measured again
+bench: $(INSTALLED)  ## every claim of docs/results.md, measured again; those of GPUs where there is one
 	$(BIN)/python benchmarks/emulator.py
 	$(BIN)/python benchmarks/link.py
+	$(BIN)/python benchmarks/turns.py --rounds 3 'link.py --quick'
 	$(BIN)/python benchmarks/schedule.py
 	$(BIN)/python benchmarks/plan_speed.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/plan_on_cpu.py
-	$(BIN)/python benchmarks/memory_prediction.py
-	$(BIN)/python benchmarks/codec_speed.py
+	$(BIN)/python benchmarks/memory_prediction.py --device cpu
+	$(BIN)/python benchmarks/codec_speed.py --no-stage
 	$(BIN)/python benchmarks/codec_auto.py
+	$(BIN)/python benchmarks/kill_ranks.py
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; \
+	then $(MAKE) bench-gpu; else echo 'there is no GPU here: make bench-gpu on a machine that has one'; fi
+
+bench-gpu: $(INSTALLED)  ## the claims about GPUs; CORPORA is a folder of texts, DATA keeps what is made of them
+	$(BIN)/python benchmarks/codec_speed.py --no-cpu --no-demo
+	$(BIN)/python benchmarks/prediction.py --gpu
+	$(BIN)/python benchmarks/memory_prediction.py --models llama gpt2 bert
+	$(BIN)/python benchmarks/stage_speed.py --rounds 3 --no-autocast
+	$(BIN)/python benchmarks/codec_quality.py --prepare $(CORPORA) --data $(DATA)
+	$(BIN)/python benchmarks/recompute.py --prepare $(CORPORA) --data $(DATA)
+	$(BIN)/python benchmarks/recompute.py --data $(DATA) --steps 14
+	$(BIN)/python benchmarks/codec_quality.py --data $(DATA) --out runs/quality
+	$(BIN)/python benchmarks/codec_quality.py --data $(DATA) --score runs/quality/hypotheses.jsonl
+	$(BIN)/python benchmarks/codec_quality.py --report runs/quality/quality.jsonl runs/quality/scores.jsonl
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -4,7 +4,6 @@ python benchmarks/codec_quality.py --prepare CORPORA --data DIR      once: token
 python benchmarks/codec_quality.py --data DIR --out DIR              train; results are appended as they come
 python benchmarks/codec_quality.py --data DIR --score FILE…          BLEU of the hypotheses written out
 python benchmarks/codec_quality.py --report FILE… [--svg FILE]       tables, intervals, plot
-python benchmarks/codec_quality.py --data DIR --over-link            one row of each task over a real link
 
 The cut lies inside one process, in the graph, as `isthmus.codec.chain.cross` has it, so that many trainings
 share one device. Bytes are those of the packets: payload, header, alignment, and token ids where the receiver
@@ -155,7 +154,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="quality.jsonl, scores.jsonl")
     parser.add_argument("--beside", choices=list(ROWS), default="raw", help="the row that others are held to")
     parser.add_argument("--svg", type=Path)
-    parser.add_argument("--over-link", action="store_true")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(MAIN_ROWS))
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of 3, and 5 for headline rows")
@@ -180,10 +178,6 @@ def main() -> None:
         score_files(options)
     elif options.report is not None:
         report(options)
-    elif options.over_link:
-        from quality.over_link import over_link
-
-        over_link(options.data, is_tiny=options.tiny)
     else:
         train(options)
 
