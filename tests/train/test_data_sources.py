@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.train.data.rows import Split, is_held_out, open_rows
+from isthmus.train.data.rows import Rows, is_held_out, open_rows, split_rows
 
 
 def test_a_text_file_has_a_row_for_each_paragraph(tmp_path: Path) -> None:
@@ -103,8 +103,7 @@ def test_a_mistyped_corpus() -> None:
 @given(num_blocks=st.integers(0, 20), every=st.integers(2, 30), num_more=st.integers(0, 29))
 def test_one_row_of_each_block_is_held_out(num_blocks: int, every: int, num_more: int) -> None:
     rows = [{"number": number} for number in range(num_blocks * every + num_more % every)]
-    kept = list(Split(rows=rows, every=every, is_held_out=False))
-    held_out = list(Split(rows=rows, every=every, is_held_out=True))
+    kept, held_out = map(list, split_rows(Rows(lambda: rows, lambda: None), every=every))
     assert sorted([*kept, *held_out], key=lambda row: str(row["number"]).zfill(9)) == rows
     assert num_blocks <= len(held_out) <= num_blocks + 1
 

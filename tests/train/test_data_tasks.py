@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from isthmus.errors import UserError
 from isthmus.job import DataSpec
 from isthmus.model.heads import HEADS, IGNORED
-from isthmus.train.data.rows import Labels, collect_labels, open_rows
+from isthmus.train.data.rows import Labels, Rows, collect_labels, open_rows
 from isthmus.train.data.samples import (
     LabelledSequence,
     MaskedSamples,
@@ -23,6 +23,10 @@ from isthmus.train.data.samples import (
 from isthmus.train.data.tokenizer import train_tokenizer
 
 LABELS = Labels(("no", "yes"))
+
+
+def rows_of(*rows: dict[str, object]) -> Rows:
+    return Rows(lambda: rows, lambda: None)
 
 
 def spec(task: str, length: int = 32, **values: object) -> DataSpec:
@@ -194,7 +198,7 @@ def test_rows_that_do_not_fit_the_task(
     task: str, row: dict[str, object], message: str, tokenizer: Any
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        list(Recipe(spec=spec(task), tokenizer=tokenizer, rows=[], held_out=[row]).make())
+        list(Recipe(spec=spec(task), tokenizer=tokenizer, rows=rows_of(), held_out=rows_of(row)).make())
     assert caught.value.hint
 
 

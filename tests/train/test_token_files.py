@@ -4,12 +4,14 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import pytest
 
 from isthmus.job import Job
 from isthmus.train.data import token_files
-from isthmus.train.data.rows import open_rows, trace_of
+from isthmus.train.data.rows import Rows, open_rows
 from isthmus.train.data.samples import Arrays, Pick, Recipe, Samples
 from isthmus.train.data.token_files import TokenFiles, Tokens
 from isthmus.train.data.tokenizer import train_tokenizer
@@ -267,8 +269,8 @@ def test_a_disk_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Rows that nothing is known of, such as those of a dataset in memory."""
+class Dataset:
+    """A Hugging Face dataset; without files it is in memory."""
 
     cache_files: tuple[dict[str, str], ...] = ()
 
@@ -276,13 +278,21 @@ class Held:
         yield {"text": "seen " * 200}
 
 
-def test_datasets_are_known_by_their_files(tmp_path: Path) -> None:
+def open_dataset(dataset: Dataset, patch: pytest.MonkeyPatch) -> Rows:
+    patch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: dataset))
+    return open_rows("hf:name")
+
+
+def test_datasets_are_known_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.arrow").write_text("some")
-    assert trace_of(Held()) is None
-    assert trace_of(Held(({"filename": str(tmp_path / "a.arrow")},))) is not None
+    assert open_dataset(Dataset(), monkeypatch).trace() is None
+    files = ({"filename": str(tmp_path / "a.arrow")},)
+    assert open_dataset(Dataset(files), monkeypatch).trace() is not None
 
 
-def test_another_digest_whenever_other_tokens_may_come(tmp_path: Path) -> None:
+def test_another_digest_whenever_other_tokens_may_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, folder = tmp_path / "a.txt", tmp_path / "tokenizer"
     source.write_text("One.\n\nTwo.\n")
     tokenizer = train_tokenizer(["One. Two."], vocab_size=300, encloses=True)
@@ -307,8 +317,7 @@ def test_another_digest_whenever_other_tokens_may_come(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     found.add(digest())
     assert len(found) == 8
-    held = Held()
     spec = job_of("causal-lm").data
     assert spec is not None
     recipe = Recipe(spec=spec, tokenizer=tokenizer, rows=open_rows(str(source)), held_out=None)
-    assert replace(recipe, held_out=held).digest(folder) is None
+    assert replace(recipe, held_out=open_dataset(Dataset(), monkeypatch)).digest(folder) is None

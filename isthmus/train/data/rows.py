@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec
@@ -22,44 +24,28 @@ Row = Mapping[str, object]
 _BUILTIN: Final = "builtin:"
 _HUB: Final = "hf:"
 
-
-@dataclass(frozen=True, slots=True)
-class BuiltIn:
-    """A corpus that ships with the package."""
-
-    name: str
-
-    def __iter__(self) -> Iterator[Row]:
-        return CORPORA[self.name]()
+T = TypeVar("T")
+_TEXT: Final = TypeAdapter(str)
+_WORDS: Final = TypeAdapter(list[str])
+_LABEL: Final = TypeAdapter[int | str](int | str)
+_TAGS: Final = TypeAdapter(list[int | str])
+_ANSWERS: Final = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
-    """Files of rows, read in the order of their names."""
+class Rows:
+    """Rows that can be iterated any number of times, and a trace: JSON values that change when they do."""
 
-    paths: tuple[Path, ...]
-
-    def __iter__(self) -> Iterator[Row]:
-        for path in self.paths:
-            yield from _READERS[path.suffix](path)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """The rows that are held out for validation, or all others: one in `every`, the same in every run."""
-
-    rows: Iterable[Row]
-    every: int
-    is_held_out: bool
+    read: Callable[[], Iterable[Row]]
+    trace: Callable[[], object]
+    """Files with sizes and times, or a name; None where nothing is known."""
 
     def __iter__(self) -> Iterator[Row]:
-        for number, row in enumerate(self.rows):
-            if is_held_out(number, self.every) == self.is_held_out:
-                yield row
+        return iter(self.read())
 
 
-def open_rows(source: str) -> Iterable[Row]:
-    """The rows that a job's `source` names; they can be iterated any number of times."""
+def open_rows(source: str) -> Rows:
+    """The rows that a job's `source` names."""
     if source.startswith(_BUILTIN):
         return _built_in(source.removeprefix(_BUILTIN))
     if source.startswith(_HUB):
@@ -67,20 +53,13 @@ def open_rows(source: str) -> Iterable[Row]:
     return _files(source)
 
 
-def trace_of(rows: Iterable[Row]) -> object:
-    """JSON values that change when the rows do: files with sizes and times; None where that is not known."""
-    match rows:
-        case BuiltIn(name):
-            return name
-        case Split():
-            return trace_of(rows.rows)
-        case Files(paths):
-            files = paths
-        case _:
-            # A Hugging Face dataset has files in its cache, unless it is in memory.
-            files = tuple(Path(one["filename"]) for one in getattr(rows, "cache_files", ()))
-    stats = [(str(path), path.stat()) for path in files]
-    return [(name, one.st_size, one.st_mtime_ns) for name, one in stats] or None
+def split_rows(rows: Rows, *, every: int) -> tuple[Rows, Rows]:
+    """The rows to train on, and one in `every` that is held out, the same in every run."""
+
+    def read(is_wanted: bool) -> Iterator[Row]:
+        return (row for number, row in enumerate(rows) if is_held_out(number, every) == is_wanted)
+
+    return Rows(lambda: read(False), rows.trace), Rows(lambda: read(True), rows.trace)
 
 
 def is_held_out(number: int, every: int) -> bool:
@@ -90,13 +69,13 @@ def is_held_out(number: int, every: int) -> bool:
     return offset == int.from_bytes(drawn.digest()) % every
 
 
-def _built_in(name: str) -> BuiltIn:
+def _built_in(name: str) -> Rows:
     if name not in CORPORA:
         raise UserError(f"there is no built-in corpus {name!r}", hint=suggest(name, CORPORA))
-    return BuiltIn(name)
+    return Rows(CORPORA[name], lambda: name)
 
 
-def _files(pattern: str) -> Files:
+def _files(pattern: str) -> Rows:
     paths = tuple(sorted(path for path in map(Path, glob(pattern, recursive=True)) if path.is_file()))  # noqa: PTH207 absolute patterns too
     if not paths:
         raise UserError(
@@ -108,23 +87,33 @@ def _files(pattern: str) -> Files:
             raise UserError(
                 f"{path} is of no known kind", hint=f"name files that end in {', '.join(_READERS)}"
             )
-    return Files(paths)
+    return Rows(
+        lambda: itertools.chain.from_iterable(_READERS[path.suffix](path) for path in paths),
+        lambda: _stats(paths),
+    )
 
 
-def _hub_dataset(name: str) -> Iterable[Row]:
+def _stats(paths: Iterable[Path]) -> object:
+    stats = [(str(path), path.stat()) for path in paths]
+    return [(name, one.st_size, one.st_mtime_ns) for name, one in stats] or None
+
+
+def _hub_dataset(name: str) -> Rows:
     """The rows of NAME, NAME:CONFIG or NAME:CONFIG#SPLIT; the split is "train" unless given."""
     path, _, split = name.partition("#")
     path, _, config = path.partition(":")
     datasets = _extra("datasets")
     try:
-        loaded: Iterable[Row] = datasets.load_dataset(path, config or None, split=split or "train")
+        loaded = datasets.load_dataset(path, config or None, split=split or "train")
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"the Hugging Face dataset {name!r} cannot be loaded: {reason}",
             hint='write "hf:NAME", "hf:NAME:CONFIG" or "hf:NAME:CONFIG#SPLIT" of one that can be reached',
         ) from None
-    return loaded
+    # A dataset has files in its cache, unless it is in memory.
+    files = [Path(one["filename"]) for one in getattr(loaded, "cache_files", ())]
+    return Rows(lambda: loaded, lambda: _stats(files))
 
 
 def _read_text(path: Path) -> Iterator[Row]:
@@ -218,13 +207,11 @@ def read_texts(row: Row, spec: DataSpec) -> tuple[str, ...]:
 
 
 def read_text(row: Row, column: str) -> str:
-    text: str = _read(row, column, "text", lambda value: isinstance(value, str))
-    return text
+    return _read(row, column, _TEXT, "text")
 
 
 def read_words(row: Row, column: str) -> list[str]:
-    words: list[str] = _read(row, column, "a list of words", _are_words)
-    return words
+    return _read(row, column, _WORDS, "a list of words")
 
 
 def read_labels(row: Row, spec: DataSpec) -> list[int | str]:
@@ -232,12 +219,13 @@ def read_labels(row: Row, spec: DataSpec) -> list[int | str]:
     column = label_column(spec)
     match spec.task:
         case "sequence-classification":
-            return [_read(row, column, "a whole number or a name", _is_label)]
+            return [_read(row, column, _LABEL, "a whole number or a name")]
         case "token-classification":
             count = len(read_words(row, text_column(spec)))
-            tags: list[int | str] = _read(row, column, "a list of tags", _are_labels)
+            wanted = f"a list of {count} tags, one for each word"
+            tags = _read(row, column, _TAGS, wanted)
             if len(tags) != count:
-                raise _misfit(row, column, f"a list of {count} tags, one for each word")
+                raise _misfit(row, column, wanted)
             return tags
     return []
 
@@ -246,7 +234,7 @@ def read_answer(row: Row) -> Answer:
     """The question, its context, and the first of the answers."""
     question, context = read_text(row, "question"), read_text(row, "context")
     wanted = 'as {"text": ["..."], "answer_start": [0]}, where the context has that text'
-    match _read(row, "answers", wanted, lambda value: isinstance(value, Mapping)):
+    match _read(row, "answers", _ANSWERS, wanted):
         case {"text": [], "answer_start": []}:
             return Answer(question=question, context=context, start=0, end=0)
         case {"text": [str(text), *_], "answer_start": [int(start), *_]} if context.startswith(text, start):
@@ -254,27 +242,16 @@ def read_answer(row: Row) -> Answer:
     raise _misfit(row, "answers", wanted)
 
 
-def _read(row: Row, column: str, wanted: str, is_fine: Callable[[object], bool]) -> Any:
+def _read(row: Row, column: str, kind: TypeAdapter[T], wanted: str) -> T:
     if column not in row:
         raise UserError(
             f"a row of the data has no {column!r}",
             hint=f"its columns are {', '.join(map(repr, row)) or 'none'}: name the right one in [data]",
         )
-    if not is_fine(row[column]):
-        raise _misfit(row, column, wanted)
-    return row[column]
-
-
-def _are_words(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
-
-
-def _is_label(value: object) -> bool:
-    return isinstance(value, int | str) and not isinstance(value, bool)
-
-
-def _are_labels(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_label, value))
+    try:
+        return kind.validate_python(row[column], strict=True)
+    except ValidationError:
+        raise _misfit(row, column, wanted) from None
 
 
 def _misfit(row: Row, column: str, wanted: str) -> UserError:

@@ -24,6 +24,7 @@ from isthmus.train.data.rows import (
     Answer,
     Labels,
     Row,
+    Rows,
     collect_labels,
     read_answer,
     read_labels,
@@ -31,7 +32,6 @@ from isthmus.train.data.rows import (
     read_texts,
     read_words,
     text_column,
-    trace_of,
 )
 from isthmus.train.data.tokenizer import end_id, vocabulary_size
 
@@ -392,12 +392,12 @@ class Recipe:
 
     spec: DataSpec
     tokenizer: Any
-    rows: Iterable[Row]
-    held_out: Iterable[Row] | None
+    rows: Rows
+    held_out: Rows | None
 
     def digest(self, tokenizer_folder: Path) -> str | None:
         """A digest that changes whenever the tokens may; None where the rows have no trace."""
-        traces = [trace_of(rows) for rows in (self.rows, self.held_out) if rows is not None]
+        traces = [rows.trace() for rows in (self.rows, self.held_out) if rows is not None]
         if None in traces:
             return None
         cut_later = {"sequence_length"} if self._is_packed else set()

@@ -10,7 +10,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from isthmus.job.load import replace_file
 from isthmus.model.heads import HEADS, IGNORED, Head
 from isthmus.model.stage import Batch
 from isthmus.plan.costs import check_length
-from isthmus.train.data.rows import Row, Split, open_rows, read_texts
+from isthmus.train.data.rows import Rows, open_rows, read_texts, split_rows
 from isthmus.train.data.samples import (
     Cursor,
     Integers,
@@ -137,9 +136,7 @@ class Prefetch(Iterator[T], Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -237,7 +234,7 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
         raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
     spec, model = job.data, job.model
     limits = read_limits(model)
-    rows, held_out = _split(spec)
+    rows, held_out = _open_split(spec)
     texts = (text for row in rows for text in read_texts(row, spec))
     tokenizer = choose_tokenizer(spec, model, texts=texts, limits=limits, folder=tokenizer_folder)
     _keep_generation(model, tokenizer_folder)
@@ -294,17 +291,13 @@ def _finished(samples: Samples, recipe: Recipe, *, seed: int) -> Samples:
     )
 
 
-def _split(spec: DataSpec) -> tuple[Iterable[Row], Iterable[Row] | None]:
+def _open_split(spec: DataSpec) -> tuple[Rows, Rows | None]:
     rows = open_rows(spec.source)
     if spec.validation_source is not None:
         return rows, open_rows(spec.validation_source)
     if spec.validation_share == 0:
         return rows, None
-    every = round(1 / spec.validation_share)
-    return (
-        Split(rows=rows, every=every, is_held_out=False),
-        Split(rows=rows, every=every, is_held_out=True),
-    )
+    return split_rows(rows, every=round(1 / spec.validation_share))
 
 
 def _check_filled(spec: DataSpec, samples: Samples, validation: Samples | None) -> None:
@@ -364,9 +357,7 @@ class Feed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
