@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.job import Address
-from isthmus.wan.relay import RelayThread
+from isthmus.wan.relay import Relay
 from isthmus.wan.shaping import Shape
 
 BANDWIDTHS_MBPS = (10, 100, 1000)
@@ -173,7 +173,7 @@ def measure(mbps: float, rtt_ms: float) -> Row:
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         target = Address(host="127.0.0.1", port=listener.getsockname()[1])
-        relay = stack.enter_context(RelayThread(lambda _: target, up=shape, down=shape, reads_hello=False))
+        relay = stack.enter_context(Relay(lambda _: target, up=shape, down=shape, reads_hello=False))
         server = stack.enter_context(worker(partial(accept, listener)))
         client = stack.enter_context(worker(partial(dial, (relay.address.host, relay.address.port))))
         measured_rtt_ms = _ask(ping_ms, of=client, while_other=server, does=echo)

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from isthmus.errors import UserError
-from isthmus.wan.loop import Alarm, LoopThread, precise_loop
-from isthmus.wan.shaping import End, Shape, ShapedFlow, ShapedLine
+from isthmus.wan.loop import LoopThread, precise_loop
+from isthmus.wan.shaping import DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
 
 DEFAULT_MTU_BYTES = 9000
 
@@ -123,15 +123,16 @@ class _Wire:
         self._source = source
         self._sink = sink
         self._queue_bytes = queue_bytes or _default_queue_bytes(shape)
-        self._line = ShapedLine(shape, seed=seed, quantum_bytes=_MAX_PACKET_BYTES)
         self._flow = ShapedFlow()
-        self._alarm = Alarm(self._run)
         self._loop = asyncio.get_running_loop()
+        line = ShapedLine(shape, seed=seed, quantum_bytes=_MAX_PACKET_BYTES)
+        self._driven = DrivenLine(line, self._loop)
+        self._driven.sinks[self._flow] = self._write
         self._loop.add_reader(source, self._read)
 
     def stop(self) -> None:
         self._loop.remove_reader(self._source)
-        self._alarm.set(None)
+        self._driven.close()
 
     def _read(self) -> None:
         for _ in range(_NUM_PACKETS_AT_ONCE):
@@ -140,26 +141,22 @@ class _Wire:
             except BlockingIOError:
                 break
             self._queue(packet)
-        self._run()
+        self._driven.run()
 
     def _queue(self, packet: bytes) -> None:
-        if self._line.backlog_bytes + len(packet) > self._queue_bytes:
+        if self._driven.line.backlog_bytes + len(packet) > self._queue_bytes:
             self.num_dropped += 1
         else:
-            self._line.offer(self._flow, memoryview(packet), self._loop.time())
+            self._driven.line.offer(self._flow, memoryview(packet), self._loop.time())
 
-    def _write(self, packet: memoryview) -> None:
+    def _write(self, packet: Piece) -> None:
+        if isinstance(packet, End):
+            return
         try:
             os.write(self._sink, packet)
         except OSError:
             # The device is down or has no memory left: to IP, that is a lost packet like any other.
             self.num_dropped += 1
-
-    def _run(self) -> None:
-        for _, packet in self._line.advance(self._loop.time()):
-            if not isinstance(packet, End):
-                self._write(packet)
-        self._alarm.set(self._line.wake_s())
 
 
 def _default_queue_bytes(shape: Shape) -> int:

@@ -217,17 +217,20 @@ class Gateway:
         self._complaints = Complaints(_log)
         self._listener = listen("127.0.0.1", 0)
         self._acceptor: Acceptor | None = None
-        self._relay = Relay(self.route, limits=_limits(num_ranks=num_ranks, num_expected=num_expected))
+        self._limits = _limits(num_ranks=num_ranks, num_expected=num_expected)
+        self._relay: Relay | None = None
 
     async def start(self, host: str, port: int) -> Address:
         """Listen, on all interfaces if `host` is empty, and return the address that was bound."""
         context = self._identity.ssl_server_context()
         self._acceptor = Acceptor(self._listener, lambda sock, _: self._receive(sock, context))
-        return await self._relay.start(host, port)
+        self._relay = Relay(self.route, limits=self._limits, host=host, port=port)
+        return self._relay.address
 
     async def close(self) -> None:
         """Reset what is relayed and let go of all registrations."""
-        await self._relay.close()
+        if self._relay is not None:
+            self._relay.close()
         if self._acceptor is not None:
             self._acceptor.close()
         self._listener.close()

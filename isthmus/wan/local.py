@@ -26,7 +26,7 @@ from isthmus.plan.types import Member
 from isthmus.wan.certificates import Identity, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.handshake import EXIT_LOST, Seat, server_name
-from isthmus.wan.relay import RelayThread
+from isthmus.wan.relay import Relay
 from isthmus.wan.shaping import Shape
 
 _HOST = "127.0.0.1"
@@ -45,7 +45,7 @@ class LocalWan:
             for rank in range(cloud.ranks)
         }
         self._meetings = {cloud.name: _reserve_port() for cloud in job.cloud if cloud.ranks > 1}
-        self._relays: dict[frozenset[str], RelayThread] = {}
+        self._relays: dict[frozenset[str], Relay] = {}
         for number, link in enumerate(job.link):
             self._relays[frozenset(link.between)] = self._emulate(link, seed=job.seed + number)
 
@@ -73,7 +73,7 @@ class LocalWan:
             master=None if meeting is None else _address(meeting),
         )
 
-    def relay(self, first: str, second: str) -> RelayThread:
+    def relay(self, first: str, second: str) -> Relay:
         """The WAN between two clouds, to count its bytes or to disturb it."""
         return self._relays[frozenset((first, second))]
 
@@ -103,9 +103,9 @@ class LocalWan:
         reserved = self._reserved.get((cloud, rank))
         return _address(reserved) if reserved else None
 
-    def _emulate(self, link: LinkSpec, *, seed: int) -> RelayThread:
+    def _emulate(self, link: LinkSpec, *, seed: int) -> Relay:
         dialer, listener = self._job.dialer(link).name, self._job.listener(link).name
-        return RelayThread(
+        return Relay(
             self._route_to(listener),
             up=_shape(link, sender=dialer),
             down=_shape(link, sender=listener),

@@ -1,55 +1,34 @@
-"""Forwards TCP connections by TLS server name without ending TLS; shaped, it is a WAN in a box."""
+"""Forwards TCP connections by TLS server name without ending TLS; shaped, it is a WAN in a box.
+
+client ──▶ Side ──▶ Pipe up ───▶ Side ──▶ server          a Pipe is one direction, shared by all connections;
+client ◀── Side ◀── Pipe down ◀── Side ◀── server          a Side is one socket; two of them are a Relayed
+"""
 
 import asyncio
+import contextlib
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar, cast
 
-from isthmus.errors import FrameError, IsthmusError, Refused, UserError
+from isthmus.errors import FrameError, Refused
 from isthmus.job import Address
 from isthmus.job.faults import Fault, FaultKind
 from isthmus.wan.client_hello import parse_client_hello
 from isthmus.wan.limits import Complaints, Pending, source_of, why
 from isthmus.wan.loop import LoopThread, precise_loop
-from isthmus.wan.pipes import Pipe, Relayed
-from isthmus.wan.shaping import Direction, Shape
-from isthmus.wan.sockets import Acceptor, connect, ends_at, listen, peer_name, reset_on_close, tune
+from isthmus.wan.shaping import Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine, inject
+from isthmus.wan.sockets import Acceptor, ends_at, listen, peer_name, reset_on_close, tune
 
-
-class Disturbed(Protocol):
-    """A link that can be disturbed at any time."""
-
-    def cut(self, duration_s: float) -> None:
-        """Reset every connection now, and every new one until the time is over."""
-
-    def blackhole(self, duration_s: float) -> None:
-        """Let nothing pass: connections stay, new ones hang, and all goes on when the time is over."""
-
-    def slow_down(self, factor: float, duration_s: float) -> None:
-        """Divide the bandwidth of both directions by `factor` for this long."""
-
-    def corrupt(self, direction: Direction, num_bytes: int = 1) -> None:
-        """Flip bytes of the next bulk data that goes this way."""
-
-
-def inject(fault: Fault, link: Disturbed, *, dialer: str) -> None:
-    """Let a fault happen now on a link that the cloud `dialer` dials."""
-    match fault.kind:
-        case FaultKind.CUT:
-            link.cut(fault.duration_s)
-        case FaultKind.BLACKHOLE:
-            link.blackhole(fault.duration_s)
-        case FaultKind.SLOW_DOWN:
-            link.slow_down(fault.factor, fault.duration_s)
-        case FaultKind.CORRUPT:
-            sender = fault.sender or fault.between[0]
-            link.corrupt(Direction.UP if sender == dialer else Direction.DOWN, fault.num_bytes)
-
-
+_LATE_S = 0.001
+_MAX_LATE_S = 0.5
+_CATCH_UP_S = 0.05
+_MAX_PAUSE_S = 0.005
+_WRITE_BUFFER_BYTES = 262_144
 _HELLO_READ_BYTES = 4096
 # The kernel's own buffer counts as bottleneck too; above this, what it adds to a fast line does not matter.
 _MAX_RECEIVE_BYTES = 1 << 20
@@ -58,6 +37,246 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Route = Callable[[str], Address | None]
+
+
+class Pipe(DrivenLine):
+    """One direction of a relay: a line and the sides that it joins, fed as fast as the line has room."""
+
+    def __init__(self, shape: Shape, loop: asyncio.AbstractEventLoop, *, seed: int) -> None:
+        super().__init__(ShapedLine(shape, seed=seed), loop)
+        self.num_bytes = 0
+        has_bandwidth = shape.bandwidth_bps is not None
+        buffer_bytes = self.line.buffer_bytes
+        # A receiver that is late now and then must not cost the line its rate.
+        self.write_buffer_bytes = max(_WRITE_BUFFER_BYTES, buffer_bytes if has_bandwidth else 0)
+        is_small = has_bandwidth and buffer_bytes <= _MAX_RECEIVE_BYTES
+        self.receive_bytes = buffer_bytes if is_small else None
+        self._lateness = _Lateness()
+        self._starved: deque[Side] = deque()
+
+    def start(self, source: "Side", first: bytes) -> None:
+        """Begin to read from a side, of which `first` has been read already."""
+        if first:
+            self.line.offer(source.flow, memoryview(first), self._loop.time())
+        self._starved.append(source)
+        self.run()
+
+    def part(self, flow: ShapedFlow) -> None:
+        """Forget a flow whose sink has ended."""
+        super().part(flow)
+        self.run()
+
+    def take(self, source: "Side", piece: Piece) -> None:
+        """Take what a side has read, and let it read on when there is room."""
+        now_s = self._look()
+        came_s = now_s if self._lateness.since_s is None else self._lateness.since_s
+        # Had this thread not been late, it would have read a sender that presses in time.
+        came_s = came_s if source.was_pressing(came_s) else now_s
+        self.line.offer(source.flow, piece, now_s, came_s=came_s)
+        self.run()
+        if self.line.room_bytes(source.flow) < self.line.quantum_bytes:
+            source.pause_reading()
+            self._starved.append(source)
+        else:
+            source.ready_s = now_s
+
+    def break_off(self, flow: ShapedFlow) -> None:
+        """Pass on that a side was reset."""
+        self.line.break_off(flow, self._loop.time())
+        self.run()
+
+    def release(self, flow: ShapedFlow) -> None:
+        """Serve a flow whose receiver reads again."""
+        self.line.release(flow, self._loop.time())
+        self.run()
+
+    def run(self) -> None:
+        """Deliver what has arrived, let sides read on, and come back when there is more."""
+        for flow, piece in self.line.advance(self._look()):
+            sink = self.sinks.get(flow)
+            if sink is not None:
+                self.num_bytes += 0 if isinstance(piece, End) else len(piece)
+                sink(piece)
+        for _ in range(len(self._starved)):
+            side = self._starved.popleft()
+            if self.line.room_bytes(side.flow) >= self.line.quantum_bytes:
+                side.ready_s = self._loop.time()
+                side.resume_reading()
+            else:
+                self._starved.append(side)
+        self._set_timer(self.line.wake_s())
+
+    def _look(self) -> float:
+        now_s = self._loop.time()
+        self._lateness.note(now_s, due_s=self._due_s, has_caught_up=self.line.is_busy(now_s))
+        return now_s
+
+
+class _Lateness:
+    """Since when the thread has been kept from running, until it has caught up."""
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None
+        self._looked_s = 0.0
+
+    def note(self, now_s: float, *, due_s: float | None, has_caught_up: bool) -> None:
+        if now_s - self._looked_s > _CATCH_UP_S:
+            self.since_s = None
+        self._looked_s = now_s
+        if due_s is not None and now_s - due_s > _LATE_S:
+            self.since_s = self.since_s or max(due_s, now_s - _MAX_LATE_S)
+        elif has_caught_up:
+            self.since_s = None
+
+
+class Side(asyncio.BufferedProtocol):
+    """One socket of a relayed connection: its reads go into `inward`, `outward` comes out at it."""
+
+    def __init__(self, *, inward: Pipe, outward: Pipe, on_lost: Callable[[], None]) -> None:
+        self.flow = ShapedFlow()
+        self.ready_s = 0.0
+        self._inward = inward
+        self._outward = outward
+        self._on_lost = on_lost
+        self._outward_flow: ShapedFlow | None = None
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray(inward.line.max_read_bytes)
+        self._presses = False
+        self._has_read_all = False
+        self._has_written_all = False
+
+    @property
+    def socket(self) -> socket.socket | None:
+        """The socket, once it is connected."""
+        return None if self._transport is None else self._transport.get_extra_info("socket")
+
+    def receive_from(self, other: "Side") -> None:
+        """Let what `other` reads come out here."""
+        self._outward_flow = other.flow
+        self._outward.sinks[other.flow] = self.deliver
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Stay quiet until both sides are there."""
+        self._transport = cast("asyncio.Transport", transport)
+        tune(transport.get_extra_info("socket"), receive_bytes=self._inward.receive_bytes)
+        self._transport.set_write_buffer_limits(high=self._outward.write_buffer_bytes)
+        self._transport.pause_reading()
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
+        """Return as much buffer as the line has room for."""
+        return memoryview(self._buffer)[: max(self._inward.line.room_bytes(self.flow), 1)]
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        """Pass on what was read; a small piece is copied, so that it does not keep a large buffer alive."""
+        if num_bytes < len(self._buffer) // 4:
+            piece = memoryview(self._buffer[:num_bytes])
+        else:
+            piece = memoryview(self._buffer)[:num_bytes]
+            self._buffer = bytearray(len(self._buffer))
+        self._inward.take(self, piece)
+
+    def eof_received(self) -> bool:
+        """Pass on the half-close; the other direction lives on."""
+        self._has_read_all = True
+        self._inward.take(self, End.EOF)
+        self._close_if_done()
+        return True
+
+    def pause_writing(self) -> None:
+        """Hold the line for this connection: its receiver is not reading."""
+        if self._outward_flow is not None:
+            self._outward.line.hold(self._outward_flow)
+
+    def resume_writing(self) -> None:
+        """Let the line serve this connection again."""
+        if self._outward_flow is not None:
+            self._outward.release(self._outward_flow)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Pass a reset on as a reset."""
+        if error is not None:
+            self._inward.break_off(self.flow)
+        if self._outward_flow is not None:
+            self._outward.part(self._outward_flow)
+        self._on_lost()
+
+    def was_pressing(self, at_s: float) -> bool:
+        """Return whether the sender had more than the line takes, up to that time and without a pause."""
+        self._presses = self._presses and at_s - self.ready_s < _MAX_PAUSE_S
+        return self._presses
+
+    def pause_reading(self) -> None:
+        """Leave further bytes with the sender."""
+        self._presses = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on, unless the sender has finished."""
+        if self._transport is not None and not self._has_read_all:
+            self._transport.resume_reading()
+
+    def deliver(self, piece: Piece) -> None:
+        """Write what came out of the line."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if piece is End.RESET:
+            self.reset()
+        elif piece is End.EOF:
+            self._finish_writing(self._transport)
+        else:
+            self._transport.write(piece)
+
+    def reset(self) -> None:
+        """End the socket at once, so that its peer sees a reset."""
+        if self._transport is not None and not self._transport.is_closing():
+            reset_on_close(self._transport.get_extra_info("socket"))
+            self._transport.abort()
+
+    def _finish_writing(self, transport: asyncio.Transport) -> None:
+        self._has_written_all = True
+        # A peer that has reset meanwhile cannot be shut down; its reset is on its way to us.
+        with contextlib.suppress(OSError):
+            transport.write_eof()
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._has_read_all and self._has_written_all and self._transport is not None:
+            self._transport.close()
+
+
+class Relayed:
+    """A connection: two sockets and the flows between them; `closed` is done when both have ended."""
+
+    def __init__(self, *, up: Pipe, down: Pipe) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.client = Side(inward=up, outward=down, on_lost=self._lose)
+        self.server = Side(inward=down, outward=up, on_lost=self._lose)
+        self._up = up
+        self._down = down
+        self._num_lost = 0
+        self._is_reset = False
+
+    async def start(self, client: socket.socket, hello: bytes) -> None:
+        """Pass bytes both ways, the hello first."""
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: self.client, client)
+        self.server.receive_from(self.client)
+        self.client.receive_from(self.server)
+        self._up.start(self.client, hello)
+        self._down.start(self.server, b"")
+        if self._is_reset:
+            self.reset()
+
+    def reset(self) -> None:
+        """End both sockets at once."""
+        self._is_reset = True
+        self.client.reset()
+        self.server.reset()
+
+    def _lose(self) -> None:
+        self._num_lost += 1
+        if self._num_lost == 2 and not self.closed.done():
+            self.closed.set_result(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +307,12 @@ class RelayCounters:
     num_dropped: int
 
 
-class Relay:
+class Relay(Disturbed):
     """Accepts connections, asks `route` for the address behind the server name, and passes bytes both ways.
 
-    `route` may return None or raise Refused with the reason. With `reads_hello` off it is asked with an empty
-    name as soon as a connection comes, which suits plain TCP. Must be made inside a running event loop.
+    It runs on a thread of its own. `route`, which is called there, may return None or raise Refused with the
+    reason. With `reads_hello` off it is asked with an empty name as soon as a connection comes, which suits
+    plain TCP. It listens on all interfaces if `host` is empty.
     """
 
     def __init__(
@@ -104,15 +324,12 @@ class Relay:
         seed: int = 0,
         reads_hello: bool = True,
         limits: RelayLimits | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
         self._route = route
         self._reads_hello = reads_hello
         self._limits = limits or RelayLimits()
-        self._up = Pipe(up or Shape(), seed=2 * seed)
-        self._down = Pipe(down or Shape(), seed=2 * seed + 1)
-        self._loop = asyncio.get_running_loop()
-        self._listener: socket.socket | None = None
-        self._acceptor: Acceptor | None = None
         self._waiting: Pending[asyncio.Task[None]] = Pending()
         self._evicted: set[asyncio.Task[None]] = set()
         self._unproven: Pending[Relayed] = Pending()
@@ -122,30 +339,30 @@ class Relay:
         self._complaints = Complaints(_log)
         self._num_relayed = 0
         self._num_dropped = 0
-        self._cut_until_s = 0.0
-        self._silent_until_s = 0.0
-
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> Address:
-        """Listen, on all interfaces if `host` is empty, and return the address that was bound."""
         self._listener = listen(host, port)
-        self._acceptor = Acceptor(self._listener, self._receive)
-        bound = self._listener.getsockname()
-        return Address(host=bound[0], port=bound[1])
+        self.address = Address(host=self._listener.getsockname()[0], port=self._listener.getsockname()[1])
+        thread = LoopThread(name="isthmus-relay", loop=precise_loop())
+        self._up = Pipe(up or Shape(), thread.loop, seed=2 * seed)
+        self._down = Pipe(down or Shape(), thread.loop, seed=2 * seed + 1)
+        super().__init__(thread, self._up, self._down)
+        self._acceptor = thread.run(self._listen())
 
-    async def close(self) -> None:
-        """Stop listening and reset every connection."""
-        for timer in self._timers:
-            timer.cancel()
-        if self._acceptor is not None:
-            self._acceptor.close()
-        ends = [*self._waiting, *(connection.closed for connection in self._open)]
-        self._reset_all()
-        await asyncio.gather(*ends, return_exceptions=True)
-        self._up.close()
-        self._down.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening, reset every connection and end the thread; closing twice is fine."""
+        if not self._loop.is_closed():
+            self._thread.run(self._close())
+            self._thread.close()
 
     def counters(self) -> RelayCounters:
-        """Return what the relay has done so far."""
+        """What the relay has done so far."""
         return RelayCounters(
             up_bytes=self._up.num_bytes,
             down_bytes=self._down.num_bytes,
@@ -154,35 +371,31 @@ class Relay:
             num_dropped=self._num_dropped,
         )
 
-    def cut(self, duration_s: float) -> None:
-        """Reset every connection now, and every new one until the time is over."""
-        self._cut_until_s = max(self._cut_until_s, self._loop.time() + duration_s)
-        self._reset_all()
-
-    def blackhole(self, duration_s: float) -> None:
-        """Let nothing pass: connections stay, new ones hang, and all goes on when the time is over."""
-        self._silent_until_s = max(self._silent_until_s, self._loop.time() + duration_s)
-        for pipe in (self._up, self._down):
-            pipe.line.silence(self._silent_until_s)
-            pipe.run()
-
-    def slow_down(self, factor: float, duration_s: float) -> None:
-        """Divide the bandwidth of both directions by `factor` for this long."""
-        self._check_can_slow_down()
-        for pipe in (self._up, self._down):
-            pipe.line.slow_down(factor, self._loop.time() + duration_s)
-
-    def corrupt(self, direction: Direction, num_bytes: int = 1) -> None:
-        """Flip bytes of the next bulk data that goes this way."""
-        pipe = self._up if direction is Direction.UP else self._down
-        pipe.line.corrupt(num_bytes)
-
     def play(self, faults: Sequence[Fault], *, dialer: str) -> None:
         """Let faults happen at their times from now on; `dialer` is the cloud whose connections come here."""
         if any(fault.kind is FaultKind.SLOW_DOWN for fault in faults):
             self._check_can_slow_down()
-        for fault in faults:
-            self._timers.append(self._loop.call_later(fault.at_s, self._happen, fault, dialer))
+
+        def schedule() -> None:
+            for fault in faults:
+                self._timers.append(self._loop.call_later(fault.at_s, self._happen, fault, dialer))
+
+        self._thread.call(schedule)
+
+    # On the relay's own thread.
+
+    async def _listen(self) -> Acceptor:
+        return Acceptor(self._listener, self._receive)
+
+    async def _close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._acceptor.close()
+        ends = [*self._waiting, *(connection.closed for connection in self._open)]
+        self._reset_all()
+        await asyncio.gather(*ends, return_exceptions=True)
+        for one in self._lines:
+            one.close()
 
     def _receive(self, client: socket.socket, place: tuple[str, int]) -> None:
         if place in self._own_ends:
@@ -226,34 +439,30 @@ class Relay:
                 raise error
 
     async def _join(self, client: socket.socket, source: str) -> None:
-        tune(client, receive_bytes=_receive_bytes(self._up))
+        tune(client, receive_bytes=self._up.receive_bytes)
         name, hello = await self._read_hello(client) if self._reads_hello else ("", b"")
         address = self._route(name)
         if address is None:
             raise Refused(f"no route to {name!r}")
         await self._pass_handshake()
-        server = await self._dial(address)
-        tune(server, receive_bytes=_receive_bytes(self._down))
-        await self._open_connection(source).start(client, server, hello)
+        connection = Relayed(up=self._up, down=self._down)
+        await self._dial(connection.server, address)
+        self._admit(connection, source)
+        await connection.start(client, hello)
 
-    def _open_connection(self, source: str) -> Relayed:
+    def _admit(self, connection: Relayed, source: str) -> None:
         # From here on a cut goes by way of the connection; cancelling the task would leave a socket open.
         if (task := asyncio.current_task()) is not None:
             self._waiting.discard(task)
-        connection = Relayed(up=self._up, down=self._down)
         self._open.add(connection)
         connection.closed.add_done_callback(lambda _: self._forget(connection))
         self._num_relayed += 1
         if self._limits.unproven_s:
-            self._put_unproven(connection, source)
-        return connection
-
-    def _put_unproven(self, connection: Relayed, source: str) -> None:
-        self._unproven.add(connection, source=source)
+            self._unproven.add(connection, source=source)
+            self._loop.call_later(self._limits.unproven_s, self._unproven.discard, connection)
         for late in self._evict_from(self._unproven):
             self._num_dropped += 1
             late.reset()
-        self._loop.call_later(self._limits.unproven_s, self._unproven.discard, connection)
 
     def _forget(self, connection: Relayed) -> None:
         self._open.discard(connection)
@@ -277,19 +486,18 @@ class Relay:
         await asyncio.sleep(self._up.line.shape.delay_s + self._down.line.shape.delay_s)
         await asyncio.sleep(max(0.0, self._silent_until_s - self._loop.time()))
 
-    async def _dial(self, address: Address) -> socket.socket:
+    async def _dial(self, server: Side, address: Address) -> None:
         try:
             async with asyncio.timeout(self._limits.dial_timeout_s):
-                server = await connect(address)
+                await self._loop.create_connection(lambda: server, address.host, address.port)
         except TimeoutError:
             raise ConnectionError(f"{address} did not answer in {self._limits.dial_timeout_s:g} s") from None
         except OSError as error:
             raise ConnectionError(f"cannot reach {address}: {why(error)}") from None
-        if self._listener is not None and ends_at(server, self._listener):
-            self._own_ends.add(server.getsockname()[:2])
-            server.close()
+        if server.socket is not None and ends_at(server.socket, self._listener):
+            self._own_ends.add(server.socket.getsockname()[:2])
+            server.reset()
             raise Refused(f"{address} leads back to this relay")
-        return server
 
     def _drop(self, client: socket.socket, reason: str, *, kind: str, level: int = logging.WARNING) -> None:
         self._num_dropped += 1
@@ -303,88 +511,8 @@ class Relay:
         _log.info("fault: %s", fault.kind)
         inject(fault, self, dialer=dialer)
 
-    def _check_can_slow_down(self) -> None:
-        if not any(pipe.line.shape.has_limit for pipe in (self._up, self._down)):
-            raise UserError("a link without bandwidth cannot slow down", hint="give the link a bandwidth")
-
     def _reset_all(self) -> None:
         for task in self._waiting:
             task.cancel()
         for connection in [*self._open]:
             connection.reset()
-
-
-def _receive_bytes(pipe: Pipe) -> int | None:
-    num_bytes = pipe.line.buffer_bytes
-    return num_bytes if pipe.line.shape.bandwidth_bps and num_bytes <= _MAX_RECEIVE_BYTES else None
-
-
-class RelayThread:
-    """A relay in a thread of its own, for synchronous callers; every method may be called from any thread."""
-
-    def __init__(
-        self,
-        route: Route,
-        *,
-        up: Shape | None = None,
-        down: Shape | None = None,
-        seed: int = 0,
-        reads_hello: bool = True,
-        limits: RelayLimits | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-    ) -> None:
-        async def start() -> tuple[Relay, Address]:
-            relay = Relay(route, up=up, down=down, seed=seed, reads_hello=reads_hello, limits=limits)
-            return relay, await relay.start(host, port)
-
-        self._thread = LoopThread(name="isthmus-relay", loop=precise_loop())
-        try:
-            self._relay, self.address = self._thread.run(start())
-        except IsthmusError:
-            self._thread.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def counters(self) -> RelayCounters:
-        """Return what the relay has done so far."""
-        return self._ask(self._relay.counters)
-
-    def cut(self, duration_s: float) -> None:
-        """Reset every connection now, and every new one until the time is over."""
-        self._ask(partial(self._relay.cut, duration_s))
-
-    def blackhole(self, duration_s: float) -> None:
-        """Let nothing pass: connections stay, new ones hang, and all goes on when the time is over."""
-        self._ask(partial(self._relay.blackhole, duration_s))
-
-    def slow_down(self, factor: float, duration_s: float) -> None:
-        """Divide the bandwidth of both directions by `factor` for this long."""
-        self._ask(partial(self._relay.slow_down, factor, duration_s))
-
-    def corrupt(self, direction: Direction, num_bytes: int = 1) -> None:
-        """Flip bytes of the next bulk data that goes this way."""
-        self._ask(partial(self._relay.corrupt, direction, num_bytes))
-
-    def play(self, faults: Sequence[Fault], *, dialer: str) -> None:
-        """Let faults happen at their times from now on; `dialer` is the cloud whose connections come here."""
-        self._ask(partial(self._relay.play, faults, dialer=dialer))
-
-    def close(self) -> None:
-        """Reset every connection and end the thread; closing twice is fine."""
-        if not self._thread.loop.is_closed():
-            self._thread.run(self._relay.close())
-            self._thread.close()
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        async def answer() -> T:
-            return question()
-
-        return self._thread.run(answer())

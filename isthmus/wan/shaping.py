@@ -1,18 +1,25 @@
-"""What a WAN does to bytes, without clock or sockets: a shared bottleneck, then a delay.
+"""What a WAN does to bytes: a shared bottleneck, then a delay; and how it is disturbed.
 
 flow ─┐                                 ┌─▶ flow
 flow ─┼─▶ backlog ─▶ line ─▶ under way ─┼─▶ flow
 flow ─┘   (bounded)  (bps)   (delay)    └─▶ flow
+
+`ShapedLine` is told the time; a `DrivenLine` follows the clock of an event loop.
 """
 
+import asyncio
+import functools
 import heapq
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from isthmus.errors import UserError
+from isthmus.job.faults import Fault, FaultKind
+from isthmus.wan.loop import LoopThread
 
 _TURN_S = 0.0005
 _MIN_QUANTUM_BYTES = 1448
@@ -263,3 +270,114 @@ def _quantum_bytes(shape: Shape) -> int:
 
 def _buffer_bytes(bps: float | None) -> int:
     return max(int(bps * _BUFFER_S / 8), _MIN_BUFFER_BYTES) if bps else _UNBOUND_BUFFER_BYTES
+
+
+class DrivenLine:
+    """A line that an event loop drives: what arrives on a flow goes to that flow's sink."""
+
+    def __init__(self, line: ShapedLine, loop: asyncio.AbstractEventLoop) -> None:
+        self.line = line
+        self.sinks: dict[ShapedFlow, Callable[[Piece], None]] = {}
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s: float | None = None
+
+    def offer(self, flow: ShapedFlow, piece: Piece) -> None:
+        """Put a piece on the line now."""
+        self.line.offer(flow, piece, self._loop.time())
+        self.run()
+
+    def part(self, flow: ShapedFlow) -> None:
+        """Forget a flow whose sink has ended."""
+        self.sinks.pop(flow, None)
+        self.line.drop(flow)
+
+    def run(self) -> None:
+        """Deliver what has arrived, and come back when the next is due."""
+        for flow, piece in self.line.advance(self._loop.time()):
+            sink = self.sinks.get(flow)
+            if sink is not None:
+                sink(piece)
+        self._set_timer(self.line.wake_s())
+
+    def close(self) -> None:
+        """Stop following the clock."""
+        self._set_timer(None)
+
+    def _set_timer(self, due_s: float | None) -> None:
+        if self._timer is not None:
+            if due_s == self._due_s:
+                return
+            self._timer.cancel()
+        self._due_s = due_s
+        self._timer = None if due_s is None else self._loop.call_at(due_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self.run()
+
+
+class Disturbed:
+    """A link of two lines that can be disturbed at any time, from any thread."""
+
+    def __init__(self, thread: LoopThread, up: DrivenLine, down: DrivenLine) -> None:
+        self._thread = thread
+        self._loop = thread.loop
+        self._lines = (up, down)
+        self._cut_until_s = 0.0
+        self._silent_until_s = 0.0
+
+    def cut(self, duration_s: float) -> None:
+        """Reset every connection now, and every new one until the time is over."""
+
+        def cut() -> None:
+            self._cut_until_s = max(self._cut_until_s, self._loop.time() + duration_s)
+            self._reset_all()
+
+        self._thread.call(cut)
+
+    def blackhole(self, duration_s: float) -> None:
+        """Let nothing pass: connections stay, new ones hang, and all goes on when the time is over."""
+
+        def silence() -> None:
+            self._silent_until_s = max(self._silent_until_s, self._loop.time() + duration_s)
+            for one in self._lines:
+                one.line.silence(self._silent_until_s)
+                one.run()
+
+        self._thread.call(silence)
+
+    def slow_down(self, factor: float, duration_s: float) -> None:
+        """Divide the bandwidth of both directions by `factor` for this long."""
+        self._check_can_slow_down()
+        until_s = self._loop.time() + duration_s
+        for one in self._lines:
+            self._thread.call(functools.partial(one.line.slow_down, factor, until_s))
+
+    def corrupt(self, direction: Direction, num_bytes: int = 1) -> None:
+        """Flip bytes of the next bulk data that goes this way."""
+        self._thread.call(functools.partial(self._line(direction).line.corrupt, num_bytes))
+
+    def _line(self, direction: Direction) -> DrivenLine:
+        return self._lines[direction is Direction.DOWN]
+
+    def _check_can_slow_down(self) -> None:
+        if not any(one.line.shape.has_limit for one in self._lines):
+            raise UserError("a link without bandwidth cannot slow down", hint="give the link a bandwidth")
+
+    def _reset_all(self) -> None:
+        raise NotImplementedError
+
+
+def inject(fault: Fault, link: Disturbed, *, dialer: str) -> None:
+    """Let a fault happen now on a link that the cloud `dialer` dials."""
+    match fault.kind:
+        case FaultKind.CUT:
+            link.cut(fault.duration_s)
+        case FaultKind.BLACKHOLE:
+            link.blackhole(fault.duration_s)
+        case FaultKind.SLOW_DOWN:
+            link.slow_down(fault.factor, fault.duration_s)
+        case FaultKind.CORRUPT:
+            sender = fault.sender or fault.between[0]
+            link.corrupt(Direction.UP if sender == dialer else Direction.DOWN, fault.num_bytes)

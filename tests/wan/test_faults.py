@@ -4,8 +4,7 @@ import pytest
 
 from isthmus.errors import JobError, UserError
 from isthmus.job.faults import Fault, FaultKind, load_faults
-from isthmus.wan.relay import inject
-from isthmus.wan.shaping import Direction
+from isthmus.wan.shaping import Direction, Disturbed, inject
 
 GOOD = """
 [[fault]]
@@ -37,7 +36,7 @@ duration = "5 s"
 CUT = 'kind = "cut"\nbetween = ["east", "west"]\nduration = "5 s"\n'
 
 
-class Recorder:
+class Recorder(Disturbed):
     """A link that only notes what is done to it."""
 
     def __init__(self) -> None:

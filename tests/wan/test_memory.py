@@ -13,7 +13,7 @@ from isthmus.wan.handshake import Hello
 from isthmus.wan.link import Link, LinkSettings, LinkState
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
-from isthmus.wan.shaping import Shape
+from isthmus.wan.shaping import Direction, Shape
 
 QUICK = LinkSettings(num_stripes=2, heartbeat_timeout_s=1.0)
 
@@ -88,7 +88,8 @@ def disturb(wan: MemoryLink, fault: str) -> None:
         case "blackhole":
             wan.blackhole(0.3)
         case "corrupt":
-            wan.corrupt()
+            for direction in Direction:
+                wan.corrupt(direction)
         case "slow_down":
             wan.slow_down(4.0, 0.3)
 

@@ -11,7 +11,7 @@ import pytest
 from isthmus.errors import Refused, UserError
 from isthmus.job import Address
 from isthmus.job.faults import Fault, FaultKind
-from isthmus.wan.relay import RelayLimits, RelayThread
+from isthmus.wan.relay import Relay, RelayLimits
 from isthmus.wan.shaping import Direction, Shape
 from tests.wan.test_client_hello import HELLO, NAME
 
@@ -43,17 +43,17 @@ def target() -> Iterator[Target]:
     target.listener.close()
 
 
-def dial(relay: RelayThread) -> socket.socket:
+def dial(relay: Relay) -> socket.socket:
     return socket.create_connection((relay.address.host, relay.address.port), timeout=PATIENCE_S)
 
 
 @contextmanager
 def joined(
     target: Target, *, up: Shape | None = None, down: Shape | None = None
-) -> Iterator[tuple[RelayThread, socket.socket, socket.socket]]:
+) -> Iterator[tuple[Relay, socket.socket, socket.socket]]:
     """A relay without names, and one connection through it: the end that dialled, and the other."""
     with (
-        RelayThread(target.route, up=up, down=down, reads_hello=False) as relay,
+        Relay(target.route, up=up, down=down, reads_hello=False) as relay,
         dial(relay) as client,
         target.accept() as server,
     ):
@@ -86,7 +86,7 @@ def send_until_stopped(sock: socket.socket, *, max_bytes: int) -> int:
     raise AssertionError("nothing stops the sender")
 
 
-def is_turned_away(relay: RelayThread, sent: bytes = b"") -> bool:
+def is_turned_away(relay: Relay, sent: bytes = b"") -> bool:
     """Whether a new connection is reset, be it so soon that dialling fails already."""
     try:
         with dial(relay) as client:
@@ -105,7 +105,7 @@ def is_reset(sock: socket.socket) -> bool:
     return False
 
 
-def wait_for_open(relay: RelayThread, num_open: int) -> None:
+def wait_for_open(relay: Relay, num_open: int) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
     while relay.counters().num_open != num_open:
         assert time.monotonic() < deadline_s
@@ -113,7 +113,7 @@ def wait_for_open(relay: RelayThread, num_open: int) -> None:
 
 
 def test_a_tls_connection_is_routed_by_name_and_its_bytes_arrive_unchanged(target: Target) -> None:
-    with RelayThread(target.route) as relay, dial(relay) as client:
+    with Relay(target.route) as relay, dial(relay) as client:
         client.sendall(HELLO[:50])
         client.sendall(HELLO[50:] + b"and more")
         with target.accept() as server:
@@ -138,7 +138,7 @@ def test_a_tls_connection_is_routed_by_name_and_its_bytes_arrive_unchanged(targe
 def test_what_cannot_be_routed_is_dropped_with_a_reason(
     target: Target, caplog: pytest.LogCaptureFixture, sent: bytes, reason: str
 ) -> None:
-    with RelayThread(target.route, limits=SHORT) as relay:
+    with Relay(target.route, limits=SHORT) as relay:
         assert is_turned_away(relay, sent)
         assert relay.counters().num_dropped == 1
     assert [record.message.partition(": ")[2] for record in caplog.records] == [reason]
@@ -148,7 +148,7 @@ def test_the_routers_own_reason_is_logged(caplog: pytest.LogCaptureFixture) -> N
     def route(name: str) -> Address:
         raise Refused(f"{name} has not registered")
 
-    with RelayThread(route) as relay:
+    with Relay(route) as relay:
         assert is_turned_away(relay, HELLO)
     assert caplog.records[0].message.endswith(f": {NAME} has not registered")
 
@@ -156,7 +156,7 @@ def test_the_routers_own_reason_is_logged(caplog: pytest.LogCaptureFixture) -> N
 def test_a_client_that_leaves_in_its_hello_is_dropped(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with RelayThread(target.route) as relay, dial(relay) as client:
+    with Relay(target.route) as relay, dial(relay) as client:
         client.sendall(HELLO[:40])
         client.shutdown(socket.SHUT_WR)
         assert is_reset(client)
@@ -168,14 +168,14 @@ def test_a_target_that_does_not_answer_resets_the_client(
 ) -> None:
     caplog.set_level(logging.INFO)
     target.listener.close()
-    with RelayThread(target.route, reads_hello=False) as relay:
+    with Relay(target.route, reads_hello=False) as relay:
         assert is_turned_away(relay)
     assert f"cannot reach {target.address}: Connection refused" in caplog.text
 
 
 def test_a_route_that_leads_back_is_no_loop(caplog: pytest.LogCaptureFixture) -> None:
     addresses: list[Address] = []
-    with RelayThread(lambda _: addresses[0], reads_hello=False) as relay:
+    with Relay(lambda _: addresses[0], reads_hello=False) as relay:
         addresses.append(relay.address)
         assert is_turned_away(relay)
         assert relay.counters().num_relayed == 0
@@ -185,7 +185,7 @@ def test_a_route_that_leads_back_is_no_loop(caplog: pytest.LogCaptureFixture) ->
 def test_connections_beyond_the_limits_are_dropped_and_the_others_live(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with RelayThread(target.route, limits=RelayLimits(max_num_waiting=2, max_num_open=1)) as relay:
+    with Relay(target.route, limits=RelayLimits(max_num_waiting=2, max_num_open=1)) as relay:
         silent = [dial(relay) for _ in range(3)]
         assert is_reset(silent[0])
         silent[1].sendall(HELLO)
@@ -200,13 +200,13 @@ def test_connections_beyond_the_limits_are_dropped_and_the_others_live(
     assert "1 connections are open already" in caplog.text
 
 
-def dial_from(relay: RelayThread, source: str) -> socket.socket:
+def dial_from(relay: Relay, source: str) -> socket.socket:
     place = (relay.address.host, relay.address.port)
     return socket.create_connection(place, timeout=PATIENCE_S, source_address=(source, 0))
 
 
 def test_a_source_that_floods_a_relay_evicts_its_own_connections(target: Target) -> None:
-    with RelayThread(target.route, limits=RelayLimits(max_num_waiting=8)) as relay:
+    with Relay(target.route, limits=RelayLimits(max_num_waiting=8)) as relay:
         with dial_from(relay, "127.0.0.3") as other:
             flood = [dial_from(relay, "127.0.0.2") for _ in range(300)]
             assert all(is_reset(one) for one in flood[:290])
@@ -219,7 +219,7 @@ def test_a_source_that_floods_a_relay_evicts_its_own_connections(target: Target)
 
 def test_no_source_has_more_than_its_share_of_those_that_wait(target: Target) -> None:
     limits = RelayLimits(max_num_waiting=100, max_num_waiting_per_source=3)
-    with RelayThread(target.route, limits=limits) as relay:
+    with Relay(target.route, limits=limits) as relay:
         many = [dial_from(relay, f"127.0.0.{2 + number % 2}") for number in range(10)]
         assert all(is_reset(one) for one in many[:4])
         assert relay.counters().num_dropped == 4
@@ -229,7 +229,7 @@ def test_no_source_has_more_than_its_share_of_those_that_wait(target: Target) ->
 
 def test_whoever_says_hello_and_then_nothing_is_unproven_and_evicted(target: Target) -> None:
     limits = RelayLimits(max_num_waiting=100, max_num_waiting_per_source=2, unproven_s=PATIENCE_S)
-    with RelayThread(target.route, limits=limits) as relay, dial_from(relay, "127.0.0.3") as other:
+    with Relay(target.route, limits=limits) as relay, dial_from(relay, "127.0.0.3") as other:
         other.sendall(HELLO)
         ends = [target.accept()]
         many = []
@@ -245,7 +245,7 @@ def test_whoever_says_hello_and_then_nothing_is_unproven_and_evicted(target: Tar
 
 def test_whoever_outlives_its_unproven_stays(target: Target) -> None:
     limits = RelayLimits(max_num_waiting_per_source=1, unproven_s=0.05)
-    with RelayThread(target.route, limits=limits) as relay:
+    with Relay(target.route, limits=limits) as relay:
         ends = []
         for number in range(3):
             ends.append(dial(relay))
@@ -379,7 +379,7 @@ def test_a_slow_down_takes_its_factor_of_time(target: Target) -> None:
 
 def test_a_link_without_bandwidth_cannot_slow_down(target: Target) -> None:
     slow = Fault(at_s=1, kind=FaultKind.SLOW_DOWN, between=("east", "west"), duration_s=1, factor=2)
-    with RelayThread(target.route, up=Shape(delay_s=0.01)) as relay:
+    with Relay(target.route, up=Shape(delay_s=0.01)) as relay:
         with pytest.raises(UserError, match="without bandwidth"):
             relay.slow_down(2, 1)
         with pytest.raises(UserError, match="without bandwidth"):
@@ -412,7 +412,7 @@ def test_a_script_of_faults_is_played_by_time(target: Target) -> None:
 
 def test_a_port_that_is_taken_is_one_sentence(target: Target) -> None:
     with pytest.raises(UserError, match=f"cannot listen at 127.0.0.1:{target.address.port}") as raised:
-        RelayThread(target.route, port=target.address.port)
+        Relay(target.route, port=target.address.port)
     assert raised.value.hint
 
 
