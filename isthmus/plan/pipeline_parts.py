@@ -1,7 +1,6 @@
 """The parts of a pipeline's scheduler: what members agree on, routing, and a leader's end of a step."""
 
 import enum
-import functools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from isthmus.plan.end_of_step import (
     stage_tally,
     total_norm,
 )
-from isthmus.plan.scenario import Caps, Measured, Policy, Scenario, bare_scenario, first_windows, next_windows
+from isthmus.plan.scenario import Caps, Measured, Policy, first_windows, next_windows
 from isthmus.plan.steering import CodecState, Cut, Steering
 from isthmus.plan.types import (
     Facts,
@@ -173,7 +172,7 @@ class Pipeline:
         """Windows before anything is measured: as if a message took as long as a pass."""
         if self.windows is not None:
             return self.windows
-        return _first_windows(self.num_ranks, self.num_microbatches, self.policy, self.max_in_flight)
+        return first_windows(self, max_in_flight=self.max_in_flight)
 
     def next_windows(self, tally: Tally) -> tuple[int, ...]:
         """Windows of the next step, from what was measured in one."""
@@ -182,18 +181,7 @@ class Pipeline:
         busy = zip(tally.busy_s, self.num_ranks, strict=True)
         pass_s = tuple(number * busy_s / self.num_microbatches for busy_s, number in busy)
         measured = Measured(pass_s=pass_s, hops=tally.hops)
-        return next_windows(self._bare(), measured, max_in_flight=self.max_in_flight)
-
-    def _bare(self) -> Scenario:
-        return bare_scenario(self.num_ranks, num_microbatches=self.num_microbatches, policy=self.policy)
-
-
-@functools.lru_cache(maxsize=64)
-def _first_windows(
-    num_ranks: tuple[int, ...], num_microbatches: int, policy: Policy, max_in_flight: Caps | None
-) -> tuple[int, ...]:
-    bare = bare_scenario(num_ranks, num_microbatches=num_microbatches, policy=policy)
-    return first_windows(bare, max_in_flight=max_in_flight)
+        return next_windows(self, measured, max_in_flight=self.max_in_flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

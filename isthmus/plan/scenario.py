@@ -18,9 +18,11 @@ at the end of each step for the next one, from what was measured.
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Protocol
+
+from pydantic import TypeAdapter, ValidationError
 
 from isthmus.errors import UserError
 from isthmus.plan.types import Seconds
@@ -126,6 +128,11 @@ class Scenario:
         """How many stages the pipeline has, `p`."""
         return len(self.stages)
 
+    @property
+    def num_ranks(self) -> tuple[int, ...]:
+        """The number of ranks of each stage."""
+        return tuple(stage.num_ranks for stage in self.stages)
+
 
 def caps_from_json(value: Any) -> Caps | None:
     """What JSON made of caps, which has no tuples."""
@@ -134,27 +141,22 @@ def caps_from_json(value: Any) -> Caps | None:
     return tuple(int(one) for one in value) if isinstance(value, list | tuple) else int(value)
 
 
+_SCENARIO: Final = TypeAdapter(Scenario)
+
+
 def scenario_to_dict(scenario: Scenario) -> dict[str, Any]:
     """A scenario as plan.json holds it."""
-    return {**asdict(scenario), "policy": scenario.policy.value}
+    return dict(_SCENARIO.dump_python(scenario, mode="json"))
 
 
 def scenario_from_dict(values: Mapping[str, Any]) -> Scenario:
     """The scenario that `scenario_to_dict` gave."""
     try:
-        windows = values.get("windows")
-        return Scenario(
-            stages=tuple(StageLoad(**one) for one in values["stages"]),
-            hops=tuple(HopLoad(**{**one, "line": Line(**one["line"])}) for one in values["hops"]),
-            num_microbatches=int(values["num_microbatches"]),
-            policy=Policy(values["policy"]),
-            windows=None if windows is None else tuple(int(one) for one in windows),
-            first_trained=int(values.get("first_trained", 0)),
-            max_in_flight=caps_from_json(values.get("max_in_flight")),
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return _SCENARIO.validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
         raise UserError(
-            f"what should be the scenario of a plan is none: {error!r}",
+            f"the plan has no valid scenario: {'.'.join(map(str, first['loc']))}: {first['msg']}",
             hint="make the plan again with this version of Isthmus",
         ) from None
 
@@ -196,16 +198,20 @@ class Measured:
     hops: tuple[Hop, ...]
 
 
-def bare_scenario(num_ranks: Sequence[int], *, num_microbatches: int, policy: Policy) -> Scenario:
-    """A pipeline of which nothing is known but its ranks, for workers, who measure."""
-    line = Line(down_bps=math.inf, up_bps=math.inf, latency_s=0.0)
-    hop = HopLoad(line=line, forward_bytes=0, backward_bytes=0)
-    return Scenario(
-        stages=tuple(StageLoad(cloud="", forward_s=0.0, backward_s=0.0, num_ranks=one) for one in num_ranks),
-        hops=(hop,) * (len(num_ranks) - 1),
-        num_microbatches=num_microbatches,
-        policy=policy,
-    )
+class Staged(Protocol):
+    """A pipeline as far as windows go: a scenario, or what workers agree on."""
+
+    @property
+    def policy(self) -> Policy:
+        """Which pass goes first."""
+
+    @property
+    def num_ranks(self) -> tuple[int, ...]:
+        """The number of ranks of each stage."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """The micro-batches of a step."""
 
 
 def expected(scenario: Scenario) -> Measured:
@@ -240,28 +246,27 @@ def at_worst(scenario: Scenario) -> Measured:
     return replace(found, hops=hops)
 
 
-def first_windows(scenario: Scenario, *, max_in_flight: Caps | None = None) -> tuple[int, ...]:
+def first_windows(pipeline: Staged, *, max_in_flight: Caps | None = None) -> tuple[int, ...]:
     """Windows of each stage's ranks before anything is measured; `max_in_flight` bounds each rank."""
-    hops = (_UNMEASURED,) * (scenario.num_stages - 1)
-    return windows(scenario, hops, interval_s=1.0, max_in_flight=max_in_flight)
+    hops = (_UNMEASURED,) * (len(pipeline.num_ranks) - 1)
+    return windows(pipeline, hops, interval_s=1.0, max_in_flight=max_in_flight)
 
 
 def next_windows(
-    scenario: Scenario, measured: Measured, *, max_in_flight: Caps | None = None
+    pipeline: Staged, measured: Measured, *, max_in_flight: Caps | None = None
 ) -> tuple[int, ...]:
     """Windows of each stage's ranks for the next step."""
-    ranks = [stage.num_ranks for stage in scenario.stages]
-    stages_s = [pass_s / number for pass_s, number in zip(measured.pass_s, ranks, strict=True)]
+    stages_s = [pass_s / number for pass_s, number in zip(measured.pass_s, pipeline.num_ranks, strict=True)]
     # As if as many pairs of ranks as there may be had shared each line.
-    sharing = zip(measured.hops, _num_sharing(scenario), strict=True)
+    sharing = zip(measured.hops, _num_sharing(pipeline), strict=True)
     lines_s = [max(hop.forward_s, hop.backward_s) / number for hop, number in sharing]
     interval_s = max(_MIN_INTERVAL_S, *stages_s, *lines_s)
     spare_s = _SPARE_SHARE * interval_s
     hops = tuple(replace(hop, latency_s=hop.latency_s + spare_s / 2) for hop in measured.hops)
-    if not scenario.policy.keeps_order:
-        numbers = _num_sharing(scenario)
+    if not pipeline.policy.keeps_order:
+        numbers = _num_sharing(pipeline)
         hops = tuple(_shared(hop, number, interval_s) for hop, number in zip(hops, numbers, strict=True))
-    return windows(scenario, hops, interval_s=interval_s, max_in_flight=max_in_flight)
+    return windows(pipeline, hops, interval_s=interval_s, max_in_flight=max_in_flight)
 
 
 def _shared(hop: Hop, number: int, interval_s: float) -> Hop:
@@ -275,14 +280,14 @@ def _shared(hop: Hop, number: int, interval_s: float) -> Hop:
     return replace(hop, forward_s=max(hop.forward_s, forward_s), backward_s=max(hop.backward_s, backward_s))
 
 
-def _num_sharing(scenario: Scenario) -> list[int]:
+def _num_sharing(pipeline: Staged) -> list[int]:
     """The most ranks that may send over each line at the same time."""
-    most = scenario.num_microbatches
-    return [min(most, max(one.num_ranks, other.num_ranks)) for one, other in pairwise(scenario.stages)]
+    most = pipeline.num_microbatches
+    return [min(most, max(pair)) for pair in pairwise(pipeline.num_ranks)]
 
 
 def windows(
-    scenario: Scenario, hops: Sequence[Hop], *, interval_s: float, max_in_flight: Caps | None = None
+    pipeline: Staged, hops: Sequence[Hop], *, interval_s: float, max_in_flight: Caps | None = None
 ) -> tuple[int, ...]:
     """The windows of each stage's ranks under a policy; m for GPipe, p - i for 1F1B.
 
@@ -290,41 +295,41 @@ def windows(
     """
     caps = max_in_flight
     if not isinstance(caps, tuple):
-        caps = (caps or scenario.num_microbatches,) * scenario.num_stages
-    wanted = _wanted(scenario, hops, interval_s)
+        caps = (caps or pipeline.num_microbatches,) * len(pipeline.num_ranks)
+    wanted = _wanted(pipeline, hops, interval_s)
     sizes: list[int] = []
     for index, cap in enumerate(caps):
-        bounds = window_bounds(scenario, sizes)
-        if scenario.policy is Policy.LOCK_STEP and sizes:
+        bounds = window_bounds(pipeline, sizes)
+        if pipeline.policy is Policy.LOCK_STEP and sizes:
             bounds.append(_in_proportion(wanted[index], of=wanted[index - 1], to=sizes[-1]))
         sizes.append(max(1, min(wanted[index], cap, *bounds)))
     return tuple(sizes)
 
 
-def _wanted(scenario: Scenario, hops: Sequence[Hop], interval_s: float) -> list[int]:
-    match scenario.policy:
+def _wanted(pipeline: Staged, hops: Sequence[Hop], interval_s: float) -> list[int]:
+    match pipeline.policy:
         case Policy.GPIPE:
-            return [scenario.num_microbatches] * scenario.num_stages
+            return [pipeline.num_microbatches] * len(pipeline.num_ranks)
         case Policy.ONE_F_ONE_B:
-            return list(range(scenario.num_stages, 0, -1))
+            return list(range(len(pipeline.num_ranks), 0, -1))
     sizes = [1]
-    own_s = [stage.num_ranks * interval_s for stage in scenario.stages]
+    own_s = [number * interval_s for number in pipeline.num_ranks]
     for stage in reversed(range(len(hops))):
         behind = _num_intervals(sizes[0] * own_s[stage + 1], own_s[stage])
         sizes.insert(0, 1 + behind + _num_intervals(hops[stage].round_trip_s, own_s[stage]))
     return sizes
 
 
-def window_bounds(scenario: Scenario, before: Sequence[int]) -> list[int]:
+def window_bounds(pipeline: Staged, before: Sequence[int]) -> list[int]:
     """What a rank of the next stage can have: its own micro-batches, and what the stages before pass on."""
-    num_ranks = scenario.stages[len(before)].num_ranks
-    bounds = [math.ceil(scenario.num_microbatches / num_ranks)]
+    num_ranks = pipeline.num_ranks[len(before)]
+    bounds = [math.ceil(pipeline.num_microbatches / num_ranks)]
     # Ranks have one each at least, so a stage may seem to pass on more than ever comes to it.
-    held = [size * stage.num_ranks for size, stage in zip(before, scenario.stages, strict=False)]
-    num_before = min(held, default=scenario.num_microbatches)
-    if before and (scenario.policy is not Policy.GPIPE or num_before < scenario.num_microbatches):
+    kept = [size * number for size, number in zip(before, pipeline.num_ranks, strict=False)]
+    num_before = min(kept, default=pipeline.num_microbatches)
+    if before and (pipeline.policy is not Policy.GPIPE or num_before < pipeline.num_microbatches):
         # Who waits for the forward that it has chosen may not choose one that cannot come.
-        keeps_order = scenario.policy.keeps_order
+        keeps_order = pipeline.policy.keeps_order
         bounds.append(num_before // num_ranks if keeps_order else math.ceil(num_before / num_ranks))
     return bounds
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.scenario import (
     Caps,
     Hop,
@@ -14,10 +15,10 @@ from isthmus.plan.scenario import (
     Policy,
     Scenario,
     StageLoad,
-    bare_scenario,
     windows,
 )
 from isthmus.plan.simulated import simulate_scenario
+from isthmus.plan.types import Member
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 COMPUTE_S = FORWARD_S + BACKWARD_S
@@ -61,8 +62,9 @@ def windows_of(
     interval_s: float = COMPUTE_S,
     max_in_flight: Caps | None = None,
 ) -> tuple[int, ...]:
-    scenario = bare_scenario([1] * (len(hops) + 1), num_microbatches=num_microbatches, policy=policy)
-    return windows(scenario, hops, interval_s=interval_s, max_in_flight=max_in_flight)
+    stages = tuple((Member(f"cloud-{index}"),) for index in range(len(hops) + 1))
+    pipeline = Pipeline(stages=stages, num_steps=1, num_microbatches=num_microbatches, policy=policy)
+    return windows(pipeline, hops, interval_s=interval_s, max_in_flight=max_in_flight)
 
 
 def equal_hops(num_stages: int, serialise_s: float, latency_s: float) -> list[Hop]:
