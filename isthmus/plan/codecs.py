@@ -118,7 +118,7 @@ class Pair:
         return num * (edition_bytes(subspace, crossing.width) - TAG_BYTES) / num_messages
 
     def backward_bytes(self, crossing: Crossing) -> int:
-        """Bytes of its gradient on the line."""
+        """Bytes of a gradient on the line."""
         if not crossing.has_gradient:
             return 0
         return gradient_wire_bytes(
@@ -245,10 +245,10 @@ class Bounds:
     """The job's own codec of activations, None where it is free."""
     backward: CodecText | None = None
     least_forward_bytes: int = 0
-    """Where the guard has found codecs with fewer bytes too lossy."""
+    """The guard has found codecs with fewer bytes too lossy."""
     least_backward_bytes: int = 0
     most_forward_bytes: float = math.inf
-    """Where money counts, and codecs with more bytes would cost more than was planned."""
+    """Where money counts, codecs with more bytes would cost more than was planned."""
     most_backward_bytes: float = math.inf
 
     @property

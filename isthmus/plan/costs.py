@@ -21,11 +21,11 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 
 WIDE_BYTES: Final = 4
-"""Of one element in float32."""
+"""The size of an element in float32."""
 
 
 class Precision(enum.Enum):
-    """Of the computation; weights are float32 in either."""
+    """The precision of the computation; weights are float32 in either."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -33,7 +33,7 @@ class Precision(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """Where and how exactly a stage computes, which decides what its operations keep."""
+    """Where a stage computes and how exactly, which decides what its operations keep."""
 
     precision: Precision = Precision.FLOAT32
     on_accelerator: bool = True
@@ -42,12 +42,12 @@ class Arithmetic:
 
     @property
     def element_bytes(self) -> int:
-        """Of what matrix products read and give."""
+        """The size of an element that matrix products read and give."""
         return WIDE_BYTES if self.precision is Precision.FLOAT32 else 2
 
     @property
     def stream_bytes(self) -> int:
-        """Of an element of the residual stream, and of the weights that are multiplied with."""
+        """The size of an element of the residual stream, and of the weights that are multiplied with."""
         return self.element_bytes if self.is_gathered else WIDE_BYTES
 
     @property
@@ -72,7 +72,7 @@ class Task(enum.Enum):
 
 
 Figures = NDArray[np.float64]
-"""One for each stage: whole numbers, which are exact up to 9 PB and never overflow."""
+"""A figure for each stage: whole numbers, which are exact up to 9 PB and never overflow."""
 Mask = NDArray[np.bool_]
 """Whether something holds, for each stage."""
 
@@ -95,23 +95,23 @@ class Stages:
 
     @classmethod
     def every(cls, num_layers: int) -> Self:
-        """All that there can be, as a table (a, b); where a is not before b its figures mean nothing."""
+        """Every possible stage, as a table (a, b); where a is not before b the figures mean nothing."""
         ends = np.arange(num_layers + 1)
         return cls(num_layers=num_layers, starts=ends[:, None], stops=ends[None, :])
 
     @property
     def are_first(self) -> Mask:
-        """Those with the embedding."""
+        """Which stages have the embedding."""
         return np.asarray(self.starts == 0)
 
     @property
     def are_last(self) -> Mask:
-        """Those with the head."""
+        """Which stages have the head."""
         return np.asarray(self.stops == self.num_layers)
 
     @property
     def are_whole(self) -> Mask:
-        """Those with all of the model."""
+        """Which stages have the whole model."""
         return self.are_first & self.are_last
 
     def total(self, figures: Sequence[float]) -> Figures:
@@ -161,7 +161,7 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """All that are computed, padding included."""
+        """All tokens that are computed, with padding."""
         return self.num_sequences * self.sequence_length
 
 
@@ -180,7 +180,7 @@ class PartCosts:
     flops: float = 0.0
     """Operations of a forward pass, in the precision of the computation."""
     float32_flops: float = 0.0
-    """Those that stay in float32 in any precision."""
+    """Operations that stay in float32 in any precision."""
     moved_bytes: float = 0.0
     """Memory that a forward pass reads and writes outside of matrix products, where that takes the time."""
     kept_bytes: float
@@ -213,14 +213,14 @@ class ModelCosts:
     num_tied_parameters: int
     """Parameters of the head that are the embedding's where one stage holds both."""
     num_embedding_parameters: int
-    """Of the table of tokens, whose gradient is made whole."""
+    """The size of the table of tokens, whose gradient is made whole."""
     arrival_bytes: tuple[float, ...]
     """What a stage that is not the first keeps of what arrives, and of masks and positions; by the number of
     its first layer."""
 
     @property
     def num_layers(self) -> int:
-        """How many layers can be dealt out to stages."""
+        """How many layers the stages share."""
         return len(self.layers)
 
     @property
@@ -243,7 +243,7 @@ class ModelCosts:
         return int(self.num_owned(Stages.one(layers, num_layers=self.num_layers)))
 
     def num_trained(self, layers: range) -> int:
-        """Those of them that learn."""
+        """The parameters of that stage that are trained."""
         return int(self.num_learned(Stages.one(layers, num_layers=self.num_layers)))
 
     def num_owned(self, stages: Stages) -> Figures:
@@ -252,7 +252,7 @@ class ModelCosts:
         return owned - given(stages.are_whole, self.num_tied_parameters)
 
     def num_learned(self, stages: Stages) -> Figures:
-        """Those of them that learn; weights that are tied to a frozen embedding are frozen with it."""
+        """The trained parameters of stages; weights that are tied to a frozen embedding are frozen with it."""
         trained = stages.total(self.each(lambda part: part.num_trained))
         return trained - given(stages.are_whole, min(self.num_tied_parameters, self.head.num_trained))
 
@@ -271,7 +271,7 @@ class Messages:
     """What of a model decides the bytes of its messages, beside the width of what crosses."""
 
     integer_bytes: int = 0
-    """Of one token: its id, and its label where that is another number."""
+    """The bytes of one token's id, and of its label where that is another number."""
     narrow_on_cpu: tuple[bool, ...] = (False, False, True, True)
     """Under autocast, whether bfloat16 leaves the first stage, one to which float32 came, one to which
     bfloat16 came, and one whose weights are gathered in bfloat16."""
@@ -291,12 +291,12 @@ class Messages:
         return framed_bytes(payload_bytes + num_tokens * self.integer_bytes + _FORWARD_HEADER_BYTES)
 
     def backward_bytes(self, payload_bytes: int) -> int:
-        """Its gradient on the line."""
+        """The bytes of a gradient on the line."""
         return framed_bytes(payload_bytes + _BACKWARD_HEADER_BYTES)
 
 
 def stream_bytes(*, is_narrow: bool) -> int:
-    """Of one element of the residual stream."""
+    """The size of an element of the residual stream."""
     return 2 if is_narrow else WIDE_BYTES
 
 
@@ -307,12 +307,12 @@ def framed_bytes(num_bytes: int) -> int:
 
 
 def _id_bytes(num_ids: int) -> int:
-    """In the smallest type that holds them all."""
+    """The size of the smallest type that has so many values."""
     return next(size for size in (1, 2, 4) if num_ids <= 256**size)
 
 
 def integer_bytes(vocabulary_size: int, task: Task) -> int:
-    """Of one token's id, and of its label where that is another number."""
+    """The bytes of one token's id, and of its label where that is another number."""
     return _id_bytes(vocabulary_size) + _label_bytes(vocabulary_size, task)
 
 
@@ -337,9 +337,9 @@ class PlannedModel:
     vocabulary_size: int
     messages: Messages
     cuts: frozenset[int] | None = None
-    """Where a cut is possible; None for anywhere."""
+    """The layers before which the model can be cut; None for all."""
     max_length: int | None = None
-    """Of a sequence; None where it is not known."""
+    """The longest sequence; None where it is not known."""
     note: str | None = None
     """What a user should know of where its costs come from."""
 
@@ -391,7 +391,7 @@ class PartSize:
 
     num_parameters: int
     num_trained: int
-    """Those that are trained, which have gradients and moments."""
+    """Trained parameters have gradients and moments."""
     largest_trained: int
     """Elements of the largest tensor that is trained."""
 
@@ -406,7 +406,7 @@ class PartFigures(NamedTuple):
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     float32_forward_flops: float = 0.0
-    """Those of them that run in float32 in any precision."""
+    """Operations that run in float32 in any precision."""
     float32_backward_flops: float = 0.0
     moved_bytes: float = 0.0
     """Memory that kernels other than products read and write in a forward pass."""
@@ -425,7 +425,7 @@ class CostSample:
     length: int
     embedding: PartFigures
     kinds: tuple[PartFigures, ...]
-    """Of each kind of layer."""
+    """The figures of each kind of layer."""
     head: PartFigures
     arrival_bytes: tuple[float, ...]
     """What a stage that is not the first keeps of what arrives, and of masks and positions; by the kind of
@@ -445,13 +445,13 @@ class ModelSizes:
     width: int
     vocabulary_size: int
     max_length: int | None
-    """Of a sequence; None where there is no bound."""
+    """The longest sequence; None where there is no bound."""
     embedding: PartSize
     layers: tuple[PartSize, ...]
-    """Of each kind."""
+    """The parameters of each kind of layer."""
     head: PartSize
     kinds: tuple[int, ...]
-    """Of each layer."""
+    """The kind of each layer."""
     num_tied_parameters: int
     num_embedding_parameters: int
 
@@ -465,7 +465,7 @@ class CostTable:
     samples: Mapping[Variant, tuple[CostSample, ...]]
 
     def with_sample(self, variant: Variant, sample: CostSample) -> "CostTable":
-        """The same with one more size."""
+        """A table with one more sample."""
         known = (*self.samples.get(variant, ()), sample)
         return replace(self, samples={**self.samples, variant: known})
 

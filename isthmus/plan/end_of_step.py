@@ -161,7 +161,7 @@ class Evaluated(Facts):
 
     @property
     def loss(self) -> float:
-        """Per target."""
+        """The mean loss of a target."""
         return self.loss_sum / max(self.num_targets, 1)
 
 
@@ -228,7 +228,7 @@ class Observed:
             self.forward_travel_s = _shorter(self.forward_travel_s, travel_s)
 
     def seen(self, *, wants_stop: bool) -> Seen:
-        """All of it as facts."""
+        """What was collected, as facts."""
         return Seen(
             forward_travel_s=self.forward_travel_s,
             backward_travel_s=self.backward_travel_s,

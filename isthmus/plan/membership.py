@@ -383,9 +383,9 @@ class Views:
         return sees is None or other in sees
 
     def _propose(self, members: tuple[int, ...], *, above: int = 0) -> None:
-        # The number tells turn, restarts and cloud, so no other cloud and no earlier life has proposed it.
-        turn = max(self.number, above) // (_MAX_RESTARTS * self._num_clouds) + 1
-        self.number = (turn * _MAX_RESTARTS + self._restarts) * self._num_clouds + self._cloud
+        # The number holds a count, restarts and cloud, so no other cloud and no earlier life has proposed it.
+        count = max(self.number, above) // (_MAX_RESTARTS * self._num_clouds) + 1
+        self.number = (count * _MAX_RESTARTS + self._restarts) * self._num_clouds + self._cloud
         self.members = members
         self.is_installed = False
         self.reports = {self._cloud: self._report()}
@@ -406,7 +406,7 @@ class Primary:
         self._grace_s = grace_s
         self._deadlines_s: dict[int, float] = {}
         self.new_deadlines_s: list[float] = []
-        """When to ask again, of the last call."""
+        """The times at which a grace period ends that the last call has started."""
 
     def rule(self, ruling: Ruling, sent: Mapping[int, Mapping[int, Share]], now_s: float) -> Ruling:
         """The ruling that follows, given the shares that have been sent for each open round."""

@@ -28,14 +28,14 @@ class HalfCosts:
 
     num_parameters: int
     num_trained: int
-    """Those that learn, which have gradients and moments."""
+    """Trained parameters have gradients and moments."""
     largest_parameter: int
-    """Elements of the largest tensor that learns."""
+    """Elements of the largest tensor that is trained."""
     buffer_bytes: int
 
     @property
     def held_bytes(self) -> int:
-        """Its values, and where nothing is spared its gradients and moments."""
+        """Bytes of its values, gradients and moments, without any memory option."""
         return WIDE_BYTES * (self.num_parameters + 3 * self.num_trained) + self.buffer_bytes
 
 
@@ -46,9 +46,9 @@ class Bottleneck:
     num_warmup_steps: int
     hidden_width: int
     down: HalfCosts
-    """Of the sending stage."""
+    """The half of the sending stage."""
     up: HalfCosts
-    """Of the receiving stage."""
+    """The half of the receiving stage."""
 
 
 def bottleneck_costs(spec: BottleneckSpec, *, width: int, vocabulary_size: int) -> Bottleneck:
@@ -60,7 +60,7 @@ def bottleneck_costs(spec: BottleneckSpec, *, width: int, vocabulary_size: int) 
     return Bottleneck(
         num_warmup_steps=spec.num_warmup_steps,
         hidden_width=width,
-        # The sender's anchors do not learn.
+        # The sender's anchors are not trained.
         down=HalfCosts(
             num_parameters=projection + num_anchors,
             num_trained=projection,
@@ -77,7 +77,7 @@ def bottleneck_costs(spec: BottleneckSpec, *, width: int, vocabulary_size: int) 
 
 
 def _anchors(spec: BottleneckSpec, width: int, vocabulary_size: int) -> tuple[int, ...]:
-    """Elements of each tensor of either end's anchors."""
+    """The elements of each tensor of anchors, of which both ends have the same."""
     if spec.anchor is Anchor.NONE:
         return (width,)
     if vocabulary_size * width <= _MAX_ENTRIES:
@@ -114,7 +114,7 @@ class OptimizerState(enum.Enum):
 
 
 class Sharding(enum.StrEnum):
-    """What of a stage is dealt out to the ranks of its cloud, and for how long."""
+    """What of a stage is sharded over the ranks of its cloud, and for how long."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
@@ -152,20 +152,20 @@ class MemoryUse(Generic[Bytes]):
     gathered: Bytes
     """Weights of all shards, for the time of a step or of a layer, and gradients on their way to them."""
     activations: Bytes
-    """Of all micro-batches in flight, and their bfloat16 copies of the weights."""
+    """What all micro-batches in flight keep, with their bfloat16 copies of the weights."""
     working: Bytes
     """What a pass takes on top."""
     update: Bytes
     """What the optimizer takes on top, when there are no activations."""
     codec: int
     buffers: Bytes
-    """Messages that have come or have not yet gone."""
+    """Messages that have arrived or wait to be sent."""
     workspace: int
     """What the libraries for matrix products reserve."""
 
     @property
     def total_bytes(self: "MemoryUse[int]") -> int:
-        """At the fullest moment."""
+        """The bytes at the fullest moment."""
         return self.standing_bytes + max(self.activations + self.working, self.update)
 
     @property
@@ -176,7 +176,7 @@ class MemoryUse(Generic[Bytes]):
 
 
 Memory: TypeAlias = MemoryUse[int]
-"""Of one stage."""
+"""The memory of one stage."""
 
 
 def stage_memory(
@@ -216,10 +216,10 @@ def stages_memory(
     codec_bytes: int = 0,
     num_buffered: int = _NUM_BUFFERED,
 ) -> MemoryUse[Figures]:
-    """The same for each of several stages."""
+    """The memory of a rank of each of several stages."""
     arithmetic = costs.workload.arithmetic
     if savers.is_sharded != arithmetic.is_gathered:
-        raise ValueError("a stage is shared out exactly where its weights are gathered")
+        raise ValueError("a stage is sharded exactly where its weights are gathered")
     num_owned, num_trained = costs.num_owned(stages), costs.num_learned(stages)
     num_held, num_learning = (np.ceil(one / savers.num_shards) for one in (num_owned, num_trained))
     kept = _kept_bytes(costs, stages)
@@ -240,7 +240,7 @@ def stages_memory(
 
 
 def _with_halves(own: MemoryUse[Figures], halves: Sequence[PlacedHalf], savers: Savers) -> MemoryUse[Figures]:
-    """With what every rank has whole; where FSDP2 offloads a rank's share of the rest, it stays."""
+    """Adds the halves, which every rank has whole; FSDP2 does not offload them."""
     has_moments = savers.is_sharded or not savers.offload_optimizer
     for half, where in halves:
         num_trained = given(where, half.num_trained)

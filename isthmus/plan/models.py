@@ -73,7 +73,7 @@ class EstimatedModel:
 
     @property
     def _inner_weights(self) -> int:
-        """Of one expert, or of the only feed-forward part."""
+        """The weights of one expert, or of the only feed-forward part."""
         return self._num_inner_products * self.width * self.inner_width
 
     def costs(self, workload: Workload) -> ModelCosts:
@@ -146,7 +146,7 @@ class EstimatedModel:
         )
 
     def _adapter_parameters(self, lora: LoraSpec) -> int:
-        """Of one layer: two thin products beside each chosen one, or beside all."""
+        """The adapters of one layer: two thin products beside each chosen one, or beside all."""
         num_inner = 0 if self.num_experts else self._num_inner_products
         num_products = 4 + num_inner
         sides = num_products * self.width + 2 * (self.query_width + self.key_width)

@@ -6,7 +6,7 @@ A leader talks to other clouds and decides; its siblings hear from it alone, so 
     sibling    ORDER ──► Run     in the order of the orders; Save, then RECORD to the leader; Stop
 
 A sibling that has nothing to do waits for an order, not inside a collective, so a leader may wait for another
-cloud as long as it likes.
+cloud for any time.
 """
 
 from abc import ABC, abstractmethod

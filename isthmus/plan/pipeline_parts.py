@@ -330,7 +330,7 @@ class EndOfStep:
         if index == 0 and pipeline.cuts:
             self.steering = Steering(pipeline.cuts, num_microbatches=pipeline.num_microbatches)
         self.outgoing: list[Outgoing] = []
-        """What settling wants to be sent; the scheduler takes it."""
+        """Messages that the end of a step needs sent; the scheduler takes them."""
         self.failure: Stop | None = None
         self._pipeline = pipeline
         self._index = index

@@ -380,7 +380,7 @@ def _together(hop: HopLoad, number: int) -> HopLoad:
 
 
 def _windows(scenario: Scenario) -> tuple[int, ...]:
-    """Those that the ranks settle on, whose shortest way is never alone on its line."""
+    """The windows that the ranks end up with, whose shortest way is never alone on its line."""
     measured = expected(scenario)
     hops = tuple(_both_ways(hop, load) for hop, load in zip(measured.hops, scenario.hops, strict=True))
     return next_windows(scenario, replace(measured, hops=hops), max_in_flight=scenario.max_in_flight)

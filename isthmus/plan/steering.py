@@ -235,13 +235,13 @@ def _bounds(cut: Cut, state: CodecState) -> Bounds:
 
 
 def _sized(cut: Cut, element_bytes: int) -> Cut:
-    """With raw numbers of the size that has crossed, if any have."""
+    """A cut whose raw elements have the size that was measured, if any was."""
     known = element_bytes or cut.crossing.element_bytes
     return replace(cut, crossing=replace(cut.crossing, element_bytes=known))
 
 
 def _from_now(crossing: Crossing, step: int) -> Crossing | None:
-    """With the steps that are left of the run, None where there are none."""
+    """A crossing with the steps that are left of the run, None where there are none."""
     if crossing.num_steps is None:
         return crossing
     left = crossing.num_steps - step
@@ -262,7 +262,7 @@ def _figures(cut: Cut, pair: Pair, hop: Hop, interval_s: float) -> Figures:
 
 
 def _mean_s(crossing: Crossing, pair: Pair, down_bps: float, up_bps: float) -> float:
-    """Of an activation and its gradient on the line, as a hop has it."""
+    """The mean time on the line of an activation and its gradient, as a hop has it."""
     forward_s = 8 * pair.forward_bytes(crossing) / down_bps
     backward_s = 8 * pair.backward_bytes(crossing) / up_bps
     return (forward_s + backward_s) / 2 if crossing.has_gradient else forward_s

@@ -56,7 +56,7 @@ class LineTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """A cloud was gone, which ends a pipeline; what was computed since the last safe step is lost."""
+    """A cloud has failed, which ends a pipeline; what was computed since the last safe step is lost."""
 
     cloud: str
     at_s: float
@@ -135,7 +135,7 @@ class Recording:
             self._ended.append((at_s, fact))
 
     def timeline(self, *, traffic: Iterable[LineTraffic], stopped: Stopped | None) -> Timeline:
-        """All of it."""
+        """The timeline of what was recorded."""
         return Timeline(
             spans=tuple(self._spans),
             steps=tuple(self._steps()),

@@ -39,11 +39,11 @@ _GIGA: Final = 1e9
 _GIB: Final = 2**30
 
 DEFAULT_ACHIEVABLE: Final = 0.4
-"""Of an accelerator that says nothing of it."""
+"""The share that counts for an accelerator whose own is not given."""
 DEFAULT_FLOAT32_SHARE: Final = 1 / 16
-"""Peak in float32 to that in bfloat16, likewise: about what data-centre GPUs since 2020 have."""
+"""The peak in float32 beside that in bfloat16, where none is given: as data-centre GPUs since 2020 have it."""
 DEFAULT_MEMORY_BANDWIDTH: Final = 1555 * _GIGA
-"""Bytes per second, likewise: an A100's."""
+"""Bytes per second, where none is given: those of an A100."""
 LAYER_LAUNCH_S: Final = 8e-4
 """What the host takes to launch the forward pass of one layer, eagerly."""
 _COMPILED_SHARE: Final = 0.25
@@ -249,7 +249,7 @@ class PassTimes:
         )
 
     def each(self, change: Callable[[float], float]) -> "PassTimes":
-        """All times, changed alike."""
+        """Changes all times alike."""
         return PassTimes(
             forward_s=change(self.forward_s),
             backward_s=change(self.backward_s),
@@ -326,7 +326,7 @@ class Sample(PartTimes):
     """The most that the allocator held for the largest stage that was measured, where it can tell."""
 
     def stretched(self, factor: float) -> "Sample":
-        """The same with all times so many times as long."""
+        """A sample whose times are so many times as long."""
         return replace(_with_times(self, factor * _times(self)), peak_bytes=self.peak_bytes)
 
 
@@ -487,7 +487,7 @@ def _times(sample: Sample) -> NDArray[np.float64]:
 
 
 def _with_times(sample: Sample, times_s: NDArray[np.float64]) -> Sample:
-    """The same with the times of such a table."""
+    """A sample with the times of such a table."""
     parts = (PassTimes(**dict(zip(_PASS_FIELDS, row, strict=True))) for row in times_s.tolist())
     embedding, head, beside, *layers = parts
     return replace(
@@ -508,7 +508,7 @@ _END_LAUNCHES: Final = 0.5
 
 
 def estimated_times(costs: ModelCosts, accelerator: Accelerator, *, is_compiled: bool = False) -> ModelTimes:
-    """From operations and bytes, at the speeds that the accelerator reaches, and launches of all layers."""
+    """Estimates times from operations and bytes, at the speeds of an accelerator, and from launches."""
     precision = costs.workload.arithmetic.precision
     table_bytes = WIDE_BYTES * costs.num_embedding_parameters if costs.embedding.has_backward else 0
     table_s = _TABLE_PASSES * table_bytes / accelerator.memory_bandwidth
@@ -531,7 +531,7 @@ def estimated_times(costs: ModelCosts, accelerator: Accelerator, *, is_compiled:
 
 
 def _launched(times: PassTimes, part: PartCosts, launch_s: float, accelerator: Accelerator) -> PassTimes:
-    """The same with what it takes to launch a part: side by side with computing, or on a CPU on top of it."""
+    """Adds what it takes to launch a part: beside computing, or on a CPU on top of it."""
     forward_s, backward_s = launch_s, _BACKWARD_LAUNCHES * launch_s if part.has_backward else 0.0
     if accelerator.is_cpu:
         return times + PassTimes(forward_s=forward_s, backward_s=backward_s)
@@ -539,7 +539,7 @@ def _launched(times: PassTimes, part: PartCosts, launch_s: float, accelerator: A
 
 
 def measured_times(profile: Profile, workload: Workload, *, num_layers: int) -> ModelTimes:
-    """As the profile has it, for a micro-batch of this size."""
+    """The times of a profile for a micro-batch of this size."""
     sample = profile.sample(
         num_sequences=workload.num_sequences,
         sequence_length=workload.sequence_length,
@@ -594,7 +594,7 @@ def _estimated(part: PartCosts, accelerator: Accelerator, precision: Precision) 
 
 
 def _again(times: PassTimes) -> PassTimes:
-    """With the forward pass run again before the backward, if there is one."""
+    """Adds the forward pass that runs again before the backward pass, if there is one."""
     if not times.backward_s:
         return times
     return replace(
