@@ -252,7 +252,7 @@ class ModelCosts:
         return owned - given(stages.are_whole, self.num_tied_parameters)
 
     def num_learned(self, stages: Stages) -> Figures:
-        """The trained parameters of stages; weights that are tied to a frozen embedding are frozen with it."""
+        """The trained parameters of stages; weights tied to a frozen embedding are frozen with it."""
         trained = stages.total(self.each(lambda part: part.num_trained))
         return trained - given(stages.are_whole, min(self.num_tied_parameters, self.head.num_trained))
 

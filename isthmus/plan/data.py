@@ -143,7 +143,7 @@ class Rounds:
 
     # Starts, losses, returns.
 
-    def start(self, state: DataState | None, *, restarts: int, now_s: float) -> None:
+    def start(self, state: DataState | None, *, restarts: int) -> None:
         """Begin, or begin again from what was saved."""
         if state is not None:
             self.complete = self.committed = state.rounds
@@ -153,19 +153,16 @@ class Rounds:
             # It takes part in no view, and does not compute, before the others have let it in.
             self._is_restarted = self.must_wait = True
             self.views.restart(restarts)
-        self._go_on(now_s)
 
-    def lose(self, cloud: int, now_s: float) -> None:
+    def lose(self, cloud: int) -> None:
         """Take in that a cloud is lost."""
         self._interrupted.add(cloud)
         self.views.lose(cloud)
-        self._go_on(now_s)
 
-    def join(self, cloud: int, now_s: float) -> None:
+    def join(self, cloud: int) -> None:
         """Take in that a cloud is there."""
         self._interrupted.add(cloud)
         self.views.join(cloud)
-        self._go_on(now_s)
 
     @property
     def can_be_saved(self) -> bool:
@@ -174,13 +171,12 @@ class Rounds:
 
     # Deltas.
 
-    def contribute(self, number: int, share: Share, now_s: float) -> None:
+    def contribute(self, number: int, share: Share) -> None:
         """Send this cloud's delta of a round to the owners, unless it is of a state that was replaced."""
         if self.must_wait or self.has_new_state or number < self.committed:
             return
         self._own[number] = share
         self._offer(number)
-        self._go_on(now_s)
 
     def _offer(self, number: int) -> None:
         if not self.views.is_installed or self.is_behind:
@@ -199,7 +195,7 @@ class Rounds:
 
     # What arrives.
 
-    def arrive(self, message: Message, now_s: float) -> None:
+    def arrive(self, message: Message) -> None:
         """Take in a message of another cloud, or a commit of one's own."""
         facts = message.facts
         kind = FACTS.get(message.kind)
@@ -217,7 +213,6 @@ class Rounds:
                 self._take_ruling(facts)
         else:
             self._take(message, sender)
-        self._go_on(now_s)
 
     def _take(self, message: Message, sender: int) -> None:
         """Take in what belongs to a view: now, later if the view is not installed here yet, or not at all."""
@@ -248,8 +243,8 @@ class Rounds:
 
     # What follows from it.
 
-    def _go_on(self, now_s: float) -> None:
-        """Do all that can be done now, and send what others need to know."""
+    def go_on(self, now_s: float) -> None:
+        """Do all that can be done after an event, and send what others need to know."""
         installed = self.views.ruling_to_install()
         if installed is not None:
             self._broadcast(installed)
@@ -358,13 +353,9 @@ class Rounds:
         if not self._is_done:
             self._is_done = True
             self._tell_primary()
-            self._go_on(now_s)
+            self.go_on(now_s)
 
     # The primary decides.
-
-    def elapse(self, now_s: float) -> None:
-        """Look whether a grace period is over."""
-        self._go_on(now_s)
 
     def _rule(self, now_s: float) -> None:
         if not self.views.is_primary:
@@ -430,7 +421,7 @@ class Rounds:
     def _work(self, kind: WorkKind, number: int, facts: Facts) -> Work:
         return Work(kind, number, self._spec.fragment(number), facts, lane=Lane.HOST)
 
-    def end_on_host(self, work: Work, now_s: float) -> None:
+    def end_on_host(self, work: Work) -> None:
         """Take in the end of a work on the host."""
         facts = work.facts
         if self._host.end(work) and isinstance(facts, RoundCommit):
@@ -438,7 +429,6 @@ class Rounds:
                 self._apply(work.step, facts)
             elif facts.view == self.views.number and self.views.is_installed:
                 self._send(MessageKind.COMMIT, work.step, self._owners, facts, Priority.NORMAL)
-        self._go_on(now_s)
 
     def _apply(self, number: int, commit: RoundCommit) -> None:
         del self._commits[number]
@@ -543,38 +533,36 @@ class DataScheduler(Leader):
         self._saved_rounds = 0
         self._blocked_s: float | None = None
 
-    def _start(self, started: Started, now_s: float) -> None:
+    def _start(self, started: Started) -> None:
         state = started.facts if isinstance(started.facts, DataState) else None
         if state is not None:
             self._phase, self._mixed, self._taken = state.step, state.mixed, state.rounds
             self._since, self._num_tokens = list(state.since), list(state.num_tokens)
             self._saved_rounds = state.rounds
         self.step = 0 if state is None else state.cursor
-        self._rounds.start(state, restarts=started.restarts, now_s=now_s)
+        self._rounds.start(state, restarts=started.restarts)
 
-    def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:
+    def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:  # noqa: ARG002 - no time is needed
         match event:
             case Lost(member=member, final=True):
-                self._rounds.lose(self._spec.cloud_of(member), now_s)
+                self._rounds.lose(self._spec.cloud_of(member))
             case Joined(member=member) if member.rank == 0:
-                self._rounds.join(self._spec.cloud_of(member), now_s)
-            case Elapsed():
-                self._rounds.elapse(now_s)
+                self._rounds.join(self._spec.cloud_of(member))
 
-    def _arrive(self, message: Message, now_s: float) -> None:
-        self._rounds.arrive(message, now_s)
+    def _arrive(self, message: Message) -> None:
+        self._rounds.arrive(message)
 
     # What has ended.
 
     def _finish(self, work: Work, facts: Facts | None, now_s: float) -> None:
         if work.lane is Lane.HOST:
-            self._rounds.end_on_host(work, now_s)
+            self._rounds.end_on_host(work)
             return
         found = self.ended(work, facts)
         if work.kind is WorkKind.READ:
             self.num_tokens = sum(one.num_tokens for one in found if isinstance(one, Read))
         elif work.kind is WorkKind.DELTA:
-            self._rounds.contribute(work.item, self._share(work.item), now_s)
+            self._rounds.contribute(work.item, self._share(work.item))
         elif work.kind is WorkKind.UPDATE:
             for fragment in range(self._spec.num_fragments):
                 self._num_tokens[fragment] += self.num_tokens
@@ -621,6 +609,7 @@ class DataScheduler(Leader):
 
     def _next(self, now_s: float) -> None:
         """Run the next work of the step; between two steps take deltas, mix rounds, or wait."""
+        self._rounds.go_on(now_s)
         self._count_accepted()
         if not self.is_idle:
             return

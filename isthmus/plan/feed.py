@@ -248,7 +248,7 @@ class DiscriminatorScheduler(Leader):
         self._idle_s: float | None = None
         self._waited_s = 0.0
 
-    def _start(self, started: Started, now_s: float) -> None:  # noqa: ARG002 - no time is needed
+    def _start(self, started: Started) -> None:
         if isinstance(started.facts, DiscriminatorState):
             self._merge.turns = list(started.facts.turns)
             for queue, number in zip(self._queues, started.facts.next, strict=True):
@@ -287,7 +287,7 @@ class DiscriminatorScheduler(Leader):
                 queue.lost_s = None
                 self._greet(queue)
 
-    def _arrive(self, message: Message, now_s: float) -> None:  # noqa: ARG002 - queues need no time
+    def _arrive(self, message: Message) -> None:
         match message.kind, message.facts:
             case MessageKind.IDS, BatchTag() as tag if tag.generator < len(self._queues):
                 self._take(message, tag, self._queues[tag.generator])
@@ -427,7 +427,7 @@ class GeneratorScheduler(Leader):
         self._final_step: int | None = None
         self._is_saved = False
 
-    def _start(self, started: Started, now_s: float) -> None:  # noqa: ARG002 - no time is needed
+    def _start(self, started: Started) -> None:
         if isinstance(started.facts, GeneratorState):
             self._number = started.facts.next
             self._covered = self._number - len(started.facts.kept_tokens)
@@ -449,7 +449,7 @@ class GeneratorScheduler(Leader):
                     self._is_open, self._lost_s = False, now_s
                     self.act(Wake(now_s + self._spec.wait_s))
 
-    def _arrive(self, message: Message, now_s: float) -> None:  # noqa: ARG002 - credit needs no time
+    def _arrive(self, message: Message) -> None:
         is_awaited = message.sender == self._spec.discriminator[0]
         match message.kind, message.facts:
             case MessageKind.CREDIT, Allowance() as facts if is_awaited:

@@ -93,11 +93,11 @@ class Leader(ABC):
         match event:
             case Started():
                 self.step, self._begun_s, self._saved_s = event.step, now_s, now_s
-                self._start(event, now_s)
+                self._start(event)
             case Arrived(message=message) if message.kind is MessageKind.RECORD:
                 self._count_saved(message.step, message)
             case Arrived(message=message):
-                self._arrive(message, now_s)
+                self._arrive(message)
             case Done(work=work, facts=facts):
                 self._finish(work, facts, now_s)
             case Saved(step=step):
@@ -114,11 +114,11 @@ class Leader(ABC):
     # What a strategy says.
 
     @abstractmethod
-    def _start(self, started: Started, now_s: float) -> None:
+    def _start(self, started: Started) -> None:
         """Begin, or begin again from what was saved."""
 
     @abstractmethod
-    def _arrive(self, message: Message, now_s: float) -> None:
+    def _arrive(self, message: Message) -> None:
         """Take in a message of another cloud."""
 
     @abstractmethod

@@ -41,7 +41,7 @@ _GIB: Final = 2**30
 DEFAULT_ACHIEVABLE: Final = 0.4
 """The share that counts for an accelerator whose own is not given."""
 DEFAULT_FLOAT32_SHARE: Final = 1 / 16
-"""The peak in float32 beside that in bfloat16, where none is given: as data-centre GPUs since 2020 have it."""
+"""The peak in float32 beside that in bfloat16, where none is given, as in data-centre GPUs since 2020."""
 DEFAULT_MEMORY_BANDWIDTH: Final = 1555 * _GIGA
 """Bytes per second, where none is given: those of an A100."""
 LAYER_LAUNCH_S: Final = 8e-4
