@@ -32,6 +32,7 @@ bench: $(INSTALLED)  ## every claim of docs/results.md, measured again; those of
 	$(BIN)/python benchmarks/turns.py --rounds 3 'link.py --quick'
 	$(BIN)/python benchmarks/schedule.py
 	$(BIN)/python benchmarks/plan_speed.py
+	$(BIN)/python benchmarks/when_it_pays.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/plan_on_cpu.py
 	$(BIN)/python benchmarks/memory_prediction.py --device cpu
