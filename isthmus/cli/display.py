@@ -10,8 +10,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.cli.output import duration, percent, size
 from isthmus.observe.report import CodingError, Summary
-from isthmus.units import format_bytes, format_duration, shorten
+from isthmus.units import shorten
 
 _LINE_EVERY_S: Final = 2.0
 _LEAST_SHOWN_SHARE: Final = 0.005
@@ -78,65 +79,73 @@ class Display:
             self._console.print(self._line(), soft_wrap=True)
 
     def _line(self) -> str:
+        """Return one line, of at most 80 columns unless a run has a million steps."""
         one = self._step
-        place = f"step {one['step'] + 1}/{self._num_steps}"
         bubble = f"bubble {one['bubble']:.0%}  " if "bubble" in one else ""
         return (
-            f"{place}  loss {one['loss']:.4f}  "
-            f"{one['tokens_per_s']:.0f} tokens/s  {format_duration(_short(one['duration_s']))}/step  "
-            f"{bubble}hidden {self._hidden()}  {self._left()} left"
+            f"step {one['step'] + 1}/{self._num_steps}  loss {one['loss']:.4g}  "
+            f"{_count(one['tokens_per_s'])} tok/s  {duration(one['duration_s'])}/step  "
+            f"{bubble}{self._left()} left"
         )
-
-    def _hidden(self) -> str:
-        shares = [one["hidden_share"] for one in self._clouds.values() if one["hidden_share"] is not None]
-        return f"{sum(shares) / len(shares):.0%}" if shares else "–"
 
     def _left(self) -> str:
         num_left = self._num_steps - 1 - int(self._step["step"])
-        return format_duration(_short(num_left * float(self._step["duration_s"])))
+        return duration(num_left * float(self._step["duration_s"]))
 
     def _table(self) -> Group | Text:
         if not self._step:
             return Text("starting the clouds", style="dim")
-        table = Table("link", "state", "sent", "hidden on arrival", "reconnects", box=None)
+        table = Table("link", "state", "sent", "overlapped", "reconnects", box=None)
         for cloud, values in self._clouds.items():
-            share = values["hidden_share"]
-            hidden = "–" if share is None else f"{share:.0%}"
+            overlapped = percent(values["overlapped_share"])
             for peer, sent_bytes in values["sent_bytes"].items():
-                sent = format_bytes(_rounded_bytes(sent_bytes))
                 state = self._states.get((cloud, peer), "up")
-                table.add_row(f"{cloud} → {peer}", state, sent, hidden, str(values["reconnects"]))
+                reconnects = str(values["reconnects"])
+                table.add_row(f"{cloud} → {peer}", state, size(sent_bytes), overlapped, reconnects)
         return Group(Text(self._line()), table)
 
 
 def show_summary(console: Console, summary: Summary) -> None:
     """Print what the run came to."""
     table = Table("", "", box=None, show_header=False)
-    if summary.first_loss is not None and summary.last_loss is not None:
-        table.add_row("loss", f"{summary.first_loss:.3f} → {summary.last_loss:.3f}")
-    if summary.validation_loss is not None:
-        plain = summary.plain_validation_loss
-        without = "" if plain is None else f" ({plain:.3f} without codecs)"
-        table.add_row("validation loss", f"{summary.validation_loss:.3f}{without}")
-    if summary.step_s is not None:
-        table.add_row("step time", format_duration(_short(summary.step_s)))
-    if summary.bubble is not None:
-        each = ", ".join(f"{one.cloud} {one.bubble:.0%}" for one in summary.clouds)
-        table.add_row("bubble", f"{summary.bubble:.0%} ({each})")
-    if summary.hidden_share is not None:
-        table.add_row("WAN time hidden", f"{summary.hidden_share:.0%}")
-    table.add_row("crossed the WAN", format_bytes(_rounded_bytes(summary.num_bytes)))
-    if summary.bits_per_element is not None:
-        table.add_row("compression", _compression(summary))
-    if summary.coding_errors:
-        table.add_row("changed by coding, at the worst", ", ".join(map(_coding_error, summary.coding_errors)))
-    if any(one.coding_share for one in summary.clouds):
-        each = ", ".join(f"{one.cloud} {one.coding_share:.1%}" for one in summary.clouds)
-        table.add_row("coding, beside the computation", each)
-    if any(one.data_share >= _LEAST_SHOWN_SHARE for one in summary.clouds):
-        each = ", ".join(f"{one.cloud} {one.data_share:.1%}" for one in summary.clouds if one.data_share)
-        table.add_row("waiting for data", each)
+    for name, value in _figures(summary).items():
+        if value:
+            table.add_row(name, value)
     console.print(table)
+
+
+def _figures(summary: Summary) -> dict[str, str]:
+    """Return the figures by their names; those that were not measured are empty."""
+    first, last, plain = summary.first_loss, summary.last_loss, summary.plain_validation_loss
+    without = "" if plain is None else f" ({plain:.3f} without codecs)"
+    has_data = any(one.data_share >= _LEAST_SHOWN_SHARE for one in summary.clouds)
+    bits = summary.bits_per_element
+    return {
+        "loss": "" if first is None or last is None else f"{first:.3f} → {last:.3f}",
+        "validation loss": ""
+        if summary.validation_loss is None
+        else f"{summary.validation_loss:.3f}{without}",
+        "step time": "" if summary.step_s is None else duration(summary.step_s),
+        "bubble": "" if summary.bubble is None else f"{summary.bubble:.0%} ({_each(summary, 'bubble', 0)})",
+        "WAN time overlapped": "" if summary.overlapped_share is None else f"{summary.overlapped_share:.0%}",
+        "crossed the WAN": size(summary.num_bytes),
+        "compression": ""
+        if bits is None
+        else f"{bits:.2f} bits per element, {32 / bits:.1f}× to float32, {16 / bits:.1f}× to bfloat16",
+        "changed by coding, at the worst": ", ".join(map(_coding_error, summary.coding_errors)),
+        "coding, beside the computation": _each(summary, "coding_share", 1),
+        "waiting for data": _each(summary, "data_share", 1) if has_data else "",
+    }
+
+
+def _each(summary: Summary, name: str, digits: int) -> str:
+    """Return the shares of all clouds, nothing where all are 0."""
+    shares = {one.cloud: getattr(one, name) for one in summary.clouds}
+    return (
+        ", ".join(f"{cloud} {share:.{digits}%}" for cloud, share in shares.items())
+        if any(shares.values())
+        else ""
+    )
 
 
 def _coding_error(one: CodingError) -> str:
@@ -145,16 +154,6 @@ def _coding_error(one: CodingError) -> str:
     return f"{one.track} {one.relative_error:.2%} (cosine {one.cosine:.4f})"
 
 
-def _compression(summary: Summary) -> str:
-    return (
-        f"{summary.bits_per_element:.2f} bits per element, {summary.ratio_to_float32:.1f}× to float32, "
-        f"{summary.ratio_to_bfloat16:.1f}× to bfloat16"
-    )
-
-
-def _short(seconds: float) -> float:
-    return shorten(max(seconds, 0.0))
-
-
-def _rounded_bytes(num_bytes: int) -> int:
-    return int(shorten(num_bytes))
+def _count(number: float) -> str:
+    """Return 987 or 12.3k, so that the line is short."""
+    return f"{number:.0f}" if number < 10_000 else f"{shorten(number / 1000):g}k"

@@ -117,9 +117,9 @@ def run(
 
 
 def _conclude(console: Console, folder: Path, *, as_json: bool) -> None:
-    from isthmus.observe.report import summarize
+    from isthmus.observe.report import read_run, summarize
 
-    summary = summarize(folder)
+    summary = summarize(read_run(folder))
     if as_json:
         typer.echo(json.dumps({"run": str(folder), **asdict(summary)}, indent=2))
     else:

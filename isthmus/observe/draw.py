@@ -26,7 +26,7 @@ PAPER: Final = "#ffffff"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A rectangle; a hatched one has thin lines across it, so that colour is not all that tells it apart."""
+    """A rectangle; a hatched one has thin lines across it, so that not only its colour differs."""
 
     x: float
     y: float
@@ -212,14 +212,17 @@ def _ticks(chart: Chart) -> list[float]:
 
 
 def _legend(chart: Chart, *, y: float) -> Iterator[Shape]:
-    looks = {look.word: look for kind, look in _LOOKS.items() if kind in chart.kinds}
     x = _MARGIN
-    for look in (*looks.values(), _BUBBLE):
+    for look in _looks_in(chart):
         yield _box(look, x, y - 6, 18, 12, "")
         yield Label(x=x + 24, y=y, text=look.word)
         x += 24 + (len(look.word) + 3) * _LETTER
     if chart.num_hidden_ranks:
         yield Label(x=x, y=y, text=f"ranks not shown: {chart.num_hidden_ranks}", colour=FAINT)
+
+
+def _looks_in(chart: Chart) -> list[_Look]:
+    return [*dict.fromkeys(look for kind, look in _LOOKS.items() if kind in chart.kinds), _BUBBLE]
 
 
 def _duration(seconds: float) -> str:
@@ -249,51 +252,32 @@ def _row(track: Track, chart: Chart, num_columns: int) -> Text:
     for span in (span for row in track.rows for span in row if span.duration_s):
         first = max(0, round((span.start_s - chart.start_s) * scale))
         last = min(num_columns, max(first + 1, round((span.end_s - chart.start_s) * scale)))
+        look = _LOOKS[span.kind]
         if track.is_line:
-            _put_travel(cells, span, first, last)
+            marks = [_SEVERAL if mark else look.mark for mark, _ in cells[first:last]]
+            if span.kind == "transfer" and marks:
+                marks[-1] = _ARRIVAL
         else:
-            _put_box(cells, span, first, last)
+            number = microbatch_of(span)
+            marks = list((number if len(number) < last - first else "").ljust(last - first, look.mark))
+        cells[first:last] = [(mark, look.style) for mark in marks]
     return Text.assemble(*((mark or " ", style) for mark, style in cells))
 
 
-def _put_box(cells: list[tuple[str, str]], span: Span, first: int, last: int) -> None:
-    look = _LOOKS[span.kind]
-    number = microbatch_of(span)
-    text = number if len(number) < last - first else ""
-    for place in range(first, last):
-        letter = text[place - first] if place - first < len(text) else look.mark
-        cells[place] = (letter, look.style)
-
-
-def _put_travel(cells: list[tuple[str, str]], span: Span, first: int, last: int) -> None:
-    look = _LOOKS[span.kind]
-    for place in range(first, last):
-        is_free = not cells[place][0]
-        cells[place] = (look.mark if is_free else _SEVERAL, look.style)
-    if span.kind == "transfer" and last > first:
-        cells[last - 1] = (_ARRIVAL, look.style)
-
-
 def _text_axis(chart: Chart, margin: int, num_columns: int) -> Text:
-    start, end = (format_duration(shorten(max(one, 0.0))) for one in (chart.start_s, chart.end_s))
-    room = num_columns - len(start) - len(end)
-    return Text(" " * margin + start + " " * max(1, room) + end, style="dim")
+    start, end = _duration(chart.start_s), _duration(chart.end_s)
+    return Text(f"{'':<{margin}}{start} {end:>{num_columns - len(start) - 1}}", style="dim")
 
 
 def _text_legend(chart: Chart) -> Text:
-    looks = {look.word: look for kind, look in _LOOKS.items() if kind in chart.kinds}
     parts: list[str | tuple[str, str]] = []
-    for look in (*looks.values(), _BUBBLE):
+    for look in _looks_in(chart):
         parts += [(look.mark * 2, look.style), f" {look.word}   "]
     if "transfer" in chart.kinds:
         parts += [(_SEVERAL * 2, _LOOKS["transfer"].style), " several under way   "]
     if chart.num_hidden_ranks:
-        parts.append((f"({_ranks_not_shown(chart.num_hidden_ranks)})", "dim"))
+        parts.append((f"(ranks not shown: {chart.num_hidden_ranks})", "dim"))
     return Text.assemble(*parts)
-
-
-def _ranks_not_shown(num_ranks: int) -> str:
-    return "1 rank is not shown" if num_ranks == 1 else f"{num_ranks} ranks are not shown"
 
 
 # As SVG.

@@ -4,8 +4,8 @@ A chart has tracks in the order of the pipeline, boxes in rows, and bubbles betw
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Final
 
@@ -16,7 +16,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as intervals that do not touch, in order."""
+    """Return the same times as intervals that do not touch, in order."""
     merged: list[Interval] = []
     for start_s, end_s in sorted(intervals):
         if merged and start_s <= merged[-1][1]:
@@ -27,12 +27,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def total_s(intervals: Sequence[Interval]) -> float:
-    """How long intervals that do not touch last together."""
+    """Return how long intervals that do not touch last together."""
     return sum(end_s - start_s for start_s, end_s in intervals)
 
 
 def shared_s(first: Iterable[Interval], second: Iterable[Interval]) -> float:
-    """For how long both go on."""
+    """Return the time that both cover."""
     ours, theirs = union(first), union(second)
     shared, i, j = 0.0, 0, 0
     while i < len(ours) and j < len(theirs):
@@ -53,7 +53,7 @@ _MAX_ROWS: Final = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """One rank, or one direction of a line: rows of spans that do not overlap, and when it did nothing."""
+    """One rank, or one direction of a line: rows of spans that do not overlap, and the bubbles between."""
 
     name: str
     rows: tuple[tuple[Span, ...], ...]
@@ -61,7 +61,7 @@ class Track:
 
     @property
     def is_line(self) -> bool:
-        """Whether things travel here, rather than being computed."""
+        """Whether spans here are transfers, not computation."""
         return LINE_MARK in self.name
 
 
@@ -76,12 +76,11 @@ class Chart:
 
     @property
     def duration_s(self) -> float:
-        """How long a time it shows."""
         return self.end_s - self.start_s
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Of the spans that can be seen."""
+        """The kinds of the spans that can be seen."""
         spans = (span for track in self.tracks for row in track.rows for span in row)
         return frozenset(span.kind for span in spans if span.duration_s)
 
@@ -89,9 +88,9 @@ class Chart:
 def lay_out(
     spans: Iterable[Span], *, start_s: float, end_s: float, order: Sequence[str] = (), max_ranks: int = 2
 ) -> Chart:
-    """The chart of what happens between two times, with at most so many ranks of each cloud.
+    """Return the chart of what happens between two times, with at most so many ranks of each cloud.
 
-    `order` are the clouds along the pipeline; without it they come as their first forwards do.
+    `order` are the clouds along the pipeline; without it they are sorted by their first forward.
     """
     by_track: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda one: (one.start_s, one.end_s)):
@@ -110,7 +109,7 @@ def lay_out(
 
 
 def chart_of_step(timeline: Timeline, *, max_ranks: int = 2) -> Chart:
-    """A step of a simulated run from its start: the second, whose windows are measured, if there is one."""
+    """Return the chart of one simulated step: the second, whose windows are measured, if there is one."""
     if not timeline.steps:
         end_s = max((span.end_s for span in timeline.spans), default=0.0)
         return lay_out(timeline.spans, start_s=0.0, end_s=end_s, max_ranks=max_ranks)
@@ -121,12 +120,12 @@ def chart_of_step(timeline: Timeline, *, max_ranks: int = 2) -> Chart:
 
 
 def shifted(spans: Iterable[Span], by_s: float) -> list[Span]:
-    """The same spans at other times."""
+    """Return the same spans, later by so many seconds."""
     return [span._replace(start_s=span.start_s + by_s, end_s=span.end_s + by_s) for span in spans]
 
 
 def step_bounds(spans: Iterable[Span], *, track: str) -> list[Interval]:
-    """When each step begins and ends on a track: from update to update, the first from its first pass on."""
+    """Return when each step starts and ends on a track: from update to update."""
     computed = sorted(
         (span for span in spans if span.track == track and span.kind in COMPUTE_KINDS),
         key=lambda span: span.start_s,
@@ -136,7 +135,7 @@ def step_bounds(spans: Iterable[Span], *, track: str) -> list[Interval]:
 
 
 def clouds_in_order(spans: Iterable[Span]) -> list[str]:
-    """The clouds along the pipeline: an activation comes to the next one later."""
+    """Return the clouds along the pipeline, which is the order of their first forwards."""
     first_s: dict[str, float] = {}
     for span in spans:
         if span.kind == "forward":
@@ -146,12 +145,12 @@ def clouds_in_order(spans: Iterable[Span]) -> list[str]:
 
 
 def cloud_of(track: str) -> str:
-    """The cloud of a rank's track."""
+    """Return the cloud of a rank's track."""
     return track.partition(_RANK_MARK)[0]
 
 
 def microbatch_of(span: Span) -> str:
-    """The number that a box shows: 3 of `forward 12.3`, nothing for what is about a whole step."""
+    """Return the number that a box shows: 3 of `forward 12.3`, nothing for what is about a whole step."""
     return span.name.partition(" ")[2].partition(".")[2]
 
 
@@ -165,7 +164,7 @@ def _ranks_by_cloud(by_track: dict[str, list[Span]], order: Sequence[str]) -> di
 
 
 def _lines_from(cloud: str, by_track: dict[str, list[Span]], known: Sequence[str]) -> list[str]:
-    """The lines that join a cloud to others, those that lead away first."""
+    """Return the lines that join a cloud to others, those that lead away first."""
     lines = [name for name in by_track if LINE_MARK in name and cloud in name.split(LINE_MARK)]
     return sorted(
         (name for name in lines if name not in known), key=lambda one: one.split(LINE_MARK)[0] != cloud
@@ -181,7 +180,7 @@ def _track(name: str, spans: Sequence[Span], start_s: float, end_s: float) -> Tr
 
 
 def _in_rows(spans: Sequence[Span]) -> tuple[tuple[Span, ...], ...]:
-    """Each span in the first row that is free; where more overlap than rows fit, the last takes the rest."""
+    """Put each span into the first row that is free; the last row takes what more than six overlap."""
     rows: list[list[Span]] = []
     for span in spans:
         free = (row for row in rows if row[-1].end_s <= span.start_s)
@@ -223,58 +222,54 @@ class Waits:
 
     @property
     def bubble(self) -> float:
-        """All of it."""
+        """The share of the time in which nothing is computed."""
         return 1 - self.busy
 
 
-_REASONS: Final = (
-    "busy",
-    "for_data",
-    "saving",
-    "for_activations",
-    "for_gradients",
-    "for_other_stages",
-    "other",
-)
+_REASONS: Final = tuple(one.name for one in fields(Waits) if one.name != "cloud")
 
 
 def waits_of(
     spans: Iterable[Span], *, cloud: str, is_first: bool, starts_s: Sequence[float] = ()
 ) -> Waits | None:
-    """Where the time of a cloud went; None where it has not updated twice.
+    """Return where the time of a cloud went; None where it has not updated twice.
 
-    Nobody waits between a stop and the start after it.
+    The time between a stop and the start after it is left out.
     """
-    computed: defaultdict[str, list[Span]] = defaultdict(list)
-    reading: defaultdict[str, list[Interval]] = defaultdict(list)
+    by_rank: defaultdict[str, list[Span]] = defaultdict(list)
     saving: list[Interval] = []
-    for span in sorted(spans, key=lambda one: one.start_s):
+    for span in spans:
         if span.kind == _SAVE_KIND and LINE_MARK not in span.track:
             # A simulated copy that crosses a line does so beside the computation.
             saving.append((span.start_s, span.end_s))
-        elif cloud_of(span.track) != cloud:
-            continue
-        elif span.kind in COMPUTE_KINDS:
-            computed[span.track].append(span)
-        elif span.kind == WAITING_KIND:
-            reading[span.track].append((span.start_s, span.end_s))
-    found = [
-        _shares_of_time(own, reading[track], saving, is_first, starts_s) for track, own in computed.items()
-    ]
-    totals = [one for one in found if one is not None]
-    if not totals:
+        elif cloud_of(span.track) == cloud:
+            by_rank[span.track].append(span)
+    found = (rank_time(own, saving=saving, is_first=is_first, starts_s=starts_s) for own in by_rank.values())
+    spent = [one for one in found if one is not None]
+    if not spent:
         return None
-    shares = {reason: sum(one[reason] for one in totals) / len(totals) for reason in _REASONS}
+    shares = {reason: sum(one.shares[reason] for one in spent) / len(spent) for reason in _REASONS}
     return Waits(cloud=cloud, **shares)
 
 
-def _shares_of_time(
-    computed: Sequence[Span],
-    reading: Sequence[Interval],
-    saving: Sequence[Interval],
-    is_first: bool,
-    starts_s: Sequence[float],
-) -> dict[str, float] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTime:
+    """The time of a rank from the end of its first update to the end of its last, and the shares of it."""
+
+    start_s: float
+    end_s: float
+    elapsed_s: float
+    """Without the time in which the run was stopped."""
+    shares: Mapping[str, float]
+
+
+def rank_time(
+    spans: Iterable[Span], *, saving: Sequence[Interval], is_first: bool, starts_s: Sequence[float]
+) -> RankTime | None:
+    """Return where the time of one rank went; None where it has not updated twice."""
+    ordered = sorted(spans, key=lambda one: one.start_s)
+    computed = [one for one in ordered if one.kind in COMPUTE_KINDS]
+    reading = [(one.start_s, one.end_s) for one in ordered if one.kind == WAITING_KIND]
     updates = [place for place, span in enumerate(computed) if span.kind == "optimize"]
     if len(updates) < 2:
         return None
@@ -293,7 +288,10 @@ def _shares_of_time(
         spent_s["for_data"] += data_s
         spent_s["saving"] += told_s - data_s
         spent_s[reason] += total_s(own) - told_s
-    return {reason: amount_s / elapsed_s for reason, amount_s in spent_s.items()} if elapsed_s else None
+    if not elapsed_s:
+        return None
+    shares = {reason: amount_s / elapsed_s for reason, amount_s in spent_s.items()}
+    return RankTime(start_s=measured[0].end_s, end_s=measured[-1].end_s, elapsed_s=elapsed_s, shares=shares)
 
 
 def _reason(span: Span, is_first: bool) -> str:

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from isthmus.errors import UserError
 
@@ -14,39 +14,30 @@ class Tracker(Protocol):
     """Takes numbers by name, step by step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note what a step gave."""
+        """Log the numbers of a step."""
 
     def close(self) -> None:
         """Write out what is left."""
 
 
 def open_trackers(run: Path, *, names: Sequence[str], project: str) -> list[Tracker]:
-    """The trackers of these names, for one run."""
-    return [open_tracker(name, run=run, project=project) for name in names]
+    """Open the trackers of these names, for one run."""
+    check_trackers(names)
+    return [_TRACKERS[name](run, project) for name in names]
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Refuse, before anything is started, what could not be opened."""
     for name in names:
-        _check_known(name)
+        if name not in _TRACKERS:
+            raise UserError(f"there is no tracker {name!r}", hint=f"choose one of {', '.join(_TRACKERS)}")
         if importlib.util.find_spec(name) is None:
-            raise _missing(name)
-
-
-def open_tracker(name: str, *, run: Path, project: str) -> Tracker:
-    """The tracker of that name, for one run."""
-    _check_known(name)
-    return _TRACKERS[name](run, project)
-
-
-def _check_known(name: str) -> None:
-    if name not in _TRACKERS:
-        raise UserError(f"there is no tracker {name!r}", hint=f"choose one of {', '.join(_TRACKERS)}")
+            raise UserError(f"{name} is not installed", hint=f"pip install {name}")
 
 
 class _TensorBoard:
     def __init__(self, run: Path, _: str) -> None:
-        self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(run / "tensorboard")
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(run / "tensorboard")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -60,8 +51,9 @@ class _Run:
     """Weights & Biases, and trackio, which has the same interface."""
 
     def __init__(self, package: str, run: Path, project: str) -> None:
-        self._run = _module(package, package).init(project=project, name=run.name)
-        self._finish = _module(package, package).finish if package == "trackio" else self._run.finish
+        module = importlib.import_module(package)
+        self._run = module.init(project=project, name=run.name)
+        self._finish = module.finish if package == "trackio" else self._run.finish
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -72,7 +64,7 @@ class _Run:
 
 class _MLflow:
     def __init__(self, run: Path, project: str) -> None:
-        self._mlflow = _module("mlflow", "mlflow")
+        self._mlflow = importlib.import_module("mlflow")
         self._mlflow.set_experiment(project)
         self._mlflow.start_run(run_name=run.name)
 
@@ -81,17 +73,6 @@ class _MLflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
-
-
-def _module(name: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise _missing(package) from None
-
-
-def _missing(package: str) -> UserError:
-    return UserError(f"{package} is not installed", hint=f"pip install {package}")
 
 
 _TRACKERS: Final[Mapping[str, Callable[[Path, str], Tracker]]] = MappingProxyType(

@@ -121,7 +121,7 @@ class Journal:
         return {
             "sent_bytes": dict(sent_bytes),
             "reconnects": sum(one.reconnects for _, one in counters),
-            "hidden_share": shared_s(moving, busy) / total_s(moving) if moving else None,
+            "overlapped_share": shared_s(moving, busy) / total_s(moving) if moving else None,
         }
 
     def _tell(self, kind: str, values: Mapping[str, object]) -> None:

@@ -12,7 +12,7 @@ TRAFFIC: dict[str, Any] = {
     "kind": "step",
     "sent_bytes": {"west": 2_000_000},
     "reconnects": 1,
-    "hidden_share": 0.75,
+    "overlapped_share": 0.75,
 }
 FIGURES = {"loss": 2.5, "tokens_per_s": 1234.0, "duration_s": 0.5, "bubble": 0.1}
 
@@ -49,9 +49,9 @@ def test_plain_lines_for_the_first_and_the_last_step() -> None:
         display.hear("west", {"kind": "note", "text": note})
     lines = text_of(shown).splitlines()
     assert [line.split()[1] for line in lines[:2]] == ["1/3", "3/3"]
-    assert "loss 2.5000" in lines[0]
-    assert "1234 tokens/s" in lines[0]
-    assert "hidden 75%" in lines[0]
+    assert "loss 2.5 " in lines[0]
+    assert "1234 tok/s" in lines[0]
+    assert "bubble 10%" in lines[0]
     assert "1 s left" in lines[0]
     assert lines[2:] == [
         "step 3: validation loss 2.2500",
@@ -80,9 +80,19 @@ def test_a_second_site_shows_loss_speed_and_time_left() -> None:
         for number in range(3):
             display.hear("west", step(number, loss=2.5, tokens_per_s=1234.4, duration_s=0.5))
     assert text_of(shown).splitlines() == [
-        "step 1/3  loss 2.5000  1234 tokens/s  500 ms/step  hidden 75%  1 s left",
-        "step 3/3  loss 2.5000  1234 tokens/s  500 ms/step  hidden 75%  0 s left",
+        "step 1/3  loss 2.5  1234 tok/s  500 ms/step  1 s left",
+        "step 3/3  loss 2.5  1234 tok/s  500 ms/step  0 s left",
     ]
+
+
+def test_the_line_of_a_long_run_fits_80_columns() -> None:
+    shown = console(is_terminal=False)
+    with Display(shown, num_steps=99_999) as display:
+        figures = {"loss": 10.123456, "tokens_per_s": 1_234_567.8, "duration_s": 98.76543, "bubble": 0.987}
+        display.hear("east", step(54_321, **figures))
+    (line,) = text_of(shown).splitlines()
+    assert line == "step 54322/99999  loss 10.12  1230k tok/s  98.8 s/step  bubble 99%  52.2 d left"
+    assert len(line) <= 80
 
 
 def test_a_live_table_names_every_link() -> None:
@@ -97,7 +107,7 @@ def test_the_summary_has_every_figure() -> None:
     shown = console(is_terminal=False)
     clouds = (
         CloudSummary(
-            cloud="east", bubble=0.25, hidden_share=0.5, received_bytes=1_000_000, coding_share=0.03
+            cloud="east", bubble=0.25, overlapped_share=0.5, received_bytes=1_000_000, coding_share=0.03
         ),
     )
     found = Summary(

@@ -106,7 +106,7 @@ def test_the_run_directory_tells_what_happened(finished: dict[str, Any]) -> None
     assert finished["last_loss"] < finished["first_loss"]
     assert {one["cloud"] for one in finished["clouds"]} == {"east", "west"}
     assert all(one["received_bytes"] > 0 for one in finished["clouds"])
-    assert all(0 <= one["hidden_share"] <= 1 for one in finished["clouds"])
+    assert all(0 <= one["overlapped_share"] <= 1 for one in finished["clouds"])
     assert AutoTokenizer.from_pretrained(folder / "model").vocab_size <= 300
     assert not list(folder.glob(".parts*"))
     assert len(list((folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}/*/manifest.json"))) == 2

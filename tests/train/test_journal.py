@@ -63,5 +63,5 @@ def test_what_arrives_while_the_stage_computes_is_hidden(tmp_path: Path) -> None
     transfer = Span(track="west→east", name="backward 4.0", kind="transfer", start_s=10.0, end_s=12.0)
     forward = Span(track="east", name="forward 4.1", kind="forward", start_s=11.5, end_s=13.0)
     found = told(tmp_path, [], [transfer, forward])
-    assert found["hidden_share"] == 0.25
+    assert found["overlapped_share"] == 0.25
     assert found["bubbles"] == [0.5, 0.25]
