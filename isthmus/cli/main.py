@@ -1,6 +1,5 @@
 """The `isthmus` command: its verbs, and the one place that turns errors into messages and exit codes."""
 
-import json
 import os
 import sys
 from typing import Annotated, Final
@@ -9,6 +8,7 @@ import typer
 from rich.console import Console
 
 from isthmus import __version__
+from isthmus.cli.output import print_json
 from isthmus.cli.plan import plan
 from isthmus.cli.probe import probe, profile
 from isthmus.cli.report import report
@@ -31,8 +31,11 @@ app = typer.Typer(
 
 
 def schema() -> None:
-    """Print the JSON schema of a job file, for editors that complete and check it."""
-    typer.echo(json.dumps(job_schema(), indent=2, ensure_ascii=False))
+    """Print the JSON schema of a job file, for editors that complete and check it.
+
+    Example: `isthmus schema > job.schema.json`
+    """
+    print_json(job_schema())
 
 
 for _verb in (run, plan, simulate, probe, profile, gateway, doctor, report, schema):

@@ -1,9 +1,10 @@
 """Options that several commands share, and how all of them print tables and write files."""
 
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import rich.table
 import typer
@@ -37,6 +38,8 @@ SvgOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as
 PngOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as PNG; needs Pillow.")]
 HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with all of it.")]
 
+T = TypeVar("T")
+
 NO_EMULATED_WAN: Final = "--faults disturbs the emulated WAN, and with --cloud there is none"
 NOT_PROFILED: Final = "times are those of the catalogue, since --no-profile was given"
 _WHERE: Final = "name a file in a folder that exists and can be written to"
@@ -61,6 +64,12 @@ def print_tables(console: Console, tables: Iterable[Table]) -> None:
         for row in table.rows:
             shown.add_row(*row)
         console.print(shown)
+
+
+def tabulate(items: Iterable[T], columns: Mapping[str, Callable[[T], str]]) -> Table:
+    """Return a table with a row for each item, whose cells are made by the functions of the columns."""
+    rows = (tuple(cell(one) for cell in columns.values()) for one in items)
+    return Table(header=tuple(columns), rows=tuple(rows))
 
 
 def duration(seconds: float) -> str:
@@ -111,3 +120,8 @@ def write_file(console: Console, path: Path, content: bytes) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", hint=_WHERE) from None
     console.print(f"[green]✓[/] wrote {path}", soft_wrap=True)
+
+
+def print_json(facts: object) -> None:
+    """Print facts for programs, on standard output."""
+    typer.echo(json.dumps(facts, indent=2, ensure_ascii=False, default=str))

@@ -1,85 +1,57 @@
 """`isthmus plan`: predict what a job will take, before anything is paid."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.status import Status
 
 import isthmus
-from isthmus.cli.output import (
-    NOT_PROFILED,
-    HtmlOption,
-    JobArgument,
-    JsonOption,
-    PngOption,
-    ProfileOption,
-    SetOption,
-    SvgOption,
-    console_for_notes,
-    duration,
-    percent,
-    print_tables,
-    size,
-    write_pictures,
-)
+from isthmus.cli import output
+from isthmus.cli.output import duration, percent, size, tabulate
 from isthmus.errors import UserError
 from isthmus.events import Span
 from isthmus.job import Job, update_job_file
 from isthmus.job.sections import why_not_run
 from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import LINE_MARK, Chart, chart_of_step, lay_out, microbatch_of, shifted
-from isthmus.plan.plan import BubbleSplit, Estimate, Form, Plan, PlannedStage, plan_to_dict, planned_changes
+from isthmus.plan.plan import Estimate, Form, Plan, PlannedStage, RunnerUp, plan_to_dict, planned_changes
 from isthmus.plan.replicated.sketch import sketch
 from isthmus.plan.simulated import simulate_scenario
 from isthmus.plan.what_if import Lever, levers
 
-# Keys of [strategy] that hold a choice.
-_WRITTEN: Final = frozenset(
-    {
-        "kind",
-        "clouds",
-        "layers",
-        "microbatches",
-        "max_in_flight",
-        "policy",
-        "inner_steps",
-        "fragments",
-        "bits",
-        "discriminator_cloud",
-    }
-)
 # Boxes with their numbers in a picture, for each rank.
 _NUM_DRAWN: Final = 12
 _ESTIMATED: Final = "≈"
 
 
 def plan(
-    job: JobArgument,
+    job: output.JobArgument,
     write: Annotated[bool, typer.Option("--write", help="Put the choice into the job file.")] = False,
-    svg: SvgOption = None,
-    png: PngOption = None,
-    html: HtmlOption = None,
+    svg: output.SvgOption = None,
+    png: output.PngOption = None,
+    html: output.HtmlOption = None,
     with_levers: Annotated[
         bool, typer.Option("--levers/--no-levers", help="Also say what one thing changed would bring.")
     ] = True,
-    profile: ProfileOption = True,
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
+    profile: output.ProfileOption = True,
+    overrides: output.SetOption = None,
+    as_json: output.JsonOption = False,
 ) -> None:
     """Choose how to run a job, and say what it will take: time, memory, bytes and dollars.
 
     No training is started, and neither torch nor an accelerator is needed. Where all clouds are on this
     machine and have no profile, they are measured for a few seconds.
+
+    Example: `isthmus plan job.toml --set link.0.bandwidth="100 Mbps" --html plan.html`
     """
     loaded = isthmus.load_job(job, overrides=overrides or ())
     if write:
         _check_overrides(overrides or (), job)
-    notes = console_for_notes()
+    notes = output.console_for_notes()
     with notes.status("planning") as status:
         known = learned(loaded, notes, status, is_wanted=profile)
         chosen = isthmus.plan(known, measure=False, progress=status.update)
@@ -88,14 +60,14 @@ def plan(
     tables, remarks = list(plan_tables(chosen, found)), list(plan_notes(chosen))
     if as_json:
         facts = {**plan_to_dict(chosen), "levers": [asdict(lever) for lever in found]}
-        typer.echo(json.dumps(facts, indent=2))
+        output.print_json(facts)
     else:
         _show(Console(highlight=False), chosen, tables, [*remarks, *plan_advice(loaded, chosen, job)])
     if svg or png or html:
         title = f"{loaded.name}: {chosen.what}"
         section = Section(heading="The plan", parts=(chosen.reason, *tables, *remarks))
         drawing = draw_chart(_beginning(chosen), title=title)
-        write_pictures(notes, drawing, title=title, sections=[section], svg=svg, png=png, html=html)
+        output.write_pictures(notes, drawing, title=title, sections=[section], svg=svg, png=png, html=html)
     if write:
         changes = planned_changes(loaded, chosen)
         clouds = {f"cloud.{name}": values for name, values in changes.clouds.items()}
@@ -114,7 +86,7 @@ def learned(job: Job, notes: Console, status: Status, *, is_wanted: bool) -> Job
             job, note=notes.print, progress=lambda what: status.update(f"measuring {what}")
         )
     if any(cloud.profile is None for cloud in job.cloud):
-        notes.print(NOT_PROFILED)
+        notes.print(output.NOT_PROFILED)
     return job
 
 
@@ -122,7 +94,7 @@ def _check_overrides(overrides: Sequence[str], job: Path) -> None:
     """Refuse to write the plan of another job; what is written itself may be overridden."""
     for text in overrides:
         section, _, key = text.partition("=")[0].strip().partition(".")
-        if section != "strategy" or key not in _WRITTEN:
+        if section != "strategy" or key in ("windows", "generator"):
             raise UserError(
                 f"--write would put the plan of a job changed by --set {text} into {job}",
                 hint="put the change into the file first, or leave --set or --write out",
@@ -131,7 +103,7 @@ def _check_overrides(overrides: Sequence[str], job: Path) -> None:
 
 def _show(console: Console, plan: Plan, tables: Sequence[Table], remarks: Sequence[str]) -> None:
     console.print(f"[bold]{plan.reason}[/]\n", soft_wrap=True)
-    print_tables(console, tables)
+    output.print_tables(console, tables)
     for remark in remarks:
         console.print(f"[dim]{remark}[/]", soft_wrap=True)
     console.print()
@@ -169,102 +141,105 @@ def _of_first_ranks(spans: Sequence[Span]) -> list[Span]:
     return [one for one in spans if not drawn or LINE_MARK not in one.track or microbatch_of(one) in drawn]
 
 
+class _Row(NamedTuple):
+    number: int
+    plan: Plan | RunnerUp
+
+    @property
+    def estimate(self) -> Estimate:
+        return self.plan.estimate
+
+    @property
+    def why(self) -> str:
+        return self.plan.why if isinstance(self.plan, RunnerUp) else "taken"
+
+
 def plan_tables(plan: Plan, levers: Sequence[Lever]) -> Iterator[Table]:
-    yield _names_table(plan)
-    yield _plans_table(plan)
-    yield _bubbles_table(plan)
+    rows = [_Row(1, plan), *(_Row(number, one) for number, one in enumerate(plan.runners_up, 2))]
+    yield tabulate(
+        rows,
+        {
+            "plan": lambda one: f"{one.number} {'; '.join((one.plan.what, *one.plan.savers))}",
+            "why it was taken or not": lambda one: one.why,
+        },
+    )
+    yield _figures_table(rows)
+    yield tabulate(
+        rows,
+        {
+            "plan": lambda one: str(one.number),
+            "bubble": lambda one: percent(one.estimate.bubble.total),
+            "of it filling": lambda one: percent(one.estimate.bubble.fill),
+            "latency": lambda one: percent(one.estimate.bubble.latency),
+            "bandwidth": lambda one: percent(one.estimate.bubble.bandwidth),
+            "imbalance": lambda one: percent(one.estimate.bubble.imbalance),
+        },
+    )
     yield _stages_table(plan)
-    if plan.links:
-        yield _links_table(plan)
-    if levers:
-        yield _levers_table(levers)
-
-
-def _names_table(plan: Plan) -> Table:
-    whys = [(plan.what, plan.savers, "taken")]
-    whys += [(one.what, one.savers, one.why) for one in plan.runners_up]
-    rows = [
-        (f"{number} {'; '.join((what, *savers))}", why) for number, (what, savers, why) in enumerate(whys, 1)
-    ]
-    return Table(header=("plan", "why it was taken or not"), rows=tuple(rows))
-
-
-def _plans_table(plan: Plan) -> Table:
-    every = [(plan.estimate, plan.memory_share)]
-    every += [(one.estimate, one.memory_share) for one in plan.runners_up]
-    rows = [(str(number), *_figures(*one)) for number, one in enumerate(every, start=1)]
-    header = ("plan", "step", "tokens/s", "memory", "WAN/step", "$/step", "$/Mtoken", "limited by the")
-    return Table(header=header, rows=tuple(rows))
-
-
-def _figures(estimate: Estimate, memory_share: float | None) -> tuple[str, ...]:
-    about = "" if estimate.is_simulated else _ESTIMATED
-    return (
-        about + duration(estimate.step_s),
-        f"{about}{estimate.tokens_per_s:,.0f}",
-        percent(memory_share),
-        size(estimate.wan_bytes),
-        _usd(estimate.usd_per_step),
-        _usd(estimate.usd_per_million_tokens),
-        estimate.limiting,
+    yield _links_table(plan)
+    yield tabulate(
+        levers,
+        {
+            "one thing changed": lambda one: one.what,
+            "time per token": lambda one: _change(one.step_change),
+            "$ per token": lambda one: "–" if one.usd_change is None else _change(one.usd_change),
+        },
     )
 
 
-def _bubbles_table(plan: Plan) -> Table:
-    bubbles = [plan.estimate.bubble, *(one.estimate.bubble for one in plan.runners_up)]
-    rows = [
-        (str(number), *(f"{share:.0%}" for share in (one.total, *_shares(one))))
-        for number, one in enumerate(bubbles, start=1)
-    ]
-    header = ("plan", "bubble", "of it filling", "latency", "bandwidth", "imbalance")
-    return Table(header=header, rows=tuple(rows))
+def _figures_table(rows: Sequence[_Row]) -> Table:
+    def about(estimate: Estimate) -> str:
+        return "" if estimate.is_simulated else _ESTIMATED
 
-
-def _shares(bubble: BubbleSplit) -> tuple[float, ...]:
-    return (bubble.fill, bubble.latency, bubble.bandwidth, bubble.imbalance)
+    return tabulate(
+        rows,
+        {
+            "plan": lambda one: str(one.number),
+            "step": lambda one: about(one.estimate) + duration(one.estimate.step_s),
+            "tokens/s": lambda one: f"{about(one.estimate)}{one.estimate.tokens_per_s:,.0f}",
+            "memory": lambda one: percent(one.plan.memory_share),
+            "WAN/step": lambda one: size(one.estimate.wan_bytes),
+            "$/step": lambda one: _usd(one.estimate.usd_per_step),
+            "$/Mtoken": lambda one: _usd(one.estimate.usd_per_million_tokens),
+            "limited by the": lambda one: one.estimate.limiting,
+        },
+    )
 
 
 def _stages_table(plan: Plan) -> Table:
-    header = ("cloud", "holds", "ranks", "busy", "in flight", "memory of a rank", "of", "most of it")
-    return Table(header=header, rows=tuple(_stage_row(stage, plan) for stage in plan.stages))
+    def largest(stage: PlannedStage) -> str:
+        parts = sorted(stage.memory.items(), key=lambda item: -item[1])[:2]
+        return ", ".join(f"{name} {size(number)}" for name, number in parts)
 
-
-def _stage_row(stage: PlannedStage, plan: Plan) -> tuple[str, ...]:
-    largest = sorted(stage.memory.items(), key=lambda item: -item[1])[:2]
-    return (
-        stage.cloud,
-        stage.holds,
-        str(stage.num_ranks),
-        f"{stage.busy_s / plan.estimate.step_s:.0%}",
-        str(stage.window),
-        size(stage.memory_bytes),
-        "–" if stage.capacity_bytes is None else size(stage.capacity_bytes),
-        ", ".join(f"{name} {size(number)}" for name, number in largest),
+    return tabulate(
+        plan.stages,
+        {
+            "cloud": lambda stage: stage.cloud,
+            "holds": lambda stage: stage.holds,
+            "ranks": lambda stage: str(stage.num_ranks),
+            "busy": lambda stage: percent(stage.busy_s / plan.estimate.step_s),
+            "in flight": lambda stage: str(stage.window),
+            "memory of a rank": lambda stage: size(stage.memory_bytes),
+            "of": lambda stage: "–" if stage.capacity_bytes is None else size(stage.capacity_bytes),
+            "most of it": largest,
+        },
     )
 
 
 def _links_table(plan: Plan) -> Table:
-    rows = [
-        (
-            "–".join(link.between),
-            size(link.down_bytes),
-            size(link.up_bytes),
-            link.forward_codec,
-            link.backward_codec,
-            _usd((link.down_bytes + link.up_bytes) / 2**30 * (link.usd_per_gib or 0.0)),
-        )
-        for link in plan.links
-    ]
-    header = ("link", "there in a step", "back", "codec there", "codec back", "$/step")
-    return Table(header=header, rows=tuple(rows))
-
-
-def _levers_table(levers: Sequence[Lever]) -> Table:
-    rows = [
-        (one.what, _change(one.step_change), "–" if one.usd_change is None else _change(one.usd_change))
-        for one in levers
-    ]
-    return Table(header=("one thing changed", "time per token", "$ per token"), rows=tuple(rows))
+    return tabulate(
+        plan.links,
+        {
+            "link": lambda link: "–".join(link.between),
+            "there in a step": lambda link: size(link.down_bytes),
+            "back": lambda link: size(link.up_bytes),
+            "codec there": lambda link: link.forward_codec,
+            "codec back": lambda link: link.backward_codec,
+            "$/step": lambda link: _usd(
+                (link.down_bytes + link.up_bytes) / 2**30 * (link.usd_per_gib or 0.0)
+            ),
+        },
+    )
 
 
 def plan_notes(plan: Plan) -> Iterator[str]:

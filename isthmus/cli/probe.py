@@ -10,24 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from isthmus.cli.output import (
-    NO_EMULATED_WAN,
-    CloudOption,
-    FaultsOption,
-    JobArgument,
-    JsonOption,
-    SetOption,
-    check_folder,
-    console_for_notes,
-    duration,
-    print_tables,
-)
+from isthmus.cli import output
+from isthmus.cli.output import duration, tabulate
 from isthmus.errors import UserError
 from isthmus.job import Job, LinkSpec, load_job, update_job_file
 from isthmus.job.faults import load_faults
 from isthmus.job.load import replace_file
 from isthmus.observe.draw import Table
-from isthmus.plan.times import PassTimes, Profile, Sample, write_profile
+from isthmus.plan.times import PassTimes, Profile, write_profile
 from isthmus.plan.types import Member
 from isthmus.units import format_bandwidth, shorten
 
@@ -38,23 +28,25 @@ Show = Callable[[str, str], None]
 
 
 def probe(
-    job: JobArgument,
-    cloud: CloudOption = None,
+    job: output.JobArgument,
+    cloud: output.CloudOption = None,
     seconds: Annotated[float, typer.Option(min=0.5, max=600, help="How long to load each direction.")] = 4.0,
     write: Annotated[bool, typer.Option("--write", help="Put the figures into the job file.")] = False,
-    faults: FaultsOption = None,
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
+    faults: output.FaultsOption = None,
+    overrides: output.SetOption = None,
+    as_json: output.JsonOption = False,
 ) -> None:
     """Measure round trip, jitter, handling and bandwidth of every link, over the real link layer.
 
     Without --cloud all clouds of the job run on this machine, joined through an emulated WAN that has the
     figures of the job. With --cloud this machine is that one cloud: start the same command at the others too.
+
+    Example: `isthmus probe job.toml --cloud west --write`
     """
     if cloud is not None and faults is not None:
-        raise UserError(NO_EMULATED_WAN, hint="leave it out")
+        raise UserError(output.NO_EMULATED_WAN, hint="leave it out")
     loaded = load_job(job, overrides=overrides or ())
-    notes = console_for_notes()
+    notes = output.console_for_notes()
     with notes.status("starting") as status:
 
         def show(name: str, text: str) -> None:
@@ -66,9 +58,9 @@ def probe(
             else _probe_as(loaded, cloud, seconds, show)
         )
     if as_json:
-        typer.echo(json.dumps([asdict(one) for one in found], indent=2))
+        output.print_json([asdict(one) for one in found])
     else:
-        print_tables(Console(highlight=False), [_links_table(loaded, found)])
+        output.print_tables(Console(highlight=False), [_links_table(loaded, found)])
     if write:
         names = [link.between for link in loaded.link]
         update_job_file(job, {f"link.{names.index(one.between)}": _figures(one) for one in found})
@@ -103,30 +95,24 @@ def _probe_as(job: Job, cloud: str, duration_s: float, show: Show) -> "list[Meas
 
 
 def _links_table(job: Job, found: "list[Measurement]") -> Table:
-    pairs = zip(job.link, found, strict=False)
-    rows = [row for link, one in pairs for row in (_given_row(link), _measured_row(one))]
-    return Table(header=("link", "", "there", "back", "rtt", "jitter", "handling", "clock"), rows=tuple(rows))
-
-
-def _given_row(link: LinkSpec) -> tuple[str, ...]:
-    return (
-        link.name,
-        "in the job",
-        *("–" if bps is None else format_bandwidth(bps) for bps in link.bandwidth_bps or (None, None)),
-        "–" if link.rtt_s is None else duration(link.rtt_s),
-        duration(link.jitter_s),
-        duration(link.handling_s),
-        "",
+    rows = [row for link, one in zip(job.link, found, strict=False) for row in ((link, None), (link, one))]
+    return Table(
+        header=("link", "", "there", "back", "rtt", "jitter", "handling", "clock"),
+        rows=tuple(_link_row(link, one) for link, one in rows),
     )
 
 
-def _measured_row(one: "Measurement") -> tuple[str, ...]:
+def _link_row(link: LinkSpec, one: "Measurement | None") -> tuple[str, ...]:
+    """Return what was measured on a link, or what the job says of it."""
+    figures = one or link
+    there, back = figures.bandwidth_bps or (None, None)
+    times_s = (figures.rtt_s, figures.jitter_s, figures.handling_s)
     return (
-        "",
-        "[bold]measured[/]",
-        *(format_bandwidth(shorten(bps)) for bps in one.bandwidth_bps),
-        *(duration(seconds) for seconds in (one.rtt_s, one.jitter_s, one.handling_s)),
-        f"{1000 * one.clock_offset_s:+.2f} ms",
+        "" if one else link.name,
+        "[bold]measured[/]" if one else "in the job",
+        *("–" if bps is None else format_bandwidth(shorten(bps)) for bps in (there, back)),
+        *("–" if seconds is None else duration(seconds) for seconds in times_s),
+        f"{1000 * one.clock_offset_s:+.2f} ms" if one else "",
     )
 
 
@@ -141,7 +127,7 @@ def _figures(one: "Measurement") -> dict[str, object]:
 
 
 def profile(
-    job: JobArgument,
+    job: output.JobArgument,
     cloud: Annotated[
         str | None,
         typer.Option(
@@ -152,33 +138,35 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="Where to write one cloud's; NAME.profile.json unless given."),
     ] = None,
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
+    overrides: output.SetOption = None,
+    as_json: output.JsonOption = False,
 ) -> None:
     """Measure the layers, the embedding, the head, the optimizer and the codecs of a job on this machine.
 
     With --cloud this machine is that one cloud, as in `isthmus run JOB --cloud NAME`. Without it all clouds
     share this machine, as in `isthmus run JOB`, and are measured at the same time. Name the files in the job,
     so that plans rest on what was measured and not on the catalogue.
+
+    Example: `isthmus profile job.toml --cloud west`
     """
     loaded = load_job(job, overrides=overrides or ())
     paths = _paths(loaded, cloud, out)
     for path in paths.values():
-        check_folder(path)
-    notes = console_for_notes()
+        output.check_folder(path)
+    notes = output.console_for_notes()
     with notes.status("starting") as status:
         found = _measure(loaded, list(paths), lambda what: status.update(f"measuring {what}"))
     texts = {name: write_profile(one) for name, one in found.items()}
     for name, text in texts.items():
         replace_file(paths[name], text)
     if as_json:
-        only = next(iter(texts.values()))
-        typer.echo(only if len(texts) == 1 else _all_json(texts), nl=False)
+        facts = {name: json.loads(text) for name, text in texts.items()}
+        output.print_json(facts if len(facts) > 1 else facts.popitem()[1])
     else:
         console = Console(highlight=False, soft_wrap=True)
         for name, one in found.items():
             console.print(f"[bold]{name}[/]: {_about(one)}")
-            print_tables(console, [_samples_table(one)])
+            output.print_tables(console, [_samples_table(one)])
     for name, path in paths.items():
         notes.print(f"[green]✓[/] {path} holds the figures of {name}")
         if loaded.cloud_named(name).profile != str(path):
@@ -211,10 +199,6 @@ def _measure(job: Job, clouds: list[str], report: Callable[[str], None]) -> dict
     return found
 
 
-def _all_json(texts: dict[str, str]) -> str:
-    return json.dumps({name: json.loads(text) for name, text in texts.items()}, indent=2) + "\n"
-
-
 def _about(profile: Profile) -> str:
     threads = "" if profile.num_threads is None else f", {profile.num_threads} threads"
     sharing = "" if profile.num_sharing == 1 else f", {profile.num_sharing} ranks at the same time"
@@ -226,20 +210,24 @@ def _about(profile: Profile) -> str:
 
 
 def _samples_table(profile: Profile) -> Table:
-    header = ("sequences", "precision", "embedding", "a layer", "head", "beside")
-    return Table(header=header, rows=tuple(map(_sample_row, profile.samples)))
-
-
-def _sample_row(sample: Sample) -> tuple[str, ...]:
-    middle = sample.layers[len(sample.layers) // 2]
-    times = (sample.embedding, middle, sample.head, sample.beside)
-    size = f"{sample.num_sequences} × {sample.sequence_length}"
-    return (size, sample.precision.value, *map(_shown, times))
+    return tabulate(
+        profile.samples,
+        {
+            "sequences": lambda sample: f"{sample.num_sequences} × {sample.sequence_length}",
+            "precision": lambda sample: sample.precision.value,
+            "embedding": lambda sample: _shown(sample.embedding),
+            "a layer": lambda sample: _shown(sample.layers[len(sample.layers) // 2]),
+            "head": lambda sample: _shown(sample.head),
+            "beside": lambda sample: _shown(sample.beside),
+        },
+    )
 
 
 def _shown(times: PassTimes) -> str:
-    shown = f"{1000 * times.forward_s:.3g} + {1000 * times.backward_s:.3g} ms"
+    def pair(forward_s: float, backward_s: float) -> str:
+        return f"{1000 * forward_s:.3g} + {1000 * backward_s:.3g}"
+
+    shown = f"{pair(times.forward_s, times.backward_s)} ms"
     if times.forward_launch_s or times.backward_launch_s:
-        launches = f"{1000 * times.forward_launch_s:.3g} + {1000 * times.backward_launch_s:.3g}"
-        return f"{shown} (launching {launches})"
+        return f"{shown} (launching {pair(times.forward_launch_s, times.backward_launch_s)})"
     return shown

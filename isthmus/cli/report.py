@@ -1,6 +1,5 @@
 """`isthmus report`: what a run did, beside what was predicted for it."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 
 import isthmus
-from isthmus.cli.output import JsonOption, duration, percent, print_tables, write_file
+from isthmus.cli.output import JsonOption, duration, percent, print_json, print_tables, tabulate, write_file
 from isthmus.observe.draw import Drawing, Section, Table, draw_chart, draw_curve, to_html
 from isthmus.observe.report import Compared, Comparison
 from isthmus.observe.timeline import Waits
@@ -29,13 +28,16 @@ def report(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell how a run went: time, bubbles, waiting and bytes, beside what its plan predicted."""
+    """Tell how a run went: time, bubbles, waiting and bytes, beside what its plan predicted.
+
+    Example: `isthmus report runs/demo --html demo.html`
+    """
     found = isthmus.report(run)
     compared = found.comparison
     tables = {heading: table for heading, table in _tables(compared).items() if table.rows}
     console = Console(highlight=False, stderr=as_json)
     if as_json:
-        typer.echo(json.dumps(_facts(found.run, compared), indent=2))
+        print_json(_facts(found.run, compared))
     else:
         print_tables(console, tables.values())
         console.print()
@@ -46,25 +48,32 @@ def report(
 
 
 def _tables(found: Comparison) -> dict[str, Table]:
-    split = tuple((name, percent(share, digits=1)) for name, share in found.bubble_split.items())
-    sizes = tuple((one.track, *_cells(one, _size)) for one in found.bytes_per_step)
+    times = [one for one in (found.step, *found.durations) if (one.measured, one.predicted) != (None, None)]
     return {
-        "Times": _times_table(found),
+        "Times": _compared_table("time of one", times, duration),
         "Error by kind": _errors_table(found),
         "Where the time went": _waits_table(found),
-        "Bubble as planned": Table(header=("predicted bubble", "share"), rows=split),
-        "Bytes a step": Table(header=("bytes a step", "predicted", "measured", "error"), rows=sizes),
+        "Bubble as planned": tabulate(
+            found.bubble_split.items(),
+            {"predicted bubble": lambda one: one[0], "share": lambda one: percent(one[1], digits=1)},
+        ),
+        "Bytes a step": _compared_table("bytes a step", found.bytes_per_step, _size),
     }
 
 
-def _times_table(found: Comparison) -> Table:
-    pairs = (found.step, *found.durations)
-    rows = [
-        (one.kind if one.track == "all" else f"{one.kind} {one.track}", *_cells(one, duration))
-        for one in pairs
-        if one.measured is not None or one.predicted is not None
-    ]
-    return Table(header=("time of one", "predicted", "measured", "error"), rows=tuple(rows))
+def _compared_table(what: str, pairs: Sequence[Compared], show: Callable[[float], str]) -> Table:
+    def name(one: Compared) -> str:
+        return {"all": one.kind}.get(one.track, one.track if show is _size else f"{one.kind} {one.track}")
+
+    return tabulate(
+        pairs,
+        {
+            what: name,
+            "predicted": lambda one: "–" if one.predicted is None else show(one.predicted),
+            "measured": lambda one: "–" if one.measured is None else show(one.measured),
+            "error": lambda one: "–" if one.error is None else f"{one.error:+.1%}",
+        },
+    )
 
 
 def _errors_table(found: Comparison) -> Table:
@@ -88,12 +97,6 @@ def _waits_table(found: Comparison) -> Table:
 def _waits_row(waits: Waits, how: str, names: Sequence[str]) -> tuple[str, ...]:
     shares = [waits.busy, waits.bubble, *(getattr(waits, name) for name in names)]
     return (waits.cloud, how, *(f"{share:.1%}" for share in shares))
-
-
-def _cells(pair: Compared, show: Callable[[float], str]) -> tuple[str, str, str]:
-    values = ("–" if one is None else show(one) for one in (pair.predicted, pair.measured))
-    predicted, measured = values
-    return predicted, measured, "–" if pair.error is None else f"{pair.error:+.1%}"
 
 
 def _size(num_bytes: float) -> str:

@@ -4,7 +4,6 @@ SIGTERM and Ctrl-C end it in order, and soon even while torch blocks its main th
 the run to save a common step and to stop, once it trains; the second ends it at once.
 """
 
-import json
 import os
 import signal
 import socket
@@ -20,16 +19,8 @@ import typer
 from rich.console import Console
 
 import isthmus
+from isthmus.cli import output
 from isthmus.cli.display import Display, show_summary
-from isthmus.cli.output import (
-    NO_EMULATED_WAN,
-    CloudOption,
-    FaultsOption,
-    JobArgument,
-    JsonOption,
-    ProfileOption,
-    SetOption,
-)
 from isthmus.errors import Aborted, CloudFailed, PeerLost, Terminated, UserError
 from isthmus.events import StopRequest
 
@@ -45,9 +36,9 @@ _REASONS: Final = {
 
 
 def run(
-    job: JobArgument,
-    cloud: CloudOption = None,
-    faults: FaultsOption = None,
+    job: output.JobArgument,
+    cloud: output.CloudOption = None,
+    faults: output.FaultsOption = None,
     resume: Annotated[
         Literal["auto", "never"],
         typer.Option(help="Continue an unfinished run of this job, or start a new one."),
@@ -60,15 +51,17 @@ def run(
     track: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="tensorboard, wandb, mlflow or trackio.")
     ] = None,
-    profile: ProfileOption = True,
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
+    profile: output.ProfileOption = True,
+    overrides: output.SetOption = None,
+    as_json: output.JsonOption = False,
 ) -> None:
     """Train the model of a job across its clouds.
 
     Without --cloud all clouds of the job run on this machine, joined through an emulated WAN that has the
     figures of the job. With --cloud this machine is that one cloud: start the same command at the others too.
     A cloud of several ranks is started by torchrun, Slurm or Kubernetes, one process for each.
+
+    Example: `isthmus run job.toml --set train.steps=100`
     """
     from isthmus.train.launch import find_seat
 
@@ -121,7 +114,7 @@ def _conclude(console: Console, folder: Path, *, as_json: bool) -> None:
 
     summary = summarize(read_run(folder))
     if as_json:
-        typer.echo(json.dumps({"run": str(folder), **asdict(summary)}, indent=2))
+        output.print_json({"run": str(folder), **asdict(summary)})
     else:
         show_summary(console, summary)
         console.print(f"the run is in [bold]{folder}[/]", soft_wrap=True)
@@ -129,7 +122,7 @@ def _conclude(console: Console, folder: Path, *, as_json: bool) -> None:
 
 def _check_real(faults: Path | None, restarts: int) -> None:
     if faults is not None:
-        raise UserError(NO_EMULATED_WAN, hint="leave it out")
+        raise UserError(output.NO_EMULATED_WAN, hint="leave it out")
     if restarts:
         raise UserError(
             "--restarts starts all clouds on this machine again, and with --cloud there is one",

@@ -1,6 +1,5 @@
 """`isthmus simulate`: the steps of a plan over time, and what faults would cost."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -11,18 +10,8 @@ import typer
 from rich.console import Console
 
 import isthmus
-from isthmus.cli.output import (
-    HtmlOption,
-    JsonOption,
-    PngOption,
-    ProfileOption,
-    SetOption,
-    SvgOption,
-    console_for_notes,
-    duration,
-    print_tables,
-    write_pictures,
-)
+from isthmus.cli import output
+from isthmus.cli.output import duration, tabulate
 from isthmus.cli.plan import learned
 from isthmus.errors import UserError
 from isthmus.job.faults import CloudFault, FaultKind, load_script
@@ -46,17 +35,19 @@ def simulate(
         Path | None, typer.Option(metavar="FILE", help="Faults of links and clouds, by time.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter.")] = 0,
-    svg: SvgOption = None,
-    png: PngOption = None,
-    html: HtmlOption = None,
-    profile: ProfileOption = True,
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
+    svg: output.SvgOption = None,
+    png: output.PngOption = None,
+    html: output.HtmlOption = None,
+    profile: output.ProfileOption = True,
+    overrides: output.SetOption = None,
+    as_json: output.JsonOption = False,
 ) -> None:
     """Run the plan of a job on a virtual clock: no accelerator, no network, no money.
 
     The scheduler of the workers decides what is computed and sent. Faults are those of `isthmus run
     --faults`, and clouds that are slow or lost.
+
+    Example: `isthmus simulate job.toml --steps 100 --faults faults.toml`
     """
     scenario, checkpoint_every_s = _scenario(job, overrides or (), is_profiled=profile)
     clouds = [stage.cloud for stage in scenario.stages]
@@ -69,16 +60,16 @@ def simulate(
     console = Console(highlight=False, stderr=as_json)
     chart = _chart(found, script)
     if as_json:
-        typer.echo(json.dumps(_facts(found, script, costs), indent=2))
+        output.print_json(_facts(found, script, costs))
     else:
         console.print(draw_text(chart, width=console.width), end="\n\n")
-        print_tables(console, tables)
+        output.print_tables(console, tables)
         if found.stopped is not None:
             console.print(f"\n[bold red]{_loss(found.stopped)}[/]")
     title = f"{job.stem}, simulated"
     section = Section(heading="Steps and traffic", parts=tuple(tables[:2]))
     drawing = draw_chart(chart, title=title)
-    write_pictures(console, drawing, title=title, sections=[section], svg=svg, png=png, html=html)
+    output.write_pictures(console, drawing, title=title, sections=[section], svg=svg, png=png, html=html)
 
 
 def _scenario(path: Path, overrides: Sequence[str], *, is_profiled: bool) -> tuple[Scenario, float | None]:
@@ -89,7 +80,7 @@ def _scenario(path: Path, overrides: Sequence[str], *, is_profiled: bool) -> tup
         scenario, checkpoint_every_s = scenario_of(read_text(path)), None
     else:
         job = isthmus.load_job(path, overrides=overrides)
-        notes = console_for_notes()
+        notes = output.console_for_notes()
         with notes.status("planning") as status:
             known = learned(job, notes, status, is_wanted=is_profiled)
             scenario = isthmus.plan(known, measure=False, is_quick=True).scenario
@@ -124,8 +115,18 @@ def _chart(found: Timeline, script: Sequence[Disturbance]) -> Chart:
 
 
 def _steps_table(clouds: Sequence[str], found: Timeline) -> Table:
+    rows = [
+        (
+            str(step.step + 1),
+            duration(step.start_s),
+            duration(step.duration_s),
+            *(f"{bubble:.1%}" for bubble in step.bubbles),
+            " ".join(map(str, step.windows)),
+        )
+        for step in _worth_showing(found.steps)
+    ]
     header = ("step", "from", "takes", *(f"bubble of {cloud}" for cloud in clouds), "in flight")
-    return Table(header=header, rows=tuple(_step_row(step) for step in _worth_showing(found.steps)))
+    return Table(header=header, rows=tuple(rows))
 
 
 def _worth_showing(steps: Sequence[SimulatedStep]) -> Iterator[SimulatedStep]:
@@ -137,33 +138,27 @@ def _worth_showing(steps: Sequence[SimulatedStep]) -> Iterator[SimulatedStep]:
             yield step
 
 
-def _step_row(step: SimulatedStep) -> tuple[str, ...]:
-    return (
-        str(step.step + 1),
-        duration(step.start_s),
-        duration(step.duration_s),
-        *(f"{bubble:.1%}" for bubble in step.bubbles),
-        " ".join(map(str, step.windows)),
+def _traffic_table(found: Timeline) -> Table:
+    return tabulate(
+        found.traffic,
+        {
+            "line": lambda one: "-".join(one.between),
+            "down in all": lambda one: format_bytes(one.down_bytes),
+            "up in all": lambda one: format_bytes(one.up_bytes),
+            "copies of checkpoints": lambda one: format_bytes(one.checkpoint_bytes),
+        },
     )
 
 
-def _traffic_table(found: Timeline) -> Table:
-    rows = [
-        (
-            "-".join(one.between),
-            *(format_bytes(size) for size in (one.down_bytes, one.up_bytes, one.checkpoint_bytes)),
-        )
-        for one in found.traffic
-    ]
-    return Table(header=("line", "down in all", "up in all", "copies of checkpoints"), rows=tuple(rows))
-
-
 def _faults_table(script: Sequence[Disturbance], costs: Sequence[float | None]) -> Table:
-    rows = [
-        (_what(fault), duration(fault.at_s), _cost(fault, cost_s))
-        for fault, cost_s in zip(script, costs, strict=True)
-    ]
-    return Table(header=("fault", "at", "costs, alone"), rows=tuple(rows))
+    return tabulate(
+        zip(script, costs, strict=True),
+        {
+            "fault": lambda row: _what(row[0]),
+            "at": lambda row: duration(row[0].at_s),
+            "costs, alone": lambda row: _cost(*row),
+        },
+    )
 
 
 def _cost(fault: Disturbance, cost_s: float | None) -> str:

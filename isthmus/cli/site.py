@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -18,10 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
-from isthmus.cli.output import JobArgument, JsonOption, SetOption, print_tables
+from isthmus.cli.output import JobArgument, JsonOption, SetOption, print_json, print_tables, tabulate
 from isthmus.errors import UserError
 from isthmus.job import Address, CloudSpec, Job, load_job, parse_address, stage_order
-from isthmus.observe.draw import Table
 
 if TYPE_CHECKING:
     from isthmus.wan.certificates import CertificateFacts, Identity
@@ -40,7 +38,10 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the key that is th
 
 @certs_app.command()
 def authority(folder: Folder = Path("certs"), force: Force = False) -> None:
-    """Make the authority, once, at the operator who vouches for all clouds."""
+    """Make the authority, once, at the operator who vouches for all clouds.
+
+    Example: `isthmus certs authority`
+    """
     from isthmus.wan.certificates import make_authority
 
     certificate = make_authority(folder, force=force)
@@ -55,7 +56,10 @@ def request(
     folder: Folder = Path("certs"),
     force: Force = False,
 ) -> None:
-    """Make a cloud's key and signing request, in that cloud."""
+    """Make a cloud's key and signing request, in that cloud.
+
+    Example: `isthmus certs request west`
+    """
     from isthmus.wan.certificates import key_fingerprint, make_request
 
     path = make_request(folder, cloud, force=force)
@@ -71,7 +75,10 @@ def sign(
     days: Annotated[int, typer.Option(help="How long the certificate is valid.", min=1, max=3650)] = 365,
     folder: Folder = Path("certs"),
 ) -> None:
-    """Sign a cloud's request, at the operator; sign it again to renew."""
+    """Sign a cloud's request, at the operator; sign it again to renew.
+
+    Example: `isthmus certs sign west.csr --cloud west --days 90`
+    """
     from isthmus.wan.certificates import key_fingerprint, sign_request
 
     path = sign_request(request, cloud=cloud, folder=folder, days=days)
@@ -89,12 +96,15 @@ def show(
     ),
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a folder holds, until when it is valid, and what is wrong with it."""
+    """Show what a folder holds, until when it is valid, and what is wrong with it.
+
+    Example: `isthmus certs show certs`
+    """
     from isthmus.wan.certificates import inspect_folder
 
     facts = inspect_folder(folder, now=datetime.now(UTC))
     if as_json:
-        typer.echo(json.dumps([asdict(fact) for fact in facts], default=datetime.isoformat, indent=2))
+        print_json([{**asdict(fact), "expires": fact.expires and fact.expires.isoformat()} for fact in facts])
     else:
         _print_facts(facts)
     if any(fact.problem for fact in facts):
@@ -102,22 +112,17 @@ def show(
 
 
 def _print_facts(facts: "tuple[CertificateFacts, ...]") -> None:
-    header = ("name", "kind", "expires", "days left", "")
-    table = Table(header=header, rows=tuple(map(_certificate_row, facts)))
-    print_tables(Console(highlight=False), [table])
+    columns: dict[str, Callable[[CertificateFacts], str]] = {
+        "name": lambda fact: fact.name.replace("[", r"\["),
+        "kind": lambda fact: fact.kind,
+        "expires": lambda fact: f"{fact.expires:%Y-%m-%d %H:%M} UTC" if fact.expires else "–",
+        "days left": lambda fact: "–" if fact.days_left is None else str(fact.days_left),
+        "": lambda fact: "[red]✗[/]" if fact.problem else "[green]✓[/]",
+    }
+    print_tables(Console(highlight=False), [tabulate(facts, columns)])
     for fact in facts:
         if fact.problem:
             typer.echo(f"✗ {fact.name}: {fact.problem}\n  cure: {fact.cure}")
-
-
-def _certificate_row(fact: "CertificateFacts") -> tuple[str, ...]:
-    return (
-        fact.name.replace("[", r"\["),
-        fact.kind,
-        f"{fact.expires:%Y-%m-%d %H:%M} UTC" if fact.expires else "–",
-        str(fact.days_left) if fact.days_left is not None else "–",
-        "[red]✗[/]" if fact.problem else "[green]✓[/]",
-    )
 
 
 def _next(text: str) -> None:
@@ -149,7 +154,10 @@ def doctor(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check before a run that this machine is ready for the job."""
+    """Check before a run that this machine is ready for the job.
+
+    Example: `isthmus doctor job.toml --cloud west`
+    """
     from isthmus.wan.doctor import CheckVerdict, examine
 
     loaded = load_job(job, overrides=overrides or ())
@@ -161,7 +169,7 @@ def doctor(
         if not as_json:
             _print(finding)
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print_json([asdict(finding) for finding in findings])
     else:
         _print_sum(findings, job, cloud)
     if any(finding.verdict is CheckVerdict.FAILED for finding in findings):
@@ -236,6 +244,8 @@ def gateway(
     """Hold a cloud's one port: pass what comes for a rank on to it, still encrypted, until stopped.
 
     The ranks of the cloud find the gateway by `gateway` of the job, or `listen`, and register by themselves.
+
+    Example: `isthmus gateway job.toml --cloud east --bind 0.0.0.0`
     """
     from isthmus.wan.certificates import read_identity
 
@@ -248,13 +258,24 @@ def gateway(
         )
     identity = read_identity(Path(spec.certificates), cloud)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    place = _place(bind, spec.listen)
-    asyncio.run(_serve(loaded, spec, identity, place, _say_json if as_json else _say_text))
+
+    def say(text: str, facts: Mapping[str, object]) -> None:
+        typer.echo(json.dumps(facts) if as_json else text)
+
+    asyncio.run(_serve(loaded, spec, identity, _place(bind, spec.listen), say))
 
 
 async def _serve(job: Job, spec: CloudSpec, identity: "Identity", place: tuple[str, int], say: Say) -> None:
     from isthmus.wan.endpoint import num_connections
     from isthmus.wan.gateway import Gateway
+
+    def tell(change: "RankChange") -> None:
+        facts = {"rank": change.rank, "num_registered": change.num_registered, "num_ranks": spec.ranks}
+        event = "left" if change.address is None else "registered"
+        where = {} if change.address is None else {"address": str(change.address)}
+        at = "".join(f" at {address}" for address in where.values())
+        count = f"{change.num_registered} of {spec.ranks} ranks"
+        say(f"rank {change.rank} {event}{at} ({count})", {"event": event, **where, **facts})
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -263,7 +284,7 @@ async def _serve(job: Job, spec: CloudSpec, identity: "Identity", place: tuple[s
         identity=identity,
         num_ranks=spec.ranks,
         num_expected=spec.ranks * num_connections(job, spec.name),
-        on_change=partial(_tell, spec, say),
+        on_change=tell,
     )
     try:
         address = await served.start(*place)
@@ -271,16 +292,6 @@ async def _serve(job: Job, spec: CloudSpec, identity: "Identity", place: tuple[s
         await stop.wait()
     finally:
         await served.close()
-
-
-def _tell(spec: CloudSpec, say: Say, change: "RankChange") -> None:
-    facts = {"rank": change.rank, "num_registered": change.num_registered, "num_ranks": spec.ranks}
-    count = f"{change.num_registered} of {spec.ranks} ranks"
-    if change.address is None:
-        say(f"rank {change.rank} left ({count})", {"event": "left", **facts})
-    else:
-        registered = {"event": "registered", "address": str(change.address), **facts}
-        say(f"rank {change.rank} registered at {change.address} ({count})", registered)
 
 
 def _place(bind: str | None, listen: Address) -> tuple[str, int]:
@@ -295,11 +306,3 @@ def _place(bind: str | None, listen: Address) -> tuple[str, int]:
     except ValueError as error:
         raise UserError(f"--bind: {error}", hint="such as --bind 10.0.0.5 or --bind 10.0.0.5:7600") from None
     return address.host, address.port
-
-
-def _say_text(text: str, _: Mapping[str, object]) -> None:
-    typer.echo(text)
-
-
-def _say_json(_: str, facts: Mapping[str, object]) -> None:
-    typer.echo(json.dumps(facts))

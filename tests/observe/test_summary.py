@@ -150,7 +150,7 @@ def test_ranks_of_a_cloud_come_in_their_order(tmp_path: Path) -> None:
     ]
 
 
-def test_the_time_between_a_stop_and_the_next_start_does_not_count() -> None:
+def test_the_time_between_a_stop_and_the_next_pass_does_not_count() -> None:
     events: list[Event] = [
         Fact(kind=STARTED_KIND, at_s=0.0, values={}),
         span("optimize", 0.0, 1.0),
@@ -158,7 +158,7 @@ def test_the_time_between_a_stop_and_the_next_start_does_not_count() -> None:
         Fact(kind=STARTED_KIND, at_s=1003.0, values={}),
         span("optimize", 1004.0, 1005.0),
     ]
-    assert summarize_rank("east", events).bubble == pytest.approx(0.5)
+    assert summarize_rank("east", events).bubble == pytest.approx(1 / 3)
 
 
 def test_a_stop_before_the_first_step_had_ended_does_not_count_either() -> None:
