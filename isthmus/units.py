@@ -21,8 +21,6 @@ _NUM_PLAIN_DIGITS: Final = 20
 class _Quantity:
     """A kind of number: factors of its units, other spellings read, and where each shown unit starts."""
 
-    noun: str
-    example: str
     factors: Mapping[str, Decimal]
     shown_from: Mapping[str, Decimal]
     also: Mapping[str, Decimal] = field(default_factory=dict)
@@ -31,18 +29,18 @@ class _Quantity:
         """Return the number in base units; a FieldError says in one sentence why the text is none."""
         found = _NUMBER_AND_UNIT.fullmatch(text)
         if found is None:
-            raise self._wrong(text, "is not a number followed by a unit")
+            raise FieldError(f"{text!r} is not a number followed by a unit {self._units}")
         # Decimals of any exponent are read, so the bound comes before the arithmetic.
         if not math.isfinite(float(found["number"])):
-            raise self._wrong(text, "is too large")
+            raise FieldError(f"{text!r} is too large")
         number, unit = Decimal(found["number"]), found["unit"]
         if number < 0:
-            raise self._wrong(text, "is negative")
+            raise FieldError(f"{text!r} is negative")
         if not unit and number:
-            raise self._wrong(text, "has no unit")
+            raise FieldError(f"{text!r} has no unit {self._units}")
         value = number * self._factor(number, unit, text) if unit else number
         if not math.isfinite(float(value)):
-            raise self._wrong(text, "is too large")
+            raise FieldError(f"{text!r} is too large")
         return value
 
     def _factor(self, number: Decimal, unit: str, text: str) -> Decimal:
@@ -51,16 +49,17 @@ class _Quantity:
             return factors[unit]
         size = unit.removesuffix("/s")
         if self is _BANDWIDTH and size in _BYTES.factors and size != unit:
-            bps = 8 * number * _BYTES.factors[size]
-            raise self._wrong(text, "is in bytes per second", meant=self.rounded(float(bps)))
-        meant = closest(unit, factors)
-        raise self._wrong(
-            text, f"has the unknown unit {unit!r}", meant=f"{_digits(number)} {meant}" if meant else None
-        )
+            bits = self.rounded(float(8 * number * _BYTES.factors[size]))
+            raise FieldError(f"{text!r} is in bytes per second", cure=f"did you mean {bits!r}?")
+        # As in "5 minutes".
+        words = sorted(one for one in factors if unit.startswith(one))
+        meant = closest(unit, factors) or max(words, key=len, default=None)
+        cure = f"did you mean '{_digits(number)} {meant}'?" if meant else None
+        raise FieldError(f"{text!r} has the unknown unit {unit!r} {self._units}", cure=cure)
 
-    def _wrong(self, text: str, why: str, *, meant: str | None = None) -> FieldError:
-        cure = f"write {self.noun} such as {self.example!r} (units: {', '.join(self.factors)})"
-        return FieldError(f"{text!r} {why}", cure=f"did you mean {meant!r}?" if meant else cure)
+    @property
+    def _units(self) -> str:
+        return f"(units: {', '.join(self.factors)})"
 
     def rounded(self, value: float) -> str:
         """Return a short text for people, with four significant digits."""
@@ -174,15 +173,11 @@ def _largest_first(factors: Mapping[str, Decimal]) -> dict[str, Decimal]:
 
 _BITS: Final = _powers(1000, "bps", "kbps", "Mbps", "Gbps")
 _BANDWIDTH: Final = _Quantity(
-    noun="a bandwidth in bits per second",
-    example="1 Gbps",
     factors=_BITS,
     shown_from=_largest_first(_BITS),
     also=_powers(1000, "bit/s", "kbit/s", "Mbit/s", "Gbit/s"),
 )
 _DURATION: Final = _Quantity(
-    noun="a duration",
-    example="25 ms",
     factors={
         "us": Decimal("1e-6"),
         "ms": Decimal("1e-3"),
@@ -203,15 +198,11 @@ _DURATION: Final = _Quantity(
 )
 _BINARY: Final = _powers(1024, "B", "KiB", "MiB", "GiB", "TiB")
 _BYTES: Final = _Quantity(
-    noun="a size in bytes",
-    example="80 GiB",
     factors=_powers(1000, "B", "KB", "MB", "GB", "TB") | _BINARY,
     shown_from=_largest_first(_BINARY),
 )
 _OPERATIONS: Final = _powers(1000, "FLOPS", "KFLOPS", "MFLOPS", "GFLOPS", "TFLOPS", "PFLOPS", "EFLOPS")
 _FLOPS: Final = _Quantity(
-    noun="a computing speed",
-    example="312 TFLOPS",
     factors=_OPERATIONS,
     shown_from=_largest_first(_OPERATIONS),
 )

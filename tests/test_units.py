@@ -20,6 +20,7 @@ from isthmus.units import (
     parse_flops,
 )
 
+RATES = "(units: bps, kbps, Mbps, Gbps)"
 numbers = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 plausible = st.floats(min_value=1e-9, max_value=1e21)
 FLOATS = [
@@ -79,26 +80,28 @@ def test_flops() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("10", "has no unit"),
+        ("10", f"has no unit {RATES}"),
         ("-1 Gbps", "is negative"),
-        ("1 parsec", "has the unknown unit 'parsec'"),
-        ("nan Gbps", "is not a number followed by a unit"),
-        ("inf Gbps", "is not a number followed by a unit"),
+        ("1 parsec", f"has the unknown unit 'parsec' {RATES}"),
+        ("nan Gbps", f"is not a number followed by a unit {RATES}"),
+        ("inf Gbps", f"is not a number followed by a unit {RATES}"),
         ("1e999 Gbps", "is too large"),
-        ("fast", "is not a number followed by a unit"),
-        ("", "is not a number followed by a unit"),
-        ("1 Gbps 2", "is not a number followed by a unit"),
+        ("fast", f"is not a number followed by a unit {RATES}"),
+        ("", f"is not a number followed by a unit {RATES}"),
+        ("1 Gbps 2", f"is not a number followed by a unit {RATES}"),
         ("1e308 Gbps", "is too large"),
     ],
 )
-def test_what_is_no_bandwidth_is_refused_with_the_accepted_forms(text: str, why: str) -> None:
+def test_what_is_no_bandwidth_is_refused_in_one_sentence(text: str, why: str) -> None:
     with pytest.raises(FieldError) as caught:
         parse_bandwidth_bps(text)
     assert caught.value.what == f"{text!r} {why}"
-    assert (
-        caught.value.cure
-        == "write a bandwidth in bits per second such as '1 Gbps' (units: bps, kbps, Mbps, Gbps)"
-    )
+
+
+def test_words_for_units_are_understood_in_the_cure() -> None:
+    with pytest.raises(FieldError) as caught:
+        parse_duration_s("5 minutes")
+    assert caught.value.cure == "did you mean '5 min'?"
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,11 @@ def write_pictures(
         write_file(console, html, page.encode())
 
 
-def check_folder(path: Path) -> None:
-    """Refuse a file in a folder that cannot take it, before anything is measured for it."""
-    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(f"{path} cannot be written", hint=_WHERE)
+def check_folders(*paths: Path | None) -> None:
+    """Refuse files in folders that cannot take them, before anything is measured for them."""
+    for path in paths:
+        if path and (not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise UserError(f"{path} cannot be written", hint=_WHERE)
 
 
 def write_file(console: Console, path: Path, content: bytes) -> None:

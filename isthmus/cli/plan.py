@@ -48,6 +48,7 @@ def plan(
 
     Example: `isthmus plan job.toml --set link.0.bandwidth="100 Mbps" --html plan.html`
     """
+    output.check_folders(svg, png, html)
     loaded = isthmus.load_job(job, overrides=overrides or ())
     if write:
         _check_overrides(overrides or (), job)

@@ -151,8 +151,7 @@ def profile(
     """
     loaded = load_job(job, overrides=overrides or ())
     paths = _paths(loaded, cloud, out)
-    for path in paths.values():
-        output.check_folder(path)
+    output.check_folders(*paths.values())
     notes = output.console_for_notes()
     with notes.status("starting") as status:
         found = _measure(loaded, list(paths), lambda what: status.update(f"measuring {what}"))

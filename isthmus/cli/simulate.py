@@ -49,6 +49,7 @@ def simulate(
 
     Example: `isthmus simulate job.toml --steps 100 --faults faults.toml`
     """
+    output.check_folders(svg, png, html)
     scenario, checkpoint_every_s = _scenario(job, overrides or (), is_profiled=profile)
     clouds = [stage.cloud for stage in scenario.stages]
     script = load_script(faults, links=list(pairwise(clouds)), clouds=clouds) if faults else ()

@@ -301,7 +301,7 @@ class TrainSpec(Frozen):
     """Weight decay of AdamW."""
     max_norm: float = Field(1.0, ge=0)
     """Norm to which the gradient of all stages is clipped; 0 for no clipping."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16"] = Field("float32", examples=["bfloat16"])
     """Precision of the computation; weights are float32."""
     recompute: Literal[True, False, "auto"] = Field(False, examples=["auto"])
     """Recompute activations instead of keeping them; "auto": as memory_budget asks for."""

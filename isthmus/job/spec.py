@@ -197,7 +197,7 @@ def find_conflicts(tables: Tables) -> tuple[Finding, ...]:
     links = {index: pair for index, one in enumerate(entries(tables, "link")) if (pair := link_pair(one))}
     in_links = [finding for index in links for finding in _in_link(index, links, tables)]
     # An unreadable or mistyped link would make some cloud look unlinked: name the cause only.
-    all_readable = len(links) == len(entries(tables, "link"))
+    all_readable = isinstance(tables.get("link", []), list) and len(links) == len(entries(tables, "link"))
     unlinked = _unlinked(tables, links) if all_readable and not in_links else ()
     return (*_no_cloud(tables), *_twice_there(tables), *in_links, *unlinked)
 
@@ -253,7 +253,7 @@ def _in_link(index: int, links: Mapping[int, tuple[str, str]], tables: Tables) -
     clouds = {entry_name("cloud", one): one for one in entries(tables, "cloud")}
     unknown = [name for name in dict.fromkeys(links[index]) if name not in clouds]
     for name in unknown:
-        known = [one for one in clouds if one is not None]
+        known = [one for one in clouds if one is not None and one not in links[index]]
         yield Finding(place=place, what=f"there is no cloud {name!r}", cure=suggest(name, known))
     if first == second:
         yield Finding(place=place, what=f"joins {first!r} to itself", cure="name two different clouds")

@@ -50,8 +50,8 @@ PINNED = [
     ),
     (
         west("memory = 80"),
-        "cloud \"west\": memory: '80' has no unit",
-        "write a size in bytes such as '80 GiB' (units: B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)",
+        "cloud \"west\": memory: '80' has no unit (units: B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)",
+        'for example memory = "80 GiB"',
     ),
     (
         listening_at("east.example.com"),
@@ -140,6 +140,7 @@ WRONG = [
     (between('["east", "moon"]'), 'link "east-moon": between', "'moon'"),
     (between('["east", "east"]'), 'link "east-east": between', "itself"),
     (between('["east"]'), "link[0]: between", "two clouds"),
+    (GOOD.replace("[[link]]", "[link]"), "link", "a list, not a table"),
     (link('[[link]]\nbetween = ["west", "east"]'), 'link "west-east": between', "earlier link"),
     (link('[[cloud]]\nname = "north"'), 'cloud "north"', "no link reaches it"),
     (link('bandwith = "1 Gbps"'), 'link "east-west": bandwith', "known key"),
@@ -240,6 +241,12 @@ steps = "many"
         'link "east-wst": between',
     ]
     assert all(problem.cure for problem in found)
+
+
+def test_the_cure_for_an_unknown_cloud_is_not_the_other_end() -> None:
+    name, missing = problems(GOOD.replace('name = "east"', 'name = "East Coast"'))
+    assert (name.key, missing.what) == ('cloud "East Coast": name', "there is no cloud 'east'")
+    assert missing.cure == "choose from East Coast"
 
 
 def test_clouds_without_any_link_are_all_named() -> None:

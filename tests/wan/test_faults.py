@@ -102,8 +102,8 @@ def test_corruption_comes_from_the_first_cloud_unless_told(tmp_path: Path) -> No
         ("fault = [3]", "fault[0]", "must be a table", "write a [[fault]] table for each"),
         (f'[[fault]]\nat = "1 s"\n{CUT}\n[other]', "other", "is not a known key", "choose from fault"),
         (f"[[fault]]\n{CUT}", "fault[0]: at", "is missing", 'for example at = "30 s"'),
-        (f"[[fault]]\nat = 5\n{CUT}", "fault[0]: at", "has no unit", "write a duration such as"),
-        (f'[[fault]]\nat = "5"\n{CUT}', "fault[0]: at", "has no unit", "write a duration such as"),
+        (f"[[fault]]\nat = 5\n{CUT}", "fault[0]: at", "has no unit", "for example at ="),
+        (f'[[fault]]\nat = "5"\n{CUT}', "fault[0]: at", "has no unit", "for example at ="),
         (
             '[[fault]]\nat = "5 s"\nkind = "cutt"\nbetween = ["east", "west"]\nduration = "1 s"',
             "fault[0]: kind",
