@@ -52,7 +52,7 @@ from isthmus.train.store import (
 )
 
 CHECKPOINTS_FOLDER: Final = "checkpoints"
-_RECORD: Final = re.compile(r"step-([0-9]{8,18})/([a-z0-9-]+)(\.aside)?")
+_RECORD: Final = re.compile(r"step-[0-9]{8,18}/([a-z0-9-]+)(?:\.aside)?")
 _ASIDE: Final = ".aside"
 _OPTIMIZER: Final = "optimizer/"
 _WIRE: Final = "wire/"
@@ -86,13 +86,13 @@ class Checkpoints:
         self._began_from: int | None = None
 
     def steps(self) -> tuple[int, ...]:
-        """The steps whose checkpoint was written to its end here, in order."""
-        return tuple(step for step, cloud, _ in self._records() if cloud == self._cloud)
+        """The steps that have a complete record here, in order."""
+        return tuple(step for step, _ in self._own(is_aside=False))
 
     def inspect(self, note: Callable[[str], None]) -> SavedSteps:
-        """Read all that is here: what was cut short is removed, what is damaged is named and not counted."""
+        """Verify all records: interrupted ones are removed, damaged ones are reported and do not count."""
         for name in self._store.unfinished():
-            if self._is_own(name):
+            if _cloud_of(name) == self._cloud:
                 self._store.remove(name)
                 note(f"removed {name}, a checkpoint that was cut short")
         for step in self.steps():
@@ -104,7 +104,7 @@ class Checkpoints:
         return SavedSteps(whole=whole, damaged=tuple(sorted(self._damaged)))
 
     def begin_from(self, step: int) -> None:
-        """Go on from a step: what was saved of later ones no longer counts, once a new one is saved."""
+        """Continue from a step: records of later steps no longer count once a new one is saved."""
         self._began_from = step
 
     def save(self, step: int, tensors: Mapping[str, LazyTensor], facts: Facts) -> None:
@@ -148,7 +148,8 @@ class Checkpoints:
 
     def _manifests(self, step: int, wanted: Set[str]) -> dict[str, Manifest]:
         """The manifest of our own record, where that has all that is wanted, or those of all records here."""
-        here = [cloud for one, cloud, _ in self._records() if one == step]
+        names = [name for name in self._store.names() if not name.endswith(_ASIDE)]
+        here = [cloud for name in names if (cloud := _cloud_of(name)) and _step_of(name) == step]
         found: dict[str, Manifest] = {}
         for cloud in sorted(here, key=lambda one: (one != self._cloud, one)):
             found[cloud] = self._manifest(self._name(step, cloud))
@@ -177,36 +178,38 @@ class Checkpoints:
         return manifest
 
     def _retire(self, *, newest: int) -> None:
-        """Now that a checkpoint is whole, set aside what lost steps have left, and remove what is too old.
+        """Rename the records of steps that were lost, and remove old ones, now that a new one is complete.
 
-        What is set aside is kept until its step is reached again.
+        Renamed records are kept until their step is reached again.
         """
         base = newest if self._began_from is None else self._began_from
         for step in self.steps():
             if step > newest or (step > base and step not in self._written):
                 self._store.rename(self._name(step), f"{self._name(step)}{_ASIDE}")
-        for name, step in self._aside():
+        for step, name in self._own(is_aside=True):
             if step <= newest:
                 self._store.remove(name)
         whole = [step for step in self.steps() if step not in self._damaged]
         for step in set(self.steps()).difference(whole[-self._keep :]):
             self._store.remove(self._name(step))
 
-    def _records(self, *, aside: bool = False) -> Iterator[tuple[int, str, str]]:
-        for name in self._store.names():
-            match = _RECORD.fullmatch(name)
-            if match is not None and (match[3] is not None) == aside:
-                yield int(match[1]), match[2], name
-
-    def _aside(self) -> list[tuple[str, int]]:
-        return [(name, step) for step, cloud, name in self._records(aside=True) if cloud == self._cloud]
-
-    def _is_own(self, name: str) -> bool:
-        match = _RECORD.fullmatch(name)
-        return match is not None and match[2] == self._cloud
+    def _own(self, *, is_aside: bool) -> list[tuple[int, str]]:
+        """The steps and names of this cloud's records, those that were renamed or the others."""
+        names = [name for name in self._store.names() if _cloud_of(name) == self._cloud]
+        return [(_step_of(name), name) for name in names if name.endswith(_ASIDE) == is_aside]
 
     def _name(self, step: int, cloud: str | None = None) -> str:
         return f"step-{step:08d}/{cloud or self._cloud}"
+
+
+def _step_of(record: str) -> int:
+    return int(record.partition("/")[0].removeprefix("step-"))
+
+
+def _cloud_of(record: str) -> str | None:
+    """The cloud that a record belongs to; None for a name that is none of ours."""
+    match = _RECORD.fullmatch(record)
+    return None if match is None else match[1]
 
 
 def _saved_name(name: str, layers: range) -> str:

@@ -18,8 +18,8 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Protocol, Self
@@ -31,7 +31,6 @@ from pydantic import (
     NonNegativeInt,
     StringConstraints,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from safetensors import SafetensorError, safe_open
@@ -50,17 +49,10 @@ _SUFFIX: Final = ".safetensors"
 _FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.safetensors$")]
 _HEADER_MULTIPLE: Final = 8
 _SAFETENSORS_NAMES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +121,6 @@ class SavedTensor(BaseModel):
     shape: tuple[NonNegativeInt, ...]
     dtype: str
 
-    @field_validator("dtype")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        if getattr(torch, name, None) not in _SAFETENSORS_NAMES:
-            raise ValueError(f"there is a tensor of type {name[:50]!r}")
-        return name
-
 
 class SavedFile(BaseModel):
     """The size and digest of a file of a record."""
@@ -155,9 +140,12 @@ class Manifest(BaseModel):
     tensors: dict[str, SavedTensor]
 
     @model_validator(mode="after")
-    def _check_files(self) -> Self:
-        if any(one.file not in self.files for one in self.tensors.values()):
-            raise ValueError("a tensor is in a file that is not listed")
+    def _check_tensors(self) -> Self:
+        for one in self.tensors.values():
+            if one.file not in self.files:
+                raise ValueError("a tensor is in a file that is not listed")
+            if getattr(torch, one.dtype, None) not in _SAFETENSORS_NAMES:
+                raise ValueError(f"there is a tensor of type {one.dtype[:50]!r}")
         return self
 
 
@@ -220,26 +208,20 @@ class DiskStore:
             _drop_if_empty(folder.parent)
 
     def manifest(self, name: str) -> Manifest:
-        try:
+        with self._reading(name):
             return self._read_manifest(name)
-        except (OSError, ValueError) as error:
-            raise self._unusable(name, str(error)) from error
 
     def get(self, name: str, tensors: Sequence[str]) -> dict[str, LazyTensor]:
         manifest = self.manifest(name)
-        for file in {manifest.tensors[tensor].file for tensor in tensors}:
-            reason = self._why_not(name, file, manifest.files[file])
-            if reason is not None:
-                raise self._unusable(name, reason)
+        with self._reading(name):
+            for file in {manifest.tensors[tensor].file for tensor in tensors}:
+                self._verify(self._folder / name / file, manifest.files[file])
 
         def load(tensor: str) -> Tensor:
-            file = manifest.tensors[tensor].file
-            try:
-                with safe_open(self._folder / name / file, framework="pt") as opened:
-                    found: Tensor = opened.get_tensor(tensor)
-                    return found
-            except (OSError, SafetensorError) as error:
-                raise self._unusable(name, f"{file}: {error}") from error
+            path = self._folder / name / manifest.tensors[tensor].file
+            with self._reading(name), safe_open(path, framework="pt") as opened:
+                found: Tensor = opened.get_tensor(tensor)
+                return found
 
         return {
             tensor: LazyTensor(
@@ -252,11 +234,11 @@ class DiskStore:
 
     def check(self, name: str) -> str | None:
         try:
-            manifest = self._read_manifest(name)
+            for file, about in self._read_manifest(name).files.items():
+                self._verify(self._folder / name / file, about)
         except (OSError, ValueError) as error:
             return str(error)
-        reasons = (self._why_not(name, file, about) for file, about in manifest.files.items())
-        return next((reason for reason in reasons if reason is not None), None)
+        return None
 
     def rename(self, name: str, to: str) -> None:
         self.remove(to)
@@ -284,29 +266,32 @@ class DiskStore:
             (folder / MANIFEST_FILE).unlink(missing_ok=True)
             shutil.rmtree(folder)
 
-    def _why_not(self, name: str, file: str, about: SavedFile) -> str | None:
-        path = self._folder / name / file
+    def _verify(self, path: Path, about: SavedFile) -> None:
+        """Raise ValueError with the reason if a file is not as it was written."""
         try:
             stat = path.stat()
             if stat.st_size != about.num_bytes:
-                return f"{file} has {stat.st_size} bytes instead of {about.num_bytes}"
+                raise ValueError(f"{path.name} has {stat.st_size} bytes instead of {about.num_bytes}")
             seen = (path, stat.st_size, stat.st_mtime_ns)
             if seen not in self._verified and _digest(path) != about.sha256:
-                return f"{file} is not as it was written (its SHA-256 differs)"
+                raise ValueError(f"{path.name} is not as it was written (its SHA-256 differs)")
         except OSError as error:
-            return f"{file}: {error.strerror or error}"
+            raise ValueError(f"{path.name}: {error.strerror or error}") from error
         # What was verified at the start of a run is not verified again when it is loaded.
         self._verified.add(seen)
-        return None
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(
+                f"the checkpoint {self._folder / name} cannot be used: {error}",
+                hint="put a whole copy in its place, or start again with --resume never",
+            ) from error
 
     def _name(self, folder: Path) -> str:
         return folder.relative_to(self._folder).as_posix()
-
-    def _unusable(self, name: str, reason: str) -> UserError:
-        return UserError(
-            f"the checkpoint {self._folder / name} cannot be used: {reason}",
-            hint="put a whole copy in its place, or start again with --resume never",
-        )
 
 
 def _write(folder: Path, tensors: Mapping[str, LazyTensor], facts: Facts) -> None:
