@@ -12,9 +12,9 @@ from predicted.stages import WIDTH
 from auto.trials import NUM_MICROBATCHES, NUM_TOKENS, Trial
 from isthmus.job import Job
 from isthmus.job.load import parse_job, replace_file
-from isthmus.plan.plan import decisions_from_dict
+from isthmus.plan.plan import Decisions, decisions_from_dict
 from isthmus.plan.times import read_profile, write_profile
-from isthmus.train.run_config import Setup, set_up
+from isthmus.train.run_config import decide, plan_run
 from isthmus.units import format_bandwidth, format_duration
 
 TrialsByCase = Mapping[int, Sequence[Trial]]
@@ -25,7 +25,7 @@ class Prepared:
     """One trial, as every cloud of a run would know it."""
 
     job: Job
-    setup: Setup
+    decisions: Decisions
 
 
 def write_plans(cases: Sequence[Case], trials: TrialsByCase, folder: Folder, path: Path) -> None:
@@ -35,11 +35,11 @@ def write_plans(cases: Sequence[Case], trials: TrialsByCase, folder: Folder, pat
         profiles = {cloud: _whole_profile(case, cloud, folder) for cloud in case.wan.clouds}
         for trial in trials[case.number]:
             text = job_text(case, trial, probe=_probe(case, folder), profiles=profiles)
-            setup = set_up(parse_job(text, file=path))
-            if setup.decisions is None:
-                raise ValueError(f"nothing was planned for {trial.name}: {setup.notes}")
+            plan = plan_run(parse_job(text, file=path))
+            if plan is None or plan.decisions is None:
+                raise ValueError(f"nothing was planned for {trial.name}")
             about = {"case": case.number, "trial": trial.name}
-            found.append({**about, "job": text, "decisions": asdict(setup.decisions)})
+            found.append({**about, "job": text, "decisions": asdict(plan.decisions)})
     replace_file(path, json.dumps(found, indent=1))
 
 
@@ -51,7 +51,7 @@ def read_plan(path: Path, case: Case, trial: Trial) -> Prepared:
         if (one["case"], one["trial"]) == (case.number, trial.name)
     )
     job = parse_job(found["job"], file=path)
-    return Prepared(job=job, setup=set_up(job, decisions=decisions_from_dict(found["decisions"])))
+    return Prepared(job=job, decisions=decide(job, decisions_from_dict(found["decisions"])))
 
 
 def job_text(case: Case, trial: Trial, *, probe: Mapping[str, object], profiles: Mapping[str, Path]) -> str:

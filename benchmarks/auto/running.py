@@ -111,7 +111,7 @@ def _run_trial(case: Case, trial: Trial, visit: Visit, prepared: Prepared) -> Ra
         record=Record(on_step=watch.step_ended),
         on_event=watch.event,
     )
-    reasons = [*prepared.setup.notes, *(fact.text for fact in record.told if isinstance(fact, Note))]
+    reasons = [*prepared.decisions.reasons, *(fact.text for fact in record.told if isinstance(fact, Note))]
     return Ran(
         number=case.number,
         trial=trial,
@@ -124,7 +124,7 @@ def _run_trial(case: Case, trial: Trial, visit: Visit, prepared: Prepared) -> Ra
 def _config(prepared: Prepared, trial: Trial) -> RunConfig:
     """What a session makes of the job; it ends when it is steady, though its codecs count on all steps."""
     blueprint = blueprint_of(prepared.job, config={}, num_labels=None)
-    config = run_config(prepared.job, prepared.setup, blueprint, num_validation_microbatches=0)
+    config = run_config(prepared.job, prepared.decisions, blueprint, num_validation_microbatches=0)
     num_steps = _num_steps(trial, config.pipeline.cuts[0])
     pipeline = replace(config.pipeline, num_steps=num_steps, save_every_s=None)
     return replace(config, pipeline=pipeline, seed=0)

@@ -1,15 +1,14 @@
 """Builds a member's stage and what trains it: on its device, with its memory options, sharded, reduced."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from isthmus.errors import UserError
-from isthmus.job import CloudSpec, Job
+from isthmus.job import CloudSpec, Job, stage_order
 from isthmus.job.codec import HiddenSpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.heads import HEADS
@@ -25,7 +24,7 @@ from isthmus.train.in_cloud import (
     shard,
 )
 from isthmus.train.optimizer import Decay, Optimizer, Schedule
-from isthmus.train.run_config import RunConfig, Setup
+from isthmus.train.run_config import RunConfig
 from isthmus.units import format_bytes
 
 AUTOCAST: Final = {"float32": None, "bfloat16": torch.bfloat16}
@@ -71,7 +70,6 @@ class Build:
         return self.config.sharding[self.index]
 
     def make(self) -> Built:
-        """All of it."""
         stage = self.stage()
         reduction = Reduction(self.world, stage, sharding=self.sharding)
         return Built(stage=stage, optimizer=self.optimizer(stage), reduction=reduction)
@@ -127,8 +125,9 @@ class Build:
             stage.notes += (_ALIKE,)
             return
         job = self.job
+        memory_bytes = job.cloud_named(self.cloud).memory_bytes or _memory_bytes(self.device)
         stage.recompute = Budgeted(
-            budget_bytes=job.train.memory_budget_bytes or _share_bytes(job, self.cloud, self.device),
+            budget_bytes=job.train.memory_budget_bytes or int(job.limits.memory_share * memory_bytes),
             standing_bytes=lambda: _standing_bytes(stage, self.config, self.device),
             device=self.device.torch_device,
             max_length=None if job.data is None else job.data.sequence_length,
@@ -181,57 +180,62 @@ def optimizer_state(config: RunConfig) -> OptimizerState:
     return OptimizerState.EIGHT_BIT if config.optimizer_bits == 8 else OptimizerState.FLOAT32
 
 
-def _share_bytes(job: Job, cloud: str, device: Device) -> int:
-    """What a plan may fill of the device's memory."""
-    given = job.cloud_named(cloud).memory_bytes
-    return int(job.limits.memory_share * (given or _memory_bytes(device)))
-
-
 def _memory_bytes(device: Device) -> int:
     if not device.is_accelerator:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return _host_bytes()
     _, total_bytes = torch.get_device_module(device.torch_device).mem_get_info(device.torch_device)
     return int(total_bytes)
 
 
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _standing_bytes(stage: Stage, config: RunConfig, device: Device) -> int:
-    """What is there when nothing is in flight, and the gradients that will be."""
-    to_come = awaited_gradient_bytes(stage)
+    """The memory in use when nothing is in flight, and the gradients to come."""
+    used_bytes = awaited_gradient_bytes(stage)
     if device.is_accelerator:
         module = torch.get_device_module(device.torch_device)
-        return to_come + int(module.memory_allocated(device.torch_device))
-    return to_come + sum(_held_bytes(one, config) for one in stage.parameters())
+        return used_bytes + int(module.memory_allocated(device.torch_device))
+    # The allocator of a CPU does not say what is allocated.
+    moment_bytes = _MOMENT_BYTES[optimizer_state(config)]
+    for parameter in stage.parameters():
+        used_bytes += parameter.nbytes + (0 if parameter.grad is None else parameter.grad.nbytes)
+        used_bytes += moment_bytes * parameter.numel() if parameter.requires_grad else 0
+    return used_bytes
 
 
-def _held_bytes(parameter: nn.Parameter, config: RunConfig) -> int:
-    """A parameter on a CPU, whose allocator does not say what it holds: with its gradient and moments."""
-    gradient = 0 if parameter.grad is None else parameter.grad.nbytes
-    moments = _MOMENT_BYTES[optimizer_state(config)] * parameter.numel() if parameter.requires_grad else 0
-    return parameter.nbytes + gradient + moments
+def check_fits(job: Job, stage_layers: Sequence[range], blueprint: Blueprint) -> None:
+    """Refuse a stage whose weights, gradients and moments alone are over the memory of its cloud.
 
-
-# Of a weight or a gradient in float32.
-_WIDE_BYTES: Final = 4
-
-
-def check_fits(job: Job, setup: Setup, blueprint: Blueprint) -> None:
-    """Refuse a stage whose weights, gradients and moments alone are over the memory of its cloud."""
-    job = setup.followed(job)
-    for name, layers in zip(setup.clouds, setup.stage_layers(blueprint.num_layers), strict=True):
+    The job leaves nothing open about memory.
+    """
+    for name, layers in zip(stage_order(job), stage_layers, strict=True):
         cloud = job.cloud_named(name)
-        needed_bytes = _state_bytes(
-            job,
-            cloud,
-            num_parameters=sum(blueprint.layout.owned_by(layers).values()),
-            num_trained=_num_trained(job, blueprint, layers),
-        )
-        memory_bytes = _cloud_bytes(cloud)
+        needed_bytes = _state_bytes(job, cloud, blueprint, layers)
+        memory_bytes = cloud.memory_bytes or (_host_bytes() if cloud.device == "cpu" else None)
         if memory_bytes is not None and needed_bytes > memory_bytes:
             raise UserError(
                 f"the stage of cloud {name!r} needs {format_bytes(needed_bytes)} for weights, gradients "
                 f"and optimizer, but it has {format_bytes(memory_bytes)}",
                 hint="take a smaller model, or add clouds, so that each holds fewer layers",
             )
+
+
+def _state_bytes(job: Job, cloud: CloudSpec, blueprint: Blueprint, layers: range) -> int:
+    """What one rank keeps of a stage; what layers gather for one pass does not count."""
+    num_parameters = sum(blueprint.layout.owned_by(layers).values())
+    num_trained = _num_trained(job, blueprint, layers)
+    has_moments = cloud.device == "cpu" or not job.train.offload_optimizer
+    moment_bytes = job.train.optimizer_bits // 4 * num_trained if has_moments else 0
+    gathered_bytes = torch.float32.itemsize * (num_parameters + num_trained)
+    shard_bytes = -(-(gathered_bytes + moment_bytes) // cloud.ranks)
+    match cloud.sharding:
+        case "optimizer":
+            return gathered_bytes + shard_bytes
+        case "full":
+            return shard_bytes
+    return gathered_bytes + moment_bytes
 
 
 def _num_trained(job: Job, blueprint: Blueprint, layers: range) -> int:
@@ -243,25 +247,3 @@ def _num_trained(job: Job, blueprint: Blueprint, layers: range) -> int:
     parts += [layout.first] if layers.start == 0 and num_frozen == 0 else []
     parts += [layout.last] if layers.stop == layout.num_layers else []
     return sum(sum(part.values()) for part in parts)
-
-
-def _state_bytes(job: Job, cloud: CloudSpec, *, num_parameters: int, num_trained: int) -> int:
-    """What one rank holds; what layers gather for a moment does not count."""
-    has_moments = cloud.device == "cpu" or not job.train.offload_optimizer
-    moment_bytes = job.train.optimizer_bits // 4 * num_trained if has_moments else 0
-    gathered_bytes = _WIDE_BYTES * (num_parameters + num_trained)
-    share_bytes = -(-(gathered_bytes + moment_bytes) // cloud.ranks)
-    match cloud.sharding:
-        case "optimizer":
-            return gathered_bytes + share_bytes
-        case "full":
-            return share_bytes
-    return gathered_bytes + moment_bytes
-
-
-def _cloud_bytes(cloud: CloudSpec) -> int | None:
-    if cloud.memory_bytes is not None:
-        return cloud.memory_bytes
-    if cloud.device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None

@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from isthmus.errors import CloudFailed, Terminated, UserError
 from isthmus.events import StopRequest
-from isthmus.job import Address, CloudSpec, Job
+from isthmus.job import Address, CloudSpec, Job, stage_order
 from isthmus.job.faults import load_faults
 from isthmus.job.rundir import lock_site
 from isthmus.observe.trackers import check_trackers, open_trackers
 from isthmus.plan.costs import CostSource
-from isthmus.wan.certificates import Identity, read_identity
+from isthmus.wan.certificates import read_identity
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import Seat
 from isthmus.wan.local import STOP_SIGNAL, LocalWan, Report, run_ranks
 
 if TYPE_CHECKING:
     from isthmus.train.profiles import Profiler
-    from isthmus.train.session import Place, Trained
+    from isthmus.train.session import SessionOptions, Trained
 
 _DEFAULT_PORT: Final = 29400
 # Two jobs on one node must not meet at one port; these are below those that systems hand out by themselves.
@@ -71,42 +71,32 @@ class Launch:
         from isthmus.train.profiles import is_open
         from isthmus.train.profiling import threads_here
         from isthmus.train.runs import check_all_devices, choose_run, writing_to
-        from isthmus.train.session import Place
+        from isthmus.train.session import SessionOptions
 
         check_all_devices(job)
         note = self._noter(job.cloud[0].name)
+        learn = self._profiler(note, is_wanted=is_open(job)).all_here
         chosen = choose_run(
-            job,
-            root=self.root,
-            resume=self.resume,
-            note=note,
-            learn=self._profiler(note, is_wanted=is_open(job)).all_here,
-            source=self.source(),
+            job, root=self.root, resume=self.resume, note=note, learn=learn, source=self.source()
         )
         with writing_to(self.root), chosen as folder, LocalWan(job) as wan:
             wan.play(script)
-            place = Place(
+            options = SessionOptions(
                 root=self.root,
                 run_id=folder.name,
                 open_trackers=self._open_trackers,
                 num_threads=threads_here(job),
             )
-            return self._run_until_done(wan, place, restarts=restarts)
+            return self._run_until_done(wan, options, restarts=restarts)
 
-    def _run_until_done(self, wan: LocalWan, place: "Place", *, restarts: int) -> "Trained":
+    def _run_until_done(self, wan: LocalWan, options: "SessionOptions", *, restarts: int) -> "Trained":
         """Start all ranks, again after a crash, each time from the newest state that all have saved."""
         attempt = 0
         while True:
-            work = functools.partial(_be_rank_here, place=place)
+            work = functools.partial(_be_rank_here, options=options)
             try:
-                found = run_ranks(
-                    self.job,
-                    work,
-                    wan,
-                    on_report=self._hear,
-                    stop=self.stop,
-                    preload=["isthmus.train.session"],
-                )
+                preload = ["isthmus.train.session"]
+                found = run_ranks(self.job, work, wan, on_report=self._hear, stop=self.stop, preload=preload)
             except CloudFailed as failed:
                 if not failed.is_crash or attempt == restarts or self.stop.is_asked:
                     raise
@@ -120,37 +110,35 @@ class Launch:
         """Be one rank of one cloud; the others are started elsewhere."""
         identity = read_identity(Path(self.job.cloud_named(cloud).certificates), cloud)
 
-        from isthmus.train.run_config import set_up
+        from isthmus.train.run_config import decide
         from isthmus.train.runs import check_device, writing_to
         from isthmus.train.session import train_cloud
 
         check_device(self.job.cloud_named(cloud), seat)
-        chooses = seat.is_leader and set_up(self.job, plans=False).clouds[0] == cloud
+        decide(self.job)
+        chooses = seat.is_leader and stage_order(self.job)[0] == cloud
         check_trackers(self.trackers if chooses else ())
         with ExitStack() as stack:
             stack.enter_context(writing_to(self.root))
             note = self._noter(cloud)
             stack.enter_context(lock_site(self.root, self.job, cloud=cloud, rank=seat.rank, note=note))
-            place = self._place_of(cloud, stack, chooses=chooses)
-            endpoint = stack.enter_context(self._endpoint(cloud, seat, identity))
+            options = self._session_options(cloud, stack, chooses=chooses)
+            endpoint = Endpoint(self.job, cloud=cloud, rank=seat.rank, identity=identity)
+            self.stop.abort = endpoint.abort
+            stack.enter_context(endpoint)
             # Peers are told of a full disk in the same words.
             stack.enter_context(writing_to(self.root))
             report = functools.partial(self._hear, cloud)
             return train_cloud(
-                self.job, endpoint, cloud=cloud, report=report, place=place, seat=seat, stop=self.stop
+                self.job, endpoint, cloud=cloud, report=report, options=options, seat=seat, stop=self.stop
             )
 
-    def _endpoint(self, cloud: str, seat: Seat, identity: Identity) -> Endpoint:
-        endpoint = Endpoint(self.job, cloud=cloud, rank=seat.rank, identity=identity)
-        self.stop.abort = endpoint.abort
-        return endpoint
-
-    def _place_of(self, cloud: str, stack: ExitStack, *, chooses: bool) -> "Place":
+    def _session_options(self, cloud: str, stack: ExitStack, *, chooses: bool) -> "SessionOptions":
         """Where the run is; the first cloud chooses it, after all have been measured if there is a choice."""
         from isthmus.train.profiles import is_open, unpack_profile
         from isthmus.train.run_config import may_plan
         from isthmus.train.runs import check_unplanned, choose_run, find_unfinished
-        from isthmus.train.session import Place
+        from isthmus.train.session import SessionOptions
 
         job, note = self.job, self._noter(cloud)
         profiler, source = self._profiler(note), self.source()
@@ -175,7 +163,7 @@ class Launch:
         is_measured = chooses and self.is_profiled and is_new and is_open(job) and may_plan(job, source)
         if is_measured:
             check_unplanned(job, root=self.root, note=note)
-        return Place(
+        return SessionOptions(
             root=self.root,
             run_id=choose({}) if chooses and not is_measured else None,
             open_trackers=self._open_trackers,
@@ -200,7 +188,7 @@ class Launch:
 
 
 def _be_rank_here(
-    job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat, place: "Place"
+    job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat, options: "SessionOptions"
 ) -> "Trained":
     from isthmus.train.runs import writing_to
     from isthmus.train.session import train_cloud
@@ -215,12 +203,12 @@ def _be_rank_here(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(STOP_SIGNAL, ask)
-    with writing_to(place.root):
-        return train_cloud(job, endpoint, cloud=cloud, report=report, place=place, seat=seat, stop=stop)
+    with writing_to(options.root):
+        return train_cloud(job, endpoint, cloud=cloud, report=report, options=options, seat=seat, stop=stop)
 
 
 def find_seat(environment: _Environment, cloud: CloudSpec) -> Seat:
-    """The seat of this process; a cloud of one rank needs no launcher."""
+    """The rank that this process is; a cloud of one rank needs no launcher."""
     seat = _from_environment(environment, cloud)
     if seat is None:
         if cloud.ranks == 1:
@@ -244,45 +232,28 @@ def find_seat(environment: _Environment, cloud: CloudSpec) -> Seat:
 
 
 def _from_environment(environment: _Environment, cloud: CloudSpec) -> Seat | None:
+    master: Address | None = None
+    local = _number(environment, "LOCAL_RANK", default=0)
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _from_torchrun(environment)
-    if "SLURM_PROCID" in environment:
+        rank, num_ranks = _number(environment, "RANK"), _count(environment, "WORLD_SIZE")
+        master = _master(environment)
+    elif "SLURM_PROCID" in environment:
         # Outside of srun the batch script itself is task 0 of one.
-        is_alone = cloud.ranks == 1 and _count(environment, "SLURM_NTASKS", default=1) == 1
-        return None if is_alone else _from_slurm(environment)
-    if "JOB_COMPLETION_INDEX" in environment:
-        return _from_kubernetes(environment, cloud)
-    return None
-
-
-def _from_torchrun(environment: _Environment) -> Seat:
-    return Seat(
-        rank=_number(environment, "RANK"),
-        num_ranks=_count(environment, "WORLD_SIZE"),
-        local_rank=_number(environment, "LOCAL_RANK", default=0),
-        master=_master(environment, default_port=_DEFAULT_PORT),
-        is_served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-
-
-def _from_slurm(environment: _Environment) -> Seat:
-    nodes = environment.get("SLURM_STEP_NODELIST") or _text(environment, "SLURM_JOB_NODELIST")
-    port = _SLURM_PORTS[_number(environment, "SLURM_JOB_ID") % len(_SLURM_PORTS)]
-    return Seat(
-        rank=_number(environment, "SLURM_PROCID"),
-        num_ranks=_count(environment, "SLURM_NTASKS"),
-        local_rank=_number(environment, "SLURM_LOCALID"),
-        master=_master({"MASTER_ADDR": first_host(nodes), **environment}, default_port=port),
-    )
-
-
-def _from_kubernetes(environment: _Environment, cloud: CloudSpec) -> Seat:
-    return Seat(
-        rank=_number(environment, "JOB_COMPLETION_INDEX"),
-        num_ranks=_count(environment, "WORLD_SIZE", default=cloud.ranks),
-        local_rank=_number(environment, "LOCAL_RANK", default=0),
-        master=_master(environment, default_port=_DEFAULT_PORT) if cloud.ranks > 1 else None,
-    )
+        if cloud.ranks == 1 and _count(environment, "SLURM_NTASKS", default=1) == 1:
+            return None
+        rank, num_ranks = _number(environment, "SLURM_PROCID"), _count(environment, "SLURM_NTASKS")
+        local = _number(environment, "SLURM_LOCALID")
+        nodes = environment.get("SLURM_STEP_NODELIST") or _text(environment, "SLURM_JOB_NODELIST")
+        port = _SLURM_PORTS[_number(environment, "SLURM_JOB_ID") % len(_SLURM_PORTS)]
+        master = _master({"MASTER_ADDR": first_host(nodes), **environment}, default_port=port)
+    elif "JOB_COMPLETION_INDEX" in environment:
+        rank = _number(environment, "JOB_COMPLETION_INDEX")
+        num_ranks = _count(environment, "WORLD_SIZE", default=cloud.ranks)
+        master = _master(environment) if cloud.ranks > 1 else None
+    else:
+        return None
+    is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Seat(rank=rank, num_ranks=num_ranks, local_rank=local, master=master, is_served=is_served)
 
 
 def first_host(nodes: str) -> str:
@@ -293,7 +264,7 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def _master(environment: _Environment, *, default_port: int) -> Address:
+def _master(environment: _Environment, *, default_port: int = _DEFAULT_PORT) -> Address:
     port = _number(environment, "MASTER_PORT", default=default_port, allowed=_PORTS)
     return Address(host=_text(environment, "MASTER_ADDR"), port=port)
 

@@ -14,6 +14,7 @@ there.
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -60,34 +61,25 @@ class Actor(Protocol):
         """Keep what has arrived until a work needs it."""
 
 
+@dataclass(slots=True, eq=False)
 class Loop:
     """Drives one member from its first step to its end."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        actor: Actor,
-        wires: Mapping[Member, Wire],
-        inbox: Inbox,
-        *,
-        tell: Callable[[Facts], None],
-        save: Callable[[int, Facts | None], None],
-        on_event: Callable[[Event, float], None] = lambda _event, _now_s: None,
-    ) -> None:
-        self._scheduler = scheduler
-        self._actor = actor
-        self._wires = wires
-        self._inbox = inbox
-        self._tell = tell
-        self._save = save
-        self._on_event = on_event
-        self._wake_s: float | None = None
-        self._stop: Stop | None = None
-        self._failure: LinkError | None = None
+    scheduler: Scheduler
+    actor: Actor
+    wires: Mapping[Member, Wire]
+    inbox: Inbox
+    _: KW_ONLY
+    tell: Callable[[Facts], None]
+    save: Callable[[int, Facts | None], None]
+    on_event: Callable[[Event, float], None] = lambda _event, _now_s: None
+    _wake_s: float | None = field(default=None, init=False)
+    _stop: Stop | None = field(default=None, init=False)
+    _failure: LinkError | None = field(default=None, init=False)
 
     def run(self, step: int = 0, facts: Facts | None = None) -> Stop:
         """Work from a step on until the scheduler stops; a failure is raised."""
-        for wire in self._wires.values():
+        for wire in self.wires.values():
             wire.open()
         self._feed(Started(step, facts))
         while self._stop is None:
@@ -98,27 +90,27 @@ class Loop:
 
     def interrupt(self, reason: str) -> None:
         """Ask for an orderly stop, from any thread: a common step is saved first."""
-        self._inbox.put(Interrupted(reason))
+        self.inbox.put(Interrupted(reason))
 
     def _feed(self, event: Event) -> None:
         now_s = time.monotonic()
-        self._on_event(event, now_s)
-        for action in self._scheduler.on(event, now_s):
+        self.on_event(event, now_s)
+        for action in self.scheduler.on(event, now_s):
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
         match action:
             case Run(work=work):
-                self._inbox.put(Done(work, self._actor.run(work)))
+                self.inbox.put(Done(work, self.actor.run(work)))
             case Send(message=message):
-                tensors, ready = self._actor.tensors(message)
+                tensors, ready = self.actor.tensors(message)
                 for to in message.to:
-                    self._wires[to].send(message, tensors, ready)
+                    self.wires[to].send(message, tensors, ready)
             case Tell(fact=fact):
-                self._tell(fact)
+                self.tell(fact)
             case Save(step=step, facts=facts):
-                self._save(step, facts)
-                self._inbox.put(Saved(step))
+                self.save(step, facts)
+                self.inbox.put(Saved(step))
             case Wake(at_s=at_s):
                 self._wake_s = at_s
             case Stop():
@@ -127,13 +119,13 @@ class Loop:
     def _next(self) -> Event:
         """The next event; waits for it, at most until the scheduler wants to be woken."""
         left_s = None if self._wake_s is None else max(0.0, self._wake_s - time.monotonic())
-        item = self._inbox.take(timeout_s=left_s)
+        item = self.inbox.take(timeout_s=left_s)
         match item:
             case None:
                 self._wake_s = None
                 return Elapsed()
             case Delivery():
-                self._actor.take(item.message, item.tensors)
+                self.actor.take(item.message, item.tensors)
                 return Arrived(item.message, item.travel_s, item.facts)
             case Failure(member=member, error=error):
                 if not isinstance(error, LinkError):
@@ -150,7 +142,7 @@ class Loop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Send what is left and end the threads; after an error nobody may wait for a peer any more."""
-        for wire in self._wires.values():
+        for wire in self.wires.values():
             if error is None:
                 wire.close()
             else:

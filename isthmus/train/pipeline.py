@@ -1,10 +1,10 @@
 """Forward and backward passes of one stage; what a backward needs is kept from its forward until then."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,15 +39,7 @@ from isthmus.train.wire import Inbox, Wire, WireObserver
 from isthmus.wan.link import Link
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InFlight:
-    """What the backward of a micro-batch needs from its forward."""
-
-    arrived: Tensor | None
-    output: StageOutput
-    num_step_targets: int
-
-
+@dataclass(slots=True, eq=False)
 class Passes:
     """Runs a stage on micro-batches.
 
@@ -55,33 +47,23 @@ class Passes:
     is frozen, or there is none. Until `num_warmup_steps` hidden states cross where a bottleneck is to start.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        *,
-        device: torch.device,
-        seed: int,
-        autocast: torch.dtype | None = None,
-        is_frozen: bool = False,
-        sends_gradients: bool = True,
-        num_warmup_steps: int = 0,
-        on_near_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.stage = stage
-        self.window = 1
-        """The most micro-batches in flight at a time."""
-        self._device = device
-        self._seed = seed
-        self._autocast = autocast
-        self._is_frozen = is_frozen
-        self._sends_gradients = sends_gradients
-        self._num_warmup_steps = num_warmup_steps
-        self._on_near_end = on_near_end
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+    stage: Stage
+    _: KW_ONLY
+    device: torch.device
+    seed: int
+    autocast: torch.dtype | None = None
+    is_frozen: bool = False
+    sends_gradients: bool = True
+    num_warmup_steps: int = 0
+    on_near_end: Callable[[], None] = lambda: None
+    window: int = 1
+    """The most micro-batches in flight at a time."""
+    in_flight: dict[tuple[int, int], tuple[Tensor | None, StageOutput, int]] = field(default_factory=dict)
+    """By step and micro-batch: what arrived for it, what it gave, and the targets of its step."""
 
     def train(self, is_training: bool) -> None:
         """Switch between training and evaluation."""
-        self.stage.train(is_training and not self._is_frozen)
+        self.stage.train(is_training and not self.is_frozen)
 
     def forward(
         self,
@@ -94,39 +76,34 @@ class Passes:
         is_evaluation: bool = False,
     ) -> StageOutput:
         """Run a micro-batch, with the hidden states that arrived for it."""
-        is_training = not is_evaluation and not self._is_frozen
-        if hidden is not None and is_training and self._sends_gradients:
+        is_training = not is_evaluation and not self.is_frozen
+        if hidden is not None and is_training and self.sends_gradients:
             hidden.requires_grad_()
         inputs = StageInput(
-            batch=batch.to(self._device),
+            batch=batch.to(self.device),
             crossing=hidden,
-            rng_key=RngKey(seed=self._seed, step=step, microbatch=item),
-            is_warming_up=step < self._num_warmup_steps,
+            rng_key=RngKey(seed=self.seed, step=step, microbatch=item),
+            is_warming_up=step < self.num_warmup_steps,
             window=self.window,
-            on_near_end=self._on_near_end,
+            on_near_end=self.on_near_end,
         )
         with torch.set_grad_enabled(is_training), self._precision():
             output: StageOutput = self.stage(inputs)
         if is_training:
-            self._in_flight[step, item] = _InFlight(
-                arrived=hidden, output=output, num_step_targets=num_step_targets
-            )
+            self.in_flight[step, item] = hidden, output, num_step_targets
         return output
 
     def backward(self, *, step: int, item: int, gradient: Tensor | None) -> Tensor | None:
         """Run a micro-batch back, given the gradient of what it sent; gives that of what had arrived."""
-        kept = self._in_flight.pop((step, item))
-        kept.output.backward(grad=gradient, loss_weight=1 / max(kept.num_step_targets, 1))
-        return None if kept.arrived is None else kept.arrived.grad
+        arrived, output, num_step_targets = self.in_flight.pop((step, item))
+        output.backward(grad=gradient, loss_weight=1 / max(num_step_targets, 1))
+        return None if arrived is None else arrived.grad
 
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
-        if self._autocast is None:
-            yield
-        else:
-            # Without its cache, in which copies of weights would outlive the layers that are recomputed.
-            with torch.autocast(self._device.type, dtype=self._autocast, cache_enabled=False):
-                yield
+    def _precision(self) -> AbstractContextManager[None]:
+        if self.autocast is None:
+            return nullcontext()
+        # Without its cache, in which copies of weights would outlive the layers that are recomputed.
+        return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
 
 
 TARGETS: Final = "targets"
@@ -170,6 +147,16 @@ class _Microbatch:
         return self.held is not None and len(self.held) == len(self.batch.ids)
 
 
+class _Result(NamedTuple):
+    """What the last stage made of a micro-batch; tensors are on the device."""
+
+    is_plain: bool
+    """Whether it belongs to the round of an evaluation that crosses without codecs."""
+    num_targets: int
+    loss: Tensor
+    num_correct: Tensor | None
+
+
 class PipelineActor:
     """Computes the works of one member of a pipeline."""
 
@@ -210,16 +197,16 @@ class PipelineActor:
             on_near_end=self._clock.near_end,
         )
         self._passes.window = pipeline.first_windows()[self._index]
-        self._foresight = _foresight(config, stage) if source is not None else None
+        self._foresight = None
+        if source is not None and config.is_cached:
+            admission = _admission(config, stage.model.config.hidden_size)
+            self._foresight = Foresight(admission=admission, keeps_padding=config.keeps_padding)
         self._microbatches: dict[Key, _Microbatch] = {}
         self._gradients: dict[Key, Tensor] = {}
         self._outgoing: dict[Key, tuple[Mapping[str, Tensor], Mark]] = {}
         self._basis: Mapping[str, Tensor] = {}
         self._basis_to_send: Mapping[str, Tensor] = {}
-        self._losses: list[Tensor] = []
-        self._num_correct: list[Tensor] = []
-        self._evaluated: list[tuple[bool, int]] = []
-        """Of each evaluated micro-batch: whether it belongs to the plain round, and its targets."""
+        self._results: list[_Result] = []
 
     def run(self, work: Work) -> Facts | None:
         """Carry out a work; only REDUCE and SCORE read the device."""
@@ -266,9 +253,7 @@ class PipelineActor:
         self._clock.begin()
         self._reduction.begin()
         self._passes.train(not is_evaluation)
-        self._losses.clear()
-        self._num_correct.clear()
-        self._evaluated.clear()
+        self._results.clear()
         return None if self._source is None else self._read(self._source, work.step, is_evaluation)
 
     def _read(self, source: Source, step: int, is_evaluation: bool) -> Read:
@@ -322,22 +307,21 @@ class PipelineActor:
 
     def _forward(self, work: Work) -> Mapping[str, Tensor] | None:
         found = self._microbatches.pop((_NEEDED_BY[work.kind], work.step, work.item))
-        if work.kind is WorkKind.EVALUATE:
-            self._evaluated.append((self._config.pipeline.is_plain(work), found.batch.num_targets))
         if self._is_frozen and found.is_held:
             return self._carried(found, None)
+        is_evaluation = work.kind is WorkKind.EVALUATE
         output = self._passes.forward(
             found.batch,
             found.hidden,
             step=work.step,
             item=work.item,
             num_step_targets=found.num_step_targets,
-            is_evaluation=work.kind is WorkKind.EVALUATE,
+            is_evaluation=is_evaluation,
         )
         if output.loss is not None:
-            self._losses.append(output.loss.detach())
-        if output.num_correct is not None:
-            self._num_correct.append(output.num_correct)
+            is_plain = is_evaluation and self._config.pipeline.is_plain(work)
+            result = _Result(is_plain, found.batch.num_targets, output.loss.detach(), output.num_correct)
+            self._results.append(result)
         return None if output.crossing is None else self._carried(found, output.crossing.detach())
 
     def _carried(self, found: _Microbatch, hidden: Tensor | None) -> dict[str, Tensor]:
@@ -359,7 +343,7 @@ class PipelineActor:
     def _reduce(self, work: Work) -> Gathered:
         self._clock.settle()
         self._reduction.reduce()
-        losses = torch.stack(self._losses).tolist() if self._losses else []
+        losses = _read_device(one.loss for one in self._results)
         norms = self._reduction.squared_norms(self._optimizer.squared_norms())
         own = Reduced(
             seen=work.facts if isinstance(work.facts, Seen) else Seen(),
@@ -383,17 +367,14 @@ class PipelineActor:
 
     def _score(self) -> Gathered:
         self._clock.settle()
-        losses = torch.stack(self._losses).tolist() if self._losses else []
-        correct = torch.stack(self._num_correct).tolist() if self._num_correct else []
-        found = list(zip(self._evaluated, losses, correct, strict=True))
         rounds = []
         for is_plain in (False, True)[: 1 + self._config.pipeline.evaluates_plain]:
-            own = [one for one in found if one[0][0] == is_plain]
+            own = [one for one in self._results if one.is_plain == is_plain]
             rounds.append(
                 Round(
-                    losses=tuple(loss for _, loss, _ in own),
-                    num_correct=sum(number for *_, number in own),
-                    num_targets=sum(targets for (_, targets), *_ in own),
+                    losses=tuple(_read_device(one.loss for one in own)),
+                    num_correct=sum(_read_device(one.num_correct for one in own)),
+                    num_targets=sum(one.num_targets for one in own),
                 )
             )
         return self._gather(Scored(rounds=tuple(rounds)))
@@ -453,6 +434,7 @@ def cut_end(config: RunConfig, cut: int, device: Device, hidden_width: int, *, i
             return valid_rows(mask_of(ids, mask, keeps_padding=config.keeps_padding), without=held)
         return valid_rows(None if config.keeps_padding else mask)
 
+    has_cache = receives_from_frozen and not is_sender
     return CutEnd(
         coding=CutCoding(
             hidden_width=hidden_width,
@@ -470,23 +452,19 @@ def cut_end(config: RunConfig, cut: int, device: Device, hidden_width: int, *, i
         ),
         device=device,
         is_sender=is_sender,
-        cache=_cache(config, hidden_width) if receives_from_frozen and not is_sender else None,
+        cache=Cache(_admission(config, hidden_width), keeps_padding=config.keeps_padding)
+        if has_cache
+        else None,
     )
-
-
-def _cache(config: RunConfig, hidden_width: int) -> Cache:
-    return Cache(_admission(config, hidden_width), keeps_padding=config.keeps_padding)
-
-
-def _foresight(config: RunConfig, stage: Stage) -> Foresight | None:
-    if not config.is_cached:
-        return None
-    admission = _admission(config, stage.model.config.hidden_size)
-    return Foresight(admission=admission, keeps_padding=config.keeps_padding)
 
 
 def _admission(config: RunConfig, hidden_width: int) -> Admission:
     return Admission(max_bytes=config.cache_bytes, row_bytes=_FLOAT32_BYTES * hidden_width)
+
+
+def _read_device(values: Iterable[Tensor | None]) -> list[Any]:
+    found = [one for one in values if one is not None]
+    return torch.stack(found).tolist() if found else []
 
 
 def _integers(batch: Batch) -> dict[str, Tensor]:

@@ -37,8 +37,9 @@ from isthmus.plan.times import Profile, Sample, mean_sample
 from isthmus.plan.types import Facts, Member, Message
 from isthmus.train.build import AUTOCAST
 from isthmus.train.device import Device
+from isthmus.train.in_cloud import World
 from isthmus.train.loop import Loop
-from isthmus.train.members import agree_on_end
+from isthmus.train.members import Neighbours
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import PipelineActor, pipeline_wires
 from isthmus.train.profiled_codecs import given_pair, open_pairs
@@ -47,7 +48,6 @@ from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Inbox
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import Seat
-from isthmus.wan.link import Link
 from isthmus.wan.local import LocalWan, run_ranks
 from isthmus.wan.packet import Packet
 
@@ -64,7 +64,6 @@ _ANY_BPS: Final = 1e12
 # Links are served by Python threads beside the one that computes, as in a session.
 _SWITCH_INTERVAL_S: Final = 0.0005
 _MAX_FACTOR: Final = 20.0
-_PATIENCE_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +122,9 @@ def _measure_rank(
     num_sharing = sum(one.ranks for one in job.cloud)
     clouds = stage_order(job)
     is_chain = all(one.ranks == 1 for one in job.cloud) and len(clouds) > 1
-    index = clouds.index(cloud)
-    up, down = (
-        endpoint.link(clouds[one]) if is_chain and 0 <= one < len(clouds) else None
-        for one in (index - 1, index + 1)
-    )
     # All are to measure at the same time.
-    for link in filter(None, (up, down)):
-        link.wait_ready(timeout_s=_PATIENCE_S)
+    neighbours = Neighbours(endpoint.link, World(), clouds=clouds if is_chain else [cloud], cloud=cloud)
+    neighbours.meet(job, note=report)
     profile = measure(
         job,
         job.cloud_named(cloud),
@@ -142,24 +136,23 @@ def _measure_rank(
     if not is_chain or seat.num_ranks > 1:
         return _Measured(profile=profile)
     report("a rehearsal of the pipeline")
-    stage = _Rehearsing(job, cloud, clouds, up=up, down=down)
+    stage = _Rehearsing(job, cloud, clouds, neighbours)
     if not stage.is_possible:
         return _Measured(profile=profile)
-    rehearsals = stage.lead(profile, effort) if up is None else stage.follow()
-    agree_on_end(up=up, down=down)
+    rehearsals = stage.lead(profile, effort) if neighbours.up is None else stage.follow()
+    neighbours.agree_on_end()
     return _Measured(profile=profile, rehearsals=rehearsals)
 
 
 class _Rehearsing:
     """One stage of the pipelines that are rehearsed; the first decides on sizes, the others follow."""
 
-    def __init__(
-        self, job: Job, cloud: str, clouds: Sequence[str], *, up: Link | None, down: Link | None
-    ) -> None:
+    def __init__(self, job: Job, cloud: str, clouds: Sequence[str], neighbours: Neighbours) -> None:
         self._job = job
         self._clouds = clouds
         self._cloud = cloud
-        self._up, self._down = up, down
+        self._neighbours = neighbours
+        self._up, self._down = neighbours.up, neighbours.down
         self._device = Device(job.cloud_named(cloud).device)
         self._blueprint = made_up_blueprint(job)
         self._stage: Stage | None = None
@@ -257,7 +250,7 @@ class _Rehearsing:
         with loop:
             loop.run()
         # The wires of this pipeline must be closed everywhere, or they would take what the next one sends.
-        agree_on_end(up=self._up, down=self._down)
+        self._neighbours.agree_on_end()
         return [step.duration_s for step in record.steps[_NUM_WARM_UP_STEPS:]]
 
     def _config(self, size: Size, num_microbatches: int, width: int) -> RunConfig:

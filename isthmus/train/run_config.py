@@ -4,8 +4,8 @@ The first cloud makes it, once it has planned, and sends it to all others, so th
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final, Literal
 
@@ -42,96 +42,81 @@ from isthmus.train.data.training_data import Layout, divide_batch
 _MICROBATCHES_PER_STAGE: Final = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """A pipeline along the links: its clouds in the order of their stages, and how a step is divided."""
+def plan_run(job: Job, *, known: Job | None = None, source: CostSource = nothing_measured) -> Plan | None:
+    """Plan the pipeline of a job, with the reason of each choice; None where the planner knows too little.
 
-    clouds: tuple[str, ...]
-    layout: Layout
-    policy: Policy
-    max_in_flight: Caps
-    recompute: bool
-    notes: tuple[str, ...]
-    layers: tuple[int, ...] | None = None
-    """Of each stage; None for as even as can be."""
-    codecs: tuple[Pair, ...] | None = None
-    """Of each cut, to begin with where the job leaves them open; None for raw."""
-    decisions: Decisions | None = None
-    """What the other clouds must know of the plan; None where nothing was planned."""
-    plan: Plan | None = None
-
-    def followed(self, job: Job) -> Job:
-        """The job with what it leaves open about memory as it was decided."""
-        return follow(job, self.clouds, self.decisions)
-
-    def stage_layers(self, num_layers: int) -> tuple[range, ...]:
-        """The layers of each stage."""
-        if self.layers is None:
-            return split_layers(num_layers, len(self.clouds))
-        if sum(self.layers) != num_layers:
-            raise UserError(
-                f"the stages were planned with {sum(self.layers)} layers, but the model has {num_layers}",
-                hint="set strategy.layers, or leave it out",
-            )
-        return tuple(range(start, stop) for start, stop in pairwise((0, *accumulate(self.layers))))
-
-
-def set_up(
-    job: Job,
-    *,
-    decisions: Decisions | None = None,
-    plans: bool = True,
-    known: Job | None = None,
-    source: CostSource = nothing_measured,
-) -> Setup:
-    """Choose what the job leaves open, with reasons, and refuse what cannot run.
-
-    A cloud that does not plan takes the decisions of the one that has, or those that the run began with.
     Plans are made for `known`: the job with what is known of its clouds beside it, such as profiles. The
     costs of its model come from `source`, where it can measure them.
     """
-    if job.data is None or job.model is None:
-        missing = "[data]" if job.data is None else "[model]"
-        raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
     strategy = _pipeline(job)
-    clouds = stage_order(job)
-    check_lock_step(job, strategy)
-    check_lists(strategy, num_clouds=len(clouds))
-    if decisions is not None:
-        return _decided(job, strategy, clouds, decisions)
-    why_not = _why_not_planned(known or job, source)
-    if plans and why_not is None:
-        return _planned(job, strategy, clouds, known or job, source)
-    return _unplanned(job, strategy, clouds, why_not)
+    known = known or job
+    if _why_not_planned(known, source) is not None:
+        return None
+    fixed = strategy.model_copy(update={"clouds": stage_order(job)})
+    chosen = plan(known.model_copy(update={"strategy": fixed}), source=source)
+    return replace(chosen, notes=(*_reasons(job, strategy, chosen), *chosen.notes))
 
 
-def _planned(
-    job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], known: Job, source: CostSource
-) -> Setup:
-    fixed = known.model_copy(update={"strategy": strategy.model_copy(update={"clouds": clouds})})
-    chosen = plan(fixed, source=source)
-    chosen = replace(chosen, notes=(*_reasons(job, strategy, chosen), *chosen.notes))
-    if chosen.decisions is None:
-        raise ValueError("a pipeline was asked for and something else planned")
-    return replace(_decided(job, strategy, clouds, chosen.decisions), plan=chosen)
+def decide(job: Job, decisions: Decisions | None = None) -> Decisions:
+    """Complete the decisions of a plan, or decide by a rule without one; refuse a job that cannot run.
+
+    Without a plan `layers` is empty where stages are as even as can be, and `codecs` are raw.
+    """
+    strategy = _pipeline(job)
+    if decisions is None:
+        decisions = _by_rule(job, strategy)
+    number = decisions.num_microbatches
+    policy = decisions.policy or policy_of(job, strategy).value
+    decided = strategy.model_copy(update={"policy": policy, "microbatches": number})
+    check_lock_step(follow(job, stage_order(job), decisions), decided)
+    layout_of(job, number)
+    in_flight = decisions.max_in_flight or strategy.max_in_flight or number
+    return replace(decisions, policy=policy, max_in_flight=in_flight)
+
+
+def stage_layers(job: Job, decisions: Decisions, num_layers: int) -> tuple[range, ...]:
+    """The layers of each stage."""
+    if not decisions.layers:
+        return split_layers(num_layers, len(stage_order(job)))
+    return _ranges(decisions.layers, num_layers)
+
+
+def _ranges(counts: tuple[int, ...], num_layers: int) -> tuple[range, ...]:
+    if sum(counts) != num_layers:
+        raise UserError(
+            f"the stages were planned with {sum(counts)} layers, but the model has {num_layers}",
+            hint="set strategy.layers, or leave it out",
+        )
+    return tuple(range(start, stop) for start, stop in pairwise((0, *accumulate(counts))))
+
+
+def layout_of(job: Job, num_microbatches: int) -> Layout:
+    """How the batch of a step is divided into micro-batches."""
+    return divide_batch(
+        batch_tokens=job.train.batch_tokens,
+        sequence_length=1 if job.data is None else job.data.sequence_length,
+        num_microbatches=num_microbatches,
+    )
 
 
 def _reasons(job: Job, strategy: PipelineStrategy, chosen: Plan) -> Iterator[str]:
-    """What was chosen and not given, and why."""
+    """A sentence for every choice that the job left open."""
+    settings = chosen.settings
+    if not isinstance(settings, PipelineSettings):
+        raise ValueError("a pipeline was asked for and something else planned")
     if not isinstance(job.strategy, PipelineStrategy):
         yield "strategy: pipeline, since it is the only one that can be run so far"
     if strategy.layers is None and len(chosen.stages) > 1:
         cut = ", ".join(f"{stage.cloud} {stage.holds}" for stage in chosen.stages)
         yield f"cut: {cut}, by which no stage is slower than it must be"
-    if strategy.microbatches is None and isinstance(chosen.settings, PipelineSettings):
-        number, size = chosen.settings.num_microbatches, chosen.settings.microbatch_sequences
+    if strategy.microbatches is None:
+        number, size = settings.num_microbatches, settings.microbatch_sequences
         yield f"micro-batches: {number} of {size} sequences, the best of all that divide a step"
-    settings = chosen.settings
-    if strategy.policy == OPEN and isinstance(settings, PipelineSettings) and settings.policy.keeps_order:
-        yield f"policy: {settings.policy.value}, since ranks that share out all of a stage need one order"
-    yield from _spared(job, chosen)
-    if isinstance(chosen.settings, PipelineSettings) and chosen.settings.max_in_flight is not None:
-        yield f"in flight: {_most(chosen.settings.max_in_flight, chosen.clouds)}, which is what memory holds"
+    if strategy.policy == OPEN and settings.policy.keeps_order:
+        yield f"policy: {settings.policy.value}, since ranks of a fully sharded stage need one order"
+    yield from _memory_reasons(job, chosen)
+    if settings.max_in_flight is not None:
+        yield f"in flight: {_most(settings.max_in_flight, chosen.clouds)}, which is what fits into memory"
     free = {link.name for link in job.link if "auto" in (link.codec.forward, link.codec.backward)}
     for link in chosen.links:
         if {"-".join(link.between), "-".join(reversed(link.between))} & free:
@@ -145,11 +130,11 @@ def _most(caps: Caps, clouds: Sequence[str]) -> str:
     return "at most " + ", ".join(f"{cap} at {cloud}" for cap, cloud in zip(caps, clouds, strict=True))
 
 
-def _spared(job: Job, chosen: Plan) -> Iterator[str]:
-    """What spares memory that the job did not ask for."""
-    shared = [one.cloud for one in chosen.stages if one.sharding is not Sharding.NONE]
-    if free := [name for name in shared if job.cloud_named(name).sharding == "auto"]:
-        yield f"sharding: the ranks of {' and of '.join(free)} share a stage: copies are slower or do not fit"
+def _memory_reasons(job: Job, chosen: Plan) -> Iterator[str]:
+    """Memory options that the job did not ask for."""
+    sharded = [one.cloud for one in chosen.stages if one.sharding is not Sharding.NONE]
+    if free := [name for name in sharded if job.cloud_named(name).sharding == "auto"]:
+        yield f"sharding: the ranks of {' and of '.join(free)} shard a stage: copies are slower or do not fit"
     if chosen.sparing.recompute and not job.train.recompute:
         yield "recompute: on, since activations do not fit otherwise"
     if chosen.sparing.offload_optimizer and not job.train.offload_optimizer:
@@ -158,48 +143,22 @@ def _spared(job: Job, chosen: Plan) -> Iterator[str]:
         yield f"optimizer: moments of {chosen.sparing.optimizer_bits} bits, since nothing else fits"
 
 
-def _decided(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], decisions: Decisions) -> Setup:
-    number = decisions.num_microbatches
-    policy = policy_of(job, strategy) if decisions.policy is None else Policy(decisions.policy)
-    decided = strategy.model_copy(update={"policy": policy.value, "microbatches": number})
-    check_lock_step(follow(job, clouds, decisions), decided)
-    return Setup(
-        clouds=clouds,
-        layout=_layout(job, number),
-        policy=policy,
-        max_in_flight=decisions.max_in_flight or strategy.max_in_flight or number,
-        recompute=decisions.recompute or job.train.recompute is True,
-        notes=decisions.reasons,
-        layers=decisions.layers,
-        codecs=tuple(
-            Pair(forward=parse_codec(forward), backward=parse_codec(backward))
-            for forward, backward in decisions.codecs
-        ),
-        decisions=decisions,
-    )
-
-
-def _unplanned(job: Job, strategy: PipelineStrategy, clouds: tuple[str, ...], why_not: str | None) -> Setup:
-    notes = [] if why_not is None else [f"layers are dealt out evenly, for nothing can be planned: {why_not}"]
+def _by_rule(job: Job, strategy: PipelineStrategy) -> Decisions:
+    """Decisions without a plan."""
+    why_not = _why_not_planned(job, nothing_measured)
+    notes = [] if why_not is None else [f"layers are split evenly, since nothing can be planned: {why_not}"]
     number = strategy.microbatches
     if number is None:
-        number = _choose_microbatches(job, len(clouds), notes)
-    return Setup(
-        clouds=clouds,
-        layout=_layout(job, number),
-        policy=policy_of(job, strategy),
-        max_in_flight=strategy.max_in_flight or number,
+        number = _choose_microbatches(job, notes)
+    return Decisions(
+        layers=strategy.layers or (),
+        num_microbatches=number,
+        max_in_flight=strategy.max_in_flight,
         recompute=job.train.recompute is True,
-        notes=tuple(notes),
-        layers=strategy.layers,
-    )
-
-
-def _layout(job: Job, num_microbatches: int) -> Layout:
-    return divide_batch(
-        batch_tokens=job.train.batch_tokens,
-        sequence_length=1 if job.data is None else job.data.sequence_length,
-        num_microbatches=num_microbatches,
+        codecs=(),
+        reasons=tuple(notes),
+        offload_optimizer=job.train.offload_optimizer,
+        optimizer_bits=job.train.optimizer_bits,
     )
 
 
@@ -228,16 +187,25 @@ def _why_no_costs(job: Job, source: CostSource) -> str | None:
 
 
 def _pipeline(job: Job) -> PipelineStrategy:
+    """The pipeline that a job asks for, or leaves to the plan; refuses a job that cannot run as one."""
+    if job.data is None or job.model is None:
+        missing = "[data]" if job.data is None else "[model]"
+        raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
     why_not = why_not_run(job.strategy.kind)
     if why_not is not None:
         raise UserError(why_not, hint='set strategy.kind to "pipeline"')
-    return job.strategy if isinstance(job.strategy, PipelineStrategy) else PipelineStrategy(kind="pipeline")
+    strategy = job.strategy
+    if not isinstance(strategy, PipelineStrategy):
+        strategy = PipelineStrategy(kind="pipeline")
+    check_lock_step(job, strategy)
+    check_lists(strategy, num_clouds=len(stage_order(job)))
+    return strategy
 
 
-def _choose_microbatches(job: Job, num_stages: int, notes: list[str]) -> int:
+def _choose_microbatches(job: Job, notes: list[str]) -> int:
     sequence_length = 1 if job.data is None else job.data.sequence_length
     num_sequences = max(1, job.train.batch_tokens // sequence_length)
-    most = _MICROBATCHES_PER_STAGE * num_stages
+    most = _MICROBATCHES_PER_STAGE * len(stage_order(job))
     every = [one for one in range(1, num_sequences + 1) if num_sequences % one == 0]
     check_even(job, num_sequences=num_sequences, sequence_length=sequence_length)
     possible = [one for one in every if one % common_ranks(job) == 0]
@@ -260,6 +228,11 @@ class RunConfig:
 
     pipeline: Pipeline
     seed: int
+    run_id: str = ""
+    """The name of the run directory, which the first cloud chooses."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """What the model's configuration takes from the data, which only the first cloud reads."""
+    num_labels: int | None = None
     layers: tuple[int, ...] = ()
     """The number of layers of each stage."""
     sharding: tuple[Literal["none", "optimizer", "full"], ...] = ()
@@ -280,12 +253,7 @@ class RunConfig:
 
     def stage_layers(self, num_layers: int) -> tuple[range, ...]:
         """The layers of each stage."""
-        if sum(self.layers) != num_layers:
-            raise UserError(
-                f"the stages were planned with {sum(self.layers)} layers, but the model has {num_layers}",
-                hint="set strategy.layers, or leave it out",
-            )
-        return tuple(range(start, stop) for start, stop in pairwise((0, *accumulate(self.layers))))
+        return _ranges(self.layers, num_layers)
 
     @property
     def num_warmup_steps(self) -> int:
@@ -313,28 +281,31 @@ def warmup_of(boundaries: tuple[BoundarySpec, ...]) -> int:
 
 
 def run_config(
-    job: Job, setup: Setup, blueprint: Blueprint, *, num_validation_microbatches: int
+    job: Job,
+    decisions: Decisions,
+    blueprint: Blueprint,
+    *,
+    num_validation_microbatches: int,
+    run_id: str = "",
+    model: Mapping[str, Any] | None = None,
+    num_labels: int | None = None,
 ) -> RunConfig:
-    """The run config of a job."""
-    followed = setup.followed(job)
-    stage_layers = setup.stage_layers(blueprint.num_layers)
-    boundaries = tuple(link.boundary for link in links_along(job, setup.clouds))
-    trained_from = first_trained(stage_layers, num_frozen_layers(job))
-    ranks = [followed.cloud_named(name).ranks for name in setup.clouds]
+    """The run config of a job, with the decisions that `decide` has completed."""
+    clouds = stage_order(job)
+    followed = follow(job, clouds, decisions)
+    specs = [followed.cloud_named(name) for name in clouds]
+    layers = stage_layers(job, decisions, blueprint.num_layers)
+    boundaries = tuple(link.boundary for link in links_along(job, clouds))
+    trained_from = first_trained(layers, num_frozen_layers(job))
     pipeline = Pipeline(
-        stages=tuple(
-            tuple(Member(name, rank) for rank in range(number))
-            for name, number in zip(setup.clouds, ranks, strict=True)
-        ),
+        stages=tuple(tuple(Member(one.name, rank) for rank in range(one.ranks)) for one in specs),
         num_steps=job.train.steps,
-        num_microbatches=setup.layout.num_microbatches,
-        policy=setup.policy,
-        max_in_flight=setup.max_in_flight,
+        num_microbatches=decisions.num_microbatches,
+        policy=Policy(decisions.policy),
+        max_in_flight=decisions.max_in_flight or decisions.num_microbatches,
         first_trained=trained_from,
         grouped_stages=frozenset(
-            index
-            for index, name in enumerate(setup.clouds)
-            if ranks[index] > 1 and followed.cloud_named(name).sharding == "full"
+            index for index, one in enumerate(specs) if one.ranks > 1 and one.sharding == "full"
         ),
         evaluate_every=job.train.evaluate_every or None,
         num_validation_microbatches=num_validation_microbatches,
@@ -344,14 +315,19 @@ def run_config(
             number for number, one in enumerate(boundaries) if isinstance(one, BottleneckSpec)
         ),
         save_every_s=job.checkpoint.every_s,
-        cuts=_cuts(job, setup, ranks, hidden_width=blueprint.config.hidden_size, trained_from=trained_from),
+        cuts=tuple(
+            _cuts(job, decisions, hidden_width=blueprint.config.hidden_size, trained_from=trained_from)
+        ),
     )
     return RunConfig(
         pipeline=pipeline,
         seed=job.seed,
-        layers=tuple(map(len, stage_layers)),
-        sharding=tuple(_sharding(followed.cloud_named(name)) for name in setup.clouds),
-        recompute=followed.train.recompute or setup.recompute,
+        run_id=run_id,
+        model=model or {},
+        num_labels=num_labels,
+        layers=tuple(map(len, layers)),
+        sharding=tuple(_sharding(one) for one in specs),
+        recompute=followed.train.recompute,
         offload_optimizer=followed.train.offload_optimizer,
         optimizer_bits=followed.train.optimizer_bits,
         boundaries=boundaries,
@@ -391,50 +367,48 @@ def _adapter() -> TypeAdapter[Any]:
 
 
 def _sharding(cloud: CloudSpec) -> Literal["none", "optimizer", "full"]:
-    """What the ranks of a cloud shard; one rank has no one to share with."""
+    """What the ranks of a cloud shard; one rank alone shards nothing."""
     if cloud.ranks == 1 or cloud.sharding == "auto":
         return "none"
     return cloud.sharding
 
 
-def _cuts(
-    job: Job, setup: Setup, ranks: list[int], *, hidden_width: int, trained_from: int
-) -> tuple[Cut, ...]:
+def _cuts(job: Job, decisions: Decisions, *, hidden_width: int, trained_from: int) -> Iterator[Cut]:
     """The cuts of a job; where it leaves a codec open, they start with what was planned, else raw."""
-    length = 1 if job.data is None else job.data.sequence_length
-    links = links_along(job, setup.clouds)
+    clouds = stage_order(job)
+    links = links_along(job, clouds)
+    layout = layout_of(job, decisions.num_microbatches)
     warmup = warmup_of(tuple(link.boundary for link in links))
-    cuts = []
     for number, link in enumerate(links):
         forward, backward = _own(link.codec.forward), _own(link.codec.backward)
-        first = _first_pair(forward, backward, None if setup.codecs is None else setup.codecs[number])
-        cuts.append(
-            Cut(
-                crossing=Crossing(
-                    num_rows=setup.layout.num_sequences * length,
-                    width=link.boundary.crossing_width(hidden_width),
-                    has_gradient=number >= trained_from,
-                    num_steps=job.train.steps,
-                    num_microbatches=setup.layout.num_microbatches,
-                    num_learners=num_learners(*ranks[number : number + 2]),
-                ),
-                name=link.name,
-                codecs=first,
-                num_warmup_steps=warmup if isinstance(link.boundary, BottleneckSpec) else 0,
-                guard_every=link.guard_every,
-                guard_cosine=link.guard_cosine,
-                bounds=Bounds(loss=Loss[job.limits.codec_loss.upper()], forward=forward, backward=backward),
-                is_free=forward is None or backward is None,
-                bandwidths_bps=_bandwidths(link, setup.clouds[number]),
-                least_lossy=first if job.limits.counts_money and link.usd_per_gib else None,
-            )
+        first = _first_pair(forward, backward, decisions.codecs[number] if decisions.codecs else None)
+        ranks = [job.cloud_named(name).ranks for name in clouds[number : number + 2]]
+        yield Cut(
+            crossing=Crossing(
+                num_rows=layout.num_sequences * (1 if job.data is None else job.data.sequence_length),
+                width=link.boundary.crossing_width(hidden_width),
+                has_gradient=number >= trained_from,
+                num_steps=job.train.steps,
+                num_microbatches=layout.num_microbatches,
+                num_learners=num_learners(*ranks),
+            ),
+            name=link.name,
+            codecs=first,
+            num_warmup_steps=warmup if isinstance(link.boundary, BottleneckSpec) else 0,
+            guard_every=link.guard_every,
+            guard_cosine=link.guard_cosine,
+            bounds=Bounds(loss=Loss[job.limits.codec_loss.upper()], forward=forward, backward=backward),
+            is_free=forward is None or backward is None,
+            bandwidths_bps=_bandwidths(link, clouds[number]),
+            least_lossy=first if job.limits.counts_money and link.usd_per_gib else None,
         )
-    return tuple(cuts)
 
 
-def _first_pair(forward: CodecSpec | None, backward: CodecSpec | None, planned: Pair | None) -> Pair:
+def _first_pair(
+    forward: CodecSpec | None, backward: CodecSpec | None, planned: tuple[str, str] | None
+) -> Pair:
     if planned is not None:
-        pair = Pair(forward=forward or planned.forward, backward=backward or planned.backward)
+        pair = Pair(forward=forward or parse_codec(planned[0]), backward=backward or parse_codec(planned[1]))
         if pair.is_possible:
             return pair
     return Pair(forward=forward or RAW, backward=backward or RAW)

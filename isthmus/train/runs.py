@@ -1,4 +1,4 @@
-"""Which run directory a command goes on with, or starts."""
+"""Chooses the run directory of a command, new or unfinished, and refuses a job that cannot run."""
 
 import errno
 import json
@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -16,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus.job import CloudSpec, Job, create_run_directory, dump_job
+from isthmus.job import CloudSpec, Job, create_run_directory, dump_job, stage_order
 from isthmus.job.codec import BottleneckSpec
 from isthmus.job.load import replace_file
 from isthmus.job.rundir import JOB_FILE, changed_meaning, choosing, job_of, lock_run, told_changes
@@ -25,13 +24,13 @@ from isthmus.model.blueprint import Blueprint
 from isthmus.model.load import Checkpoint
 from isthmus.plan.costs import CostSource, nothing_measured
 from isthmus.plan.job_facts import check_cuts, links_along, num_frozen_layers
-from isthmus.plan.plan import PLAN_FILE, Decisions, Plan, decisions_of, plan_to_json
+from isthmus.plan.plan import PLAN_FILE, Decisions, Plan, decisions_of, follow, plan_to_json
 from isthmus.train.build import blueprint_of, check_fits
 from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.rows import open_rows, read_texts
 from isthmus.train.data.token_files import TokenFiles, tokens_of
 from isthmus.train.data.training_data import check_enough, open_data
-from isthmus.train.run_config import Setup, may_plan, set_up
+from isthmus.train.run_config import decide, layout_of, may_plan, plan_run, stage_layers
 from isthmus.wan.doctor import Devices, require_kind, require_one_each
 from isthmus.wan.handshake import Seat
 
@@ -60,18 +59,6 @@ def refuse_changed(root: Path, job: Job) -> None:
             raise changed_meaning(f"{run}, which was stopped after step {step},", there, job)
 
 
-def start_run(root: Path, job: Job, *, tokenizer: Path, data_sha256: str, plan: str | None) -> Path:
-    """A new run, with the tokenizer and the plan that were made for it, and the digest of its data."""
-
-    def fill(run: Path) -> None:
-        shutil.copytree(tokenizer, run / TOKENIZER_FOLDER)
-        replace_file(run / DATA_FILE, json.dumps({"sha256": data_sha256}) + "\n")
-        if plan is not None:
-            replace_file(run / PLAN_FILE, plan)
-
-    return create_run_directory(root, job, now=datetime.now(UTC), fill=fill)
-
-
 def go_on(run: Path, job: Job, *, data_sha256: str, note: Callable[[str], None]) -> None:
     """Make a run go on with a job that means the same; its data must be what it was."""
     _check_data(run, data_sha256)
@@ -88,7 +75,7 @@ def go_on(run: Path, job: Job, *, data_sha256: str, note: Callable[[str], None])
 
 @contextmanager
 def writing_to(root: Path) -> Iterator[None]:
-    """Say in one sentence that a disk takes no more, whoever wrote to it."""
+    """Turn errors of a full or read-only disk into one sentence."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -143,14 +130,6 @@ Learn = Callable[[Job], Job]
 """Gives a job with what is known of its clouds beside it: profiles, and their share of this machine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """What a job that can run comes to: its plan, where one was made, and the digest of its data."""
-
-    plan: Plan | None
-    data_sha256: str
-
-
 @contextmanager
 def choose_run(
     job: Job,
@@ -162,10 +141,10 @@ def choose_run(
     learn: Learn | None = None,
     source: CostSource = nothing_measured,
 ) -> Iterator[Path]:
-    """Find all that is wrong with job, model and data; then hold the run to go on with, or a new one.
+    """Check job, model and data; then lock the run that continues, or a new one.
 
     The tokens that are made for this are those that the run reads. With `is_shared` other clouds of the run
-    may be run from this disk, too. A new run is planned with what `learn` finds out; one that goes on keeps
+    may be run from this disk, too. A new run is planned with what `learn` finds out; one that continues keeps
     its plan, and nothing is measured.
     """
     with ExitStack() as held:
@@ -173,7 +152,16 @@ def choose_run(
             run = find_unfinished(root, job) if resume else None
             if run is not None:
                 held.enter_context(lock_run(run, note=note, is_shared=is_shared))
-                _go_on(run, job, root=root, note=note)
+                tokens = tokens_of(job, root=root, note=note)
+                # The plan of a run is never made again.
+                _, sha256 = check_job(
+                    job,
+                    tokenizer_folder=run / TOKENIZER_FOLDER,
+                    tokens=tokens,
+                    decisions=read_decisions(run),
+                    plans=False,
+                )
+                go_on(run, job, data_sha256=sha256, note=note)
             else:
                 if resume:
                     refuse_changed(root, job)
@@ -197,29 +185,31 @@ def check_job(
     plans: bool = True,
     learn: Learn | None = None,
     source: CostSource = nothing_measured,
-) -> Checked:
-    """Refuse a job that cannot run, in one sentence, before any cloud starts.
+) -> tuple[Plan | None, str]:
+    """Refuse a job that cannot run, before any cloud starts; gives its plan, if any, and its data's digest.
 
     A first plan, with the catalogue's times, refuses what can be refused before clouds are measured.
     """
-    setup, known = set_up(job, decisions=decisions, plans=plans, source=source), job
+    plan, known = plan_run(job, source=source) if plans else None, job
+    decisions = decide(job, decisions if plan is None else plan.decisions)
     data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
-    if learn is not None and plans and decisions is None and may_plan(job, source):
+    if learn is not None and plans and may_plan(job, source):
         known = learn(job)
-        setup = set_up(job, known=known, source=source)
-    check_export(job, setup, blueprint)
-    check_fits(known, setup, blueprint)
-    stage_layers = setup.stage_layers(blueprint.num_layers)
+        plan = plan_run(job, known=known, source=source)
+        decisions = decide(job, decisions if plan is None else plan.decisions)
+    check_export(job, blueprint)
+    layers, clouds = stage_layers(job, decisions, blueprint.num_layers), stage_order(job)
+    check_fits(follow(known, clouds, decisions), layers, blueprint)
     check_cuts(
-        links_along(job, setup.clouds),
-        stage_layers,
+        links_along(job, clouds),
+        layers,
         num_frozen=num_frozen_layers(job),
         hidden_width=blueprint.config.hidden_size,
         num_steps=job.train.steps,
     )
-    check_enough(data.samples, setup.layout)
-    return Checked(plan=setup.plan, data_sha256=data.sha256)
+    check_enough(data.samples, layout_of(job, decisions.num_microbatches))
+    return plan, data.sha256
 
 
 def check_unplanned(job: Job, *, root: Path, note: Callable[[str], None]) -> None:
@@ -229,34 +219,28 @@ def check_unplanned(job: Job, *, root: Path, note: Callable[[str], None]) -> Non
         check_job(job, tokenizer_folder=Path(scratch) / TOKENIZER_FOLDER, tokens=tokens, plans=False)
 
 
-def _go_on(run: Path, job: Job, *, root: Path, note: Callable[[str], None]) -> None:
-    """Check a job against a run that was stopped; what was planned for it holds, and is not planned again."""
-    checked = check_job(
-        job,
-        tokenizer_folder=run / TOKENIZER_FOLDER,
-        tokens=tokens_of(job, root=root, note=note),
-        decisions=read_decisions(run),
-        plans=False,
-    )
-    go_on(run, job, data_sha256=checked.data_sha256, note=note)
-
-
 def _start(
     job: Job, *, root: Path, note: Callable[[str], None], learn: Learn | None, source: CostSource
 ) -> Path:
+    """A new run, with the tokenizer and the plan that were made for it, and the digest of its data."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = Path(scratch) / TOKENIZER_FOLDER
         tokens = tokens_of(job, root=root, note=note)
-        checked = check_job(job, tokenizer_folder=tokenizer, tokens=tokens, learn=learn, source=source)
-        plan = None if checked.plan is None else plan_to_json(checked.plan)
-        return start_run(root, job, tokenizer=tokenizer, data_sha256=checked.data_sha256, plan=plan)
+        plan, sha256 = check_job(job, tokenizer_folder=tokenizer, tokens=tokens, learn=learn, source=source)
+
+        def fill(run: Path) -> None:
+            shutil.copytree(tokenizer, run / TOKENIZER_FOLDER)
+            replace_file(run / DATA_FILE, json.dumps({"sha256": sha256}) + "\n")
+            if plan is not None:
+                replace_file(run / PLAN_FILE, plan_to_json(plan))
+
+        return create_run_directory(root, job, now=datetime.now(UTC), fill=fill)
 
 
-def check_export(job: Job, setup: Setup, blueprint: Blueprint) -> None:
+def check_export(job: Job, blueprint: Blueprint) -> None:
     """Refuse to train what no exported model could hold."""
-    bottlenecks = [
-        link for link in links_along(job, setup.clouds) if isinstance(link.boundary, BottleneckSpec)
-    ]
+    links = links_along(job, stage_order(job))
+    bottlenecks = [link for link in links if isinstance(link.boundary, BottleneckSpec)]
     lora = None if job.model is None else job.model.lora
     if bottlenecks and lora is not None and not lora.merge:
         raise UserError(

@@ -1,6 +1,6 @@
-"""What one rank of one cloud does from its job to the trained model.
+"""Drives one rank of one cloud from its job to the trained model.
 
-meet the neighbours → agree on run, model and step → build the stage → train → bring the stages together
+meet the neighbours → agree on run config and step → build the stage → train → gather and export the stages
 """
 
 import functools
@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -25,19 +25,20 @@ from isthmus.observe.trackers import Tracker
 from isthmus.plan.job_facts import common_ranks
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import PipelineState
+from isthmus.plan.plan import follow
 from isthmus.plan.types import Facts, Member, Outcome, pack_facts, unpack_facts
 from isthmus.train.build import AUTOCAST, Build, Built, blueprint_of
 from isthmus.train.checkpoint import Checkpoints, Keeper, State
 from isthmus.train.data.samples import Cursor
 from isthmus.train.data.token_files import tokens_of
-from isthmus.train.data.training_data import Feed, Layout, TrainingData, divide_batch, open_data
+from isthmus.train.data.training_data import Feed, TrainingData, open_data
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
 from isthmus.train.loop import Loop
-from isthmus.train.members import Neighbours, Offer, SavedSteps, Start, fresh_folder, gather_parts
+from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
 from isthmus.train.pipeline import PipelineActor, pipeline_wires
-from isthmus.train.run_config import RunConfig, Setup, pack_config, run_config, set_up, unpack_config
+from isthmus.train.run_config import RunConfig, decide, layout_of, run_config
 from isthmus.train.runs import MODEL_FOLDER, PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
 from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.endpoint import Endpoint
@@ -51,10 +52,11 @@ _GATHERED_FILE: Final = "gathered.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where runs are kept, and the one that the first cloud has chosen; other clouds learn it from there."""
+class SessionOptions:
+    """What a command gives to its ranks beside the job; `run_id` is known at the first cloud only."""
 
     root: Path
+    """The folder of run directories."""
     run_id: str | None = None
     open_trackers: Callable[[Path], Sequence[Tracker]] | None = None
     num_threads: int | None = None
@@ -66,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a rank came to: its run directory, and the step at which it was stopped, if it was."""
+    """The run directory of a rank, and the step at which it was stopped, if it was."""
 
     run: Path
     stopped_at: int | None = None
@@ -78,33 +80,27 @@ def train_cloud(
     *,
     cloud: str,
     report: Report,
-    place: Place,
+    options: SessionOptions,
     seat: Seat | None = None,
     stop: StopRequest | None = None,
 ) -> Trained:
     """Be one rank of one cloud of a job from the start to the exported model, or to an orderly stop."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if place.num_threads is not None:
-        torch.set_num_threads(place.num_threads)
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
     seat = seat or Seat()
     device = Device(job.cloud_named(cloud).device, local_rank=seat.local_rank if seat.num_ranks > 1 else None)
+    secret = endpoint.inside_secret if seat.num_ranks > 1 else b""
     try:
-        with join_world(
-            seat,
-            device,
-            cloud=cloud,
-            secret=endpoint.inside_secret if seat.num_ranks > 1 else b"",
-            end=endpoint.abort,
-        ) as world:
+        with join_world(seat, device, cloud=cloud, secret=secret, end=endpoint.abort) as world:
             session = _Session(
                 job=job,
-                clouds=stage_order(job),
                 member=Member(cloud, seat.rank),
-                endpoint=endpoint,
+                neighbours=Neighbours(endpoint.link, world, clouds=stage_order(job), cloud=cloud),
                 device=device,
                 world=world,
                 report=report,
-                place=place,
+                options=options,
                 stop=stop or StopRequest(),
             )
             return session.run()
@@ -117,53 +113,54 @@ def train_cloud(
 
 @dataclass(slots=True, kw_only=True)
 class _Session:
-    """One rank's run, from start to end; `data` is at the first cloud only."""
+    """One rank's run, from start to end; only ranks of the first cloud have data."""
 
     job: Job
-    clouds: tuple[str, ...]
-    """Those of the stages, in order."""
     member: Member
-    endpoint: Endpoint
+    neighbours: Neighbours
     device: Device
     world: World
     report: Report
-    place: Place
+    options: SessionOptions
     stop: StopRequest
-    setup: Setup | None = None
-    """At the leader of the first cloud only."""
-    neighbours: Neighbours = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.neighbours = Neighbours(self.endpoint, self.world, clouds=self.clouds, cloud=self.member.cloud)
+    reasons: tuple[str, ...] = ()
+    """The reasons of the plan, at the leader of the first cloud."""
 
     def run(self) -> Trained:
         """Agree, build, train, export."""
-        is_told = self.place.choose is not None
-        data = None
-        if self._is_first and self._is_leader and not is_told:
-            data = self._open_data(self.place.run_id)
+        run_id, choose = self.options.run_id, self.options.choose
+        decides = self._is_first and self._is_leader
+        data = self._open_data(run_id) if decides and run_id is not None else None
         self.neighbours.meet(self.job, note=self._note)
-        profiles = self.neighbours.gather_profiles(self.place.profile or (lambda: None), is_wanted=is_told)
-        if self.place.choose is not None:
-            self.place = replace(self.place, run_id=self.place.choose(profiles))
-            data = self._open_data(self.place.run_id)
-        offer = self.neighbours.agree_on_offer(self._offer(data))
-        config = unpack_config(offer.config, member=self.member)
-        run = join_run(self.place.root, self.job, offer.run_id)
+        profile = self.options.profile or (lambda: None)
+        profiles = self.neighbours.gather_profiles(profile, is_wanted=choose is not None)
+        if choose is not None:
+            run_id = choose(profiles)
+            data = self._open_data(run_id)
+        own = None if data is None or run_id is None else self._config(data, run_id)
+        config = self.neighbours.agree_on_config(own)
+        run = join_run(self.options.root, self.job, config.run_id)
         if self._is_first and data is None:
-            data = self._open_data(offer.run_id)
+            data = self._open_data(config.run_id)
         checkpoints = Checkpoints(
             run, cloud=self.member.cloud, keep=self.job.checkpoint.keep, job=self.job.meaning_digest
         )
         saved = checkpoints.inspect(self._note) if self._is_leader else SavedSteps()
         start = self.neighbours.agree_on_start(saved, num_steps=self.job.train.steps)
-        built = self._build(offer, config)
+        built = Build(
+            job=self.job,
+            config=config,
+            cloud=self.member.cloud,
+            blueprint=blueprint_of(self.job, config=config.model, num_labels=config.num_labels),
+            device=self.device,
+            world=self.world,
+        ).make()
         keeper = Keeper(checkpoints, self.world, stage=built.stage, optimizer=built.optimizer)
         stopped_at = self._train(config, built, keeper, start, data, run)
         if stopped_at is None:
             self._export(built, keeper, run)
             if data is not None and self._is_leader:
-                self._tell_exported(data, config, run)
+                self._note_exported(data, config, run)
         return Trained(run=run, stopped_at=stopped_at)
 
     @property
@@ -179,52 +176,29 @@ class _Session:
 
     # The start.
 
-    def _open_data(self, run_id: str | None) -> TrainingData:
-        if run_id is None:
-            raise ValueError("the first cloud chooses the run")
-        run = join_run(self.place.root, self.job, run_id)
-        tokens = tokens_of(self.job, root=self.place.root, note=self._note)
+    def _open_data(self, run_id: str) -> TrainingData:
+        run = join_run(self.options.root, self.job, run_id)
+        tokens = tokens_of(self.job, root=self.options.root, note=self._note)
         return open_data(self.job, tokenizer_folder=run / TOKENIZER_FOLDER, tokens=tokens)
 
-    def _offer(self, data: TrainingData | None) -> Offer | None:
-        """What the first cloud, which has the data and the plan, tells all others."""
-        if data is None or self.place.run_id is None:
-            return None
-        self.setup = setup = self._set_up()
+    def _config(self, data: TrainingData, run_id: str) -> RunConfig:
+        """The run config, from the data and from what was planned when the run started."""
+        job, about = self.job, data.facts
+        decisions = decide(job, read_decisions(self.options.root / job.name / run_id))
+        self.reasons = decisions.reasons
         held_out = data.validation_batches(
-            num_sequences=setup.layout.num_sequences, multiple_of=common_ranks(setup.followed(self.job))
+            num_sequences=layout_of(job, decisions.num_microbatches).num_sequences,
+            multiple_of=common_ranks(follow(job, stage_order(job), decisions)),
         )
-        model = dict(data.facts.config)
-        config = run_config(
-            self.job,
-            setup,
-            blueprint_of(self.job, config=model, num_labels=data.facts.num_labels),
+        return run_config(
+            job,
+            decisions,
+            blueprint_of(job, config=about.config, num_labels=about.num_labels),
             num_validation_microbatches=sum(1 for _ in held_out),
+            run_id=run_id,
+            model=dict(about.config),
+            num_labels=about.num_labels,
         )
-        return Offer(
-            run_id=self.place.run_id,
-            model=model,
-            num_labels=data.facts.num_labels,
-            config=pack_config(config),
-        )
-
-    def _set_up(self) -> Setup:
-        """What was planned when the run started, which is never planned again."""
-        decisions = None
-        if self.place.run_id is not None:
-            decisions = read_decisions(self.place.root / self.job.name / self.place.run_id)
-        return set_up(self.job, decisions=decisions, plans=False)
-
-    def _build(self, offer: Offer, config: RunConfig) -> Built:
-        build = Build(
-            job=self.job,
-            config=config,
-            cloud=self.member.cloud,
-            blueprint=blueprint_of(self.job, config=offer.model, num_labels=offer.num_labels),
-            device=self.device,
-            world=self.world,
-        )
-        return build.make()
 
     # Training.
 
@@ -244,7 +218,7 @@ class _Session:
             cursor = None if state is None else state.cursor
             feed = stack.enter_context(self._feed(data, config, start, cursor)) if data else None
             journal = stack.enter_context(self._journal(run, start, links))
-            self._tell_start(journal, built, start)
+            self._note_start(journal, built, start)
             inbox = Inbox()
             wires = pipeline_wires(
                 config,
@@ -286,25 +260,17 @@ class _Session:
     def _feed(self, data: TrainingData, config: RunConfig, start: Start, cursor: Cursor | None) -> Feed:
         return Feed(
             data,
-            self._layout(config),
+            layout_of(self.job, config.pipeline.num_microbatches),
             cursor=cursor,
             share=functools.partial(config.pipeline.routing.share, 0, self.world.seat.rank),
             first_step=start.step,
             num_in_step=config.common_ranks,
         )
 
-    def _layout(self, config: RunConfig) -> Layout:
-        """How the batch of a step is divided into micro-batches."""
-        return divide_batch(
-            batch_tokens=self.job.train.batch_tokens,
-            sequence_length=1 if self.job.data is None else self.job.data.sequence_length,
-            num_microbatches=config.pipeline.num_microbatches,
-        )
-
-    def _tell_start(self, journal: Journal, built: Built, start: Start) -> None:
+    def _note_start(self, journal: Journal, built: Built, start: Start) -> None:
         if not self._is_leader:
             return
-        for note in (*(() if self.setup is None else self.setup.notes), *built.stage.notes):
+        for note in (*self.reasons, *built.stage.notes):
             journal.note(note)
         if start.step:
             journal.note(f"resumed after step {start.step}")
@@ -314,7 +280,7 @@ class _Session:
     @contextmanager
     def _journal(self, run: Path, start: Start, links: Mapping[Member, Link]) -> Iterator[Journal]:
         is_first = self._is_first and self._is_leader
-        opens = self.place.open_trackers if is_first else None
+        opens = self.options.open_trackers if is_first else None
         trackers = opens(run) if opens is not None else ()
         cloud, rank = self.member
         path = run / EVENTS_FOLDER / f"{cloud if self._is_leader else f'{cloud}.{rank}'}.jsonl"
@@ -344,20 +310,21 @@ class _Session:
             return
         write_part(built.stage, own / self.member.cloud, tensors=tensors)
         scratch.unlink(missing_ok=True)
-        parts = gather_parts(own, up=self.neighbours.up, down=self.neighbours.down)
+        parts = self.neighbours.gather_parts(own)
         if self._is_first:
             companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
             for note in merge(parts, run / MODEL_FOLDER, companions=companions):
                 self._note(note)
         shutil.rmtree(own)
 
-    def _tell_exported(self, data: TrainingData, config: RunConfig, run: Path) -> None:
+    def _note_exported(self, data: TrainingData, config: RunConfig, run: Path) -> None:
         if not self.job.train.evaluate_every or self.job.model is None:
             return
+        layout = layout_of(self.job, config.pipeline.num_microbatches)
         note = describe_exported(
             run / MODEL_FOLDER,
             head=data.head,
-            batches=data.validation_batches(num_sequences=self._layout(config).num_sequences),
+            batches=data.validation_batches(num_sequences=layout.num_sequences),
             device=self.device.torch_device,
             autocast=AUTOCAST[self.job.train.precision],
             trust_remote_code=self.job.model.trust_remote_code,

@@ -11,7 +11,7 @@ from isthmus.cli.main import app
 from isthmus.errors import JobError, UserError
 from isthmus.job import PipelineStrategy, load_job
 from isthmus.plan.costs import Precision
-from isthmus.plan.plan import scenario_of
+from isthmus.plan.plan import follow, scenario_of
 from isthmus.plan.times import PassTimes, Profile, Sample, write_profile
 from tests.plan.jobs import TWO_CLOUDS
 
@@ -121,14 +121,14 @@ CANNOT = "strategy 'data' cannot be run yet"
 
 
 def test_a_plan_that_cannot_be_run_says_so(job_file: Path) -> None:
-    from isthmus.train.run_config import set_up
+    from isthmus.train.run_config import decide
 
     shown = invoke(job_file, "--no-levers", "--set", "strategy.kind=data").output
     assert f'{CANNOT}; where strategy.kind is "auto", a run takes the best pipeline instead' in shown
     written = invoke(job_file, "--no-levers", "--write", "--set", "strategy.kind=data").output
     assert f'{CANNOT}: set strategy.kind to "pipeline" before a run' in written
     with pytest.raises(UserError, match=CANNOT):
-        set_up(load_job(job_file))
+        decide(load_job(job_file))
     assert "cannot be run" not in invoke(job_file, "--no-levers", "--set", "strategy.kind=pipeline").output
 
 
@@ -159,7 +159,7 @@ def tight_job(path: Path, *, memory: str) -> Path:
 def test_what_spares_memory_is_written_and_runs(
     tmp_path: Path, memory: str, sharding: str, savers: tuple[bool, bool, int]
 ) -> None:
-    from isthmus.train.run_config import set_up
+    from isthmus.train.run_config import plan_run
 
     path = tight_job(tmp_path / "tight.toml", memory=memory)
     first = json.loads(invoke(path, "--json", "--write", "--no-levers").stdout)
@@ -170,10 +170,11 @@ def test_what_spares_memory_is_written_and_runs(
     assert (train.recompute, train.offload_optimizer, train.optimizer_bits) == savers
     assert [stage["sharding"] for stage in first["stages"]] == [sharding] * 2
     assert tuple(first["sparing"].values()) == savers
-    setup = set_up(written)
-    assert setup.followed(written) == written
-    assert setup.decisions is not None
-    assert setup.decisions.layers == tuple(first["decisions"]["layers"])
+    plan = plan_run(written)
+    assert plan is not None
+    assert plan.decisions is not None
+    assert follow(written, plan.clouds, plan.decisions) == written
+    assert plan.decisions.layers == tuple(first["decisions"]["layers"])
 
 
 def test_times_by_formula_are_marked(job_file: Path) -> None:

@@ -24,7 +24,7 @@ from isthmus.model.load import build_stage
 from isthmus.train.build import blueprint_of
 from isthmus.train.data.training_data import Feed, open_data
 from isthmus.train.optimizer import Schedule
-from isthmus.train.run_config import set_up
+from isthmus.train.run_config import decide, layout_of, plan_run
 from isthmus.wan.certificates import make_authority, make_request, sign_request
 from tests.train.reference import train_alone
 from tests.train.test_setup import TINY, clouds, links
@@ -76,11 +76,12 @@ def assert_equal_weights(first: dict[str, Tensor], second: dict[str, Tensor]) ->
 def train_here(job_file: Path, tmp_path: Path) -> dict[str, Tensor]:
     """The same job in this process, without stages or links."""
     job = load_job(job_file, overrides=CHANGES)
-    setup = set_up(job)
+    plan = plan_run(job)
+    decisions = decide(job, None if plan is None else plan.decisions)
     data = open_data(job, tokenizer_folder=tmp_path / "tokenizer")
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=None)
     stage = build_stage(blueprint, range(blueprint.num_layers), seed=job.seed)
-    with Feed(data, setup.layout) as feed:
+    with Feed(data, layout_of(job, decisions.num_microbatches)) as feed:
         steps: Sequence[Any] = [feed.training(step) for step in range(NUM_STEPS)]
     schedule = Schedule(
         peak=job.train.learning_rate,

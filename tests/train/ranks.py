@@ -288,7 +288,7 @@ class _Rank:
         record = Record()
         member = Member(self.task.cloud, self.world.seat.rank)
         clouds = CLOUDS[: len(self.case.ranks)]
-        neighbours = Neighbours(self.endpoint, self.world, clouds=clouds, cloud=self.task.cloud)
+        neighbours = Neighbours(self.endpoint.link, self.world, clouds=clouds, cloud=self.task.cloud)
         loop, wires = make_loop(
             self.config,
             member,

@@ -1,16 +1,24 @@
 """Clouds begin where all of them can, and never from the first step because a part is missing."""
 
+import json
 import random
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
+from typing import TypeVar
 
 import pytest
 
 from isthmus.errors import FrameError, UserError
-from isthmus.train.members import SavedSteps, Start, agree_on_start, choose_start, gather_profiles
+from isthmus.train.in_cloud import World
+from isthmus.train.members import Neighbours, SavedSteps, Start, choose_start
+from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
+
+CLOUDS = ("east", "mid", "west")
+T = TypeVar("T")
 
 
 def steps(*whole: int, damaged: tuple[int, ...] = ()) -> SavedSteps:
@@ -29,11 +37,11 @@ def refusal(*, num_steps: int = 1000, **saved: SavedSteps) -> UserError:
 
 
 def test_nothing_saved_anywhere_is_a_new_run() -> None:
-    assert start_of(east=steps(), west=steps()) == Start(step=0, clock_offset_s=0.0)
+    assert start_of(east=steps(), west=steps()) == Start(step=0)
 
 
 def test_the_newest_step_that_all_have_is_taken_and_newer_ones_are_told() -> None:
-    assert start_of(east=steps(100, 200), west=steps(100, 200)) == Start(step=200, clock_offset_s=0.0)
+    assert start_of(east=steps(100, 200), west=steps(100, 200)) == Start(step=200)
     older = start_of(east=steps(100, 200), west=steps(50, 100))
     assert older.step == 100
     assert older.note == "step 100 is the newest that every cloud has saved; 'east' has step 200 too"
@@ -87,17 +95,30 @@ def test_a_start_is_common_and_the_newest_whatever_was_saved(seed: int) -> None:
             assert found == max(common, default=0)
 
 
+def joined(clouds: Sequence[str], work: Callable[[Neighbours], T]) -> list[T]:
+    """What every cloud of a chain of links in memory comes to."""
+    with ExitStack() as stack, ThreadPoolExecutor(len(clouds)) as pool:
+        links = {pair: stack.enter_context(MemoryLink(*pair)) for pair in pairwise(clouds)}
+
+        def at(cloud: str) -> T:
+            def connect(peer: str, _: int) -> Link:
+                return next(link for pair, link in links.items() if {cloud, peer} == {*pair}).end(cloud)
+
+            return work(Neighbours(connect, World(), clouds=clouds, cloud=cloud))
+
+        return list(pool.map(at, clouds))
+
+
+def told(stream: str, packet: Packet, work: Callable[[Neighbours], object]) -> None:
+    """Let the first of two clouds work with what the second has sent."""
+    with MemoryLink("east", "west") as link:
+        link.end("west").send(stream, packet)
+        work(Neighbours(lambda *_: link.end("east"), World(), clouds=["east", "west"], cloud="east"))
+
+
 def test_what_each_cloud_has_travels_up_and_the_decision_down() -> None:
-    saved = {"east": steps(10, 20), "mid": steps(10, 20, 30), "west": steps(10, 20)}
-    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
-        links = [stack.enter_context(MemoryLink(*pair)) for pair in pairwise(saved)]
-
-        def agree(index: int, cloud: str) -> Start:
-            up = links[index - 1].end(cloud) if index > 0 else None
-            down = links[index].end(cloud) if index < len(links) else None
-            return agree_on_start(saved[cloud], cloud=cloud, num_steps=99, up=up, down=down)
-
-        found = list(pool.map(agree, range(3), saved))
+    saved = [steps(10, 20), steps(10, 20, 30), steps(10, 20)]
+    found = joined(CLOUDS, lambda one: one.agree_on_start(saved[one.index], num_steps=99))
     assert [start.step for start in found] == [20, 20, 20]
     assert [start.note for start in found] == [
         "step 20 is the newest that every cloud has saved; 'mid' has step 30 too",
@@ -107,22 +128,20 @@ def test_what_each_cloud_has_travels_up_and_the_decision_down() -> None:
 
 
 @pytest.mark.parametrize(
-    "header",
+    "saved",
     [
-        {},
-        {"saved": []},
-        {"saved": {"west": {"whole": [1]}}},
-        {"saved": {"west": {"whole": [True], "damaged": []}}},
-        {"saved": {"west": {"whole": [-1], "damaged": []}}},
-        {"saved": {"west": {"whole": ["1"], "damaged": []}}},
-        {"saved": {f"c{number}": {"whole": [], "damaged": []} for number in range(65)}},
+        None,
+        [],
+        {"west": {"whole": [True], "damaged": []}},
+        {"west": {"whole": [-1], "damaged": []}},
+        {"west": {"whole": ["1"], "damaged": []}},
+        {f"c{number}": {"whole": [], "damaged": []} for number in range(65)},
     ],
 )
-def test_what_is_no_list_of_steps_is_refused(header: dict[str, object]) -> None:
-    with MemoryLink("east", "west") as link:
-        link.end("west").send("start/saved", Packet(header))
-        with pytest.raises(FrameError, match="a list of saved steps that is none"):
-            agree_on_start(steps(), cloud="east", num_steps=9, up=None, down=link.end("east"))
+def test_what_is_no_list_of_steps_is_refused(saved: object) -> None:
+    packet = Packet({"facts": json.dumps({"clouds": saved})})
+    with pytest.raises(FrameError, match="AllSaved"):
+        told("start/saved", packet, lambda one: one.agree_on_start(steps(), num_steps=9))
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
@@ -133,19 +152,14 @@ def test_profiles_travel_up_to_the_first_cloud_that_asks(is_wanted: bool) -> Non
         asked.append(cloud)
         return None if cloud == "mid" else f"profile of {cloud}"
 
-    clouds = ("east", "mid", "west")
-    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
-        links = [stack.enter_context(MemoryLink(*pair)) for pair in pairwise(clouds)]
-
-        def gather(index: int, cloud: str) -> dict[str, str]:
-            up = links[index - 1].end(cloud) if index > 0 else None
-            down = links[index].end(cloud) if index < len(links) else None
-            wanted = is_wanted and up is None
-            return gather_profiles(lambda: measure(cloud), cloud=cloud, is_wanted=wanted, up=up, down=down)
-
-        first, *_ = pool.map(gather, range(3), clouds)
+    first, *_ = joined(
+        CLOUDS,
+        lambda one: one.gather_profiles(
+            lambda: measure(CLOUDS[one.index]), is_wanted=is_wanted and one.up is None
+        ),
+    )
     assert first == ({"east": "profile of east", "west": "profile of west"} if is_wanted else {})
-    assert sorted(asked) == (sorted(clouds) if is_wanted else [])
+    assert sorted(asked) == (sorted(CLOUDS) if is_wanted else [])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +167,5 @@ def test_profiles_travel_up_to_the_first_cloud_that_asks(is_wanted: bool) -> Non
     [Packet({}), Packet({"clouds": ["west", "north"]}, (b"{}",)), Packet({"clouds": ["west"]}, (b"\xff",))],
 )
 def test_profiles_that_are_none_are_refused(packet: Packet) -> None:
-    with MemoryLink("east", "west") as link:
-        link.end("west").send("start/profiles", packet)
-        with pytest.raises(FrameError, match="profile"):
-            gather_profiles(lambda: None, cloud="east", is_wanted=True, up=None, down=link.end("east"))
+    with pytest.raises(FrameError, match="profile"):
+        told("start/profiles", packet, lambda one: one.gather_profiles(lambda: None, is_wanted=True))

@@ -17,7 +17,7 @@ from isthmus.train.build import Build, blueprint_of, optimizer_state
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, shard
 from isthmus.train.optimizer import Optimizer
-from isthmus.train.run_config import pack_config, run_config, set_up, unpack_config
+from isthmus.train.run_config import decide, pack_config, run_config, unpack_config
 from isthmus.wan.handshake import Seat
 from tests.model.cases import blueprint, build, make_batch
 from tests.train.chain import SCHEDULE, Given, chain, config
@@ -54,7 +54,7 @@ def made(*overrides: str, num_ranks: int = 1, cloud: str = "west") -> Build:
     plan = blueprint_of(job, config={}, num_labels=None)
     return Build(
         job=job,
-        config=run_config(job, set_up(job), plan, num_validation_microbatches=0),
+        config=run_config(job, decide(job), plan, num_validation_microbatches=0),
         cloud=cloud,
         blueprint=plan,
         device=CPU,

@@ -7,11 +7,16 @@ import pytest
 
 from isthmus.model.export import merge, write_part
 from isthmus.train import members
-from isthmus.train.members import fresh_folder, gather_parts
+from isthmus.train.in_cloud import World
+from isthmus.train.members import Neighbours, fresh_folder
 from isthmus.wan.memory import MemoryLink
 from tests.model.cases import blueprint, build
 
 STAGES = {"east": range(2), "west": range(2, 4)}
+
+
+def neighbours(link: MemoryLink, cloud: str) -> Neighbours:
+    return Neighbours(lambda *_: link.end(cloud), World(), clouds=list(STAGES), cloud=cloud)
 
 
 def export(run: Path) -> None:
@@ -22,8 +27,7 @@ def export(run: Path) -> None:
         def gather(cloud: str) -> tuple[Path, ...]:
             own = fresh_folder(run / f".parts-{cloud}")
             write_part(stages[cloud], own / cloud)
-            ends = {"up": None, "down": None, "up" if cloud == "west" else "down": link.end(cloud)}
-            return gather_parts(own, **ends)
+            return neighbours(link, cloud).gather_parts(own)
 
         found = dict(zip(STAGES, pool.map(gather, STAGES), strict=True))
     assert [part.name for part in found["east"]] == ["east", "west"]
@@ -53,6 +57,6 @@ def test_an_export_that_was_stopped_before_its_parts_left_is_done_again(
         write_part(stage, own / "west")
         patch.setattr(members, "_send", stopped)
         with pytest.raises(KeyboardInterrupt):
-            gather_parts(own, up=link.end("west"), down=None)
+            neighbours(link, "west").gather_parts(own)
     export(tmp_path)
     assert (tmp_path / "model" / "config.json").exists()

@@ -12,7 +12,6 @@ from isthmus.job.sections import LoraSpec
 from isthmus.plan.plan import PLAN_FILE
 from isthmus.train import run_config, runs
 from isthmus.train.build import blueprint_of
-from isthmus.train.run_config import set_up
 from isthmus.train.runs import (
     check_all_devices,
     check_device,
@@ -99,7 +98,7 @@ def test_an_adapter_with_a_bottleneck_must_be_merged(tmp_path: Path) -> None:
     narrow = tiny_job("link.0.boundary=bottleneck(4)")
     for job, merges in ((narrow, False), (narrow, True), (tiny_job(), False)):
         given = of_folder(job, tmp_path, lora=LoraSpec(merge=merges))
-        check = functools.partial(check_export, given, set_up(job, plans=False))
+        check = functools.partial(check_export, given)
         blueprint = blueprint_of(given, config={}, num_labels=None)
         if merges or job is not narrow:
             check(blueprint)
@@ -124,8 +123,8 @@ def test_code_of_a_models_own_runs_by_the_jobs_word_and_goes_with_no_bottleneck(
     blueprint = blueprint_of(given, config={}, num_labels=None)
     assert (tmp_path / "ran").exists()
     with pytest.raises(UserError, match="model with code of its own"):
-        check_export(given, set_up(job, plans=False), blueprint)
-    check_export(tiny_job(), set_up(tiny_job(), plans=False), blueprint)
+        check_export(given, blueprint)
+    check_export(tiny_job(), blueprint)
 
 
 def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:

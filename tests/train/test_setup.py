@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.job import Job, stage_order
+from isthmus.job import Job, PipelineStrategy, stage_order
 from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
 from isthmus.plan.codecs import Pair, texts_of
+from isthmus.plan.plan import Decisions, follow
 from isthmus.plan.scenario import Policy
 from isthmus.plan.steering import Cut
 from isthmus.train.build import blueprint_of, check_fits
-from isthmus.train.run_config import run_config, set_up
+from isthmus.train.run_config import decide, plan_run, run_config, stage_layers
 from isthmus.train.runs import check_job
 
 TINY = """
@@ -56,11 +57,24 @@ def tiny_job(*overrides: str, network: str | None = None) -> Job:
     return parse_job(TINY + network, file=Path("tiny.toml"), overrides=overrides)
 
 
+def decided(job: Job) -> Decisions:
+    """What a run of the job follows: its plan, or a rule where nothing can be planned."""
+    plan = plan_run(job)
+    return decide(job, None if plan is None else plan.decisions)
+
+
+def fits(job: Job, decisions: Decisions | None = None) -> None:
+    blueprint = blueprint_of(job, config={}, num_labels=None)
+    decisions = decide(job) if decisions is None else decisions
+    followed = follow(job, stage_order(job), decisions)
+    check_fits(followed, stage_layers(job, decisions, blueprint.num_layers), blueprint)
+
+
 @pytest.mark.parametrize(("model_type", "keeps_padding"), [("llama", False), ("qwen3_moe", True)])
 def test_padding_crosses_where_experts_see_it(model_type: str, keeps_padding: bool) -> None:
     job = tiny_job(f"model.config.model_type={model_type}")
     blueprint = blueprint_of(job, config={}, num_labels=None)
-    config = run_config(job, set_up(job, plans=False), blueprint, num_validation_microbatches=0)
+    config = run_config(job, decide(job), blueprint, num_validation_microbatches=0)
     assert config.keeps_padding == keeps_padding
 
 
@@ -75,7 +89,8 @@ def test_else_the_links_give_the_order() -> None:
 
 
 def test_a_single_cloud_is_a_pipeline_of_one_stage() -> None:
-    assert set_up(tiny_job(network=clouds("alone"))).clouds == ("alone",)
+    job = tiny_job(network=clouds("alone"))
+    assert stage_layers(job, decided(job), 2) == (range(2),)
 
 
 @pytest.mark.parametrize(
@@ -88,49 +103,45 @@ def test_clouds_that_are_not_in_a_row_are_refused(pairs: tuple[tuple[str, str], 
 
 
 def test_without_figures_micro_batches_are_chosen_by_a_rule() -> None:
-    setup = set_up(tiny_job())
-    assert setup.layout.num_microbatches == 16
-    assert setup.max_in_flight == 16
-    assert setup.policy is Policy.WAN_ONE_F_ONE_B
-    assert setup.stage_layers(2) == (range(1), range(1, 2))
-    assert (setup.plan, setup.decisions) == (None, None)
-    assert "figures of link east-west" in setup.notes[0]
-    assert "16" in setup.notes[1]
+    assert plan_run(tiny_job()) is None
+    found = decide(tiny_job())
+    assert (found.num_microbatches, found.max_in_flight) == (16, 16)
+    assert found.policy == Policy.WAN_ONE_F_ONE_B.value
+    assert stage_layers(tiny_job(), found, 2) == (range(1), range(1, 2))
+    assert "figures of link east-west" in found.reasons[0]
+    assert "16" in found.reasons[1]
 
 
 def test_what_is_given_is_not_chosen() -> None:
     given = ("strategy.microbatches=4", "strategy.max_in_flight=3", "strategy.policy=gpipe")
     for figures in ((), FIGURES):
-        setup = set_up(tiny_job(*given, *figures))
-        assert (setup.layout.num_microbatches, setup.max_in_flight, setup.policy) == (4, 3, Policy.GPIPE)
-        assert not any("micro-batches" in note for note in setup.notes)
+        found = decided(tiny_job(*given, *figures))
+        assert (found.num_microbatches, found.max_in_flight, found.policy) == (4, 3, Policy.GPIPE.value)
+        assert not any("micro-batches" in reason for reason in found.reasons)
 
 
 def test_with_figures_the_planner_chooses_and_says_why() -> None:
-    setup = set_up(tiny_job(*FIGURES, "model.config.num_hidden_layers=5"))
-    assert setup.plan is not None
-    assert sum(setup.plan.decisions.layers if setup.plan.decisions else ()) == 5
-    text = " ".join(setup.notes)
+    plan = plan_run(tiny_job(*FIGURES, "model.config.num_hidden_layers=5"))
+    assert plan is not None
+    assert plan.decisions is not None
+    assert sum(plan.decisions.layers) == 5
+    text = " ".join(plan.decisions.reasons)
     for word in ("cut: east layers 0", "micro-batches: ", "planned: pipeline"):
         assert word in text
 
 
 def test_other_clouds_follow_the_decisions_of_the_first() -> None:
-    first = set_up(tiny_job(*FIGURES, "model.config.num_hidden_layers=5"))
+    first = decided(tiny_job(*FIGURES, "model.config.num_hidden_layers=5"))
     elsewhere = tiny_job("link.0.rtt=900 ms", "link.0.bandwidth=1 Mbps", "model.config.num_hidden_layers=5")
-    second = set_up(elsewhere, decisions=first.decisions)
-    assert second.stage_layers(5) == first.stage_layers(5)
-    assert second.layout == first.layout
-    assert second.codecs == first.codecs
-    assert second.notes == first.notes
+    assert decide(elsewhere, first) == first
 
 
 def test_given_layers_and_clouds_are_kept() -> None:
     given = ("strategy.clouds=['west', 'east']", "strategy.layers=[3, 1]", "model.config.num_hidden_layers=4")
     for figures in ((), FIGURES):
-        setup = set_up(tiny_job(*given, *figures))
-        assert setup.clouds == ("west", "east")
-        assert setup.stage_layers(4) == (range(3), range(3, 4))
+        job = tiny_job(*given, *figures)
+        assert stage_order(job) == ("west", "east")
+        assert stage_layers(job, decided(job), 4) == (range(3), range(3, 4))
 
 
 @pytest.mark.parametrize(
@@ -157,12 +168,11 @@ def test_every_mistake_has_a_cure(override: str, what: str, tmp_path: Path) -> N
 def test_a_job_for_probing_only_is_refused() -> None:
     network = clouds("east", "west") + links(("east", "west"))
     with pytest.raises(UserError, match=r"no \[data\]"):
-        set_up(parse_job('name = "x"\n' + network, file=Path("x.toml")))
+        decide(parse_job('name = "x"\n' + network, file=Path("x.toml")))
 
 
 def test_a_model_that_fits_passes() -> None:
-    job = tiny_job("cloud.west.memory=100 MiB")
-    check_fits(job, set_up(job), blueprint_of(job, config={}, num_labels=None))
+    fits(tiny_job("cloud.west.memory=100 MiB"))
 
 
 def test_bottlenecks_learn_and_begin_together(tmp_path: Path) -> None:
@@ -180,9 +190,10 @@ def test_bottlenecks_learn_and_begin_together(tmp_path: Path) -> None:
 
 
 def cut_of(job: Job, clouds: tuple[str, ...], *, planned: Pair | None = None) -> Cut:
-    setup = replace(set_up(job), clouds=clouds, codecs=None if planned is None else (planned,))
+    job = job.model_copy(update={"strategy": PipelineStrategy(kind="pipeline", clouds=clouds)})
+    decisions = replace(decide(job), codecs=() if planned is None else (texts_of(planned),))
     blueprint = blueprint_of(job, config={}, num_labels=None)
-    (cut,) = run_config(job, setup, blueprint, num_validation_microbatches=0).pipeline.cuts
+    (cut,) = run_config(job, decisions, blueprint, num_validation_microbatches=0).pipeline.cuts
     return cut
 
 
@@ -196,7 +207,7 @@ def test_cuts_take_what_the_job_says_and_else_what_was_planned() -> None:
     assert (down.bandwidths_bps, up.bandwidths_bps) == ((1e6, 2e6), (2e6, 1e6))
     assert down.is_free
     assert down.bounds.backward == parse_codec("fp16")
-    num_microbatches = set_up(job).layout.num_microbatches
+    num_microbatches = decide(job).num_microbatches
     assert (down.crossing.num_steps, down.crossing.num_microbatches) == (4, num_microbatches)
     assert (down.crossing.num_rows, down.crossing.width) == (512 // num_microbatches, 32)
     assert down.least_lossy is None
@@ -221,22 +232,20 @@ SHARED_OUT = ("cloud.west.ranks=2", "cloud.west.sharding=full")
 )
 def test_what_several_ranks_cannot_do_has_a_cure(overrides: tuple[str, ...], what: str) -> None:
     with pytest.raises(UserError, match=what) as caught:
-        set_up(tiny_job(*overrides))
+        decide(tiny_job(*overrides))
     assert caught.value.hint
 
 
 def test_ranks_may_share_out_moments_in_8_bits() -> None:
     shared = ("cloud.west.ranks=2", "cloud.west.sharding=optimizer")
-    assert set_up(tiny_job(*shared, "train.optimizer_bits=8")).clouds == ("east", "west")
+    assert decide(tiny_job(*shared, "train.optimizer_bits=8")).optimizer_bits == 8
 
 
 def test_ranks_that_share_a_stage_out_need_less_memory_each() -> None:
     job = tiny_job("cloud.west.memory=270 KB", "cloud.west.ranks=4")
-    blueprint = blueprint_of(job, config={}, num_labels=None)
     with pytest.raises(UserError, match="needs"):
-        check_fits(job, set_up(job), blueprint)
-    shared = tiny_job("cloud.west.memory=270 KB", "cloud.west.ranks=4", "cloud.west.sharding=optimizer")
-    check_fits(shared, set_up(shared), blueprint)
+        fits(job)
+    fits(tiny_job("cloud.west.memory=270 KB", "cloud.west.ranks=4", "cloud.west.sharding=optimizer"))
 
 
 SMALL = ("cloud.west.ranks=4", "cloud.west.memory=500 KB", "strategy.microbatches=16")
@@ -244,45 +253,41 @@ SMALL = ("cloud.west.ranks=4", "cloud.west.memory=500 KB", "strategy.microbatche
 
 def test_ranks_share_a_stage_out_where_the_plan_says_so() -> None:
     job = tiny_job(*FIGURES, *SMALL)
-    setup = set_up(job)
-    assert any(note.startswith("sharding: the ranks of west") for note in setup.notes)
-    for one in (setup, set_up(job, decisions=setup.decisions, plans=False)):
-        assert [cloud.sharding for cloud in one.followed(job).cloud] == ["none", "optimizer"]
-        check_fits(job, one, blueprint_of(job, config={}, num_labels=None))
+    found = decided(job)
+    assert any(reason.startswith("sharding: the ranks of west") for reason in found.reasons)
+    followed = follow(job, stage_order(job), found)
+    assert [cloud.sharding for cloud in followed.cloud] == ["none", "optimizer"]
+    fits(job, found)
 
 
 def test_ranks_hold_copies_where_nothing_is_planned() -> None:
     job = tiny_job(*SMALL)
-    assert {cloud.sharding for cloud in set_up(job).followed(job).cloud} == {"none"}
+    assert {cloud.sharding for cloud in follow(job, stage_order(job), decided(job)).cloud} == {"none"}
 
 
 def test_moments_in_8_bits_fit_where_others_do_not() -> None:
     job, small = (tiny_job("cloud.west.memory=270 KB", *more) for more in ((), ("train.optimizer_bits=8",)))
-    blueprint = blueprint_of(job, config={}, num_labels=None)
     with pytest.raises(UserError, match="needs"):
-        check_fits(job, set_up(job), blueprint)
-    check_fits(small, set_up(small), blueprint)
+        fits(job)
+    fits(small)
 
 
 def test_what_memory_holds_bounds_what_the_job_allows() -> None:
     job = tiny_job(*FIGURES, *SMALL, "strategy.max_in_flight=16")
-    decisions = set_up(job).decisions
-    assert decisions is not None
-    assert set_up(job, decisions=replace(decisions, max_in_flight=3)).max_in_flight == 3
-    assert set_up(job, decisions=replace(decisions, max_in_flight=(3, 1))).max_in_flight == (3, 1)
-    assert set_up(job, decisions=replace(decisions, max_in_flight=None)).max_in_flight == 16
+    decisions = decided(job)
+    for planned, expected in ((3, 3), ((3, 1), (3, 1)), (None, 16)):
+        assert decide(job, replace(decisions, max_in_flight=planned)).max_in_flight == expected
 
 
 def test_each_stage_may_have_its_own_cap() -> None:
     job = tiny_job("strategy.max_in_flight=[3, 1]")
-    assert set_up(job, plans=False).max_in_flight == (3, 1)
+    assert decide(job).max_in_flight == (3, 1)
     with pytest.raises(UserError, match=r"strategy\.max_in_flight has 3 entries for 2 stages"):
-        set_up(tiny_job("strategy.max_in_flight=[3, 2, 1]"))
+        decide(tiny_job("strategy.max_in_flight=[3, 2, 1]"))
 
 
 def test_frozen_layers_need_no_gradients() -> None:
     job, frozen = (tiny_job("cloud.east.memory=200 KB", *more) for more in ((), ("model.frozen_layers=1",)))
-    blueprint = blueprint_of(job, config={}, num_labels=None)
     with pytest.raises(UserError, match="'east' needs"):
-        check_fits(job, set_up(job, plans=False), blueprint)
-    check_fits(frozen, set_up(frozen, plans=False), blueprint)
+        fits(job)
+    fits(frozen)
