@@ -1,8 +1,8 @@
 """Builds a member's stage and what trains it: on its device, with its memory options, sharded, reduced."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -16,6 +16,7 @@ from isthmus.model.load import build_stage
 from isthmus.model.recompute import Budgeted, Fixed
 from isthmus.model.stage import Stage
 from isthmus.plan.memory import OptimizerState
+from isthmus.plan.types import Facts, Member, Scheduler
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import (
     Reduction,
@@ -23,9 +24,13 @@ from isthmus.train.in_cloud import (
     awaited_gradient_bytes,
     shard,
 )
+from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Decay, Optimizer, Schedule
+from isthmus.train.pipeline import PipelineActor, Source, pipeline_wires
 from isthmus.train.run_config import RunConfig
+from isthmus.train.wire import Inbox, Observer
 from isthmus.units import format_bytes
+from isthmus.wan.link import Link
 
 AUTOCAST: Final = {"float32": None, "bfloat16": torch.bfloat16}
 """What a job's precision computes in, where that is not float32."""
@@ -39,11 +44,44 @@ _HIDDEN: Final = HiddenSpec()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A stage, and what trains it."""
+    """A member's stage, and what trains it."""
 
     stage: Stage
     optimizer: Optimizer
-    reduction: Reduction
+    device: Device
+    autocast: torch.dtype | None = None
+    world: World = field(default_factory=World)
+    reduction: Reduction | None = None
+
+    def loop(
+        self,
+        config: RunConfig,
+        member: Member,
+        scheduler: Scheduler,
+        links: Mapping[Member, Link],
+        *,
+        observer: Observer,
+        source: Source | None,
+        save: Callable[[int, Facts | None], None],
+    ) -> Loop:
+        """The loop of a member, with its actor and its wires."""
+        inbox, width = Inbox(), self.stage.model.config.hidden_size
+        wires = pipeline_wires(
+            config, member, links, hidden_width=width, device=self.device, inbox=inbox, observer=observer
+        )
+        actor = PipelineActor(
+            config,
+            member,
+            stage=self.stage,
+            optimizer=self.optimizer,
+            device=self.device,
+            on_span=observer.span,
+            source=source,
+            autocast=self.autocast,
+            world=self.world,
+            reduction=self.reduction,
+        )
+        return Loop(scheduler, actor, wires, inbox, tell=observer.tell, save=save)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +109,14 @@ class Build:
 
     def make(self) -> Built:
         stage = self.stage()
-        reduction = Reduction(self.world, stage, sharding=self.sharding)
-        return Built(stage=stage, optimizer=self.optimizer(stage), reduction=reduction)
+        return Built(
+            stage=stage,
+            optimizer=self.optimizer(stage),
+            device=self.device,
+            autocast=AUTOCAST[self.job.train.precision],
+            world=self.world,
+            reduction=Reduction(self.world, stage, sharding=self.sharding),
+        )
 
     def stage(self) -> Stage:
         """The stage of this cloud, on its device."""

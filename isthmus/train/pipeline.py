@@ -35,7 +35,7 @@ from isthmus.train.integers import IDS, MASK
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.rows import mask_of, valid_rows
 from isthmus.train.run_config import RunConfig
-from isthmus.train.wire import Inbox, Wire, WireObserver
+from isthmus.train.wire import Inbox, Observer, Wire
 from isthmus.wan.link import Link
 
 
@@ -398,7 +398,7 @@ def pipeline_wires(
     hidden_width: int,
     device: Device,
     inbox: Inbox,
-    observer: WireObserver,
+    observer: Observer,
 ) -> dict[Member, Wire]:
     """The wires of a member to all members of the neighbouring stages that it speaks to."""
     pipeline = config.pipeline

@@ -35,12 +35,10 @@ from isthmus.train.data.training_data import Feed, TrainingData, open_data
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
-from isthmus.train.loop import Loop
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
-from isthmus.train.pipeline import PipelineActor, pipeline_wires
 from isthmus.train.run_config import RunConfig, decide, layout_of, run_config
 from isthmus.train.runs import MODEL_FOLDER, PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
-from isthmus.train.wire import Inbox, Wire
+from isthmus.train.wire import Wire
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import Seat
 from isthmus.wan.link import Link
@@ -219,40 +217,18 @@ class _Session:
             feed = stack.enter_context(self._feed(data, config, start, cursor)) if data else None
             journal = stack.enter_context(self._journal(run, start, links))
             self._note_start(journal, built, start)
-            inbox = Inbox()
-            wires = pipeline_wires(
-                config,
-                self.member,
-                links,
-                hidden_width=built.stage.model.config.hidden_size,
-                device=self.device,
-                inbox=inbox,
-                observer=journal,
-            )
-            actor = PipelineActor(
-                config,
-                self.member,
-                stage=built.stage,
-                optimizer=built.optimizer,
-                device=self.device,
-                on_span=journal.span,
-                source=feed,
-                autocast=AUTOCAST[self.job.train.precision],
-                world=self.world,
-                reduction=built.reduction,
-            )
 
             def save(step: int, facts: Facts | None) -> None:
                 with journal.saving(step):
-                    keeper.save(_state(step, facts, feed, wires))
+                    keeper.save(_state(step, facts, feed, loop.wires))
 
             scheduler = PipelineScheduler(config.pipeline, self.member)
-            loop = Loop(scheduler, actor, wires, inbox, tell=journal.tell, save=save)
-            facts = None if state is None else _restore(state, wires)
+            loop = built.loop(config, self.member, scheduler, links, observer=journal, source=feed, save=save)
+            facts = None if state is None else _restore(state, loop.wires)
             with loop, self.stop.honoured_by(lambda: loop.interrupt("the user or the system asked for it")):
                 ended = loop.run(start.step, facts)
                 self.neighbours.agree_on_end()
-            for wire in wires.values():
+            for wire in loop.wires.values():
                 if wire.cache is not None:
                     journal.note(wire.cache.describe())
         return scheduler.stopped_at if ended.outcome is Outcome.INTERRUPTED else None

@@ -97,8 +97,11 @@ class Inbox:
             return None
 
 
-class WireObserver(Protocol):
-    """Takes in what wires report beside their facts."""
+class Observer(Protocol):
+    """Takes in what a member's scheduler, actor and wires report."""
+
+    def tell(self, fact: Facts) -> None:
+        """The scheduler reports a fact."""
 
     def span(self, span: Span) -> None:
         """Something took its time; times are of this cloud's clock."""
@@ -116,7 +119,7 @@ class Wire:
     here: Member
     peer: Member
     inbox: Inbox
-    observer: WireObserver
+    observer: Observer
     facts: Mapping[MessageKind, type[Facts]]
     cut: CutEnd | None = None
     _is_closing: bool = field(default=False, init=False)
