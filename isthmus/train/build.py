@@ -1,6 +1,5 @@
 """Builds a member's stage and what trains it: on its device, with its memory options, sharded, reduced."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -169,7 +168,7 @@ class Build:
             stage.notes += (_ALIKE,)
             return
         job = self.job
-        memory_bytes = job.cloud_named(self.cloud).memory_bytes or _memory_bytes(self.device)
+        memory_bytes = job.cloud_named(self.cloud).memory_bytes or self.device.memory_bytes()
         stage.recompute = Budgeted(
             budget_bytes=job.train.memory_budget_bytes or int(job.limits.memory_share * memory_bytes),
             standing_bytes=lambda: _standing_bytes(stage, self.config, self.device),
@@ -224,17 +223,6 @@ def optimizer_state(config: RunConfig) -> OptimizerState:
     return OptimizerState.EIGHT_BIT if config.optimizer_bits == 8 else OptimizerState.FLOAT32
 
 
-def _memory_bytes(device: Device) -> int:
-    if not device.is_accelerator:
-        return _host_bytes()
-    _, total_bytes = torch.get_device_module(device.torch_device).mem_get_info(device.torch_device)
-    return int(total_bytes)
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _standing_bytes(stage: Stage, config: RunConfig, device: Device) -> int:
     """The memory in use when nothing is in flight, and the gradients to come."""
     used_bytes = awaited_gradient_bytes(stage)
@@ -257,7 +245,7 @@ def check_fits(job: Job, stage_layers: Sequence[range], blueprint: Blueprint) ->
     for name, layers in zip(stage_order(job), stage_layers, strict=True):
         cloud = job.cloud_named(name)
         needed_bytes = _state_bytes(job, cloud, blueprint, layers)
-        memory_bytes = cloud.memory_bytes or (_host_bytes() if cloud.device == "cpu" else None)
+        memory_bytes = cloud.memory_bytes or (Device("cpu").memory_bytes() if cloud.device == "cpu" else None)
         if memory_bytes is not None and needed_bytes > memory_bytes:
             raise UserError(
                 f"the stage of cloud {name!r} needs {format_bytes(needed_bytes)} for weights, gradients "

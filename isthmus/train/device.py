@@ -1,5 +1,6 @@
 """The device that a cloud computes on, and work beside the computation: codecs, and copies to the host."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,6 +70,12 @@ class Device:
     def side_stream(self) -> "SideStream":
         """A new stream beside the computation."""
         return SideStream(self)
+
+    def memory_bytes(self) -> int:
+        """All memory of the device, or of the machine."""
+        if not self.is_accelerator:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)[1])
 
     def peak_bytes(self) -> int | None:
         """The most memory that tensors have taken so far; unknown on the CPU."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import transformers
@@ -22,15 +22,22 @@ from isthmus.events import __version__
 from isthmus.job import CloudSpec, Job, PipelineStrategy
 from isthmus.job.load import replace_file
 from isthmus.job.sections import AcceleratorSpec, plain_name
-from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.costs import MeasuredModel, Training
-from isthmus.model.heads import HEADS
 from isthmus.plan.costs import CostTable, PlannedModel, read_table, table_text
 from isthmus.plan.job_facts import is_loopback
 from isthmus.plan.models import model_config, planned
 from isthmus.plan.times import VERSION, Profile, find_accelerator, parse_profile, read_profile, write_profile
+from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device
-from isthmus.train.profiling import MAX_SCATTER, QUICK, Effort, measure, sizes_of, threads_here
+from isthmus.train.profiling import (
+    MAX_SCATTER,
+    QUICK,
+    Effort,
+    measure,
+    num_made_up_labels,
+    sizes_of,
+    threads_here,
+)
 from isthmus.train.rehearsal import measure_together
 from isthmus.units import format_duration, shorten
 
@@ -61,7 +68,7 @@ class Profiler:
             self.note("times are those of the catalogue, since --no-profile was given")
             return _with_shared_devices(local)
         found = self._kept(job, lambda: measure_together(job, effort=self.effort, report=self.report))
-        return self._with_profiles(local, {name: found[name] for name in lacking})
+        return self.with_profiles(local, {name: found[name] for name in lacking})
 
     def one_here(self, job: Job, cloud: str) -> Profile | None:
         """The profile of the cloud that this machine is; None where the job has one, or none is wanted."""
@@ -80,10 +87,6 @@ class Profiler:
         given = job.cloud_named(cloud).profile
         found = self.one_here(job, cloud) if given is None else read_profile(Path(given))
         return None if found is None else write_profile(found)
-
-    def with_profiles(self, job: Job, profiles: Mapping[str, Profile]) -> Job:
-        """The job with profiles that other clouds have measured of themselves."""
-        return self._with_profiles(job, profiles)
 
     def _kept(
         self, job: Job, take: Callable[[], Mapping[str, Profile]], *, num_threads: int | None = None
@@ -112,7 +115,8 @@ class Profiler:
             )
         return found
 
-    def _with_profiles(self, job: Job, profiles: Mapping[str, Profile]) -> Job:
+    def with_profiles(self, job: Job, profiles: Mapping[str, Profile]) -> Job:
+        """The job with these profiles of its clouds, as files in the cache."""
         paths = {}
         for name, profile in profiles.items():
             text = write_profile(profile)
@@ -201,28 +205,21 @@ def as_local(job: Job) -> Job:
 def _memory_bytes(cloud: CloudSpec, *, num_ranks: int) -> int:
     """The memory that each of so many ranks has on the devices of this machine."""
     device = Device(cloud.device)
-    if not device.is_accelerator:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
-    module = torch.get_device_module(device.torch_device)
-    sharing = -(-num_ranks // torch.accelerator.device_count())
-    return int(module.mem_get_info(device.torch_device)[1]) // sharing
+    num_devices = torch.accelerator.device_count() if device.is_accelerator else 1
+    return device.memory_bytes() // -(-num_ranks // num_devices)
 
 
 def _with_shared_devices(job: Job) -> Job:
     """The job with accelerators of the catalogue divided by the clouds that share each here."""
-    named = [one for one in job.cloud if one.accelerator is not None]
+    named = [one.accelerator for one in job.cloud if one.accelerator is not None]
     sharing = len(named)
     if sharing < 2 or (torch.accelerator.is_available() and torch.accelerator.device_count() >= sharing):
         return job
-    own = {one.name: one for one in job.accelerator}
-    shared = {}
-    for cloud in named:
-        name = str(cloud.accelerator)
-        if name not in own:
-            shared[name] = _divided(name, sharing)
+    own = {one.name for one in job.accelerator}
+    shared = {name: _divided(name, sharing) for name in dict.fromkeys(named) if name not in own}
     clouds = tuple(
-        one.model_copy(update={"accelerator": shared[str(one.accelerator)].name})
-        if str(one.accelerator) in shared
+        one.model_copy(update={"accelerator": shared[one.accelerator].name})
+        if one.accelerator in shared
         else one
         for one in job.cloud
     )
@@ -244,28 +241,24 @@ def _divided(name: str, sharing: int) -> AcceleratorSpec:
 
 def digest_of(job: Job, *, num_threads: int) -> str:
     """A digest of all that the figures of a profile depend on."""
-    links = [[*link.between, str(link.codec.forward), str(link.codec.backward)] for link in job.link]
-    about: dict[str, Any] = {
-        "profile": VERSION,
-        "versions": [__version__, torch.__version__, transformers.__version__],
-        "machine": [platform.machine(), platform.node(), os.cpu_count()],
-        "model": dict(model_config(job)),
-        "task": None if job.data is None else job.data.task,
-        "sequence_length": None if job.data is None else job.data.sequence_length,
-        "sizes": sizes_of(job),
-        "precision": job.train.precision,
-        "compile": job.train.compile,
-        "codec_loss": job.limits.codec_loss,
-        "links": links,
-        "clouds": [[one.name, Device(one.device).name, one.ranks] for one in job.cloud],
-        "threads": num_threads,
-    }
-    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return _digest_of(
+        profile=VERSION,
+        machine=[platform.machine(), platform.node(), os.cpu_count()],
+        model=dict(model_config(job)),
+        task=None if job.data is None else job.data.task,
+        sequence_length=None if job.data is None else job.data.sequence_length,
+        sizes=sizes_of(job),
+        precision=job.train.precision,
+        compile=job.train.compile,
+        codec_loss=job.limits.codec_loss,
+        links=[[*link.between, str(link.codec.forward), str(link.codec.backward)] for link in job.link],
+        clouds=[[one.name, Device(one.device).name, one.ranks] for one in job.cloud],
+        threads=num_threads,
+    )
 
 
 log = logging.getLogger(__name__)
 
-_NUM_LABELS: Final = 2
 # What torch and transformers raise where a model asks for the values of tensors that have none.
 _UNMEASURABLE: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
@@ -287,10 +280,13 @@ class Measuring:
         return self._known[key]
 
     def _measured(self, job: Job, config: Mapping[str, object] | None, key: str) -> PlannedModel | None:
-        blueprint = _blueprint(job, config)
         if job.model is None:
             return None
         training = Training(num_frozen_layers=job.model.frozen_layers, lora=job.model.lora)
+        if config is not None:
+            model = job.model.model_copy(update={"source": None, "config": dict(config)})
+            job = job.model_copy(update={"model": model})
+        blueprint = blueprint_of(job, config={}, num_labels=num_made_up_labels(job))
         path = None if self._folder is None else self._folder / f"{key}.json"
 
         def remember(table: CostTable) -> None:
@@ -299,7 +295,7 @@ class Measuring:
                 replace_file(path, table_text(table))
 
         try:
-            model = MeasuredModel(
+            measured = MeasuredModel(
                 blueprint,
                 training,
                 has_bfloat16=job.train.precision == "bfloat16",
@@ -309,37 +305,26 @@ class Measuring:
         except _UNMEASURABLE as error:
             log.warning("the costs of %s cannot be measured: %s", blueprint.config.model_type, error)
             return None
-        return planned(model.table, model.costs)
-
-
-def _blueprint(job: Job, config: Mapping[str, object] | None) -> Blueprint:
-    if job.model is None or job.data is None:
-        raise ValueError("the job has no [model] or no [data] section")
-    head = HEADS[job.data.task]
-    num_labels = None if job.data.task.endswith("lm") else _NUM_LABELS
-    if config is None and job.model.source is not None:
-        return pretrained_blueprint(
-            job.model.source,
-            head=head,
-            num_labels=num_labels,
-            trust_remote_code=job.model.trust_remote_code,
-        )
-    return fresh_blueprint(config or job.model.config or {}, head=head, num_labels=num_labels)
+        return planned(measured.table, measured.costs)
 
 
 def _digest(job: Job, config: Mapping[str, object] | None) -> str:
-    """What the costs of a model depend on."""
+    """A digest of all that the costs of a model depend on."""
     model, task = job.model, None if job.data is None else job.data.task
     if model is None:
         raise ValueError("the job has no [model] section")
-    parts = {
-        "config": dict(config or model_config(job)),
-        "source": model.source if config is None else None,
-        "task": task,
-        "precision": job.train.precision,
-        "frozen": model.frozen_layers,
-        "lora": None if model.lora is None else model.lora.model_dump(mode="json"),
-        "versions": [__version__, torch.__version__, transformers.__version__],
-    }
-    text = json.dumps(parts, sort_keys=True, default=str)
+    return _digest_of(
+        config=dict(config or model_config(job)),
+        source=model.source if config is None else None,
+        task=task,
+        precision=job.train.precision,
+        frozen=model.frozen_layers,
+        lora=None if model.lora is None else model.lora.model_dump(mode="json"),
+    )
+
+
+def _digest_of(**about: object) -> str:
+    """A digest of some values and of the versions that figures depend on."""
+    versions = [__version__, torch.__version__, transformers.__version__]
+    text = json.dumps({**about, "versions": versions}, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

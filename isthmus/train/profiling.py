@@ -5,40 +5,46 @@ them; parts are told apart by differences within a round. Rounds are repeated un
 within bounds on their number and their time.
 """
 
+import itertools
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from isthmus.errors import UserError
-from isthmus.job import CloudSpec, Job, PipelineStrategy
+from isthmus.job import CloudSpec, CodecSpec, Job, LinkSpec, PipelineStrategy
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.heads import HEADS, Head
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
+from isthmus.plan.codecs import RAW_PAIR, Crossing, Loss, Pair, codec_levels, texts_of
 from isthmus.plan.costs import Precision
-from isthmus.plan.times import NO_TIME, CodingTimes, PassTimes, Profile, Sample
+from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
+from isthmus.plan.steering import Cut
+from isthmus.plan.times import NO_TIME, CodingTimes, PassTimes, Profile, Sample, fit_line
+from isthmus.plan.types import Member, Message, MessageKind
 from isthmus.train.build import blueprint_of
-from isthmus.train.device import Device
+from isthmus.train.device import Device, Mark
 from isthmus.train.in_cloud import Reduction, World
+from isthmus.train.integers import IDS
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import Passes
-from isthmus.train.profiled_codecs import measure_codings
+from isthmus.train.pipeline import Passes, cut_end
+from isthmus.train.run_config import RunConfig
 
 _NUM_WARM_UPS: Final = 2
 _SIZE_RATIO: Final = 4
 _COPY_BYTES: Final = 64 * 2**20
 # The largest message that codecs are timed with: beyond it their time grows with the number of elements.
 _MOST_CODED_ELEMENTS: Final = 2**24
-_NUM_COPIES: Final = 10
 _NUM_LABELS: Final = 2
 # The error of a median, as a multiple of the median of the absolute deviations over the root of the number.
 _MEDIAN_ERROR: Final = 1.25 * 1.4826
@@ -55,6 +61,7 @@ Clock = Callable[[], float]
 Round = Mapping[tuple[int, int], PassTimes]
 """The passes of several stages, each by its first layer and the one behind its last."""
 T = TypeVar("T")
+_HERE, _BEYOND = Member("here"), Member("beyond")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +82,7 @@ class Effort:
 
 QUICK: Final = Effort(least_rounds=4, most_rounds=12, size_s=0.8, round_s=1.0, rehearsal_s=4.0)
 THOROUGH: Final = Effort(least_rounds=8, most_rounds=60, size_s=4.0, round_s=4.0, rehearsal_s=10.0)
+_CODING: Final = replace(QUICK, most_rounds=6, size_s=0.1)
 MAX_SCATTER: Final = 0.25
 """Medians that are less certain are refused: a plan from them would be no better than the catalogue's."""
 
@@ -164,32 +172,40 @@ def measure(
     takes_least: bool = False,
     report: Report = lambda _: None,
 ) -> Profile:
-    """Measure the job's model on this machine's device, in the precision and the sizes that it may use.
+    """Measure the job's model on this machine's device, in the precisions and the sizes that it may use.
 
     The threads are those that this process computes with. Times are medians; with `takes_least` they are the
     least of all rounds, which are disturbed the least: for parts whose sum is measured in another way.
     """
     device = Device(cloud.device)
     blueprint = made_up_blueprint(job)
-    found = _measure_sizes(blueprint, device, job, effort, report, takes_least=takes_least)
+    samples: list[Sample] = []
+    scatters: list[float] = []
+    precisions = [Precision(job.train.precision)]
+    if device.is_accelerator and Precision.BFLOAT16 not in precisions:
+        # A plan may show what it would bring.
+        precisions.append(Precision.BFLOAT16)
+    for precision in precisions:
+        bench = _Bench(job, blueprint, device, precision)
+        for sample, scatter in bench.samples(effort, report, takes_least=takes_least, is_first=not samples):
+            samples.append(sample)
+            scatters.append(scatter)
     report("codecs, copies and the update of the weights")
-    sizes = [
-        Size(num_sequences=one.num_sequences, sequence_length=one.sequence_length, precision=one.precision)
-        for one in found.samples
-    ]
+    rows = sorted(one.num_sequences * one.sequence_length for one in samples)
+    smallest = made_up_size(job, samples[0].num_sequences, samples[0].precision)
     to_host, from_host = _copy_speeds(device)
     return Profile(
         device=device.name,
         model_type=str(blueprint.config.model_type),
-        samples=found.samples,
-        update_s_per_parameter=_update_s_per_parameter(blueprint, device, sizes[0]),
+        samples=tuple(samples),
+        update_s_per_parameter=_update_s_per_parameter(blueprint, device, smallest),
         to_host_bytes_per_s=to_host,
         from_host_bytes_per_s=from_host,
-        codings=_codings(job, blueprint, device, sizes),
+        codings=_measure_codings(job, device, width=blueprint.config.hidden_size, rows=rows),
         num_threads=None if device.is_accelerator else torch.get_num_threads(),
         num_sharing=num_sharing,
         is_compiled=job.train.compile,
-        scatter=found.scatter,
+        scatter=max(scatters),
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -210,10 +226,14 @@ def made_up_blueprint(job: Job) -> Blueprint:
         raise UserError(
             "the job has no [model] or no [data] section", hint="docs/job.md shows what they hold"
         )
-    num_labels = None if job.data.task.endswith("lm") else _NUM_LABELS
     # A run has the ids of its tokenizer; those that a family assumes may lie beyond a small vocabulary.
     config = dict.fromkeys(("bos_token_id", "eos_token_id")) if job.model.source is None else {}
-    return replace(blueprint_of(job, config=config, num_labels=num_labels), source=None)
+    return replace(blueprint_of(job, config=config, num_labels=num_made_up_labels(job)), source=None)
+
+
+def num_made_up_labels(job: Job) -> int | None:
+    """The labels of a made-up classification; None for language models."""
+    return None if job.data is None or job.data.task.endswith("lm") else _NUM_LABELS
 
 
 def sizes_of(job: Job) -> list[int]:
@@ -230,95 +250,111 @@ def sizes_of(job: Job) -> list[int]:
     return [_SIZE_RATIO**power for power in range(int(math.log(most, _SIZE_RATIO) + 1e-9) + 1)]
 
 
-def precisions_of(job: Job, device: Device) -> list[Precision]:
-    """The job's own, and on accelerators bfloat16 too, since a plan may show what it would bring."""
-    found = [Precision(job.train.precision)]
-    if device.is_accelerator and found[0] is not Precision.BFLOAT16:
-        found.append(Precision.BFLOAT16)
-    return found
+# The sampler.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    samples: tuple[Sample, ...]
-    scatter: float
+def repeat(
+    take: Callable[[], T],
+    *,
+    figure: Callable[[T], float],
+    effort: Effort,
+    num_warm_ups: int = 0,
+    clock: Clock = time.perf_counter,
+) -> list[T]:
+    """Measure until the median of a figure is certain enough, or there is no time for more."""
+    for _ in range(num_warm_ups):
+        take()
+    started_s = clock()
+    taken: list[T] = []
+    while len(taken) < effort.most_rounds:
+        taken.append(take())
+        if len(taken) < effort.least_rounds:
+            continue
+        if median_error([figure(one) for one in taken]) <= effort.wanted_error:
+            break
+        if clock() - started_s >= effort.size_s:
+            break
+    return taken
 
 
-def _measure_sizes(
-    blueprint: Blueprint, device: Device, job: Job, effort: Effort, report: Report, *, takes_least: bool
-) -> _Found:
-    length = 1 if job.data is None else job.data.sequence_length
-    samples: list[Sample] = []
-    scatter = 0.0
-    for precision in precisions_of(job, device):
-        bench = _Bench(blueprint, device, precision, sequence_length=length, compiles=job.train.compile)
-        round_s = 0.0
-        for number in sizes_of(job):
-            if samples and round_s * _SIZE_RATIO > effort.round_s:
-                break
-            report(f"{number} × {length} tokens in {precision.value}")
-            try:
-                rounds = bench.rounds(number, effort)
-            except torch.OutOfMemoryError:
-                if not samples:
-                    raise
-                break
-            round_s = statistics.median(sum(map(_total_s, one.values())) for one in rounds)
-            scatter = max(scatter, median_error([sum(map(_total_s, one.values())) for one in rounds]))
-            samples.append(bench.sample(number, [least_of(rounds)] if takes_least else rounds))
-    return _Found(samples=tuple(samples), scatter=scatter)
+def median_error(figures: Sequence[float]) -> float:
+    """The standard error of a median as a share of it, from the median of the absolute deviations."""
+    middle = statistics.median(figures)
+    if middle <= 0:
+        return 0.0
+    deviation = statistics.median(abs(one - middle) for one in figures)
+    return _MEDIAN_ERROR * deviation / math.sqrt(len(figures)) / middle
+
+
+def _median_s(take: Callable[[], float], effort: Effort = QUICK) -> float:
+    return statistics.median(repeat(take, figure=float, effort=effort, num_warm_ups=_NUM_WARM_UPS))
+
+
+def _wall_s(device: Device, work: Callable[[], object]) -> float:
+    """How long work takes until the device is done with it."""
+    device.mark().wait()
+    started_s = time.perf_counter()
+    work()
+    device.mark().wait()
+    return time.perf_counter() - started_s
+
+
+# Passes.
 
 
 class _Bench:
     """The stages that tell the parts of a model apart: each has a layer or two, some an end of the model."""
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        device: Device,
-        precision: Precision,
-        *,
-        sequence_length: int,
-        compiles: bool,
-    ) -> None:
+    def __init__(self, job: Job, blueprint: Blueprint, device: Device, precision: Precision) -> None:
+        self._sizes = [made_up_size(job, number, precision) for number in sizes_of(job)]
         self._blueprint = blueprint
         self._device = device
         self._filler = _Filler(device)
-        self._size = Size(num_sequences=1, sequence_length=sequence_length, precision=precision)
         self._rigs: dict[tuple[int, int], Rig] = {}
         for layers in _cuts(blueprint):
             stage = build_stage(blueprint, range(*layers), seed=0)
-            rig = Rig(stage, device=device, size=self._size)
-            if compiles:
-                rig.stage.compile_layers(dynamic=None)
-            self._rigs[layers] = rig
+            self._rigs[layers] = Rig(stage, device=device, size=self._sizes[0])
+            if job.train.compile:
+                self._rigs[layers].stage.compile_layers(dynamic=None)
 
-    def rounds(self, num_sequences: int, effort: Effort) -> list[Round]:
-        """Passes of all stages in turn, after some that count for nothing."""
+    def samples(
+        self, effort: Effort, report: Report, *, takes_least: bool, is_first: bool
+    ) -> Iterator[tuple[Sample, float]]:
+        """Measure each size with its scatter, as long as there is time and memory; the first one always."""
+        round_s = 0.0
+        for number, size in enumerate(self._sizes):
+            is_needed = is_first and number == 0
+            if not is_needed and round_s * _SIZE_RATIO > effort.round_s:
+                return
+            report(f"{size.num_sequences} × {size.sequence_length} tokens in {size.precision.value}")
+            try:
+                rounds = self._rounds(size, effort)
+            except torch.OutOfMemoryError:
+                if is_needed:
+                    raise
+                return
+            totals_s = [_total_s(one) for one in rounds]
+            round_s = statistics.median(totals_s)
+            if takes_least:
+                rounds = [{key: _combined(min, [one[key] for one in rounds]) for key in self._rigs}]
+            sample = Sample(
+                num_sequences=size.num_sequences,
+                sequence_length=size.sequence_length,
+                precision=size.precision,
+                peak_bytes=self._device.peak_bytes(),
+                **_parts(self._blueprint, rounds),
+            )
+            yield sample, median_error(totals_s)
+
+    def _rounds(self, size: Size, effort: Effort) -> list[Round]:
+        """Passes of all stages in turn."""
         for rig in self._rigs.values():
-            rig.size = replace(self._size, num_sequences=num_sequences)
+            rig.size = size
 
         def take() -> Round:
             return {key: self._pass_times(rig) for key, rig in self._rigs.items()}
 
-        for _ in range(_NUM_WARM_UPS):
-            take()
-        return repeat(take, figure=lambda one: sum(map(_total_s, one.values())), effort=effort)
-
-    def sample(self, num_sequences: int, rounds: Sequence[Round]) -> Sample:
-        """The parts, from differences within rounds."""
-        num_layers = self._blueprint.num_layers
-        parts = _parts(self._blueprint, rounds)
-        return Sample(
-            num_sequences=num_sequences,
-            sequence_length=self._size.sequence_length,
-            precision=self._size.precision,
-            embedding=parts.embedding,
-            layers=tuple(parts.by_kind[_kind(self._blueprint, index)] for index in range(num_layers)),
-            head=parts.head,
-            beside=parts.beside,
-            peak_bytes=self._device.peak_bytes(),
-        )
+        return repeat(take, figure=_total_s, effort=effort, num_warm_ups=_NUM_WARM_UPS)
 
     def _pass_times(self, rig: Rig) -> PassTimes:
         forward_s, forward_launch_s = self._timed(lambda: rig.forward(0))
@@ -336,9 +372,7 @@ class _Bench:
         The device is kept busy until all is launched, so that its own time has no gaps in it.
         """
         if not self._device.is_accelerator:
-            started_s = time.perf_counter()
-            work()
-            return time.perf_counter() - started_s, 0.0
+            return _wall_s(self._device, work), 0.0
         self._device.mark().wait()
         self._filler.start()
         begun = self._device.mark(is_timed=True)
@@ -385,14 +419,6 @@ class _Filler:
         return ended.since_s(begun) / self._number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    embedding: PassTimes
-    head: PassTimes
-    beside: PassTimes
-    by_kind: Mapping[object, PassTimes]
-
-
 def _cuts(blueprint: Blueprint) -> list[tuple[int, int]]:
     """Stages to measure: one layer, two layers, both ends, and a layer of every further kind."""
     number = blueprint.num_layers
@@ -401,47 +427,39 @@ def _cuts(blueprint: Blueprint) -> list[tuple[int, int]]:
     found = [(0, 1), (1, 2), (number - 1, number)]
     if number > 3:
         found.append((1, 3))
-    kinds = {_kind(blueprint, 1)}
-    for index in range(1, number - 1):
-        if _kind(blueprint, index) not in kinds:
-            kinds.add(_kind(blueprint, index))
-            found.append((index, index + 1))
-    return found
+    kinds = {_kind(blueprint, index): index for index in reversed(range(1, number - 1))}
+    return found + [(index, index + 1) for index in sorted(kinds.values()) if index > 1]
 
 
-def _parts(blueprint: Blueprint, rounds: Sequence[Round]) -> _Parts:
+def _parts(blueprint: Blueprint, rounds: Sequence[Round]) -> dict[str, Any]:
+    """The parts of a sample, from stages and from differences of two of them within rounds."""
     number = blueprint.num_layers
 
-    def median(pick: Callable[[Round], PassTimes]) -> PassTimes:
-        return median_times([pick(one) for one in rounds])
+    def median(stage: tuple[int, int], less: tuple[int, int] | None = None) -> PassTimes:
+        return _combined(
+            statistics.median,
+            [one[stage] if less is None else _minus(one[stage], one[less]) for one in rounds],
+        )
 
     if number < 3:
         # One or two layers cannot be told from what stands beside them: the embedding counts as theirs.
-        layer = median(lambda one: one[0, 1])
-        head = median(lambda one: _minus(one[1, 2], one[0, 1])) if number == 2 else NO_TIME
-        kinds = {_kind(blueprint, index): layer for index in range(number)}
-        return _Parts(embedding=NO_TIME, head=_at_least_nothing(head), beside=NO_TIME, by_kind=kinds)
-    one = median(lambda found: found[1, 2])
-    layer = one
+        head = median((1, 2), (0, 1)) if number == 2 else NO_TIME
+        layers = (median((0, 1)),) * number
+        return {"embedding": NO_TIME, "layers": layers, "head": _positive(head), "beside": NO_TIME}
+    one = layer = median((1, 2))
     if number > 3:
-        layer = _within(median(lambda found: _minus(found[1, 3], found[1, 2])), one)
+        layer = _within(median((1, 3), (1, 2)), one)
     beside = _minus(one, layer)
     by_kind = {_kind(blueprint, 1): layer}
     for start, stop in rounds[0]:
         if start > 0 and stop < number and stop == start + 1:
-            by_kind.setdefault(_kind(blueprint, start), _only(median(_stage(start, stop)), beside))
-    for index in (0, number - 1):
-        by_kind.setdefault(_kind(blueprint, index), layer)
-    return _Parts(
-        embedding=_at_least_nothing(median(lambda found: _minus(found[0, 1], found[1, 2]))),
-        head=_at_least_nothing(median(lambda found: _minus(found[number - 1, number], found[1, 2]))),
-        beside=_at_least_nothing(beside),
-        by_kind=by_kind,
-    )
-
-
-def _stage(start: int, stop: int) -> Callable[[Round], PassTimes]:
-    return lambda one: one[start, stop]
+            by_kind.setdefault(_kind(blueprint, start), _positive(_minus(median((start, stop)), beside)))
+    return {
+        "embedding": _positive(median((0, 1), (1, 2))),
+        "layers": tuple(by_kind.get(_kind(blueprint, index), layer) for index in range(number)),
+        "head": _positive(median((number - 1, number), (1, 2))),
+        "beside": _positive(beside),
+    }
 
 
 def _kind(blueprint: Blueprint, layer: int) -> object:
@@ -450,108 +468,42 @@ def _kind(blueprint: Blueprint, layer: int) -> object:
     return tuple(blueprint.layout.layers[layer].values()), kinds[layer] if kinds else None
 
 
-def repeat(
-    take: Callable[[], T],
-    *,
-    figure: Callable[[T], float],
-    effort: Effort,
-    clock: Clock = time.perf_counter,
-) -> list[T]:
-    """Measure until the median of a figure is certain enough, or there is no time for more."""
-    started_s = clock()
-    taken: list[T] = []
-    while len(taken) < effort.most_rounds:
-        taken.append(take())
-        if len(taken) < effort.least_rounds:
-            continue
-        if median_error([figure(one) for one in taken]) <= effort.wanted_error:
-            break
-        if clock() - started_s >= effort.size_s:
-            break
-    return taken
+def _combined(function: Callable[[Sequence[float]], float], times: Sequence[PassTimes]) -> PassTimes:
+    """Each time of a pass, by a function of what several passes took."""
+    names = [one.name for one in fields(PassTimes)]
+    return PassTimes(**{name: function([getattr(one, name) for one in times]) for name in names})
 
 
-def median_error(figures: Sequence[float]) -> float:
-    """The standard error of a median as a share of it, from the median of the absolute deviations."""
-    middle = statistics.median(figures)
-    if middle <= 0:
-        return 0.0
-    deviation = statistics.median(abs(one - middle) for one in figures)
-    return _MEDIAN_ERROR * deviation / math.sqrt(len(figures)) / middle
-
-
-def median_times(taken: Sequence[PassTimes]) -> PassTimes:
-    """The median of each time."""
-    return PassTimes(
-        forward_s=statistics.median(one.forward_s for one in taken),
-        backward_s=statistics.median(one.backward_s for one in taken),
-        forward_launch_s=statistics.median(one.forward_launch_s for one in taken),
-        backward_launch_s=statistics.median(one.backward_launch_s for one in taken),
-    )
-
-
-def least_of(rounds: Sequence[Round]) -> Round:
-    """One round with the least time of each stage."""
-    return {
-        key: PassTimes(
-            forward_s=min(one[key].forward_s for one in rounds),
-            backward_s=min(one[key].backward_s for one in rounds),
-            forward_launch_s=min(one[key].forward_launch_s for one in rounds),
-            backward_launch_s=min(one[key].backward_launch_s for one in rounds),
-        )
-        for key in rounds[0]
-    }
-
-
-def _total_s(times: PassTimes) -> float:
-    return times.whole_forward_s + times.whole_backward_s
+def _total_s(found: Round) -> float:
+    return sum(one.whole_forward_s + one.whole_backward_s for one in found.values())
 
 
 def _minus(whole: PassTimes, part: PassTimes) -> PassTimes:
-    return whole + part.each(lambda time_s: -time_s)
+    return _combined(lambda times_s: times_s[0] - times_s[1], [whole, part])
 
 
-def _at_least_nothing(times: PassTimes) -> PassTimes:
-    """The same where noise has not made a time negative."""
+def _positive(times: PassTimes) -> PassTimes:
+    """The same, with 0 where noise has made a time negative."""
     return times.each(lambda time_s: max(0.0, time_s))
 
 
-def _only(whole: PassTimes, beside: PassTimes) -> PassTimes:
-    return _at_least_nothing(_minus(whole, beside))
-
-
 def _within(added: PassTimes, whole: PassTimes) -> PassTimes:
-    """A layer is most of its stage; what says otherwise is noise."""
+    """The time of a layer, which is most of its stage; what says otherwise is noise."""
+    return _combined(lambda times_s: min(max(times_s[0], times_s[1] / 2), times_s[1]), [added, whole])
 
-    def clamp(added_s: float, whole_s: float) -> float:
-        return min(max(added_s, whole_s / 2), whole_s)
 
-    return PassTimes(
-        forward_s=clamp(added.forward_s, whole.forward_s),
-        backward_s=clamp(added.backward_s, whole.backward_s),
-        forward_launch_s=clamp(added.forward_launch_s, whole.forward_launch_s),
-        backward_launch_s=clamp(added.backward_launch_s, whole.backward_launch_s),
-    )
+# The update of the weights, copies and codecs.
 
 
 def _update_s_per_parameter(blueprint: Blueprint, device: Device, size: Size) -> float:
     rig = Rig(build_stage(blueprint, range(1), seed=0), device=device, size=size)
-    taken = []
-    for _ in range(_NUM_WARM_UPS + QUICK.least_rounds):
+
+    def take() -> float:
         rig.forward(0)
         rig.backward(0)
-        taken.append(_timed(device, rig.update))
-    num_parameters = sum(one.numel() for one in rig.stage.parameters())
-    return statistics.median(taken[_NUM_WARM_UPS:]) / num_parameters
+        return _wall_s(device, rig.update)
 
-
-def _codings(
-    job: Job, blueprint: Blueprint, device: Device, sizes: Sequence[Size]
-) -> tuple[CodingTimes, ...]:
-    rows = sorted({one.num_tokens for one in sizes})
-    width = blueprint.config.hidden_size
-    most = max(rows[0], min(rows[-1], _MOST_CODED_ELEMENTS // width))
-    return measure_codings(job, width=width, num_rows=(rows[0], most), device=device)
+    return _median_s(take) / sum(one.numel() for one in rig.stage.parameters())
 
 
 def _copy_speeds(device: Device) -> tuple[float | None, float | None]:
@@ -562,21 +514,111 @@ def _copy_speeds(device: Device) -> tuple[float | None, float | None]:
     here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def bytes_per_s(to: Tensor, source: Tensor) -> float:
-        taken = [
-            _timed(device, lambda: to.copy_(source, non_blocking=True))
-            for _ in range(_NUM_WARM_UPS + _NUM_COPIES)
-        ]
-        return _COPY_BYTES / statistics.median(taken[_NUM_WARM_UPS:])
+        return _COPY_BYTES / _median_s(lambda: _wall_s(device, lambda: to.copy_(source, non_blocking=True)))
 
     return bytes_per_s(here, there), bytes_per_s(there, here)
 
 
-def _timed(device: Device, work: Callable[[], object]) -> float:
-    device.mark().wait()
-    started_s = time.perf_counter()
-    work()
-    device.mark().wait()
-    return time.perf_counter() - started_s
+def _measure_codings(job: Job, device: Device, *, width: int, rows: Sequence[int]) -> tuple[CodingTimes, ...]:
+    """What the codecs that a job may use take for messages of the fewest and of the most rows."""
+    most = max(rows[0], min(rows[-1], _MOST_CODED_ELEMENTS // width))
+    points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for pair in dict.fromkeys(_pairs(job, width)):
+        for number in sorted({rows[0], most}):
+            for key, time_s in _coding_times(pair, number, width, device):
+                points[key].append((float(number * width), time_s))
+    found = []
+    for codec in dict.fromkeys(codec for codec, _ in points):
+        (encode_fixed_s, encode_s), (decode_fixed_s, decode_s) = (
+            fit_line(points[codec, verb]) for verb in ("encode", "decode")
+        )
+        found.append(
+            CodingTimes(
+                codec=codec,
+                encode_fixed_s=encode_fixed_s,
+                encode_s_per_element=encode_s,
+                decode_fixed_s=decode_fixed_s,
+                decode_s_per_element=decode_s,
+            )
+        )
+    return tuple(found)
+
+
+def _pairs(job: Job, width: int) -> Iterator[Pair]:
+    """Raw, the codecs that links have, and where one is open all levels that can be told without learning."""
+    yield RAW_PAIR
+    for link in job.link:
+        if link.boundary.crossing_width(width) != width:
+            continue
+        given = given_pair(link)
+        yield from open_pairs(job, width) if given is None else [given]
+
+
+def open_pairs(job: Job, width: int) -> list[Pair]:
+    """The codecs that a link whose codec is open may get and that learn nothing, the least lossy first."""
+    most = Loss[job.limits.codec_loss.upper()]
+    return [
+        Pair(forward=level.forward, backward=level.backward)
+        for level in codec_levels(width)
+        if level.loss <= most and not level.is_joint
+    ]
+
+
+def given_pair(link: LinkSpec) -> Pair | None:
+    """The codecs that the job gives a link, raw in place of a subspace; None where one is open."""
+    forward, backward = link.codec.forward, link.codec.backward
+    if isinstance(forward, CodecSpec) and isinstance(backward, CodecSpec):
+        pair = Pair(forward=forward, backward=backward)
+        return RAW_PAIR if pair.subspace is not None else pair
+    return None
+
+
+def _coding_times(
+    pair: Pair, num_rows: int, width: int, device: Device
+) -> Iterator[tuple[tuple[str, str], float]]:
+    """Send activations there and gradients back through both ends of a cut, copies included; time each."""
+    cut = Cut(crossing=Crossing(num_rows=num_rows, width=width), codecs=pair)
+    pipeline = Pipeline(
+        stages=((_HERE,), (_BEYOND,)), num_steps=1, num_microbatches=1, max_in_flight=1, cuts=(cut,)
+    )
+    config = RunConfig(pipeline=pipeline, seed=0)
+    sending, receiving = (cut_end(config, 0, device, width, is_sender=one) for one in (True, False))
+    hidden_BTD = torch.randn(1, num_rows, width, device=device.torch_device)
+    integers = {IDS: torch.zeros((1, num_rows), dtype=torch.int64)}
+    forward, backward = texts_of(pair)
+    items = itertools.count()
+
+    def cross() -> list[float]:
+        item, codecs = next(items), ((HIDDEN, forward), (GRADIENT, backward))
+        there = Message(MessageKind.ACTIVATION, 0, item, _HERE, (_BEYOND,), None, codecs)
+        back = Message(MessageKind.GRADIENT, 0, item, _BEYOND, (_HERE,), None, ((HIDDEN, backward),))
+        # An end waits for its device, so what coding gives is there when a call returns.
+        clock = [time.perf_counter()]
+        out = sending.encode(there, hidden_BTD, integers, after=Mark())
+        clock.append(time.perf_counter())
+        receiving.decode(there, out, integers)
+        clock.append(time.perf_counter())
+        home = receiving.encode(back, hidden_BTD, {}, after=Mark())
+        clock.append(time.perf_counter())
+        sending.decode(back, home, {})
+        clock.append(time.perf_counter())
+        return [end_s - start_s for start_s, end_s in itertools.pairwise(clock)]
+
+    taken = repeat(cross, figure=math.fsum, effort=_CODING, num_warm_ups=1)
+    keys = [(codec, verb) for codec in (forward, backward) for verb in ("encode", "decode")]
+    yield from zip(keys, map(statistics.median, zip(*taken, strict=True)), strict=True)
+
+
+# What is made up.
+
+
+def made_up_size(job: Job, num_sequences: int, precision: Precision | None = None) -> Size:
+    """A micro-batch of so many of the job's sequences."""
+    return Size(
+        num_sequences=num_sequences,
+        sequence_length=1 if job.data is None else job.data.sequence_length,
+        precision=precision or Precision(job.train.precision),
+    )
 
 
 def made_up_batch(head: Head, vocabulary_size: int, size: Size, *, generator: torch.Generator) -> Batch:

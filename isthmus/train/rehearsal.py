@@ -12,18 +12,17 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 import torch
 
-from isthmus.errors import FrameError
 from isthmus.events import Span
 from isthmus.job import Job, LinkSpec, stage_order
 from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.model.load import build_stage
-from isthmus.model.stage import Batch, Stage
+from isthmus.model.stage import Batch
 from isthmus.plan.codecs import RAW_PAIR, Crossing, Pair
 from isthmus.plan.costs import Precision
 from isthmus.plan.end_of_step import StepEnded
@@ -35,23 +34,28 @@ from isthmus.plan.simulated import simulate_scenario
 from isthmus.plan.steering import Cut
 from isthmus.plan.times import Profile, Sample, mean_sample
 from isthmus.plan.types import Facts, Member, Message
-from isthmus.train.build import AUTOCAST
+from isthmus.train.build import AUTOCAST, Built
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
-from isthmus.train.loop import Loop
 from isthmus.train.members import Neighbours
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import PipelineActor, pipeline_wires
-from isthmus.train.profiled_codecs import given_pair, open_pairs
-from isthmus.train.profiling import Effort, Size, made_up_batch, made_up_blueprint, measure, threads_here
+from isthmus.train.profiling import (
+    Effort,
+    given_pair,
+    made_up_batch,
+    made_up_blueprint,
+    made_up_size,
+    measure,
+    open_pairs,
+    threads_here,
+)
 from isthmus.train.run_config import RunConfig
-from isthmus.train.wire import Inbox
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import Seat
 from isthmus.wan.local import LocalWan, run_ranks
-from isthmus.wan.packet import Packet
 
-_NEXT: Final = "rehearsal/next"
+# The name of the run config behind the last rehearsal.
+_OVER: Final = "over"
 _MAX_LAYERS: Final = 4
 # The more there are, the less the end of a step counts.
 _MOST_MICROBATCHES: Final = 24
@@ -77,10 +81,7 @@ class Rehearsal:
     """What of it the optimizer takes at one stage."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    profile: Profile
-    rehearsals: tuple[Rehearsal, ...] = ()
+_Measured = tuple[Profile, tuple[Rehearsal, ...]]
 
 
 def measure_together(
@@ -95,8 +96,8 @@ def measure_together(
 
     with LocalWan(free) as wan:
         found: dict[Member, _Measured] = run_ranks(free, work, wan, on_report=hear)
-    profiles = {cloud: found[Member(cloud)].profile for cloud in (one.name for one in job.cloud)}
-    rehearsals = found[Member(stage_order(job)[0])].rehearsals
+    profiles = {one.name: found[Member(one.name)][0] for one in job.cloud}
+    _, rehearsals = found[Member(stage_order(job)[0])]
     return stretch_all(alike(profiles), rehearsals, clouds=stage_order(job))
 
 
@@ -117,9 +118,9 @@ def _measure_rank(
     effort: Effort,
     num_threads: int,
 ) -> _Measured:
+    del seat
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     torch.set_num_threads(num_threads)
-    num_sharing = sum(one.ranks for one in job.cloud)
     clouds = stage_order(job)
     is_chain = all(one.ranks == 1 for one in job.cloud) and len(clouds) > 1
     # All are to measure at the same time.
@@ -129,52 +130,57 @@ def _measure_rank(
         job,
         job.cloud_named(cloud),
         effort=effort,
-        num_sharing=num_sharing,
+        num_sharing=sum(one.ranks for one in job.cloud),
         takes_least=is_chain,
         report=report,
     )
-    if not is_chain or seat.num_ranks > 1:
-        return _Measured(profile=profile)
+    blueprint = made_up_blueprint(job)
+    if not is_chain or blueprint.num_layers < len(clouds):
+        return profile, ()
     report("a rehearsal of the pipeline")
-    stage = _Rehearsing(job, cloud, clouds, neighbours)
-    if not stage.is_possible:
-        return _Measured(profile=profile)
+    stage = _Rehearsing(job, cloud, neighbours, blueprint)
     rehearsals = stage.lead(profile, effort) if neighbours.up is None else stage.follow()
     neighbours.agree_on_end()
-    return _Measured(profile=profile, rehearsals=rehearsals)
+    return profile, rehearsals
 
 
 class _Rehearsing:
-    """One stage of the pipelines that are rehearsed; the first decides on sizes, the others follow."""
+    """One stage of the pipelines that are rehearsed; the first cloud sends the run config of each."""
 
-    def __init__(self, job: Job, cloud: str, clouds: Sequence[str], neighbours: Neighbours) -> None:
+    def __init__(self, job: Job, cloud: str, neighbours: Neighbours, blueprint: Blueprint) -> None:
         self._job = job
-        self._clouds = clouds
-        self._cloud = cloud
+        self._clouds = stage_order(job)
+        self._member = Member(cloud)
         self._neighbours = neighbours
-        self._up, self._down = neighbours.up, neighbours.down
-        self._device = Device(job.cloud_named(cloud).device)
-        self._blueprint = made_up_blueprint(job)
-        self._stage: Stage | None = None
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether there is a layer for every stage."""
-        return self._blueprint.num_layers >= len(self._clouds)
+        self._blueprint = blueprint
+        device = Device(job.cloud_named(cloud).device)
+        layers = rehearsed_layers(blueprint.num_layers, len(self._clouds))
+        stage = build_stage(blueprint, layers[neighbours.index], seed=0).to(device.torch_device)
+        if job.train.compile:
+            stage.compile_layers(dynamic=None)
+        self._built = Built(
+            stage=stage,
+            optimizer=Optimizer(
+                stage.parameters_by_name(), schedule=Schedule(peak=1e-6, num_steps=1), max_norm=1.0
+            ),
+            device=device,
+            autocast=AUTOCAST[job.train.precision],
+        )
 
     def lead(self, profile: Profile, effort: Effort) -> tuple[Rehearsal, ...]:
         """Rehearse every size that was measured and that there is time for, at least one.
 
         Sizes take turns, so that what disturbs the machine for a while does not fall on one of them alone.
         """
-        chosen = rehearsed_sizes(_of_first_precision(profile), self._layers(0), effort)
+        stage = self._built.stage
+        chosen = rehearsed_sizes(_of_first_precision(profile), stage.layers, effort)
+        configs = {size: self._config(size, number) for size, number in chosen.items()}
         taken: dict[int, list[float]] = {size: [] for size in chosen}
         for _ in range(_NUM_ROUNDS):
-            for size, number in chosen.items():
-                self._tell(size, number)
-                taken[size] += self._run(size, number)
-        self._tell(0, 0)
-        num_parameters = sum(one.numel() for one in self._built().parameters())
+            for size, config in configs.items():
+                taken[size] += self._run(self._neighbours.agree_on_config(config), size)
+        self._neighbours.agree_on_config(replace(config, run_id=_OVER))
+        num_parameters = sum(one.numel() for one in stage.parameters())
         return tuple(
             Rehearsal(
                 num_sequences=size,
@@ -186,65 +192,29 @@ class _Rehearsing:
         )
 
     def follow(self) -> tuple[Rehearsal, ...]:
-        """Rehearse what the first cloud asks for."""
-        if self._up is None:
-            raise ValueError("the first cloud leads")
-        while True:
-            match self._up.receive(_NEXT).header:
-                case {"num_sequences": int(size), "num_microbatches": int(number)} if size >= 0 <= number:
-                    self._tell(size, number)
-                case _:
-                    raise FrameError("a rehearsal without a size")
-            if size == 0:
-                return ()
-            self._run(size, number)
+        """Rehearse what the first cloud sends."""
+        while (config := self._neighbours.agree_on_config(None)).run_id != _OVER:
+            self._run(config)
+        return ()
 
-    def _tell(self, num_sequences: int, num_microbatches: int) -> None:
-        if self._down is not None:
-            header = {"num_sequences": num_sequences, "num_microbatches": num_microbatches}
-            self._down.send(_NEXT, Packet(header))
-
-    def _layers(self, index: int) -> range:
-        return rehearsed_layers(self._blueprint.num_layers, len(self._clouds))[index]
-
-    def _built(self) -> Stage:
-        if self._stage is None:
-            layers = self._layers(self._clouds.index(self._cloud))
-            self._stage = build_stage(self._blueprint, layers, seed=0).to(self._device.torch_device)
-            if self._job.train.compile:
-                self._stage.compile_layers(dynamic=None)
-        return self._stage
-
-    def _run(self, num_sequences: int, num_microbatches: int) -> list[float]:
+    def _run(self, config: RunConfig, num_sequences: int | None = None) -> list[float]:
         """Some steps of a pipeline; gives what all but the first took, at the first cloud."""
-        stage, member, inbox, record = self._built(), Member(self._cloud), Inbox(), _Record()
-        size = Size(
-            num_sequences=num_sequences,
-            sequence_length=1 if self._job.data is None else self._job.data.sequence_length,
-            precision=Precision(self._job.train.precision),
-        )
-        width = stage.model.config.hidden_size
-        config = self._config(size, num_microbatches, width)
-        links = {Member(link.peer.cloud): link for link in (self._up, self._down) if link is not None}
-        loop = Loop(
-            PipelineScheduler(config.pipeline, member),
-            PipelineActor(
-                config,
-                member,
-                stage=stage,
-                optimizer=Optimizer(
-                    stage.parameters_by_name(), schedule=Schedule(peak=1e-6, num_steps=1), max_norm=1.0
-                ),
-                device=self._device,
-                on_span=record.span,
-                source=_Same(self._blueprint, size, num_microbatches) if self._up is None else None,
-                autocast=AUTOCAST[self._job.train.precision],
-            ),
-            pipeline_wires(
-                config, member, links, hidden_width=width, device=self._device, inbox=inbox, observer=record
-            ),
-            inbox,
-            tell=record.tell,
+        record, source = _Record(), None
+        if num_sequences is not None:
+            batch = made_up_batch(
+                self._blueprint.head,
+                self._blueprint.config.vocab_size,
+                made_up_size(self._job, num_sequences),
+                generator=torch.Generator().manual_seed(0),
+            )
+            source = _Same((batch,) * config.pipeline.num_microbatches)
+        loop = self._built.loop(
+            config,
+            self._member,
+            PipelineScheduler(config.pipeline, self._member),
+            self._neighbours.links(config.pipeline),
+            observer=record,
+            source=source,
             save=lambda _step, _facts: None,
         )
         with loop:
@@ -253,9 +223,10 @@ class _Rehearsing:
         self._neighbours.agree_on_end()
         return [step.duration_s for step in record.steps[_NUM_WARM_UP_STEPS:]]
 
-    def _config(self, size: Size, num_microbatches: int, width: int) -> RunConfig:
-        crossing = Crossing(num_rows=size.num_tokens, width=width)
-        links = links_along(self._job, tuple(self._clouds))
+    def _config(self, num_sequences: int, num_microbatches: int) -> RunConfig:
+        width = self._blueprint.config.hidden_size
+        crossing = Crossing(num_rows=made_up_size(self._job, num_sequences).num_tokens, width=width)
+        links = links_along(self._job, self._clouds)
         pipeline = Pipeline(
             stages=tuple((Member(cloud),) for cloud in self._clouds),
             num_steps=_NUM_WARM_UP_STEPS + _NUM_STEPS,
@@ -272,7 +243,7 @@ class _Rehearsing:
         than a link inside one machine carries raw messages, so the rehearsal would time the link.
         """
         given = given_pair(link)
-        if given is not None or not self._device.is_accelerator:
+        if given is not None or not self._built.device.is_accelerator:
             return given or RAW_PAIR
         return open_pairs(self._job, width)[-1]
 
@@ -295,49 +266,39 @@ def _of_first_precision(profile: Profile) -> list[Sample]:
 def rehearsed_sizes(samples: Sequence[Sample], layers: range, effort: Effort) -> dict[int, int]:
     """The micro-batches that are rehearsed of each size, for as many sizes as there is time for."""
     found: dict[int, int] = {}
+    num_steps = _NUM_ROUNDS * (_NUM_WARM_UP_STEPS + _NUM_STEPS)
     for sample in samples:
-        number = _num_microbatches(sample, layers, effort, is_first=not found)
-        if number is None:
+        times = sample.stage(layers)
+        pass_s = max(times.whole_forward_s + times.whole_backward_s, 1e-6)
+        # Passes take longer than alone.
+        number = math.floor(effort.rehearsal_s / (2 * num_steps * pass_s))
+        if number < _LEAST_MICROBATCHES and found:
             break
-        found[sample.num_sequences] = number
+        found[sample.num_sequences] = min(max(number, _LEAST_MICROBATCHES), _MOST_MICROBATCHES)
     return found
 
 
-def _num_microbatches(sample: Sample, layers: range, effort: Effort, *, is_first: bool) -> int | None:
-    """How many micro-batches are rehearsed of a size; None where that takes too long."""
-    times = sample.stage(layers)
-    pass_s = times.whole_forward_s + times.whole_backward_s
-    num_steps = _NUM_ROUNDS * (_NUM_WARM_UP_STEPS + _NUM_STEPS)
-    # Passes take longer than alone.
-    number = math.floor(effort.rehearsal_s / (2 * num_steps * max(pass_s, 1e-6)))
-    if number < _LEAST_MICROBATCHES:
-        return _LEAST_MICROBATCHES if is_first else None
-    return min(number, _MOST_MICROBATCHES)
-
-
+@dataclass(frozen=True, slots=True)
 class _Same:
-    """The same made-up micro-batch over and over."""
+    """The same micro-batches in every step."""
 
-    def __init__(self, blueprint: Blueprint, size: Size, num_microbatches: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        batch = made_up_batch(blueprint.head, blueprint.config.vocab_size, size, generator=generator)
-        self._batches = (batch,) * num_microbatches
+    batches: Sequence[Batch]
 
     def training(self, step: int) -> Sequence[Batch]:
-        """The micro-batches of every step."""
+        """The micro-batches of a step."""
         del step
-        return self._batches
+        return self.batches
 
     def validation(self) -> Sequence[Batch]:
-        """None: nothing is evaluated."""
+        """Nothing is evaluated."""
         return ()
 
 
+@dataclass(slots=True)
 class _Record:
     """Keeps the ends of steps and forgets the rest."""
 
-    def __init__(self) -> None:
-        self.steps: list[StepEnded] = []
+    steps: list[StepEnded] = field(default_factory=list)
 
     def span(self, span: Span) -> None:
         """Forget a span."""
@@ -359,12 +320,11 @@ def alike(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
     found = {}
     for cloud, profile in profiles.items():
         same = [one for one in profiles.values() if one.device == profile.device]
-        sizes = set.intersection(*({_key(sample) for sample in one.samples} for one in same))
         by_key = [{_key(sample): sample for sample in one.samples} for one in same]
         samples = [
-            mean_sample([one[_key(sample)] for one in by_key])
-            for sample in profile.samples
-            if _key(sample) in sizes
+            mean_sample([one[key] for one in by_key])
+            for key in map(_key, profile.samples)
+            if all(key in one for one in by_key)
         ]
         update_s = statistics.fmean(one.update_s_per_parameter for one in same)
         found[cloud] = replace(profile, samples=tuple(samples), update_s_per_parameter=update_s)
@@ -397,21 +357,14 @@ def rehearsed_scenario(
     rehearsal: Rehearsal, profiles: Sequence[Profile], clouds: Sequence[str]
 ) -> Scenario | None:
     """A rehearsal as the simulator sees it, with the times of parts; None where one lacks this size."""
-    samples = [
-        next(
-            (one for one in _of_first_precision(profile) if one.num_sequences == rehearsal.num_sequences),
-            None,
-        )
-        for profile in profiles
-    ]
-    found = [one for one in samples if one is not None]
-    if len(found) < len(profiles):
+    number = rehearsal.num_sequences
+    sized = [{one.num_sequences: one for one in _of_first_precision(profile)} for profile in profiles]
+    if not all(number in one for one in sized):
         return None
     stages = []
-    for cloud, sample, layers in zip(
-        clouds, found, rehearsed_layers(len(found[0].layers), len(clouds)), strict=True
-    ):
-        times = sample.stage(layers)
+    all_layers = rehearsed_layers(len(sized[0][number].layers), len(clouds))
+    for cloud, samples, layers in zip(clouds, sized, all_layers, strict=True):
+        times = samples[number].stage(layers)
         stages.append(
             StageLoad(
                 cloud=cloud,
@@ -436,7 +389,8 @@ def _stretched(profile: Profile, factors: Mapping[int, float]) -> Profile:
     whole_s = {one.num_sequences: _whole_s(one) for one in _of_first_precision(profile)}
     samples = []
     for sample in profile.samples:
-        nearest = _nearest(factors, sample.num_sequences)
+        # The nearest size, by ratio.
+        nearest = min(factors, key=lambda size: abs(math.log(size / sample.num_sequences)))
         factor = factors[nearest]
         if factor > 1:
             # What a run adds to a pass is there for each message: larger passes are stretched by less.
@@ -449,8 +403,3 @@ def _whole_s(sample: Sample) -> float:
     """A forward and a backward pass of the whole model."""
     times = sample.stage(range(len(sample.layers)))
     return times.whole_forward_s + times.whole_backward_s
-
-
-def _nearest(factors: Mapping[int, float], num_sequences: int) -> int:
-    """The nearest size, by ratio."""
-    return min(factors, key=lambda one: abs(math.log(one / num_sequences)))
