@@ -19,7 +19,7 @@ from isthmus.job import Job
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.types import Facts, Member, Priority, pack_facts, unpack_facts
 from isthmus.train.in_cloud import World
-from isthmus.train.run_config import RunConfig, pack_config, unpack_config
+from isthmus.train.run_config import RunConfig
 from isthmus.wan.link import Link
 from isthmus.wan.packet import Packet
 
@@ -35,7 +35,7 @@ _PIECE_BYTES: Final = 8 * 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_CLOUDS: Final = 64
 _MAX_TOLD: Final = 5
-_MAX_PROFILE_BYTES: Final = 8 * 2**20
+_MAX_TEXT_BYTES: Final = 8 * 2**20
 _FACTS: Final = "facts"
 # A neighbour that has not come by then is named.
 _PATIENCE_S: Final = 5.0
@@ -119,15 +119,17 @@ class Neighbours:
 
     def agree_on_config(self, own: RunConfig | None) -> RunConfig:
         """The run config of the first cloud, whose leader alone has made one."""
-        text: object = None if own is None else pack_config(own)
+        text = None if own is None else pack_facts(own, max_bytes=_MAX_TEXT_BYTES)
         if self.up is not None:
-            text = self.up.receive(_CONFIG).header.get("config")
+            text = "".join(_read_texts(self.up.receive(_CONFIG)))
+        text = str(self._world.broadcast(text))
+        config = unpack_facts(text, RunConfig, max_bytes=_MAX_TEXT_BYTES)
         member = Member(self._clouds[self.index], self._world.seat.rank)
-        if self._world.seat.is_leader:
-            unpack_config(text, member=member)
+        if member not in config.pipeline.members:
+            raise FrameError(f"a run config without {member}")
         if self.down is not None:
-            self.down.send(_CONFIG, Packet({"config": text}))
-        return unpack_config(self._world.broadcast(text), member=member)
+            self.down.send(_CONFIG, Packet({}, (text.encode(),)))
+        return config
 
     def agree_on_start(self, saved: SavedSteps, *, num_steps: int) -> Start:
         """Where all clouds can start; the first cloud decides, and refuses where one of them lacks a part."""
@@ -250,13 +252,16 @@ def _read_profiles(packet: Packet) -> dict[str, str]:
     names = packet.header.get("clouds")
     if not isinstance(names, list) or not len(names) == len(packet.buffers) <= _MAX_CLOUDS:
         raise FrameError("profiles without the names of their clouds")
-    if any(memoryview(one).nbytes > _MAX_PROFILE_BYTES for one in packet.buffers):
-        raise FrameError(f"a profile of more than {_MAX_PROFILE_BYTES} bytes")
+    return {str(name): text for name, text in zip(names, _read_texts(packet), strict=True)}
+
+
+def _read_texts(packet: Packet) -> list[str]:
+    if any(memoryview(one).nbytes > _MAX_TEXT_BYTES for one in packet.buffers):
+        raise FrameError(f"a text of more than {_MAX_TEXT_BYTES} bytes")
     try:
-        texts = [bytes(one).decode() for one in packet.buffers]
+        return [bytes(one).decode() for one in packet.buffers]
     except UnicodeDecodeError as error:
-        raise FrameError(f"a profile that is no text: {error}") from error
-    return {str(name): text for name, text in zip(names, texts, strict=True)}
+        raise FrameError(f"a profile or a run config that is no text: {error}") from error
 
 
 def fresh_folder(folder: Path) -> Path:

@@ -3,15 +3,12 @@
 The first cloud makes it, once it has planned, and sends it to all others, so that no two sites can differ.
 """
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
-from isthmus.errors import FrameError, UserError
+from isthmus.errors import UserError
 from isthmus.job import CloudSpec, CodecSpec, Job, LinkSpec, PipelineStrategy, parse_codec, stage_order
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
 from isthmus.job.sections import why_not_run
@@ -36,7 +33,7 @@ from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Caps, Policy
 from isthmus.plan.steering import Cut
 from isthmus.plan.study import check_lists
-from isthmus.plan.types import Member
+from isthmus.plan.types import Facts, Member
 from isthmus.train.data.training_data import Layout, divide_batch
 
 _MICROBATCHES_PER_STAGE: Final = 8
@@ -218,12 +215,10 @@ def _choose_microbatches(job: Job, notes: list[str]) -> int:
 
 
 _HIDDEN: Final = HiddenSpec()
-_MAX_BYTES: Final = 48 * 1024
-_MAX_SHOWN: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(Facts):
     """What all members of a pipeline run agree on: the schedule, and what actors and wires need beside it."""
 
     pipeline: Pipeline
@@ -334,36 +329,6 @@ def run_config(
         keeps_padding=blueprint.mixes_tokens,
         cache_bytes=0 if job.model is None else job.model.cache_frozen_bytes,
     )
-
-
-def pack_config(config: RunConfig) -> str:
-    """A run config as the text that the first cloud sends."""
-    text = _adapter().dump_json(config).decode()
-    if len(text) > _MAX_BYTES:
-        raise UserError(
-            f"the run config of {len(config.pipeline.members)} members takes {len(text)} bytes, "
-            f"more than the {_MAX_BYTES} that clouds exchange",
-            hint="use fewer ranks",
-        )
-    return text
-
-
-def unpack_config(text: object, *, member: Member) -> RunConfig:
-    """The run config that the first cloud has sent, which must know this member."""
-    if not isinstance(text, str) or len(text) > _MAX_BYTES:
-        raise FrameError(f"a run config that is no text, or over {_MAX_BYTES} bytes")
-    try:
-        config: RunConfig = _adapter().validate_json(text)
-    except (ValidationError, ValueError) as error:
-        raise FrameError(f"a run config that cannot be read: {str(error)[:_MAX_SHOWN]}") from None
-    if member not in config.pipeline.members:
-        raise FrameError(f"a run config without {member}")
-    return config
-
-
-@functools.lru_cache(maxsize=1)
-def _adapter() -> TypeAdapter[Any]:
-    return TypeAdapter(RunConfig)
 
 
 def _sharding(cloud: CloudSpec) -> Literal["none", "optimizer", "full"]:

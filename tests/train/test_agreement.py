@@ -11,11 +11,13 @@ from typing import TypeVar
 import pytest
 
 from isthmus.errors import FrameError, UserError
+from isthmus.plan.types import pack_facts
 from isthmus.train.in_cloud import World
 from isthmus.train.members import Neighbours, SavedSteps, Start, choose_start
 from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
+from tests.train.chain import config
 
 CLOUDS = ("east", "mid", "west")
 T = TypeVar("T")
@@ -169,3 +171,15 @@ def test_profiles_travel_up_to_the_first_cloud_that_asks(is_wanted: bool) -> Non
 def test_profiles_that_are_none_are_refused(packet: Packet) -> None:
     with pytest.raises(FrameError, match="profile"):
         told("start/profiles", packet, lambda one: one.gather_profiles(lambda: None, is_wanted=True))
+
+
+def test_all_clouds_follow_the_run_config_of_the_first_which_knows_them() -> None:
+    agreed = config(3, 2)
+    clouds = [stage[0].cloud for stage in agreed.pipeline.stages]
+    found = joined(clouds, lambda one: one.agree_on_config(agreed if one.up is None else None))
+    assert found == [agreed] * 3
+    with MemoryLink("north", "west") as link:
+        link.end("north").send("start/config", Packet({}, (pack_facts(agreed).encode(),)))
+        west = Neighbours(lambda *_: link.end("west"), World(), clouds=["north", "west"], cloud="west")
+        with pytest.raises(FrameError, match="without west/0"):
+            west.agree_on_config(None)

@@ -11,13 +11,13 @@ from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import BottleneckSpec
 from isthmus.model.recompute import Budgeted, Fixed
 from isthmus.plan.memory import OptimizerState
-from isthmus.plan.types import Member
+from isthmus.plan.types import pack_facts, unpack_facts
 from isthmus.train import in_cloud
 from isthmus.train.build import Build, blueprint_of, optimizer_state
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, shard
 from isthmus.train.optimizer import Optimizer
-from isthmus.train.run_config import decide, pack_config, run_config, unpack_config
+from isthmus.train.run_config import RunConfig, decide, run_config
 from isthmus.wan.handshake import Seat
 from tests.model.cases import blueprint, build, make_batch
 from tests.train.chain import SCHEDULE, Given, chain, config
@@ -162,22 +162,17 @@ def test_a_cache_that_cannot_be_is_said(
     assert any("is not cached" in note for note in stage.notes) == is_said
 
 
-def test_a_run_config_is_the_same_at_every_member() -> None:
+def test_a_run_config_returns_from_the_line_as_it_was() -> None:
     found = made("link.east-west.codec=auto", num_ranks=2).config
-    assert unpack_config(pack_config(found), member=Member("west", 1)) == found
+    assert unpack_facts(pack_facts(found), RunConfig) == found
     coded = made("link.east-west.codec=rotate | int4", "link.east-west.boundary=bottleneck(4)").config
-    assert unpack_config(pack_config(coded), member=Member("east")) == coded
+    assert unpack_facts(pack_facts(coded), RunConfig) == coded
 
 
 @pytest.mark.parametrize("text", [None, 3, "", "[]", "{}", '{"pipeline": 3, "seed": 1}', "x" * 10**6])
 def test_a_run_config_that_is_none_is_refused(text: object) -> None:
-    with pytest.raises(FrameError, match="run config"):
-        unpack_config(text, member=Member("west"))
-
-
-def test_a_run_config_must_know_the_member() -> None:
-    with pytest.raises(FrameError, match="without north/0"):
-        unpack_config(pack_config(made().config), member=Member("north"))
+    with pytest.raises(FrameError, match="RunConfig"):
+        unpack_facts(text, RunConfig)
 
 
 def test_layers_that_do_not_fit_the_model_are_refused() -> None:
