@@ -15,13 +15,12 @@ from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.steering import Cut
 from isthmus.plan.types import Event, Facts, Member
+from isthmus.train.build import Built
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import PipelineActor, pipeline_wires
 from isthmus.train.run_config import RunConfig, warmup_of
 from isthmus.train.session import SWITCH_INTERVAL_S
-from isthmus.train.wire import Inbox
 from isthmus.wan.link import Link
 
 
@@ -96,26 +95,20 @@ def pipeline_loop(
     on_event: Callable[[Event, float], None] = lambda _event, _now_s: None,
     **options: Any,
 ) -> Loop:
-    """A member that is ready to run; `options` are those of `PipelineActor`."""
-    member, inbox = Member(cloud), Inbox()
+    """A member that is ready to run; `options` are a `source`, and those of `Built`."""
+    member, source = Member(cloud), options.pop("source", None)
     options.setdefault("optimizer", plain_optimizer(stage))
-    return Loop(
+    loop = Built(stage=stage, device=device, **options).loop(
+        config,
+        member,
         PipelineScheduler(config.pipeline, member),
-        PipelineActor(config, member, stage=stage, device=device, on_span=record.span, **options),
-        pipeline_wires(
-            config,
-            member,
-            {Member(peer): link for peer, link in links.items()},
-            hidden_width=stage.model.config.hidden_size,
-            device=device,
-            inbox=inbox,
-            observer=record,
-        ),
-        inbox,
-        tell=record.tell,
+        {Member(peer): link for peer, link in links.items()},
+        observer=record,
+        source=source,
         save=lambda _step, _facts: None,
-        on_event=on_event,
     )
+    loop.on_event = on_event
+    return loop
 
 
 def run_member(config: RunConfig, cloud: str, links: Mapping[str, Link], **options: Any) -> Record:

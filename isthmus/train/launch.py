@@ -241,10 +241,10 @@ def _from_environment(environment: _Environment, cloud: CloudSpec) -> Seat | Non
         # Outside of srun the batch script itself is task 0 of one.
         if cloud.ranks == 1 and _count(environment, "SLURM_NTASKS", default=1) == 1:
             return None
-        rank, num_ranks = _number(environment, "SLURM_PROCID"), _count(environment, "SLURM_NTASKS")
-        local = _number(environment, "SLURM_LOCALID")
         nodes = environment.get("SLURM_STEP_NODELIST") or _text(environment, "SLURM_JOB_NODELIST")
         port = _SLURM_PORTS[_number(environment, "SLURM_JOB_ID") % len(_SLURM_PORTS)]
+        rank, num_ranks = _number(environment, "SLURM_PROCID"), _count(environment, "SLURM_NTASKS")
+        local = _number(environment, "SLURM_LOCALID")
         master = _master({"MASTER_ADDR": first_host(nodes), **environment}, default_port=port)
     elif "JOB_COMPLETION_INDEX" in environment:
         rank = _number(environment, "JOB_COMPLETION_INDEX")

@@ -22,13 +22,13 @@ from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.steering import Cut
 from isthmus.plan.types import Action, Event, Facts, Member, Message, Scheduler, Stop
+from isthmus.train.build import Built
 from isthmus.train.coding import CodecState
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import PipelineActor, pipeline_wires
 from isthmus.train.run_config import RunConfig, warmup_of
-from isthmus.train.wire import Inbox, Wire
+from isthmus.train.wire import Wire
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.shaping import Shape
 from tests.model.cases import SEED
@@ -293,25 +293,17 @@ def make_loop(
     **options: Any,
 ) -> tuple[Loop, dict[Member, Wire]]:
     """A member ready to run, and its wires."""
-    inbox = Inbox()
-    actor = PipelineActor(config, member, stage=stage, device=device, on_span=record.span, **options)
-    wires = pipeline_wires(
-        config,
-        member,
-        links,
-        hidden_width=stage.model.config.hidden_size,
-        device=device,
-        inbox=inbox,
-        observer=record,
-    )
 
     def save(step: int, facts: Facts | None) -> None:
-        states = {peer: wire.state(step) for peer, wire in wires.items()}
+        states = {peer: wire.state(step) for peer, wire in loop.wires.items()}
         found = {peer: state for peer, state in states.items() if state is not None}
         record.save(Saved(step, facts, found))
 
-    loop = Loop(Logged(scheduler, record), actor, wires, inbox, tell=record.tell, save=save)
-    return loop, wires
+    source = options.pop("source", None)
+    built = Built(stage=stage, device=device, **options)
+    logged = Logged(scheduler, record)
+    loop = built.loop(config, member, logged, links, observer=record, source=source, save=save)
+    return loop, dict(loop.wires)
 
 
 def link_ends(number: int) -> tuple[str, str]:
