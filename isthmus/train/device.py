@@ -61,7 +61,7 @@ class Device:
 
     @property
     def identity(self) -> str:
-        """What tells it from all others of its machine, also where every process sees one alone."""
+        """Distinguishes it from all others of its machine, also where every process sees only one."""
         if not self.is_accelerator:
             return "cpu"
         module = torch.get_device_module(self.torch_device)
@@ -159,9 +159,9 @@ class _UnderWay:
 class PassClock:
     """Runs passes so that an accelerator never waits for the host between two of them.
 
-    The host goes on as soon as a pass has come to its last layers: what has arrived by then decides what
-    follows, and the device finds it queued when it is done. When a pass ran, by the host's clock, is told one
-    pass later.
+    The host continues as soon as a pass has come to its last layers: what has arrived by then decides what
+    follows, and the device finds it queued when it is done. The span of a pass, by the host's clock, is
+    reported one pass later.
     """
 
     def __init__(self, device: Device, *, track: str, on_span: Callable[[Span], None]) -> None:
@@ -175,7 +175,7 @@ class PassClock:
         self._under_way: _UnderWay | None = None
 
     def begin(self) -> None:
-        """Set the device's clock by the host's; a turn begins."""
+        """Set the device's clock by the host's, at the start of a step or an evaluation."""
         self._origin = self._device.mark(is_timed=True)
         self._origin.wait()
         self._origin_s = steady_s()
@@ -201,12 +201,12 @@ class PassClock:
         return result, ended
 
     def take_busy_s(self) -> float:
-        """How long the passes took that were told since this was last asked."""
+        """How long the passes took that were reported since the last call."""
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
     def settle(self) -> None:
-        """Wait for what is under way, and tell of it."""
+        """Wait for the pass under way, and report it."""
         before, self._under_way = self._under_way, None
         self._settle(before)
 

@@ -37,7 +37,7 @@ from isthmus.wan.handshake import Seat
 from isthmus.wan.limits import listening_ports, stop_accepting
 from isthmus.wan.sockets import listen
 
-# A rank may wait for a sibling that waits for another cloud; who is gone or frozen, the watch tells sooner.
+# A rank may wait for a sibling that waits for another cloud; the watch finds a lost rank sooner.
 _TIMEOUT: Final = timedelta(minutes=30)
 _LAST_WORD_S: Final = 2.0
 _SILENCE_S: Final = 60.0
@@ -123,7 +123,7 @@ def join_world(
 ) -> Iterator[World]:
     """Meet the other ranks of this cloud, which know its secret; the world ends with the block.
 
-    If it ends before, because a rank is gone or silent for too long, `end` is told why, from another thread.
+    If a rank is lost or silent for too long before that, `end` gets the reason, on another thread.
     """
     if seat.num_ranks == 1:
         yield World()
@@ -191,7 +191,7 @@ def _process_group(seat: Seat, device: Device, store: Store, watch: Watch) -> It
 
 @contextmanager
 def _explained(watch: Watch) -> Iterator[None]:
-    """Why a rank was lost, where the watch knows; it is also lost in collectives that are not ours."""
+    """Replace an error of any collective by the reason why a rank was lost, where the watch knows it."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -211,7 +211,7 @@ def _backend(device: Device) -> str:
 
 
 def _check_devices(world: World, device: Device) -> None:
-    """Two ranks on one accelerator would wait for each other for ever."""
+    """Refuse two ranks on one accelerator, which would wait for each other for ever."""
     if not device.is_accelerator:
         return
     places = world.broadcast(world.gather([socket.gethostname(), device.identity]))
@@ -225,7 +225,7 @@ def _check_devices(world: World, device: Device) -> None:
 
 @contextmanager
 def _collective() -> Iterator[None]:
-    """What torch says when a rank does not answer, in our words."""
+    """Turn torch's errors about ranks that do not answer into `RankLost`."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -233,7 +233,7 @@ def _collective() -> Iterator[None]:
     except RuntimeError as error:
         raise RankLost(
             f"the ranks of this cloud have lost each other: {first_line(error)}",
-            hint="the rank that ended first tells why",
+            hint="the log of the rank that ended first says why",
         ) from error
 
 

@@ -126,7 +126,7 @@ class Launch:
             endpoint = Endpoint(self.job, cloud=cloud, rank=seat.rank, identity=identity)
             self.stop.abort = endpoint.abort
             stack.enter_context(endpoint)
-            # Peers are told of a full disk in the same words.
+            # Peers get the same message about a full disk.
             stack.enter_context(writing_to(self.root))
             report = functools.partial(self._hear, cloud)
             return train_cloud(

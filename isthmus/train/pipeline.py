@@ -109,7 +109,7 @@ class Passes:
 TARGETS: Final = "targets"
 """How many targets a micro-batch has, and how many its whole step has."""
 _FLOAT32_BYTES: Final = 4
-# Shorter waits for data are not told.
+# Shorter waits for data are not reported.
 _LEAST_WAIT_S: Final = 0.001
 _MAX_GATHERED_BYTES: Final = 16 * 1024 * 1024
 _NEEDED_BY: Final = {
@@ -138,13 +138,13 @@ class _Microbatch:
     batch: Batch
     num_step_targets: int
     hidden: Tensor | None = None
-    held: tuple[int, ...] | None = None
-    """The sequences that the cache of the first trained stage holds; None where nothing is cached."""
+    cached: tuple[int, ...] | None = None
+    """The sequences that the first trained stage has cached; None where nothing is cached."""
 
     @property
-    def is_held(self) -> bool:
+    def is_cached(self) -> bool:
         """Whether there is nothing to compute below the first trained stage."""
-        return self.held is not None and len(self.held) == len(self.batch.ids)
+        return self.cached is not None and len(self.cached) == len(self.batch.ids)
 
 
 class _Result(NamedTuple):
@@ -280,11 +280,11 @@ class PipelineActor:
         for number in range(num_rounds):
             for microbatch, batch in zip(share, batches, strict=True):
                 item = number * pipeline.num_validation_microbatches + microbatch
-                held = None
+                cached = None
                 if self._foresight is not None and not number:
-                    held = self._foresight.held(_integers(batch))
+                    cached = self._foresight.held(_integers(batch))
                 self._microbatches[kind, step, item] = _Microbatch(
-                    batch=batch, num_step_targets=num_step_targets, held=held
+                    batch=batch, num_step_targets=num_step_targets, cached=cached
                 )
 
     def _fit(self, work: Work) -> None:
@@ -307,7 +307,7 @@ class PipelineActor:
 
     def _forward(self, work: Work) -> Mapping[str, Tensor] | None:
         found = self._microbatches.pop((_NEEDED_BY[work.kind], work.step, work.item))
-        if self._is_frozen and found.is_held:
+        if self._is_frozen and found.is_cached:
             return self._carried(found, None)
         is_evaluation = work.kind is WorkKind.EVALUATE
         output = self._passes.forward(
@@ -328,9 +328,9 @@ class PipelineActor:
         """What the next stage gets with a micro-batch."""
         tensors = _integers(found.batch)
         tensors[TARGETS] = torch.tensor([found.batch.num_targets, found.num_step_targets])
-        if found.held is not None and self._is_frozen:
+        if found.cached is not None and self._is_frozen:
             # Behind the first trained stage there is nothing more to leave out.
-            tensors[HELD] = torch.tensor(found.held, dtype=torch.int64)
+            tensors[HELD] = torch.tensor(found.cached, dtype=torch.int64)
         return tensors if hidden is None else {**tensors, HIDDEN: hidden}
 
     def _backward(self, work: Work) -> Mapping[str, Tensor] | None:
@@ -490,7 +490,7 @@ def _read_microbatch(tensors: Mapping[str, Tensor]) -> _Microbatch:
         batch=Batch(num_targets=num_targets, **planes),
         num_step_targets=num_step_targets,
         hidden=tensors.get(HIDDEN),
-        held=held_of(tensors) if HELD in tensors else None,
+        cached=held_of(tensors) if HELD in tensors else None,
     )
 
 

@@ -54,7 +54,7 @@ class Profiler:
     """The folder that keeps what was measured."""
     note: Note
     report: Callable[[str], None] = lambda _: None
-    """Told what is measured at the moment."""
+    """Is called with what is measured at the moment."""
     effort: Effort = QUICK
     is_wanted: bool = True
 

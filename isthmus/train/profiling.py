@@ -1,7 +1,7 @@
-"""Measures what the parts of a model take on the device at hand: real stages, made-up micro-batches.
+"""Measures the times of a model's parts on the device at hand, with real stages and made-up micro-batches.
 
 All stages that are compared take turns, round by round, so that a machine that gets slower does so for all of
-them; parts are told apart by differences within a round. Rounds are repeated until the medians are certain,
+them; the times of parts are differences within a round. Rounds are repeated until the medians are certain,
 within bounds on their number and their time.
 """
 
@@ -303,7 +303,7 @@ def _wall_s(device: Device, work: Callable[[], object]) -> float:
 
 
 class _Bench:
-    """The stages that tell the parts of a model apart: each has a layer or two, some an end of the model."""
+    """The stages whose differences are the parts of a model: each has a layer or two, some an end of it."""
 
     def __init__(self, job: Job, blueprint: Blueprint, device: Device, precision: Precision) -> None:
         self._sizes = [made_up_size(job, number, precision) for number in sizes_of(job)]
@@ -442,7 +442,7 @@ def _parts(blueprint: Blueprint, rounds: Sequence[Round]) -> dict[str, Any]:
         )
 
     if number < 3:
-        # One or two layers cannot be told from what stands beside them: the embedding counts as theirs.
+        # One or two layers cannot be separated from the embedding, which counts as theirs.
         head = median((1, 2), (0, 1)) if number == 2 else NO_TIME
         layers = (median((0, 1)),) * number
         return {"embedding": NO_TIME, "layers": layers, "head": _positive(head), "beside": NO_TIME}
@@ -545,7 +545,7 @@ def _measure_codings(job: Job, device: Device, *, width: int, rows: Sequence[int
 
 
 def _pairs(job: Job, width: int) -> Iterator[Pair]:
-    """Raw, the codecs that links have, and where one is open all levels that can be told without learning."""
+    """Raw, the codecs that links have, and where one is open all levels that learn nothing."""
     yield RAW_PAIR
     for link in job.link:
         if link.boundary.crossing_width(width) != width:

@@ -42,7 +42,7 @@ _DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 def find_unfinished(root: Path, job: Job) -> Path | None:
-    """The newest run that means what this job means and has not come to its end."""
+    """The newest unfinished run of a job that means the same."""
     for run in _unfinished(root, job):
         there = job_of(run)
         if there is not None and there.meaning_digest == job.meaning_digest:
@@ -51,7 +51,7 @@ def find_unfinished(root: Path, job: Job) -> Path | None:
 
 
 def refuse_changed(root: Path, job: Job) -> None:
-    """Refuse to leave behind a run with something saved because the job means something else now."""
+    """Refuse a job that means something else than an unfinished run with a checkpoint."""
     for run in _unfinished(root, job):
         there = job_of(run)
         step = None if there is None else _saved_step(run, there)
@@ -59,8 +59,8 @@ def refuse_changed(root: Path, job: Job) -> None:
             raise changed_meaning(f"{run}, which was stopped after step {step},", there, job)
 
 
-def go_on(run: Path, job: Job, *, data_sha256: str, note: Callable[[str], None]) -> None:
-    """Make a run go on with a job that means the same; its data must be what it was."""
+def continue_run(run: Path, job: Job, *, data_sha256: str, note: Callable[[str], None]) -> None:
+    """Continue a run with a job that means the same; refuse data that has changed."""
     _check_data(run, data_sha256)
     for left in run.glob(f".{MODEL_FOLDER}.*/"):
         # An export was killed here.
@@ -68,7 +68,7 @@ def go_on(run: Path, job: Job, *, data_sha256: str, note: Callable[[str], None])
     there = job_of(run)
     changes = () if there is None else job.changes_from(there, KeyRole.OPERATION)
     if changes:
-        note(f"the run goes on with changed keys: {told_changes(changes)}")
+        note(f"the run continues with changed keys: {told_changes(changes)}")
     if there != job:
         replace_file(run / JOB_FILE, dump_job(job))
 
@@ -84,19 +84,19 @@ def writing_to(root: Path) -> Iterator[None]:
             raise
         raise IsthmusError(
             f"the run cannot be written to {root}: {reason}",
-            hint="make room there; the same command then goes on from what was saved last",
+            hint="make room there; the same command then continues from what was saved last",
         ) from error
 
 
 def _disk_reason(error: Exception) -> str | None:
-    """What the system says of the disk; libraries pass it on by number, or only in their words."""
+    """The system's message about the disk; libraries pass it on by number, or only in their text."""
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return error.strerror
     return next((text for text in map(os.strerror, _DISK_ERRORS) if text in str(error)), None)
 
 
 def _unfinished(root: Path, job: Job) -> Iterator[Path]:
-    """Runs of a job of this name that began here and have no model yet, the newest first."""
+    """Runs of a job of this name that started here and have no model yet, the newest first."""
     for run in sorted((root / job.name).glob("*/"), reverse=True):
         # Only the first cloud of a run has its tokenizer.
         if (run / TOKENIZER_FOLDER).exists() and not (run / MODEL_FOLDER).exists():
@@ -115,14 +115,14 @@ def _check_data(run: Path, sha256: str) -> None:
         before = json.loads((run / DATA_FILE).read_text(encoding="utf-8"))["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
-            f"{run / DATA_FILE} cannot be read, so nothing tells whether the data is what it was",
-            hint="put the file back, or start anew with --resume never",
+            f"{run / DATA_FILE} cannot be read, so it is unknown whether the data has changed",
+            hint="put the file back, or start again with --resume never",
         ) from None
     if before != sha256:
         raise UserError(
             f"the data has changed since {run} began: its tokens have SHA-256 {sha256[:12]}, "
             f"and had {str(before)[:12]}",
-            hint="put back what it was, or start anew with --resume never",
+            hint="put back what it was, or start again with --resume never",
         )
 
 
@@ -147,11 +147,11 @@ def choose_run(
     may be run from this disk, too. A new run is planned with what `learn` finds out; one that continues keeps
     its plan, and nothing is measured.
     """
-    with ExitStack() as held:
+    with ExitStack() as locks:
         with choosing(root, job, note=note):
             run = find_unfinished(root, job) if resume else None
             if run is not None:
-                held.enter_context(lock_run(run, note=note, is_shared=is_shared))
+                locks.enter_context(lock_run(run, note=note, is_shared=is_shared))
                 tokens = tokens_of(job, root=root, note=note)
                 # The plan of a run is never made again.
                 _, sha256 = check_job(
@@ -161,12 +161,12 @@ def choose_run(
                     decisions=read_decisions(run),
                     plans=False,
                 )
-                go_on(run, job, data_sha256=sha256, note=note)
+                continue_run(run, job, data_sha256=sha256, note=note)
             else:
                 if resume:
                     refuse_changed(root, job)
                 run = _start(job, root=root, note=note, learn=learn, source=source)
-                held.enter_context(lock_run(run, note=note, is_shared=is_shared))
+                locks.enter_context(lock_run(run, note=note, is_shared=is_shared))
         yield run
 
 
@@ -213,7 +213,7 @@ def check_job(
 
 
 def check_unplanned(job: Job, *, root: Path, note: Callable[[str], None]) -> None:
-    """Refuse a job that cannot run, as far as that can be told before all clouds have met."""
+    """Refuse a job that cannot run, as far as that is known before all clouds have met."""
     with tempfile.TemporaryDirectory() as scratch:
         tokens = tokens_of(job, root=root, note=note)
         check_job(job, tokenizer_folder=Path(scratch) / TOKENIZER_FOLDER, tokens=tokens, plans=False)

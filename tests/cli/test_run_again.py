@@ -128,7 +128,7 @@ def test_a_run_goes_on_when_it_is_operated_otherwise(stopped: Path, job_file: Pa
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
     assert f"resumed after step {NUM_STEPS}" in text
-    assert "the run goes on with changed keys: " in text
+    assert "the run continues with changed keys: " in text
     assert "link east-west: codec raw, now int8" in text
     assert Path(json.loads(result.stdout)["run"]) == stopped
     assert load_job(stopped / "job.toml").train.steps == NUM_STEPS + 2

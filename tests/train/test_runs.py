@@ -16,8 +16,8 @@ from isthmus.train.runs import (
     DATA_FILE,
     MODEL_FOLDER,
     TOKENIZER_FOLDER,
+    continue_run,
     find_unfinished,
-    go_on,
     refuse_changed,
     writing_to,
 )
@@ -113,25 +113,25 @@ def test_a_job_that_is_operated_otherwise_goes_on_and_is_kept(
     run = left(tmp_path, tiny_job(), east=(4,))
     job, notes = tiny_job(change), list[str]()
     assert find_unfinished(tmp_path, job) == run
-    go_on(run, job, data_sha256=SHA256, note=notes.append)
-    assert notes == ([] if told is None else [f"the run goes on with changed keys: {told}"])
+    continue_run(run, job, data_sha256=SHA256, note=notes.append)
+    assert notes == ([] if told is None else [f"the run continues with changed keys: {told}"])
     assert load_job(run / JOB_FILE) == job
 
 
 def test_data_that_changed_is_refused(tmp_path: Path) -> None:
     run = left(tmp_path, tiny_job(), east=(4,))
     with pytest.raises(UserError, match=r"the data has changed since .* began") as error:
-        go_on(run, tiny_job(), data_sha256="2" * 64, note=lambda _: None)
-    assert error.value.hint == "put back what it was, or start anew with --resume never"
+        continue_run(run, tiny_job(), data_sha256="2" * 64, note=lambda _: None)
+    assert error.value.hint == "put back what it was, or start again with --resume never"
     (run / DATA_FILE).unlink()
     with pytest.raises(UserError, match=f"{DATA_FILE} cannot be read"):
-        go_on(run, tiny_job(), data_sha256=SHA256, note=lambda _: None)
+        continue_run(run, tiny_job(), data_sha256=SHA256, note=lambda _: None)
 
 
 def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
     run = left(tmp_path, tiny_job(), east=(4,))
     (run / ".model.x7" / "new").mkdir(parents=True)
-    go_on(run, tiny_job(), data_sha256=SHA256, note=lambda _: None)
+    continue_run(run, tiny_job(), data_sha256=SHA256, note=lambda _: None)
     assert not list(run.glob(".model*"))
 
 
