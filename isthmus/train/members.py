@@ -207,45 +207,37 @@ def choose_start(saved: Mapping[str, SavedSteps], *, num_steps: int) -> Start:
             f"the run has already taken {min(common)} steps, more than the {num_steps} of train.steps",
             hint=f"set train.steps to {min(common)} or more",
         )
-    raise UserError(_describe_lack(saved), hint="copy it back, or start again with --resume never")
-
-
-def _describe_lack(saved: Mapping[str, SavedSteps]) -> str:
-    lacking = {name: one for name, one in saved.items() if not one.whole}
-    having = {name: one for name, one in saved.items() if one.whole}
-    if not lacking:
-        return f"no step is saved at every cloud: {_list_steps(having)}"
-    lacks = " and ".join(_describe_lacking(name, one) for name, one in lacking.items())
-    return f"{lacks}, while {_list_steps(having)}" if having else lacks
-
-
-def _describe_lacking(cloud: str, saved: SavedSteps) -> str:
-    if saved.damaged:
-        verb = "are" if len(saved.damaged) > 1 else "is"
-        return f"cloud {cloud!r} has no whole checkpoint of this run ({_steps(saved.damaged)} {verb} damaged)"
-    return f"cloud {cloud!r} has no checkpoint of this run"
+    raise UserError(
+        f"no step is saved at every cloud: {_describe(saved)}",
+        hint="copy back what is missing, or start again with --resume never",
+    )
 
 
 def _describe_older(saved: Mapping[str, SavedSteps], step: int) -> str | None:
     newer = {
-        name: SavedSteps(whole=tuple(one for one in its.whole if one > step)) for name, its in saved.items()
+        name: SavedSteps(whole=tuple(one for one in its.whole if one > step))
+        for name, its in saved.items()
+        if any(one > step for one in its.whole)
     }
-    newer = {name: its for name, its in newer.items() if its.whole}
-    if not newer:
-        return None
-    return f"step {step} is the newest that every cloud has saved; {_list_steps(newer)} too"
+    return f"step {step} is the newest that every cloud has saved; {_describe(newer)} too" if newer else None
 
 
-def _list_steps(saved: Mapping[str, SavedSteps]) -> str:
-    return ", ".join(f"{name!r} has {_steps(one.whole)}" for name, one in saved.items())
+def _describe(saved: Mapping[str, SavedSteps]) -> str:
+    """`'east' has steps 100 and 200, 'west' has none (step 100 is damaged)`."""
+    texts = []
+    for name, one in saved.items():
+        verb = "are" if len(one.damaged) > 1 else "is"
+        damage = f" ({_steps(one.damaged)} {verb} damaged)" if one.damaged else ""
+        texts.append(f"{name!r} has {_steps(one.whole) if one.whole else 'none'}{damage}")
+    return ", ".join(texts)
 
 
 def _steps(steps: Sequence[int]) -> str:
     """`step 100`, or `steps 100 and 200`; of many the newest."""
     texts = [str(step) for step in sorted(steps)[-_MAX_TOLD:]]
-    told = f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
+    listed = f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
     more = f" and {len(steps) - _MAX_TOLD} older" if len(steps) > _MAX_TOLD else ""
-    return f"step{'s' if len(steps) > 1 else ''} {told}{more}"
+    return f"step{'s' if len(steps) > 1 else ''} {listed}{more}"
 
 
 def _read_profiles(packet: Packet) -> dict[str, str]:

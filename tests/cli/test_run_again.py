@@ -108,10 +108,10 @@ def test_a_cloud_that_lost_its_checkpoints_is_named_and_nothing_is_deleted(
     result = start_again(job_file, stopped)
     assert result.exit_code == 1
     steps = " and ".join(str(step) for step in before["east"])
-    assert f"cloud 'west' has no checkpoint of this run, while 'east' has steps {steps}" in str(
+    assert f"no step is saved at every cloud: 'east' has steps {steps}, 'west' has none" in str(
         result.exception
     )
-    assert result.exception.hint == "copy it back, or start again with --resume never"
+    assert result.exception.hint == "copy back what is missing, or start again with --resume never"
     assert saved(stopped) == before
 
 

@@ -49,29 +49,26 @@ def test_the_newest_step_that_all_have_is_taken_and_newer_ones_are_told() -> Non
     assert older.note == "step 100 is the newest that every cloud has saved; 'east' has step 200 too"
 
 
-def test_a_cloud_that_lacks_all_is_named() -> None:
-    found = refusal(east=steps(100, 200), west=steps())
-    assert found.message == ("cloud 'west' has no checkpoint of this run, while 'east' has steps 100 and 200")
-    assert found.hint == "copy it back, or start again with --resume never"
-    assert refusal(east=steps(), mid=steps(7), west=steps()).message == (
-        "cloud 'east' has no checkpoint of this run and cloud 'west' has no checkpoint of this run, "
-        "while 'mid' has step 7"
-    )
-
-
-def test_no_common_step_is_told_with_what_each_has() -> None:
-    assert refusal(east=steps(100, 200), west=steps(150)).message == (
-        "no step is saved at every cloud: 'east' has steps 100 and 200, 'west' has step 150"
-    )
-    many = refusal(east=steps(*range(1, 9)), west=steps(99)).message
-    assert "'east' has steps 4, 5, 6, 7 and 8 and 3 older" in many
+@pytest.mark.parametrize(
+    ("east", "west", "listed"),
+    [
+        (steps(100, 200), steps(), "'east' has steps 100 and 200, 'west' has none"),
+        (steps(100, 200), steps(150), "'east' has steps 100 and 200, 'west' has step 150"),
+        (steps(*range(1, 9)), steps(99), "'east' has steps 4, 5, 6, 7 and 8 and 3 older, 'west' has step 99"),
+        (
+            steps(damaged=(20,)),
+            steps(damaged=(20, 30)),
+            "'east' has none (step 20 is damaged), 'west' has none (steps 20 and 30 are damaged)",
+        ),
+    ],
+)
+def test_without_a_common_step_all_clouds_are_listed(east: SavedSteps, west: SavedSteps, listed: str) -> None:
+    found = refusal(east=east, west=west)
+    assert found.message == f"no step is saved at every cloud: {listed}"
+    assert found.hint == "copy back what is missing, or start again with --resume never"
 
 
 def test_damage_is_no_reason_to_begin_again() -> None:
-    assert refusal(east=steps(damaged=(20,)), west=steps(damaged=(20, 30))).message == (
-        "cloud 'east' has no whole checkpoint of this run (step 20 is damaged) and "
-        "cloud 'west' has no whole checkpoint of this run (steps 20 and 30 are damaged)"
-    )
     assert start_of(east=steps(10, damaged=(20,)), west=steps(10, 20)).step == 10
 
 
