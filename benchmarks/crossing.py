@@ -7,10 +7,10 @@ from torch import Tensor
 from isthmus.plan.codecs import Pair, texts_of
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN
 from isthmus.plan.types import Member, Message, MessageKind
+from isthmus.train.build import cut_end
 from isthmus.train.coding import Coded
 from isthmus.train.device import Device, Mark
 from isthmus.train.integers import IDS
-from isthmus.train.pipeline import cut_end
 from isthmus.train.run_config import RunConfig
 
 HERE, BEYOND = Member(CLOUDS[0]), Member(CLOUDS[1])

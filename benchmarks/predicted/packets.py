@@ -14,8 +14,9 @@ from torch import Tensor
 from isthmus.plan.codecs import Crossing
 from isthmus.plan.pipeline_parts import HIDDEN
 from isthmus.plan.types import Carried, Member, Sent
+from isthmus.train.build import pipeline_wires
 from isthmus.train.device import Device
-from isthmus.train.pipeline import TARGETS, pipeline_wires
+from isthmus.train.pipeline import TARGETS
 from isthmus.train.wire import Delivery, Inbox
 from isthmus.wan.packet import Packet
 from predicted.cases import Case

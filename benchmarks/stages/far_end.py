@@ -22,10 +22,10 @@ from isthmus.plan.end_of_step import Reduced, Seen, Updated, Verdict
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import FACTS, HIDDEN
 from isthmus.plan.types import Facts, Gathered, Message, MessageKind, Work, WorkKind
+from isthmus.train.build import cut_end
 from isthmus.train.coding import Coded, CutEnd, Integers
 from isthmus.train.device import Device, Mark
 from isthmus.train.loop import Loop
-from isthmus.train.pipeline import cut_end
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.frames import MAX_CHUNK_BYTES, encode_chunk

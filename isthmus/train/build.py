@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, stage_order
@@ -12,22 +13,28 @@ from isthmus.job.codec import HiddenSpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
+from isthmus.model.random import seed_from
 from isthmus.model.recompute import Budgeted, Fixed
 from isthmus.model.stage import Stage
 from isthmus.plan.memory import OptimizerState
+from isthmus.plan.pipeline_parts import FACTS
 from isthmus.plan.types import Facts, Member, Scheduler
+from isthmus.train.coding import CutCoding, CutEnd
 from isthmus.train.device import Device
+from isthmus.train.frozen_cache import HELD, Cache, held_of
 from isthmus.train.in_cloud import (
     Reduction,
     World,
     awaited_gradient_bytes,
     shard,
 )
+from isthmus.train.integers import IDS, MASK
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Decay, Optimizer, Schedule
-from isthmus.train.pipeline import PipelineActor, Source, pipeline_wires
+from isthmus.train.pipeline import PipelineActor, Source, admission
+from isthmus.train.rows import mask_of, valid_rows
 from isthmus.train.run_config import RunConfig
-from isthmus.train.wire import Inbox, Observer
+from isthmus.train.wire import Inbox, Observer, Wire
 from isthmus.units import format_bytes
 from isthmus.wan.link import Link
 
@@ -279,3 +286,71 @@ def _num_trained(job: Job, blueprint: Blueprint, layers: range) -> int:
     parts += [layout.first] if layers.start == 0 and num_frozen == 0 else []
     parts += [layout.last] if layers.stop == layout.num_layers else []
     return sum(sum(part.values()) for part in parts)
+
+
+def pipeline_wires(
+    config: RunConfig,
+    member: Member,
+    links: Mapping[Member, Link],
+    *,
+    hidden_width: int,
+    device: Device,
+    inbox: Inbox,
+    observer: Observer,
+) -> dict[Member, Wire]:
+    """The wires of a member to all members of the neighbouring stages that it speaks to."""
+    pipeline = config.pipeline
+    index = pipeline.stage_of(member)
+    return {
+        peer: Wire(
+            link,
+            here=member,
+            peer=peer,
+            inbox=inbox,
+            observer=observer,
+            facts=FACTS,
+            cut=cut_end(
+                config, min(index, pipeline.stage_of(peer)), device, hidden_width, is_sender=peer_is_behind
+            ),
+        )
+        for peer, link in links.items()
+        for peer_is_behind in [pipeline.stage_of(peer) > index]
+    }
+
+
+def cut_end(config: RunConfig, cut: int, device: Device, hidden_width: int, *, is_sender: bool) -> CutEnd:
+    """One end of the cut behind a stage, with codec state of its own."""
+    pipeline = config.pipeline
+    receives_from_frozen = config.is_cached and cut + 1 == pipeline.first_trained
+    boundary = config.boundary(cut)
+    terms = pipeline.cuts[cut] if pipeline.cuts else None
+
+    def rows(integers: Mapping[str, Tensor]) -> Tensor | None:
+        ids, mask = integers[IDS], integers.get(MASK)
+        held = held_of(integers) if HELD in integers else None
+        if receives_from_frozen and held:
+            return valid_rows(mask_of(ids, mask, keeps_padding=config.keeps_padding), without=held)
+        return valid_rows(None if config.keeps_padding else mask)
+
+    has_cache = receives_from_frozen and not is_sender
+    return CutEnd(
+        coding=CutCoding(
+            hidden_width=hidden_width,
+            crossing_width=boundary.crossing_width(hidden_width),
+            num_warmup_steps=config.num_warmup_steps if cut in pipeline.bottlenecks else 0,
+            # Cuts round by themselves, or their errors would add up.
+            seed=seed_from("cut", config.seed, cut),
+            guard_every=0 if terms is None else terms.guard_every,
+            num_microbatches=pipeline.num_microbatches,
+            returns_gradients=cut >= pipeline.first_trained,
+            max_rows=None if terms is None else terms.crossing.num_rows,
+            may_omit=config.is_cached and cut + 1 < pipeline.first_trained,
+            rows=rows,
+            allows=(lambda _: True) if terms is None else terms.allows,
+        ),
+        device=device,
+        is_sender=is_sender,
+        cache=Cache(admission(config, hidden_width), keeps_padding=config.keeps_padding)
+        if has_cache
+        else None,
+    )

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from isthmus.errors import FrameError
 from isthmus.events import WAITING_KIND, Span, steady_s
-from isthmus.model.random import RngKey, seed_from
+from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput, StageOutput
 from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated, Verdict, condensed
-from isthmus.plan.pipeline_parts import FACTS, HIDDEN, SENDING_HALF
+from isthmus.plan.pipeline_parts import HIDDEN, SENDING_HALF
 from isthmus.plan.types import (
     Facts,
     Gathered,
@@ -27,16 +27,12 @@ from isthmus.plan.types import (
     pack_facts,
     unpack_facts,
 )
-from isthmus.train.coding import CutCoding, CutEnd
 from isthmus.train.device import Device, Mark, PassClock
-from isthmus.train.frozen_cache import HELD, Admission, Cache, Foresight, held_of
+from isthmus.train.frozen_cache import HELD, Admission, Foresight, held_of
 from isthmus.train.in_cloud import Reduction, World, begin_down, begin_up
-from isthmus.train.integers import IDS, MASK
+from isthmus.train.integers import IDS
 from isthmus.train.optimizer import Optimizer
-from isthmus.train.rows import mask_of, valid_rows
 from isthmus.train.run_config import RunConfig
-from isthmus.train.wire import Inbox, Observer, Wire
-from isthmus.wan.link import Link
 
 
 @dataclass(slots=True, eq=False)
@@ -199,8 +195,8 @@ class PipelineActor:
         self._passes.window = pipeline.first_windows()[self._index]
         self._foresight = None
         if source is not None and config.is_cached:
-            admission = _admission(config, stage.model.config.hidden_size)
-            self._foresight = Foresight(admission=admission, keeps_padding=config.keeps_padding)
+            rule = admission(config, stage.model.config.hidden_size)
+            self._foresight = Foresight(admission=rule, keeps_padding=config.keeps_padding)
         self._microbatches: dict[Key, _Microbatch] = {}
         self._gradients: dict[Key, Tensor] = {}
         self._outgoing: dict[Key, tuple[Mapping[str, Tensor], Mark]] = {}
@@ -390,75 +386,7 @@ class PipelineActor:
         )
 
 
-def pipeline_wires(
-    config: RunConfig,
-    member: Member,
-    links: Mapping[Member, Link],
-    *,
-    hidden_width: int,
-    device: Device,
-    inbox: Inbox,
-    observer: Observer,
-) -> dict[Member, Wire]:
-    """The wires of a member to all members of the neighbouring stages that it speaks to."""
-    pipeline = config.pipeline
-    index = pipeline.stage_of(member)
-    return {
-        peer: Wire(
-            link,
-            here=member,
-            peer=peer,
-            inbox=inbox,
-            observer=observer,
-            facts=FACTS,
-            cut=cut_end(
-                config, min(index, pipeline.stage_of(peer)), device, hidden_width, is_sender=peer_is_behind
-            ),
-        )
-        for peer, link in links.items()
-        for peer_is_behind in [pipeline.stage_of(peer) > index]
-    }
-
-
-def cut_end(config: RunConfig, cut: int, device: Device, hidden_width: int, *, is_sender: bool) -> CutEnd:
-    """One end of the cut behind a stage, with codec state of its own."""
-    pipeline = config.pipeline
-    receives_from_frozen = config.is_cached and cut + 1 == pipeline.first_trained
-    boundary = config.boundary(cut)
-    terms = pipeline.cuts[cut] if pipeline.cuts else None
-
-    def rows(integers: Mapping[str, Tensor]) -> Tensor | None:
-        ids, mask = integers[IDS], integers.get(MASK)
-        held = held_of(integers) if HELD in integers else None
-        if receives_from_frozen and held:
-            return valid_rows(mask_of(ids, mask, keeps_padding=config.keeps_padding), without=held)
-        return valid_rows(None if config.keeps_padding else mask)
-
-    has_cache = receives_from_frozen and not is_sender
-    return CutEnd(
-        coding=CutCoding(
-            hidden_width=hidden_width,
-            crossing_width=boundary.crossing_width(hidden_width),
-            num_warmup_steps=config.num_warmup_steps if cut in pipeline.bottlenecks else 0,
-            # Cuts round by themselves, or their errors would add up.
-            seed=seed_from("cut", config.seed, cut),
-            guard_every=0 if terms is None else terms.guard_every,
-            num_microbatches=pipeline.num_microbatches,
-            returns_gradients=cut >= pipeline.first_trained,
-            max_rows=None if terms is None else terms.crossing.num_rows,
-            may_omit=config.is_cached and cut + 1 < pipeline.first_trained,
-            rows=rows,
-            allows=(lambda _: True) if terms is None else terms.allows,
-        ),
-        device=device,
-        is_sender=is_sender,
-        cache=Cache(_admission(config, hidden_width), keeps_padding=config.keeps_padding)
-        if has_cache
-        else None,
-    )
-
-
-def _admission(config: RunConfig, hidden_width: int) -> Admission:
+def admission(config: RunConfig, hidden_width: int) -> Admission:
     return Admission(max_bytes=config.cache_bytes, row_bytes=_FLOAT32_BYTES * hidden_width)
 
 

@@ -32,12 +32,12 @@ from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
 from isthmus.plan.steering import Cut
 from isthmus.plan.times import NO_TIME, CodingTimes, PassTimes, Profile, Sample, fit_line
 from isthmus.plan.types import Member, Message, MessageKind
-from isthmus.train.build import blueprint_of
+from isthmus.train.build import blueprint_of, cut_end
 from isthmus.train.device import Device, Mark
 from isthmus.train.in_cloud import Reduction, World
 from isthmus.train.integers import IDS
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import Passes, cut_end
+from isthmus.train.pipeline import Passes
 from isthmus.train.run_config import RunConfig
 
 _NUM_WARM_UPS: Final = 2

@@ -9,9 +9,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from isthmus.plan.types import Arrived, Facts, Member, Message, MessageKind, Sent
+from isthmus.train.build import pipeline_wires
 from isthmus.train.device import Device, Mark
 from isthmus.train.integers import pack_integers
-from isthmus.train.pipeline import pipeline_wires
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Delivery, Failure, Inbox, Wire
 from isthmus.wan.frames import wire_bytes
