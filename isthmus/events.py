@@ -91,9 +91,7 @@ class EventLog:
     def fact(self, kind: str, values: Mapping[str, object]) -> None:
         """Write something found now."""
         at_s = round(steady_s() + self._clock_offset_s, 6)
-        self._write({"event": "fact", "kind": kind, "at_s": at_s, "values": dict(values)})
-        with self._lock:
-            self._file.flush()
+        self._write({"event": "fact", "kind": kind, "at_s": at_s, "values": dict(values)}, flushes=True)
 
     def close(self) -> None:
         """Write out what is left."""
@@ -108,11 +106,14 @@ class EventLog:
     ) -> None:
         self.close()
 
-    def _write(self, record: Mapping[str, object]) -> None:
+    def _write(self, record: Mapping[str, object], *, flushes: bool = False) -> None:
         line = json.dumps(record, separators=(",", ":"))
         with self._lock:
+            # A link may still report when the run has ended.
             if not self._file.closed:
                 self._file.write(line + "\n")
+                if flushes:
+                    self._file.flush()
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -50,6 +50,7 @@ def test_what_comes_after_the_end_is_dropped(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "east.jsonl")
     log.close()
     log.span(SPAN)
+    log.fact("link", {"state": "down"})
     assert list(read_events(tmp_path / "east.jsonl")) == []
 
 
