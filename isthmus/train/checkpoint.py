@@ -202,6 +202,62 @@ class Checkpoints:
         return f"step-{step:08d}/{cloud or self._cloud}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStep:
+    """The records of one step in a run directory; `problem` says why they do not restore a run."""
+
+    step: int
+    clouds: tuple[str, ...]
+    num_bytes: int
+    problem: str | None = None
+
+
+def saved_steps(run: Path, *, verify: bool = False) -> tuple[SavedStep, ...]:
+    """The steps that have records in a run directory, in order.
+
+    A step restores a run when each cloud that has saved here has a complete record of it. With `verify` every
+    byte is read and compared with the digests of the manifests.
+    """
+    store = DiskStore(run / CHECKPOINTS_FOLDER)
+    records = [name for name in store.names() if _cloud_of(name) and not name.endswith(_ASIDE)]
+    partial = [name for name in store.unfinished() if _cloud_of(name)]
+    clouds = {_cloud_of(name) for name in (*records, *partial)}
+    found = []
+    for step in sorted({_step_of(name) for name in (*records, *partial)}):
+        own = [name for name in records if _step_of(name) == step]
+        missing = sorted(str(one) for one in clouds - {_cloud_of(name) for name in own})
+        problems = [f"no complete record of {cloud}" for cloud in missing]
+        num_bytes = 0
+        for name in own:
+            reason = store.check(name) if verify else None
+            try:
+                num_bytes += sum(file.num_bytes for file in store.manifest(name).files.values())
+            except UserError as error:
+                reason = reason or error.message
+            problems += [f"{_cloud_of(name)}: {reason}"] if reason else []
+        names = tuple(str(_cloud_of(name)) for name in own)
+        problem = "; ".join(problems) or None
+        found.append(SavedStep(step=step, clouds=names, num_bytes=num_bytes, problem=problem))
+    return tuple(found)
+
+
+def prune_steps(run: Path, *, keep: int) -> tuple[SavedStep, ...]:
+    """Remove all steps but the newest ones that restore a run; returns those that were removed.
+
+    Nothing is removed where no step restores the run.
+    """
+    steps = saved_steps(run, verify=True)
+    kept = [one.step for one in steps if one.problem is None][-keep:]
+    if not kept:
+        return ()
+    store = DiskStore(run / CHECKPOINTS_FOLDER)
+    removed = tuple(one for one in steps if one.step not in kept)
+    for name in (*store.names(), *store.unfinished()):
+        if _cloud_of(name) and _step_of(name) in {one.step for one in removed}:
+            store.remove(name)
+    return removed
+
+
 def _step_of(record: str) -> int:
     return int(record.partition("/")[0].removeprefix("step-"))
 

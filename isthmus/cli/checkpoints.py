@@ -1,0 +1,68 @@
+"""`isthmus checkpoints`: the checkpoints of a run, whether they restore it, and how much room they take."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from isthmus.cli.output import JsonOption, print_json, print_tables, size, tabulate
+from isthmus.observe.report import find_run
+
+
+def checkpoints(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, runs/NAME/ID, or runs/NAME.")
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte and compare the digests.")
+    ] = False,
+    prune: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Verify, keep the newest N that restore the run, remove others."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the checkpoints of a run: step, clouds, size, and why one does not restore the run.
+
+    Example: `isthmus checkpoints runs/demo --verify`
+    """
+    # These import torch, and mistakes in options are told without it.
+    from isthmus.job.rundir import lock_run
+    from isthmus.train.checkpoint import prune_steps, saved_steps
+
+    folder = find_run(run)
+    console = Console(highlight=False, stderr=as_json)
+    removed = []
+    if prune is not None:
+        with lock_run(folder, note=console.print):
+            removed = list(prune_steps(folder, keep=prune))
+    steps = saved_steps(folder, verify=verify or prune is not None)
+    if as_json:
+        print_json(
+            {
+                "run": folder,
+                "checkpoints": [asdict(one) for one in steps],
+                "removed": [one.step for one in removed],
+            }
+        )
+    else:
+        table = tabulate(
+            steps,
+            {
+                "step": lambda one: str(one.step),
+                "clouds": lambda one: ", ".join(one.clouds),
+                "size": lambda one: size(one.num_bytes),
+                "restores the run": lambda one: "yes" if one.problem is None else f"no: {one.problem}",
+            },
+        )
+        print_tables(console, [table])
+        for one in removed:
+            console.print(f"removed step {one.step}, {size(one.num_bytes)}")
+        if not steps:
+            console.print(f"{folder} has no checkpoints")
+    if steps and all(one.problem for one in steps):
+        raise typer.Exit(1)

@@ -1,0 +1,73 @@
+"""`isthmus checkpoints` on records that are whole, missing, partial and damaged."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from isthmus.cli.main import app
+from isthmus.train.checkpoint import CHECKPOINTS_FOLDER, lazily
+from isthmus.train.store import DiskStore
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Steps 2 and 4 of two clouds, and step 6 of one of them."""
+    folder = tmp_path / "runs" / "demo" / "20260101T000000.000000Z"
+    (folder / "events").mkdir(parents=True)
+    (folder / "events" / "east.jsonl").touch()
+    store = DiskStore(folder / CHECKPOINTS_FOLDER)
+    for step, cloud in ((2, "east"), (2, "west"), (4, "east"), (4, "west"), (6, "east")):
+        store.put(f"step-{step:08d}/{cloud}", lazily({"w": torch.full((8,), float(step))}), {"step": step})
+    return folder
+
+
+def invoke(run: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["checkpoints", str(run), *options])
+
+
+def listed(run: Path, *options: str) -> dict[int, str | None]:
+    found = json.loads(invoke(run, "--json", *options).stdout)
+    return {one["step"]: one["problem"] for one in found["checkpoints"]}
+
+
+def test_a_step_that_one_cloud_lacks_does_not_restore_the_run(run: Path) -> None:
+    assert listed(run) == {2: None, 4: None, 6: "no complete record of west"}
+    text = invoke(run).output
+    assert "east, west" in text
+    assert "no: no complete record of west" in text
+
+
+def test_a_flipped_bit_is_found_by_verifying(run: Path) -> None:
+    path = run / CHECKPOINTS_FOLDER / "step-00000004" / "west" / "weights.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert listed(run)[4] is None
+    assert "SHA-256" in str(listed(run, "--verify")[4])
+
+
+def test_a_record_without_a_manifest_is_partial(run: Path) -> None:
+    (run / CHECKPOINTS_FOLDER / "step-00000004" / "east" / "manifest.json").unlink()
+    assert listed(run)[4] == "no complete record of east"
+
+
+def test_pruning_keeps_the_newest_that_restores_the_run(run: Path) -> None:
+    assert "removed step 6" in invoke(run, "--prune", "1").output
+    assert listed(run) == {4: None}
+
+
+def test_pruning_removes_nothing_where_no_step_restores_the_run(run: Path) -> None:
+    for step in (2, 4):
+        (run / CHECKPOINTS_FOLDER / f"step-{step:08d}" / "west" / "manifest.json").unlink()
+    result = invoke(run, "--prune", "1")
+    assert result.exit_code == 1
+    assert sorted(listed(run)) == [2, 4, 6]
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    result = invoke(tmp_path)
+    assert result.exit_code != 0
+    assert "holds no run" in str(result.exception)
