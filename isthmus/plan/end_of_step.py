@@ -190,7 +190,7 @@ class Note(Facts):
 
 
 @dataclass(slots=True)
-class Observed:
+class StepMeter:
     """Collects what one member's wires report in the course of a step."""
 
     forward_travel_s: float | None = None

@@ -32,11 +32,11 @@ from isthmus.plan.codecs import RAW_PAIR, texts_of
 from isthmus.plan.end_of_step import (
     Evaluated,
     Note,
-    Observed,
     Read,
     Reduced,
     Scored,
     StepEnded,
+    StepMeter,
     Updated,
     Verdict,
     evaluations,
@@ -118,7 +118,7 @@ class PipelineScheduler:
         self._current: StepState | None = None
         self._arrivals = Arrivals(pipeline)
         self._has_basis = False
-        self._early = Observed()
+        self._early = StepMeter()
         self._running: Work | None = None
         self._sending: list[Message] = []
         self._results_due: set[tuple[int, bool]] = set()
@@ -222,7 +222,7 @@ class PipelineScheduler:
         if is_evaluation:
             self._expect_results(step)
         else:
-            self._current.observed, self._early = self._early, Observed()
+            self._current.observed, self._early = self._early, StepMeter()
             if step == self._pipeline.fit_step:
                 self._current.phase = Phase.FIT_SENDING
         self._arrivals.open(self._current)

@@ -12,9 +12,9 @@ from pydantic import AliasChoices, Field
 from isthmus.plan.codecs import read_pair, texts_of
 from isthmus.plan.end_of_step import (
     Evaluated,
-    Observed,
     Read,
     Reduced,
+    StepMeter,
     Tally,
     Texts,
     Verdict,
@@ -23,7 +23,7 @@ from isthmus.plan.end_of_step import (
     total_norm,
 )
 from isthmus.plan.scenario import Caps, Measured, Policy, first_windows, next_windows
-from isthmus.plan.steering import CodecState, Cut, Steering
+from isthmus.plan.steering import Cut, CutState, Steering
 from isthmus.plan.types import (
     Facts,
     Member,
@@ -191,9 +191,7 @@ class PipelineState(Facts):
     asked: tuple[Texts, ...] = ()
     """The codecs with which the job let each cut start."""
     codecs: tuple[Texts, ...] = ()
-    states: Annotated[
-        tuple[CodecState, ...], Field(validation_alias=AliasChoices("states", "standings"))
-    ] = ()
+    states: Annotated[tuple[CutState, ...], Field(validation_alias=AliasChoices("states", "standings"))] = ()
 
 
 Place = tuple[int, bool]
@@ -231,7 +229,7 @@ class StepState:
     read: Read | None = None
     reduced: tuple[Reduced, ...] = ()
     verdict: Verdict | None = None
-    observed: Observed = field(default_factory=Observed)
+    observed: StepMeter = field(default_factory=StepMeter)
 
     @property
     def place(self) -> tuple[int, bool]:
@@ -343,7 +341,7 @@ class EndOfStep:
         self._saved_s = 0.0
 
     @property
-    def states(self) -> tuple[CodecState, ...]:
+    def states(self) -> tuple[CutState, ...]:
         """How the codecs of all cuts came about, for a checkpoint; known to the first stage alone."""
         return () if self.steering is None else self.steering.states
 

@@ -81,7 +81,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodecState(Facts):
+class CutState(Facts):
     """The codecs of a cut, since when, and the fewest bytes that the guard allows of a message each way."""
 
     codecs: Texts
@@ -127,7 +127,7 @@ class _Steered:
 
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
-        self.state = CodecState(codecs=texts_of(cut.codecs))
+        self.state = CutState(codecs=texts_of(cut.codecs))
         self.figures: deque[Figures] = deque(maxlen=_MOST_STEPS)
         self.notes: list[str] = []
 
@@ -200,22 +200,22 @@ class Steering:
         return tuple(one.state.pair for one in self._cuts)
 
     @property
-    def states(self) -> tuple[CodecState, ...]:
+    def states(self) -> tuple[CutState, ...]:
         """The present codecs of all cuts, for a checkpoint."""
         return tuple(one.state for one in self._cuts)
 
-    def restore(self, saved: Sequence[CodecState], *, is_same: Sequence[bool], step: int) -> None:
+    def restore(self, saved: Sequence[CutState], *, is_same: Sequence[bool], step: int) -> None:
         """Continue with the codecs of a checkpoint, but for cuts to which the job gives others now."""
         for one, before, continues in zip(self._cuts, saved, is_same, strict=True):
             if continues:
                 one.state = before
                 continue
-            one.state = CodecState(codecs=texts_of(one.cut.codecs), since_step=step)
+            one.state = CutState(codecs=texts_of(one.cut.codecs), since_step=step)
             told = f"codec {_both(before.codecs)}, now {_both(one.state.codecs)}"
             self.notes.append(f"link {one.cut.name}: {told}")
 
 
-def _bounds(cut: Cut, state: CodecState) -> Bounds:
+def _bounds(cut: Cut, state: CutState) -> Bounds:
     """What the job allows, less what the guard has ruled out."""
     job = cut.bounds
     bounds = replace(

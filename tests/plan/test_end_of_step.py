@@ -13,11 +13,11 @@ from isthmus.plan.codecs import Crossing
 from isthmus.plan.end_of_step import (
     Cosines,
     Evaluated,
-    Observed,
     Reduced,
     Round,
     Scored,
     Seen,
+    StepMeter,
     Tally,
     Verdict,
     condensed,
@@ -28,7 +28,7 @@ from isthmus.plan.end_of_step import (
 )
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.scenario import Hop
-from isthmus.plan.steering import CodecState, Cut
+from isthmus.plan.steering import Cut, CutState
 from isthmus.plan.types import (
     Arrived,
     Carried,
@@ -104,7 +104,7 @@ def test_windows_cover_the_round_trip_and_keep_the_cap() -> None:
 
 
 def test_coding_is_the_mean_of_a_step_at_each_end() -> None:
-    observed = Observed()
+    observed = StepMeter()
     for coding_s in (1.0, 2.0):
         observed.sent(Carried(coding_s=coding_s), is_gradient=False)
     observed.arrived(Carried(coding_s=3.0), 0.0, is_gradient=True)
@@ -112,7 +112,7 @@ def test_coding_is_the_mean_of_a_step_at_each_end() -> None:
     seen = observed.seen(wants_stop=False)
     assert seen.down_coding_s == 1.5 + 3.0
     assert seen.up_coding_s == 5.0
-    assert Observed().seen(wants_stop=False).up_coding_s == 0.0
+    assert StepMeter().seen(wants_stop=False).up_coding_s == 0.0
 
 
 def test_what_comes_for_a_step_before_it_has_begun_counts_for_that_step() -> None:
@@ -254,5 +254,5 @@ def test_what_is_saved_is_the_codecs_in_force_and_how_they_came_about() -> None:
     state = saves[0].facts
     assert isinstance(state, PipelineState)
     assert state.codecs == state.asked == (("raw", "raw"),)
-    assert state.states == (CodecState(codecs=("raw", "raw")),)
+    assert state.states == (CutState(codecs=("raw", "raw")),)
     assert unpack_facts(pack_facts(state), PipelineState) == state

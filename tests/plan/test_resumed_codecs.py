@@ -5,7 +5,7 @@ from isthmus.plan.codecs import Crossing, Pair, texts_of
 from isthmus.plan.end_of_step import Note
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline, PipelineState
-from isthmus.plan.steering import CodecState, Cut
+from isthmus.plan.steering import Cut, CutState
 from isthmus.plan.types import Action, Member, Started, Tell
 
 
@@ -15,8 +15,8 @@ def pair(forward: str, backward: str | None = None) -> Pair:
 
 # The guard has widened both since the run started.
 STOOD = (
-    CodecState(codecs=("int8", "int8"), since_step=3, least_forward_bytes=5),
-    CodecState(codecs=("bf16", "raw"), since_step=4),
+    CutState(codecs=("int8", "int8"), since_step=3, least_forward_bytes=5),
+    CutState(codecs=("bf16", "raw"), since_step=4),
 )
 ASKED = (pair("int4"), pair("int8"))
 STATE = PipelineState(
@@ -57,7 +57,7 @@ def test_a_codec_that_the_job_has_changed_starts_again_and_is_told() -> None:
     now = (pair("int4"), pair("rotate | int4", "int8"))
     scheduler, told = resumed("a", *now)
     assert scheduler._end.steering is not None
-    assert scheduler._end.steering.states == (STOOD[0], CodecState(codecs=texts_of(now[1]), since_step=9))
+    assert scheduler._end.steering.states == (STOOD[0], CutState(codecs=texts_of(now[1]), since_step=9))
     assert told == ["link cut-1: codec bf16 and raw, now rotate | int4 and int8"]
     for cloud in "bc":
         other, told = resumed(cloud, *now)
