@@ -4,9 +4,10 @@ python benchmarks/fixed_bottleneck.py --data TEXT[.gz]… [--codecs "FORWARD > B
 
 Each data set trains the same model by each codec with the same seeds, so that differences are paired. Data
 sets are byte-level; those given by --words have one id per word. `--beside` reads the JSON line of another
-run, for example of another revision, and prints the differences to it in loss and bytes. The cut lies inside
-one process, as `isthmus.codec.cross` has it. Without data the built-in corpus of tales is used.
-The margin is 0.5 % of the loss.
+run, for example of another revision, and prints the differences to it in loss and bytes: of the first codec
+to its first, of the second to its second, raw to raw, so ranks may differ to make bytes equal. The cut lies
+inside one process, as `isthmus.codec.cross` has it. Without data the built-in corpus of tales is used. The
+margin is 0.5 % of the loss.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812 torch's own custom
 from machine import machine
 from torch import Tensor, nn
 
-from isthmus.codec import Codecs, Key, cross, receiving_end, sending_end
+from isthmus.codec import CodecEnd, Codecs, Key, cross
 from isthmus.job import parse_codec
 from isthmus.train.data.corpora import CORPORA
 
@@ -78,8 +79,8 @@ class Cut:
         )
         device = torch.device("cpu")
         self._sending, self._receiving = (
-            sending_end(codecs, device=device),
-            receiving_end(codecs, device=device),
+            CodecEnd(codecs, device=device),
+            CodecEnd(codecs, device=device),
         )
         self.num_bytes = self.num_rows = 0
         self._count(self._sending, "encode")
@@ -166,8 +167,9 @@ def show(results: list[dict[str, Any]], beside: list[dict[str, Any]]) -> None:
     for first in [one for one in results if one["seed"] == results[0]["seed"]]:
         data, codec = first["data"], first["codec"]
         own = [one for one in results if (one["data"], one["codec"]) == (data, codec)]
-        others = {(one["data"], one["codec"], one["seed"]): one for one in beside}
-        pairs = [(one, others[key]) for one in own if (key := (data, codec, one["seed"])) in others]
+        number, numbers = _numbers(results)[codec], _numbers(beside)
+        others = {(one["data"], numbers[one["codec"]], one["seed"]): one for one in beside}
+        pairs = [(one, others[key]) for one in own if (key := (data, number, one["seed"])) in others]
         loss = statistics.mean(one["loss"] for one in own)
         told = ""
         if pairs:
@@ -176,6 +178,14 @@ def show(results: list[dict[str, Any]], beside: list[dict[str, Any]]) -> None:
             ratios = [one["bytes_per_token"] / other["bytes_per_token"] - 1 for one, other in pairs]
             told += f", {statistics.mean(ratios):+.1%}"
         print(f"{data:24} {codec:58} {loss:8.4f} {first['bytes_per_token']:8.2f}  {told}")
+
+
+def _numbers(results: list[dict[str, Any]]) -> dict[str, int]:
+    """The place of each codec among those of a run; raw has the first."""
+    return {
+        codec: number
+        for number, codec in enumerate(dict.fromkeys(["raw", *(one["codec"] for one in results)]))
+    }
 
 
 def main() -> None:

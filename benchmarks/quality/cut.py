@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.codec.base import Key, Payload
-from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, cross
+from isthmus.codec.chain import CodecEnd, Codecs, cross
 from isthmus.job.codec import BottleneckSpec, parse_codec
 from isthmus.model.bottleneck import Down, Up
 from isthmus.wan.packet import Packet, pack
@@ -39,7 +39,7 @@ class Traffic:
         )
 
 
-class CountingSender(SendingEnd):
+class CountingSender(CodecEnd):
     """A sending end that adds up what it sends."""
 
     traffic: Traffic
@@ -60,7 +60,7 @@ class CountingSender(SendingEnd):
         return payload
 
 
-class CountingReceiver(ReceivingEnd):
+class CountingReceiver(CodecEnd):
     """A receiving end that adds up what it sends back."""
 
     traffic: Traffic

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key
-from isthmus.codec.chain import Codecs, receiving_end, sending_end
+from isthmus.codec.chain import CodecEnd, Codecs
 from isthmus.job.codec import parse_codec
 
 CODECS: Final = (
@@ -94,7 +94,7 @@ Clock = Callable[[Callable[[], object]], float]
 def _time_codec(text: str, x_ND: Tensor, clock: Clock, copy_s: float) -> Timing:
     num_rows, width = x_ND.shape
     codecs = Codecs(forward=parse_codec(text), backward=parse_codec("raw"), width=width)
-    sender, receiver = sending_end(codecs, device=x_ND.device), receiving_end(codecs, device=x_ND.device)
+    sender, receiver = CodecEnd(codecs, device=x_ND.device), CodecEnd(codecs, device=x_ND.device)
     for step in range(_NUM_WARM_UPS):
         # A basis rides with the first messages; what is timed is a steady one.
         key = Key(step=step, microbatch=0)

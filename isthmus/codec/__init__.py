@@ -1,15 +1,6 @@
 """Tensors to bytes and back; nothing here is trained."""
 
 from isthmus.codec.base import Key, Payload
-from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, cross, receiving_end, sending_end
+from isthmus.codec.chain import CodecEnd, Codecs, cross
 
-__all__ = [
-    "Codecs",
-    "Key",
-    "Payload",
-    "ReceivingEnd",
-    "SendingEnd",
-    "cross",
-    "receiving_end",
-    "sending_end",
-]
+__all__ = ["CodecEnd", "Codecs", "Key", "Payload", "cross"]

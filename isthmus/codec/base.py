@@ -1,16 +1,17 @@
-"""What every coder of a cut knows and does.
+"""The interface of coders, and what they know of a message.
 
-    SendingEnd      --- payload of an activation -->      ReceivingEnd
-       coder.encode                                          coder.decode
-       gradient_coder.decode  <-- payload of its gradient --  gradient_coder.encode
+    CodecEnd of the sender   --- payload of an activation -->      CodecEnd of the receiver
+       coder.encode                                                   coder.decode
+       gradient_coder.decode  <-- payload of its gradient ---         gradient_coder.encode
 
-A codec is a chain of coders, each wrapping the coder of what it makes: `Rotate(rest=GroupedIntegers(...))`. A
-format is a coder that wraps nothing. Both ends of a cut build the same chains from the same two texts.
+A codec is a chain of coders, each wrapping the coder of what it makes: `RotationCoder(rest=IntegerCoder(…))`.
+A format is a coder that wraps nothing. Both ends of a cut build the same chains from the same two texts.
 """
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,9 +40,9 @@ class CodedMessage:
 
     key: Key
     seed: int
-    """Of this message alone."""
+    """Differs from message to message."""
     ids_N: Tensor | None = None
-    """Token ids of the rows, where the ends know them."""
+    """Token ids of the rows, where both ends know them."""
     keeps: bool = True
     """Whether a gradient will come: not in evaluation, nor from behind frozen layers."""
     learns: bool = True
@@ -52,33 +53,57 @@ class CodedMessage:
         return replace(self, seed=(self.seed + index) % 2**63)
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The message's own randomness."""
+        """A generator that is seeded by the message alone."""
         return torch.Generator(device).manual_seed(self.seed)
 
 
-class Coder(Protocol):
+class Coder(ABC):
     """Makes the parts of a payload of a matrix, and a matrix of the parts.
 
     The sender may decode what it has just encoded, to see what the receiver will: decoding a message again
     changes nothing. Sizes of parts are checked before a coder sees them; whatever their content, `decode`
-    gives a matrix of the shape asked for. State is what the next message depends on.
+    gives a matrix of the shape asked for. State is what the next message depends on: here there is none.
     """
 
+    @abstractmethod
     def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:
         """The parts of a float32 matrix of shape (rows, width)."""
-        ...
 
+    @abstractmethod
     def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:
         """The float32 matrix of this shape, from as many parts as this coder and those it wraps have made."""
-        ...
 
     def state_dict(self) -> State:
         """Everything that the next message depends on."""
-        ...
+        return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state as if nothing had been between."""
-        ...
+        """Continue from a state that was taken at an end of the same side."""
+        if state:
+            raise UserError(
+                f"the checkpoint holds {', '.join(state)} of another codec than the link has now",
+                hint="resume with the codec and the release that the checkpoint was written with",
+            )
+
+
+class WrappingCoder(Coder):
+    """A coder that gives what it makes of a matrix to another coder."""
+
+    state_names: ClassVar[tuple[str, ...]] = ()
+    """Tensors in `_state`; a step comes once in a codec, so names differ along a chain."""
+
+    def __init__(self, *, rest: Coder) -> None:
+        self._rest = rest
+        self._state: State = {}
+
+    def state_dict(self) -> State:
+        """Its own state and that of the coders behind it."""
+        return {name: one.clone() for name, one in self._state.items()} | self._rest.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """Take what is its own, and give the rest to the coders behind it."""
+        self._state = {name: one for name, one in state.items() if name in self.state_names}
+        self._rest.load_state_dict({name: one for name, one in state.items() if name not in self._state})
 
 
 class Memory:
@@ -93,7 +118,7 @@ class Memory:
         self._kept: dict[Key, Tensor] = {}
 
     def keep(self, message: CodedMessage, tensor: Tensor) -> None:
-        """Remember a tensor until the gradient has passed; in evaluation there will be none."""
+        """Keep a tensor until the gradient has passed, if one will come."""
         if self._is_asked and message.keeps:
             self._kept[message.key] = tensor
 
@@ -105,7 +130,6 @@ class Memory:
         return found
 
     def forget(self, key: Key) -> None:
-        """The gradient has passed."""
         self._kept.pop(key, None)
 
 
@@ -116,42 +140,6 @@ class CoderSite:
     width: int
     device: torch.device
     memory: Memory
-
-
-class Stateless:
-    """A coder on which no message depends."""
-
-    def state_dict(self) -> State:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        """Nothing to continue from."""
-        if state:
-            raise UserError(
-                f"the checkpoint holds {', '.join(state)} of another codec than the link has now",
-                hint="resume with the codec that the checkpoint was written with",
-            )
-
-
-class Wrapping:
-    """A coder that has no state but that of the coder it wraps."""
-
-    def __init__(self, *, rest: Coder) -> None:
-        self._rest = rest
-
-    def state_dict(self) -> State:
-        """What the wrapped coder depends on."""
-        return self._rest.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        """Let the wrapped coder continue."""
-        self._rest.load_state_dict(state)
-
-
-def below(prefix: str, state: Mapping[str, Tensor]) -> State:
-    """The part of a state whose names begin with a prefix, without it."""
-    return {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

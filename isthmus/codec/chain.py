@@ -1,7 +1,8 @@
-"""The two ends of a cut: activations leave the sending end, gradients come back to it."""
+"""The ends of a cut: activations leave the sender's end, gradients come back to it."""
 
 import hashlib
 import importlib.util
+import math
 import shutil
 import struct
 from dataclasses import dataclass
@@ -11,14 +12,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from isthmus.codec.base import CodedMessage, Coder, CoderSite, Key, Memory, Payload, State, below
-from isthmus.codec.feedback import FeedbackCoder
-from isthmus.codec.floats import HalfPrecision, Plain
-from isthmus.codec.integers import IntegerCoder
-from isthmus.codec.rotate import LARGEST_BLOCK, CenterCoder, RotationCoder
+from isthmus.codec.base import CodedMessage, Coder, CoderSite, Key, Memory, Payload, State
+from isthmus.codec.formats import HalfPrecision, IntegerCoder, Plain
 from isthmus.codec.subspace import SubspaceCoder, SubspaceGradientCoder
-from isthmus.codec.svd import SvdCoder
-from isthmus.codec.topk import SameIndicesCoder, TopKCoder
+from isthmus.codec.transforms import (
+    LARGEST_BLOCK,
+    CenterCoder,
+    FeedbackCoder,
+    RotationCoder,
+    SameIndicesCoder,
+    SvdCoder,
+    TopKCoder,
+)
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import CodecSpec, gradient_codec
 from isthmus.job.codec_steps import (
@@ -27,6 +32,7 @@ from isthmus.job.codec_steps import (
     CodecStep,
     CodeState,
     Feedback,
+    Format,
     Fp16,
     Integers,
     Raw,
@@ -36,10 +42,13 @@ from isthmus.job.codec_steps import (
     Subspace,
     Svd,
     TopK,
+    in_subspace,
 )
 
 _STATE_VERSION: Final = 2
 _VERSION: Final = "version"
+_KERNEL_DEVICES: Final = ("cuda",)
+"""The devices for which the kernels were written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,53 +70,37 @@ class _Direction(IntEnum):
 class _Lane:
     """One direction of a cut at one of its ends: a codec, its coder, and the sizes it admits."""
 
-    def __init__(self, codec: CodecSpec, codecs: Codecs, place: CoderSite, direction: _Direction) -> None:
+    def __init__(self, codec: CodecSpec, codecs: Codecs, site: CoderSite, direction: _Direction) -> None:
         self._codec = codec
         self._codecs = codecs
         self._dtype = codecs.dtype if codec.is_raw else torch.float32
         self._direction = direction
-        self._coder: Coder = Plain(self._dtype) if codec.is_raw else build_coder(codec.steps, place)
+        self.coder: Coder = Plain(self._dtype) if codec.is_raw else build_coder(codec.steps, site)
 
-    def encode(self, x_ND: Tensor, key: Key, ids_N: Tensor | None, keeps: bool, learns: bool) -> Payload:
+    def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:
         if x_ND.dim() != 2 or x_ND.shape[1] != self._codecs.width:
             raise ValueError(f"a tensor of shape {tuple(x_ND.shape)} at a cut of width {self._codecs.width}")
         # BLAS adds in another order where a matrix has other strides, and the bytes must not show that.
-        rows_ND = x_ND.detach().to(self._dtype).contiguous()
-        return self._coder.encode(rows_ND, self._message(key, ids_N, keeps, learns))
+        return self.coder.encode(x_ND.detach().to(self._dtype).contiguous(), message)
 
-    def decode(
-        self,
-        payload: Payload,
-        key: Key,
-        num_rows: int,
-        ids_N: Tensor | None,
-        keeps: bool,
-    ) -> Tensor:
-        self._check(payload, num_rows)
-        message = self._message(key, ids_N, keeps, learns=keeps)
-        return self._coder.decode(iter(payload), (num_rows, self._codecs.width), message)
+    def decode(self, payload: Payload, num_rows: int, message: CodedMessage) -> Tensor:
+        if any(part.dtype is not torch.uint8 or part.dim() != 1 for part in payload):
+            raise FrameError("a payload of other things than bytes")
+        sizes, width = tuple(part.numel() for part in payload), self._codecs.width
+        if not any(sizes == self._sizes(num_rows, state) for state in CodeState):
+            raise FrameError(
+                f'{num_rows} rows of width {width} by "{self._codec}" in parts of {sizes} bytes '
+                f"instead of {self._sizes(num_rows, CodeState.STEADY)}"
+            )
+        return self.coder.decode(iter(payload), (num_rows, width), message)
 
-    def state_dict(self, prefix: str) -> State:
-        return {prefix + name: tensor for name, tensor in self._coder.state_dict().items()}
-
-    def load_state_dict(self, prefix: str, state: State) -> None:
-        self._coder.load_state_dict(below(prefix, state))
-
-    def _message(self, key: Key, ids_N: Tensor | None, keeps: bool, learns: bool) -> CodedMessage:
+    def message(
+        self, key: Key, *, ids_N: Tensor | None = None, keeps: bool = True, learns: bool = True
+    ) -> CodedMessage:
         words = struct.pack("<Qqqq", self._codecs.seed % 2**64, self._direction, key.step, key.microbatch)
         # Neighbouring keys must not give related streams; seeds of generators are below 2**63.
         seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
         return CodedMessage(key=key, seed=seed, ids_N=ids_N, keeps=keeps, learns=learns)
-
-    def _check(self, payload: Payload, num_rows: int) -> None:
-        if any(part.dtype is not torch.uint8 or part.dim() != 1 for part in payload):
-            raise FrameError("a payload of other things than bytes")
-        sizes = tuple(part.numel() for part in payload)
-        if not any(sizes == self._sizes(num_rows, state) for state in CodeState):
-            raise FrameError(
-                f'{num_rows} rows of width {self._codecs.width} by "{self._codec}" in parts of {sizes} bytes '
-                f"instead of {self._sizes(num_rows, CodeState.STEADY)}"
-            )
 
     def _sizes(self, num_rows: int, state: CodeState) -> tuple[int, ...]:
         return self._codec.part_bytes(
@@ -115,37 +108,20 @@ class _Lane:
         )
 
 
-class _End:
-    """What the ends have in common: a coder for activations, one for gradients, and their state."""
+class CodecEnd:
+    """One end of a cut, with a coder for activations and one for gradients.
+
+    The stage before the cut encodes activations and decodes gradients, the stage behind it the other way
+    round. A sender may decode what it has encoded, to see what arrives, with `keeps` false for activations.
+    """
 
     def __init__(self, codecs: Codecs, *, device: torch.device) -> None:
         gradient = gradient_codec(codecs.forward, codecs.backward)
         follows = any(isinstance(step, SameBasis | SameIndices) for step in gradient.steps)
         self._memory = Memory(is_asked=follows)
-        place = CoderSite(width=codecs.width, device=device, memory=self._memory)
-        self._forward = _Lane(codecs.forward, codecs, place, _Direction.FORWARD)
-        self._backward = _Lane(gradient, codecs, place, _Direction.BACKWARD)
-
-    def state_dict(self) -> State:
-        """Everything that the next message depends on; nothing may be in flight."""
-        version = {_VERSION: torch.tensor(_STATE_VERSION)}
-        return version | self._forward.state_dict("forward.") | self._backward.state_dict("backward.")
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue bit for bit from where the state was taken."""
-        version = state.get(_VERSION)
-        number = None if version is None else int(version)
-        if number != _STATE_VERSION:
-            raise UserError(
-                f"the checkpoint's codec state has version {number}, and this release reads {_STATE_VERSION}",
-                hint="resume with the release that wrote the checkpoint",
-            )
-        self._forward.load_state_dict("forward.", state)
-        self._backward.load_state_dict("backward.", state)
-
-
-class SendingEnd(_End):
-    """The end at the stage before a cut."""
+        site = CoderSite(width=codecs.width, device=device, memory=self._memory)
+        self._forward = _Lane(codecs.forward, codecs, site, _Direction.FORWARD)
+        self._backward = _Lane(gradient, codecs, site, _Direction.BACKWARD)
 
     def encode(
         self,
@@ -160,105 +136,75 @@ class SendingEnd(_End):
 
         `keeps` is false where no gradient will come, `learns` in evaluation, on which nothing may depend.
         """
-        return self._forward.encode(x_ND, key, ids_N, keeps, learns)
-
-    def preview(
-        self,
-        payload: Payload,
-        *,
-        key: Key,
-        num_rows: int,
-        ids_N: Tensor | None = None,
-    ) -> Tensor:
-        """What the receiver will decode from the payload just encoded."""
-        return self._forward.decode(payload, key, num_rows, ids_N, False)
-
-    def decode_gradient(self, payload: Payload, *, key: Key, num_rows: int) -> Tensor:
-        """The float32 gradient of the activation of this key, of shape (rows, width)."""
-        g_ND = self._backward.decode(payload, key, num_rows, None, True)
-        self._memory.forget(key)
-        return g_ND
-
-
-class ReceivingEnd(_End):
-    """The end at the stage behind a cut."""
+        message = self._forward.message(key, ids_N=ids_N, keeps=keeps, learns=learns)
+        return self._forward.encode(x_ND, message)
 
     def decode(
-        self,
-        payload: Payload,
-        *,
-        key: Key,
-        num_rows: int,
-        ids_N: Tensor | None = None,
-        keeps: bool = True,
+        self, payload: Payload, *, key: Key, num_rows: int, ids_N: Tensor | None = None, keeps: bool = True
     ) -> Tensor:
         """The float32 activation, of shape (rows, width)."""
-        return self._forward.decode(payload, key, num_rows, ids_N, keeps)
+        message = self._forward.message(key, ids_N=ids_N, keeps=keeps, learns=keeps)
+        return self._forward.decode(payload, num_rows, message)
 
     def encode_gradient(self, g_ND: Tensor, *, key: Key, keeps: bool = False) -> Payload:
-        """The payload of the gradient of what was decoded under this key; `keeps` for a preview."""
-        payload = self._backward.encode(g_ND, key, None, True, True)
+        """The payload of the gradient of what was decoded under this key; `keeps` to decode it here, too."""
+        payload = self._backward.encode(g_ND, self._backward.message(key))
         if not keeps:
             self._memory.forget(key)
         return payload
 
-    def preview_gradient(self, payload: Payload, *, key: Key, num_rows: int) -> Tensor:
-        """What the sending end will decode from the payload just encoded."""
-        g_ND = self._backward.decode(payload, key, num_rows, None, False)
+    def decode_gradient(self, payload: Payload, *, key: Key, num_rows: int) -> Tensor:
+        """The float32 gradient of the activation of this key, of shape (rows, width)."""
+        g_ND = self._backward.decode(payload, num_rows, self._backward.message(key))
         self._memory.forget(key)
         return g_ND
 
+    def state_dict(self) -> State:
+        """Everything that the next message depends on; nothing may be in flight."""
+        forward = {f"forward.{name}": one for name, one in self._forward.coder.state_dict().items()}
+        backward = {f"backward.{name}": one for name, one in self._backward.coder.state_dict().items()}
+        return {_VERSION: torch.tensor(_STATE_VERSION)} | forward | backward
 
-def sending_end(codecs: Codecs, *, device: torch.device) -> SendingEnd:
-    """The end of a cut that activations leave from."""
-    return SendingEnd(codecs, device=device)
+    def load_state_dict(self, state: State) -> None:
+        """Continue bit for bit from where the state was taken."""
+        version = state.get(_VERSION)
+        number = None if version is None else int(version)
+        if number != _STATE_VERSION:
+            raise UserError(
+                f"the checkpoint's codec state has version {number}, and this release reads {_STATE_VERSION}",
+                hint="resume with the release that wrote the checkpoint",
+            )
+        for prefix, lane in (("forward.", self._forward), ("backward.", self._backward)):
+            own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
+            # Earlier releases wrote the state of a wrapped coder under "rest.".
+            lane.coder.load_state_dict({name.replace("rest.", ""): one for name, one in own.items()})
 
 
-def receiving_end(codecs: Codecs, *, device: torch.device) -> ReceivingEnd:
-    """The end of a cut that activations arrive at."""
-    return ReceivingEnd(codecs, device=device)
-
-
-_KERNEL_DEVICES: Final = ("cuda",)
-"""What the kernels were written for."""
-
-
-def build_coder(steps: tuple[CodecStep, ...], place: CoderSite) -> Coder:
+def build_coder(steps: tuple[CodecStep, ...], site: CoderSite) -> Coder:
     """The chain of coders that the steps name; each wraps those behind it."""
-    match steps:
-        case (Subspace() as step, *rest):
-            return SubspaceCoder(step, tuple(rest), place, rest=build_coder(tuple(rest), place))
-        case (SameBasis(), *rest):
-            return SubspaceGradientCoder(memory=place.memory, rest=build_coder(tuple(rest), place))
-        case (Center(), *rest):
-            return CenterCoder(rest=build_coder(tuple(rest), place))
-        case (Feedback(decay=decay), *rest):
-            return FeedbackCoder(decay, rest=build_coder(tuple(rest), place))
-        case (TopK(ratio=ratio), *rest):
-            return TopKCoder(ratio, memory=place.memory, rest=build_coder(tuple(rest), place))
-        case (SameIndices(), *rest):
-            return SameIndicesCoder(memory=place.memory, rest=build_coder(tuple(rest), place))
-        case (Svd(ratio=ratio), *rest):
-            return SvdCoder(ratio, rest=build_coder(tuple(rest), place))
-    return _build_format(steps, place.device)
+    if not steps or isinstance(steps[0], Rotate | Format):
+        return _build_format(steps, site.device)
+    is_in_subspace = isinstance(steps[0], Subspace | SameBasis)
+    rest = build_coder(in_subspace(steps[1:]) if is_in_subspace else steps[1:], site)
+    match steps[0]:
+        case Subspace() as step:
+            return SubspaceCoder(step, site, rest=rest)
+        case SameBasis():
+            return SubspaceGradientCoder(memory=site.memory, rest=rest)
+        case Center():
+            return CenterCoder(rest=rest)
+        case Feedback(decay=decay):
+            return FeedbackCoder(decay, rest=rest)
+        case TopK(ratio=ratio):
+            return TopKCoder(ratio, memory=site.memory, rest=rest)
+        case SameIndices():
+            return SameIndicesCoder(memory=site.memory, rest=rest)
+        case Svd(ratio=ratio):
+            return SvdCoder(ratio, rest=rest)
+    raise ValueError(f"no coder for {steps}")
 
 
 def _build_format(steps: tuple[CodecStep, ...], device: torch.device) -> Coder:
-    plain = _build_plain(steps)
-    match steps:
-        case (*before, Integers(bits=8 | 4 as bits, group=int(group), is_stochastic=is_stochastic)) if (
-            LARGEST_BLOCK % group == 0 and _compiles_kernels(device)
-        ):
-            # Triton is there only where an accelerator is.
-            from isthmus.codec.kernels import FusedIntegerCoder
-
-            return FusedIntegerCoder(
-                bits=bits, group=group, rotates=bool(before), is_stochastic=is_stochastic, plain=plain
-            )
-    return plain
-
-
-def _build_plain(steps: tuple[CodecStep, ...]) -> Coder:
     match steps:
         case () | (Raw(),):
             return Plain()
@@ -266,11 +212,28 @@ def _build_plain(steps: tuple[CodecStep, ...]) -> Coder:
             return HalfPrecision(torch.float16)
         case (Bf16(),):
             return HalfPrecision(torch.bfloat16)
-        case (Integers() as integers,):
-            return IntegerCoder(integers)
-        case (Rotate(), *rest):
-            return RotationCoder(rest=_build_plain(tuple(rest)))
+        case (*before, Integers() as integers):
+            plain: Coder = IntegerCoder(integers)
+            if before:
+                plain = RotationCoder(rest=plain)
+            return _fused(integers, plain, rotates=bool(before)) if _compiles_kernels(device) else plain
     raise ValueError(f"no coder for {steps}")
+
+
+def _fused(integers: Integers, plain: Coder, *, rotates: bool) -> Coder:
+    group = integers.group
+    if integers.bits == 2 or group is None or LARGEST_BLOCK % group:
+        return plain
+    # Triton is there only where an accelerator is.
+    from isthmus.codec.kernels import FusedIntegerCoder
+
+    return FusedIntegerCoder(
+        bits=integers.bits,
+        group=group,
+        rotates=rotates,
+        is_stochastic=integers.is_stochastic,
+        plain=plain,
+    )
 
 
 def _compiles_kernels(device: torch.device) -> bool:
@@ -282,11 +245,38 @@ def _compiles_kernels(device: torch.device) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fidelity:
+    """How far what arrives is from what was sent: |sent − arrives| / |sent|, and the cosine between them."""
+
+    relative_error: float
+    cosine: float
+
+
+def measure(sent_ND: Tensor, arrives_ND: Tensor) -> Fidelity:
+    """Compare two matrices over the rows that were finite when sent; equal where there are none."""
+    sent, arrives = sent_ND.double(), arrives_ND.double()
+    is_finite = sent.isfinite().all(dim=1, keepdim=True)
+    sent, arrives = torch.where(is_finite, sent, 0), torch.where(is_finite, arrives, 0)
+    sums = torch.stack([one.sum() for one in (sent**2, arrives**2, sent * arrives, (sent - arrives) ** 2)])
+    # One transfer, so that a device is waited for once.
+    sent_sum, arrives_sum, product, lost = sums.tolist()
+    if lost == 0:
+        return Fidelity(relative_error=0.0, cosine=1.0)
+    if not math.isfinite(lost):
+        return Fidelity(relative_error=math.inf, cosine=0.0)
+    norms = math.sqrt(sent_sum) * math.sqrt(arrives_sum)
+    return Fidelity(
+        relative_error=math.sqrt(lost / sent_sum) if sent_sum else math.inf,
+        cosine=product / norms if norms else 0.0,
+    )
+
+
 def cross(
     x: Tensor,
     *,
-    sending: SendingEnd,
-    receiving: ReceivingEnd,
+    sending: CodecEnd,
+    receiving: CodecEnd,
     key: Key,
     ids: Tensor | None = None,
     mask: Tensor | None = None,
@@ -305,38 +295,32 @@ def cross(
 
 
 class _Crossing(torch.autograd.Function):
-    """Forward: decode(encode(x)). Backward: decode_gradient(encode_gradient(g))."""
+    """Forward: decode(encode(x)). Backward: decode_gradient(encode_gradient(g)).
+
+    Between clouds coders run on threads of their own, where no autocast reaches them.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x_ND: Tensor,
-        sending: SendingEnd,
-        receiving: ReceivingEnd,
+        sending: CodecEnd,
+        receiving: CodecEnd,
         key: Key,
         ids_N: Tensor | None,
         keeps: bool,
     ) -> Tensor:
-        """What the receiving end decodes."""
-        ctx.ends = (sending, receiving)
-        ctx.key = key
-        with _plain_arithmetic(x_ND):
+        ctx.sending, ctx.receiving, ctx.key = sending, receiving, key
+        with torch.autocast(x_ND.device.type, enabled=False):
             payload = sending.encode(x_ND, key=key, ids_N=ids_N, keeps=keeps, learns=keeps)
-            arrived = receiving.decode(payload, key=key, num_rows=x_ND.shape[0], ids_N=ids_N, keeps=keeps)
+            arrived = receiving.decode(payload, key=key, num_rows=len(x_ND), ids_N=ids_N, keeps=keeps)
         # An autograd function must not hand out a view of what it was given, which raw bytes are.
         return arrived.to(x_ND.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        """What the sending end decodes."""
         (g_ND,) = grads
-        sending, receiving = ctx.ends
-        with _plain_arithmetic(g_ND):
-            payload = receiving.encode_gradient(g_ND, key=ctx.key)
-            arrived = sending.decode_gradient(payload, key=ctx.key, num_rows=g_ND.shape[0])
+        with torch.autocast(g_ND.device.type, enabled=False):
+            payload = ctx.receiving.encode_gradient(g_ND, key=ctx.key)
+            arrived = ctx.sending.decode_gradient(payload, key=ctx.key, num_rows=len(g_ND))
         return arrived.to(g_ND.dtype), None, None, None, None, None
-
-
-def _plain_arithmetic(like: Tensor) -> torch.autocast:
-    """Between clouds coders run on threads of their own, where no autocast reaches them."""
-    return torch.autocast(like.device.type, enabled=False)

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator"
 """Rotation and integers in one pass over the elements, for accelerators that Triton compiles for.
 
-The bytes are those of `integers.py`, but for stochastic rounding, whose noise is drawn otherwise. A program
+The bytes are those of `formats.py`, but for stochastic rounding, whose noise is drawn otherwise. A program
 takes some rows of one block of 256 columns; with 4 bits also of the block half a row behind it, since a byte
 holds an element of each. Shapes: R rows of a program, B elements of a block, G groups of a block, E elements
 of a group, W draws of random words.
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isthmus.codec.base import CodedMessage, Coder, Payload, Stateless, flat_bytes, from_bytes
-from isthmus.codec.integers import HEADROOM, LEAST_SCALE
-from isthmus.codec.rotate import Signs
+from isthmus.codec.base import CodedMessage, Coder, Payload, flat_bytes, from_bytes
+from isthmus.codec.formats import HEADROOM, LEAST_SCALE
+from isthmus.codec.transforms import Signs
 
 BLOCK: Final = 256
-"""The elements that are rotated together: the largest block of `rotate.py`."""
+"""The elements that are rotated together: the largest block of `transforms.py`."""
 
 _BLOCK: Final = tl.constexpr(BLOCK)
 _HEADROOM: Final = tl.constexpr(HEADROOM)
@@ -160,7 +160,7 @@ _NUM_WARPS: Final = 1
 """A program is small enough that one warp holds it in registers, and never waits for another."""
 
 
-class FusedIntegerCoder(Stateless):
+class FusedIntegerCoder(Coder):
     """Codes of 8 or 4 bits in groups that divide a block; widths not made of whole blocks go to `plain`."""
 
     def __init__(self, *, bits: int, group: int, rotates: bool, is_stochastic: bool, plain: Coder) -> None:

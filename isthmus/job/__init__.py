@@ -1,6 +1,6 @@
 """What the user wrote: one TOML file as frozen, checked models."""
 
-from isthmus.job.codec import CodecSpec, gradient_codec, gradient_wire_bytes, parse_codec
+from isthmus.job.codec import CodecSpec, gradient_codec, parse_codec
 from isthmus.job.codec_steps import CodecStep, CodeState
 from isthmus.job.fields import Address, parse_address
 from isthmus.job.load import dump_job, load_job, update_job_file
@@ -42,7 +42,6 @@ __all__ = [
     "create_run_directory",
     "dump_job",
     "gradient_codec",
-    "gradient_wire_bytes",
     "job_schema",
     "load_job",
     "parse_address",

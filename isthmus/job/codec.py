@@ -58,31 +58,20 @@ class CodecSpec:
         self, num_rows: int, width: int, *, state: CodeState = CodeState.STEADY, element_bytes: int = 4
     ) -> tuple[int, ...]:
         """Sizes of the parts of a payload; `element_bytes` is the size of an element where all is raw."""
-        return part_bytes(
-            self.steps, num_rows=num_rows, width=width, state=state, element_bytes=element_bytes
-        )
+        return part_bytes(self.steps, num_rows, width, state=state, element_bytes=element_bytes)
 
-    def wire_bytes(
-        self, num_rows: int, width: int, *, state: CodeState = CodeState.STEADY, element_bytes: int = 4
-    ) -> int:
-        """Bytes of a payload of so many tokens, exactly."""
-        return sum(self.part_bytes(num_rows, width, state=state, element_bytes=element_bytes))
+    def wire_bytes(self, num_rows: int, width: int, *, element_bytes: int = 4) -> int:
+        """Bytes of a payload of so many tokens, exactly, without a basis that may come with it."""
+        return sum(self.part_bytes(num_rows, width, element_bytes=element_bytes))
 
-    def bits_per_element(self, num_rows: int, width: int, *, element_bytes: int = 4) -> float:
+    def bits_per_element(self, num_rows: int, width: int) -> float:
         """Bits that one element of the matrix takes on the wire."""
-        return 8 * self.wire_bytes(num_rows, width, element_bytes=element_bytes) / (num_rows * width)
+        return 8 * self.wire_bytes(num_rows, width) / (num_rows * width)
 
 
 def gradient_codec(forward: CodecSpec, backward: CodecSpec) -> CodecSpec:
     """How gradients cross: the backward codec, less what the activation has decided for both directions."""
     return CodecSpec(steps=gradient_steps(forward.steps, backward.steps))
-
-
-def gradient_wire_bytes(
-    forward: CodecSpec, backward: CodecSpec, num_rows: int, width: int, *, element_bytes: int = 4
-) -> int:
-    """Bytes of the payload of a gradient of so many tokens, exactly."""
-    return gradient_codec(forward, backward).wire_bytes(num_rows, width, element_bytes=element_bytes)
 
 
 class Init(StrEnum):
@@ -141,8 +130,8 @@ BoundarySpec = HiddenSpec | BottleneckSpec
 
 _STEP: Final = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<inside>[^()]*)\)\s*)?", re.ASCII)
 _ITEM: Final = re.compile(
-    r"\s*(?:(?P<option>[A-Za-z_]\w*)\s*=\s*)?"
-    r"(?:(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)|(?P<word>[A-Za-z_]\w*))\s*",
+    r"(?:(?P<option>[A-Za-z_]\w*)\s*=\s*)?"
+    r"(?:(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)|(?P<word>[A-Za-z_]\w*))",
     re.ASCII,
 )
 _MOST_DIGITS: Final = 9
@@ -166,29 +155,21 @@ class _Slot:
     example: str = ""
 
     def read(self, value: _Value, *, of: str) -> object:
+        """The value of the field, or a refusal; `of` names the place."""
         if self.words:
-            if value not in self.words:
-                raise FieldError(
-                    f"{of} must be {self.takes}, not {value}", cure=suggest(str(value), self.words)
-                )
+            takes, is_taken = " or ".join(self.words), value in self.words
+        elif self.least is None:
+            takes = "a number above 0 and at most 1"
+            is_taken = not isinstance(value, str) and 0 < value <= 1
+        else:
+            takes = f"a whole number from {self.least} to {self.most}"
+            is_taken = isinstance(value, int) and self.least <= value <= self.most
+        if not is_taken:
+            cure = suggest(str(value), self.words) if self.words else f"for example {self.example}"
+            raise FieldError(f"{of} must be {takes}, not {value}", cure=cure)
+        if self.words:
             return self.words[str(value)]
-        is_whole = self.least is not None
-        if (
-            isinstance(value, str)
-            or (is_whole and not isinstance(value, int))
-            or not (self.least or 0) <= value <= self.most
-            or not (value or is_whole)
-        ):
-            raise FieldError(f"{of} must be {self.takes}, not {value}", cure=f"for example {self.example}")
-        return value if is_whole else float(value)
-
-    @property
-    def takes(self) -> str:
-        if self.words:
-            return " or ".join(self.words)
-        if self.least is None:
-            return "a number above 0 and at most 1"
-        return f"a whole number from {self.least} to {self.most}"
+        return float(value) if self.least is None else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,18 +184,17 @@ class _Form(Generic[_Made]):
     """Why there is no argument, where one might be expected."""
 
     def read(self, name: str, arguments: list[_Value], options: Mapping[str, _Value], text: str) -> _Made:
+        """The step that a text names, its arguments and options checked."""
         values: dict[str, object] = {}
-        if self.argument is None and arguments:
+        slot = self.argument
+        if slot is None and arguments:
             raise FieldError(f"{name} takes no argument, not {text}{self.no_argument}", cure="leave it out")
-        if self.argument is not None and (arguments or self.is_required):
-            if len(arguments) != 1:
-                raise FieldError(
-                    f"{name} takes one argument, {self.argument.what}, not {text}",
-                    cure=f"for example {self.argument.example}",
-                )
-            values[self.argument.sets] = self.argument.read(
-                arguments[0], of=f"{self.argument.what} in {text}"
+        if slot is not None and len(arguments) != 1 and (arguments or self.is_required):
+            raise FieldError(
+                f"{name} takes one argument, {slot.what}, not {text}", cure=f"for example {slot.example}"
             )
+        if slot is not None and arguments:
+            values[slot.sets] = slot.read(arguments[0], of=f"{slot.what} in {text}")
         for option, value in options.items():
             slot = self.options.get(option)
             if slot is None:
@@ -249,8 +229,12 @@ _CODECS: Final[Mapping[str, _Form[CodecStep]]] = {
     "raw": _Form(make=Raw),
     "fp16": _Form(make=Fp16),
     "bf16": _Form(make=Bf16),
-    "int8": _Form(make=partial(Integers, bits=8), argument=_STOCHASTIC, is_required=False, options=_SCALES),
-    "int4": _Form(make=partial(Integers, bits=4), argument=_STOCHASTIC, is_required=False, options=_SCALES),
+    **{
+        f"int{bits}": _Form(
+            make=partial(Integers, bits=bits), argument=_STOCHASTIC, is_required=False, options=_SCALES
+        )
+        for bits in (8, 4)
+    },
     "int2": _Form(
         make=partial(Integers, bits=2),
         options=_SCALES,
@@ -299,60 +283,57 @@ def parse_codec(text: str) -> CodecSpec:
     return CodecSpec(steps=tuple(steps))
 
 
+def read_codec(value: object) -> object:
+    """The codec that a text names; other values are returned for pydantic to check."""
+    return parse_codec(value) if isinstance(value, str) else value
+
+
 def parse_boundary(text: str) -> BoundarySpec:
     """Return the boundary that a text names, or say what is wrong with it."""
     cure = 'write "hidden", or a bottleneck such as "bottleneck(64, warmup=100)"'
     spec = _read_step(text, _BOUNDARIES, noun="boundary", whole=text, cure=cure)
     if isinstance(spec, BottleneckSpec) and spec.num_warmup_steps == 0:
-        learnt = [f"init={spec.init}"] if spec.init is Init.PCA else []
-        learnt += [f"anchor={spec.anchor}"] if spec.anchor is Anchor.TOKENS else []
-        if learnt:
+        options = {f"init={Init.PCA}": spec.init, f"anchor={Anchor.TOKENS}": spec.anchor}
+        for observed in (one for one, value in options.items() if one.endswith(f"={value}")):
             raise FieldError(
-                f"{learnt[0]} is taken from hidden states of the warm-up, and warmup is 0",
+                f"{observed} is taken from hidden states of the warm-up, and warmup is 0",
                 cure="set warmup to 1 or more, or both init=random and anchor=none",
             )
     return spec
 
 
 def _read_step(text: str, forms: Mapping[str, _Form[_Made]], *, noun: str, whole: str, cure: str) -> _Made:
-    found = _STEP.fullmatch(text)
+    found, text = _STEP.fullmatch(text), text.strip()
     if found is None:
-        raise FieldError(f"{text.strip()!r} in {whole!r} is no step of a {noun}", cure=cure)
+        raise FieldError(f"{text!r} in {whole!r} is no step of a {noun}", cure=cure)
     name = found["name"]
     if name not in forms:
         raise FieldError(f"unknown {noun} {name!r}", cure=suggest(name, forms))
     arguments: list[_Value] = []
     options: dict[str, _Value] = {}
     for item in [] if found["inside"] is None else found["inside"].split(","):
-        option, value = _read_item(item, text, cure=cure)
+        option, value = _read_item(item.strip(), text, cure=cure)
         if option in options or (option is None and options):
             raise FieldError(
-                f"{item.strip()!r} in {text.strip()!r} comes too late or twice",
+                f"{item.strip()!r} in {text!r} comes too late or twice",
                 cure="give the argument first, then each option once",
             )
         if option is None:
             arguments.append(value)
         else:
             options[option] = value
-    return forms[name].read(name, arguments, options, text.strip())
+    return forms[name].read(name, arguments, options, text)
 
 
 def _read_item(item: str, text: str, *, cure: str) -> tuple[str | None, _Value]:
     found = _ITEM.fullmatch(item)
     if found is None:
-        raise FieldError(
-            f"{item.strip()!r} in {text.strip()!r} is no number, word or option=value", cure=cure
-        )
+        raise FieldError(f"{item!r} in {text!r} is no number, word or option=value", cure=cure)
     number = found["number"]
     if number is None:
         return found["option"], found["word"]
-    if number.isdigit() and len(number) <= _MOST_DIGITS:
+    if len(number) <= _MOST_DIGITS and number.isdigit():
         return found["option"], int(number)
     if number.isdigit() or not math.isfinite(float(number)):
-        raise FieldError(f"{text.strip()!r} needs a number that is not so large", cure=cure)
+        raise FieldError(f"{text!r} needs a number that is not so large", cure=cure)
     return found["option"], float(number)
-
-
-def read_codec(value: object) -> object:
-    """The codec that a text names; other values are returned for pydantic to check."""
-    return parse_codec(value) if isinstance(value, str) else value

@@ -5,7 +5,7 @@ the codec. Sizes are exact and need no torch, so that the planner can ask for th
 the coders in `isthmus.codec`, on shapes instead of tensors.
 """
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
 from types import UnionType
 from typing import Final, TypeAlias
@@ -13,6 +13,8 @@ from typing import Final, TypeAlias
 from isthmus.errors import FieldError
 
 DEFAULT_GROUP: Final = 64
+COORDINATE_GROUP: Final = 256
+"""Coordinates in a subspace that share a scale unless the codec says how many."""
 DEFAULT_EVERY: Final = 100
 
 
@@ -149,44 +151,42 @@ def check_order(steps: Steps) -> None:
         before, behind = steps[:index], steps[index + 1 :]
         why = _why_not_with_subspace(step, before, behind) or _why_not_here(step, before, behind)
         if _has(type(step), before):
-            why = f"{_name(step)} is there twice"
+            why = "{step} is there twice"
         if why is not None:
+            names = {"step": step, "last": (before or steps)[-1], "next": (behind or steps)[0]}
+            why = why.format_map({key: _name(one) for key, one in names.items()})
             raise FieldError(why, cure=f"for example {_repaired(steps)}")
 
 
 def _why_not_with_subspace(step: CodecStep, before: Steps, behind: Steps) -> str | None:
     match step:
         case Subspace() if before and not _has(Center | Feedback, before):
-            return (
-                f"subspace cannot follow {_name(before[-1])}: it learns the basis of the tensors themselves"
-            )
+            return "{step} cannot follow {last}: it is fitted to the tensors themselves"
         case Center() if _has(Subspace, before + behind):
-            return "center has no place with a subspace, which has a mean of its own"
+            return "{step} has no place with a subspace, which has a mean of its own"
         case Feedback() if _has(Subspace, before + behind):
             return (
-                "feedback has no place with a subspace: it is for gradients, and those cross in the basis of "
+                "{step} has no place with a subspace: it is for gradients, and those cross in the basis of "
                 "their activations"
             )
         case Svd() | TopK() if _has(Subspace, before):
-            return f"{_name(step)} cannot follow subspace, which has already kept the directions that matter"
+            return "{step} cannot follow subspace, which has already kept the directions that matter"
     return None
 
 
 def _why_not_here(step: CodecStep, before: Steps, behind: Steps) -> str | None:
     match step:
         case Raw() | Fp16() | Bf16() | Integers() if behind:
-            return f"{_name(behind[0])} cannot follow {_name(step)}: after {_name(step)} there are only bytes"
+            return "{next} cannot follow {step}: after {step} there are only bytes"
         case Feedback() if before:
-            return "feedback must be the first step, since it gives back what all the others lost"
+            return "{step} must be the first step, since it gives back what all the others lost"
         case Feedback() if all(isinstance(one, Raw) for one in behind):
-            return "feedback needs a step behind it that loses something"
+            return "{step} needs a step behind it that loses something"
         case Center() if not all(isinstance(one, Feedback) for one in before):
-            return (
-                f"center cannot follow {_name(before[-1])}: it subtracts the mean of the tensors themselves"
-            )
+            return "{step} cannot follow {last}: it subtracts the mean of the tensors themselves"
         case Rotate() if not _has(Integers, behind[:1]):
             return (
-                "rotate must stand directly before int8, int4 or int2: it spreads outliers among those that "
+                "{step} must stand directly before int8, int4 or int2: it spreads outliers among those that "
                 "share a scale, and no other step has scales"
             )
     return None
@@ -211,8 +211,8 @@ def gradient_steps(forward: Steps, backward: Steps) -> Steps:
         case (Feedback() | Center(), *rest), _:
             return gradient_steps(tuple(rest), backward)
         case (Subspace() as subspace, *_), _:
-            _check_in_subspace(subspace, backward)
             own = tuple(step for step in backward if step != subspace)
+            _check_in_subspace(subspace, own)
             return (SameBasis(rank=subspace.rank), *own)
         case _, (Feedback() | Center() as first, *rest):
             return (first, *gradient_steps(forward, tuple(rest)))
@@ -226,9 +226,9 @@ def gradient_steps(forward: Steps, backward: Steps) -> Steps:
     return backward
 
 
-def _check_in_subspace(subspace: Subspace, backward: Steps) -> None:
-    for step in backward:
-        if isinstance(step, Subspace) and step != subspace:
+def _check_in_subspace(subspace: Subspace, others: Steps) -> None:
+    for step in others:
+        if isinstance(step, Subspace):
             raise FieldError(
                 f"a gradient crosses in the basis of its activation, {subspace}, not in that of {step}",
                 cure=f'let the backward codec begin with "{subspace}", or leave that to the forward one',
@@ -241,15 +241,16 @@ def _check_in_subspace(subspace: Subspace, backward: Steps) -> None:
 
 
 TAG_BYTES: Final = 8
-"""Every message names its edition by this much of its digest."""
+"""Every message names its basis version by this much of a digest."""
 PLAIN_TAG_BYTES: Final = 1
 """A message before there is a basis, in evaluation, says so by a shorter tag, and goes as bf16."""
-ANCHORS_PER_EDITION: Final = 256
-"""Token ids whose anchors an edition sets anew: those where it helps most."""
+ANCHORS_PER_VERSION: Final = 256
+"""Token ids whose anchors a basis version sets anew: those where it helps most."""
+NUM_ANCHOR_SLOTS: Final = 4096
+"""Token ids that have an anchor of their own; larger ones share the same slots."""
 ANCHOR_GROUP: Final = 16
 """Elements of an anchor that share a scale: few, so that a dimension that stands out spoils few others."""
 
-_NUMBER_BYTES: Final = 8
 _FLOAT32_BYTES: Final = 4
 _SLOT_BYTES: Final = 4
 _HALF_BYTES: Final = 2
@@ -261,51 +262,47 @@ def num_directions(subspace: Subspace, width: int) -> int:
 
 
 def num_anchors(subspace: Subspace) -> int:
-    """Anchors in an edition."""
-    return ANCHORS_PER_EDITION if subspace.anchor is Anchor.TOKENS else 0
+    """Anchors in a basis version."""
+    return ANCHORS_PER_VERSION if subspace.anchor is Anchor.TOKENS else 0
 
 
-def shared_bits(rest: Steps) -> Integers | None:
-    """The integers whose bits are shared out among the directions by variance, where they follow directly.
-
-    With a group or one scale of its own, the format is meant as it is everywhere else.
-    """
-    match rest:
-        case (Integers(group=group) as integers,) if group == DEFAULT_GROUP:
-            return integers
-    return None
-
-
-def edition_bytes(subspace: Subspace, width: int) -> int:
-    """Digest, number, mean, deviations, slots, basis, anchors and bits of one edition."""
-    rank, anchors = num_directions(subspace, width), num_anchors(subspace)
-    singles = (width + rank) * _FLOAT32_BYTES + anchors * _SLOT_BYTES
-    rows = width * rank * _HALF_BYTES + anchors * anchor_bytes(width)
-    return TAG_BYTES + _NUMBER_BYTES + singles + rows + rank
+def in_subspace(rest: Steps) -> Steps:
+    """The steps behind a subspace: its coordinates are of one size, so that more of them share a scale."""
+    return tuple(
+        replace(one, group=COORDINATE_GROUP)
+        if isinstance(one, Integers) and one.group == DEFAULT_GROUP
+        else one
+        for one in rest
+    )
 
 
-def anchor_bytes(width: int) -> int:
-    """An anchor in an edition: a byte for each element, and a half for each group of them."""
-    return width + -(-width // ANCHOR_GROUP) * _HALF_BYTES
+def basis_part_bytes(subspace: Subspace, width: int) -> tuple[int, ...]:
+    """Mean, basis, slots of anchors, scales of anchors and anchors of one basis version."""
+    anchors = num_anchors(subspace)
+    return (
+        width * _FLOAT32_BYTES,
+        width * num_directions(subspace, width) * _HALF_BYTES,
+        anchors * _SLOT_BYTES,
+        *_integer_bytes(Integers(bits=8, group=ANCHOR_GROUP), anchors, width),
+    )
+
+
+def basis_bytes(subspace: Subspace, width: int) -> int:
+    """What a basis version adds to the message that it comes with."""
+    return sum(basis_part_bytes(subspace, width))
 
 
 def num_due(age: int, *, every: int) -> int:
-    """Editions that are due after the first until this age: at 1, 2, 4, … steps, then every so many."""
+    """Versions that are due after the first until this age: at 1, 2, 4, … steps, then every so many."""
     return min(age, every - 1).bit_length() + age // every
 
 
-def num_editions(subspace: Subspace, num_steps: int, *, age: int = 0) -> int:
-    """Editions in so many steps of a code that has this age by then; the first edition comes at age 0."""
-    return _num_until(age + num_steps, subspace.every) - _num_until(age, subspace.every)
-
-
-def shared_bits_bytes(num_rows: int, num_bits: int) -> int:
-    """Rows whose directions take so many bits together: a byte of scale for each row, and the bits."""
-    return num_rows * (1 + -(-num_bits // 8))
-
-
-def _num_until(age: int, every: int) -> int:
-    return 1 + num_due(age - 1, every=every) if age > 0 else 0
+def num_versions(subspace: Subspace, num_steps: int, *, age: int = 0) -> int:
+    """Basis versions in so many steps of a code that has this age by then; the first comes at age 0."""
+    until, before = (
+        1 + num_due(one - 1, every=subspace.every) if one > 0 else 0 for one in (age + num_steps, age)
+    )
+    return until - before
 
 
 class CodeState(StrEnum):
@@ -320,21 +317,25 @@ class CodeState(StrEnum):
 
 def part_bytes(
     steps: Steps,
-    *,
     num_rows: int,
     width: int,
+    *,
     state: CodeState = CodeState.STEADY,
     element_bytes: int = _FLOAT32_BYTES,
 ) -> tuple[int, ...]:
-    """The sizes of the parts of a payload, in order; `element_bytes` is what a plain `raw` element takes."""
+    """Sizes of the parts of a payload; `element_bytes` is the size of an element where all is raw."""
     match steps:
+        case ():
+            return (num_rows * width * _FLOAT32_BYTES,)
         case (Raw(),):
             return (num_rows * width * element_bytes,)
-        case (Subspace() as subspace, *rest):
-            return _subspace_bytes(subspace, tuple(rest), num_rows, width, state)
-        case (Feedback(), *rest):
-            return part_bytes(tuple(rest), num_rows=num_rows, width=width, state=state)
-    return _chain_bytes(steps, num_rows, width)
+        case (Fp16() | Bf16(),):
+            return (num_rows * width * _HALF_BYTES,)
+        case (Integers() as integers,):
+            return _integer_bytes(integers, num_rows, width)
+        case (Feedback() | Rotate(), *rest):
+            return part_bytes(tuple(rest), num_rows, width)
+    return _transformed_bytes(steps[0], steps[1:], num_rows, width, state)
 
 
 def num_kept(ratio: float, width: int) -> int:
@@ -375,29 +376,30 @@ def num_groups(width: int, group: int) -> int:
     return -(-width // group)
 
 
-def _chain_bytes(steps: Steps, num_rows: int, width: int) -> tuple[int, ...]:
-    match steps:
-        case () | (Raw(),):
-            return (num_rows * width * _FLOAT32_BYTES,)
-        case (Fp16() | Bf16(),):
-            return (num_rows * width * _HALF_BYTES,)
-        case (Integers() as integers,):
-            return _integer_bytes(integers, num_rows, width)
-        case (Center(), *rest):
-            mean_bytes = width * _HALF_BYTES if num_rows else 0
-            return (mean_bytes, *_chain_bytes(tuple(rest), num_rows, width))
-        case (Rotate(), *rest):
-            return _chain_bytes(tuple(rest), num_rows, width)
-        case (TopK(ratio=ratio), *rest):
+def _transformed_bytes(
+    step: CodecStep, rest: Steps, num_rows: int, width: int, state: CodeState
+) -> tuple[int, ...]:
+    match step:
+        case Center():
+            return (width * _HALF_BYTES if num_rows else 0, *part_bytes(rest, num_rows, width))
+        case TopK(ratio=ratio):
             kept = num_kept(ratio, width)
-            return (num_rows * index_bytes(kept, width), *_chain_bytes(tuple(rest), num_rows, kept))
-        case (SameIndices(ratio=ratio), *rest):
-            return _chain_bytes(tuple(rest), num_rows, num_kept(ratio, width))
-        case (SameBasis(rank=rank), *rest):
-            return _chain_bytes(tuple(rest), num_rows, min(rank, width))
-        case (Svd(ratio=ratio), *rest):
-            return _svd_bytes(ratio, tuple(rest), num_rows, width)
-    raise ValueError(f"no codec has the steps {steps}")
+            return (num_rows * index_bytes(kept, width), *part_bytes(rest, num_rows, kept))
+        case SameIndices(ratio=ratio):
+            return part_bytes(rest, num_rows, num_kept(ratio, width))
+        case SameBasis(rank=rank):
+            return part_bytes(in_subspace(rest), num_rows, min(rank, width))
+        case Svd(ratio=ratio):
+            both = svd_rank(ratio, num_rows, width)
+            sides = [(num_rows, width)] if both is None else [(both, num_rows), (both, width)]
+            return tuple(size for side in sides for size in part_bytes(rest, *side))
+        case Subspace() if state is CodeState.FIRST:
+            return (PLAIN_TAG_BYTES, num_rows * width * _HALF_BYTES)
+        case Subspace():
+            version_bytes = basis_bytes(step, width) if state is CodeState.REFRESH else 0
+            coordinates = part_bytes(in_subspace(rest), num_rows, num_directions(step, width))
+            return (TAG_BYTES + version_bytes, *coordinates)
+    raise ValueError(f"no codec has the step {step}")
 
 
 def _integer_bytes(integers: Integers, num_rows: int, width: int) -> tuple[int, ...]:
@@ -406,22 +408,3 @@ def _integer_bytes(integers: Integers, num_rows: int, width: int) -> tuple[int, 
         return (_FLOAT32_BYTES if num_values else 0, packed_bytes(num_values, integers.bits))
     scale_bytes = num_groups(width, integers.group) * _HALF_BYTES
     return (num_rows * scale_bytes, num_rows * packed_bytes(width, integers.bits))
-
-
-def _svd_bytes(ratio: float, rest: Steps, num_rows: int, width: int) -> tuple[int, ...]:
-    rank = svd_rank(ratio, num_rows, width)
-    if rank is None:
-        return _chain_bytes(rest, num_rows, width)
-    return (*_chain_bytes(rest, rank, num_rows), *_chain_bytes(rest, rank, width))
-
-
-def _subspace_bytes(
-    subspace: Subspace, rest: Steps, num_rows: int, width: int, state: CodeState
-) -> tuple[int, ...]:
-    if state is CodeState.FIRST:
-        return (PLAIN_TAG_BYTES, num_rows * width * _HALF_BYTES)
-    head_bytes = edition_bytes(subspace, width) if state is CodeState.REFRESH else TAG_BYTES
-    rank, integers = num_directions(subspace, width), shared_bits(rest)
-    if integers is not None:
-        return (head_bytes, shared_bits_bytes(num_rows, rank * integers.bits))
-    return (head_bytes, *_chain_bytes(rest, num_rows, rank))

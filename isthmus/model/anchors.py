@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 torch's own custom
 from torch import Tensor, nn
 
+from isthmus.codec.observed import Observed, TokenMeans, principal_axes
 from isthmus.job.codec import BottleneckSpec
 from isthmus.job.codec_steps import Anchor
-from isthmus.model.observed import Observed, TokenMeans
 
 # 64 MiB of float32: a table of means larger than that is factorised.
 _MAX_ENTRIES: Final = 2**24
@@ -148,13 +148,6 @@ def make_observed(spec: BottleneckSpec, *, width: int, vocabulary_size: int) -> 
     num_rows = min(vocabulary_size, max(_MIN_OBSERVED_IDS, _MAX_ENTRIES // width))
     tokens = TokenMeans(vocabulary_size=vocabulary_size, num_rows=num_rows, width=width)
     return Observed(width=width, tokens=tokens)
-
-
-def principal_axes(covariance_DD: Tensor, *, rank: int) -> Tensor:
-    """Orthonormal directions of most variance, the first one first; of shape (width, rank)."""
-    # On the host: not every accelerator decomposes matrices, and this happens once in a run.
-    axes_DD: Tensor = torch.linalg.eigh(covariance_DD.to("cpu", torch.float64)).eigenvectors
-    return axes_DD.flip(-1)[:, :rank].to(covariance_DD)
 
 
 def link_dtype(parameter: Tensor) -> torch.dtype:

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 torch's own custom
 from torch import Tensor, nn
 
+from isthmus.codec.observed import principal_axes
 from isthmus.errors import FrameError
 from isthmus.job.codec import BottleneckSpec, Init
 from isthmus.job.codec_steps import Anchor
-from isthmus.model.anchors import Anchors, link_dtype, make_anchors, make_observed, principal_axes, unset
+from isthmus.model.anchors import Anchors, link_dtype, make_anchors, make_observed, unset
 
 
 class Half(nn.Module, ABC):

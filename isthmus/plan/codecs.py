@@ -17,8 +17,8 @@ from typing import Annotated, ClassVar, Final
 from pydantic import BeforeValidator, ConfigDict, PlainSerializer
 
 from isthmus.errors import FieldError, FrameError
-from isthmus.job.codec import CodecSpec, gradient_codec, gradient_wire_bytes, parse_codec, read_codec
-from isthmus.job.codec_steps import TAG_BYTES, SameBasis, SameIndices, Subspace, edition_bytes, num_editions
+from isthmus.job.codec import CodecSpec, gradient_codec, parse_codec, read_codec
+from isthmus.job.codec_steps import SameBasis, SameIndices, Subspace, basis_bytes, num_versions
 from isthmus.units import format_duration
 
 _SHARES_OF_WIDTH: Final = (4, 8, 16)
@@ -113,20 +113,16 @@ class Pair:
         subspace, num_steps = self.subspace, crossing.num_steps
         if subspace is None or num_steps is None:
             return 0.0
-        num = crossing.num_learners * num_editions(subspace, num_steps, age=age)
+        num = crossing.num_learners * num_versions(subspace, num_steps, age=age)
         num_messages = num_steps * (crossing.num_microbatches or 1)
-        return num * (edition_bytes(subspace, crossing.width) - TAG_BYTES) / num_messages
+        return num * basis_bytes(subspace, crossing.width) / num_messages
 
     def backward_bytes(self, crossing: Crossing) -> int:
         """Bytes of a gradient on the line."""
         if not crossing.has_gradient:
             return 0
-        return gradient_wire_bytes(
-            self.forward,
-            self.backward,
-            crossing.num_rows,
-            crossing.width,
-            element_bytes=crossing.element_bytes,
+        return gradient_codec(self.forward, self.backward).wire_bytes(
+            crossing.num_rows, crossing.width, element_bytes=crossing.element_bytes
         )
 
 

@@ -10,7 +10,15 @@ import numpy as np
 
 from isthmus.job import CodecSpec
 from isthmus.job.codec import gradient_codec
-from isthmus.job.codec_steps import Anchor, Feedback, Subspace, Svd, edition_bytes, num_directions, svd_rank
+from isthmus.job.codec_steps import (
+    NUM_ANCHOR_SLOTS,
+    Anchor,
+    Feedback,
+    Subspace,
+    Svd,
+    num_directions,
+    svd_rank,
+)
 from isthmus.plan.codecs import Crossing, Pair, num_learners
 from isthmus.plan.costs import WIDE_BYTES, Messages, ModelCosts, PartCosts, Stages, Workload, stream_bytes
 from isthmus.plan.job_facts import CloudFacts, Level, StepFacts
@@ -355,8 +363,6 @@ def microbatch_choices(
 _HOST_BYTES_PER_S: Final = 20e9
 # Reading and writing that a codec does for each byte that it is given.
 _CODING_PASSES: Final = 16
-# Token ids whose anchors a subspace keeps, as its codec has them; a test holds them to it.
-_NUM_ANCHOR_SLOTS: Final = 4096
 # Two moments of four bytes, there and back.
 _OFFLOADED_BYTES_PER_PARAMETER: Final = 16
 
@@ -478,11 +484,10 @@ def _subspace_state_bytes(codec: CodecSpec, width: int) -> tuple[int, int]:
     """The sums that a basis is learned from, and the basis with its anchors by token id."""
     match codec.steps:
         case (Subspace() as subspace, *_):
-            num_slots = _NUM_ANCHOR_SLOTS if subspace.anchor is Anchor.TOKENS else 0
-            learned = WIDE_BYTES * (width * width + width + num_slots * (width + 1))
-            basis = WIDE_BYTES * width * (1 + num_directions(subspace, width)) + edition_bytes(
-                subspace, width
-            )
+            num_slots = NUM_ANCHOR_SLOTS if subspace.anchor is Anchor.TOKENS else 0
+            # A sum, two weights and the number of a row for each slot.
+            learned = WIDE_BYTES * (width * width + width + num_slots * (width + 4))
+            basis = WIDE_BYTES * width * (1 + num_directions(subspace, width))
             return learned, basis + 2 * num_slots * width
     return 0, 0
 

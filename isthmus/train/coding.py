@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key, Payload, flat_bytes
-from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
-from isthmus.codec.meter import ErrorMeter, Fidelity
+from isthmus.codec.chain import CodecEnd, Codecs, Fidelity, measure
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import CodecSpec, gradient_codec
 from isthmus.plan.codecs import RAW, RAW_PAIR, Pair, read_pair, texts_of
@@ -86,7 +85,7 @@ class _Pending(NamedTuple):
     dtype: torch.dtype
     codec: CodecSpec
     """That of the gradient, less what the activation has settled for both directions."""
-    end: SendingEnd | ReceivingEnd | None
+    end: CodecEnd | None
     num_rows: int
 
 
@@ -100,20 +99,15 @@ class CutEnd:
     cache: Cache | None = None
     """At the first trained stage behind frozen ones."""
     lane: SideStream = field(init=False)
-    _meter: ErrorMeter | None = None
     _texts: Texts = _RAW
     """The codecs of activations and of gradients that the codec state is for."""
-    _end: SendingEnd | ReceivingEnd | None = None
+    _end: CodecEnd | None = None
     _pending: dict[tuple[int, int], _Pending] = field(default_factory=dict)
     _step: int = -1
     _at_start: CodecState | None = None
 
     def __post_init__(self) -> None:
         self.lane = self.device.side_stream()
-        if self.coding.guard_every:
-            self._meter = ErrorMeter(
-                every=self.coding.guard_every, num_microbatches=self.coding.num_microbatches
-            )
 
     def encode(self, message: Message, hidden: Tensor, integers: Integers, *, after: Mark) -> Coded:
         """Hidden states, or their gradient, as bytes on the host, which are there when this returns."""
@@ -129,13 +123,12 @@ class CutEnd:
         fidelity: list[Fidelity] = []
 
         def encode(rows_ND: Tensor) -> Payload:
-            if not isinstance(end, SendingEnd):
-                raise FrameError(f"{message.name} leaves by the receiving end of a cut")
             key, ids = _key(message), self._ids(integers, index)
-            payload = end.encode(rows_ND, key=key, ids_N=ids, keeps=keeps, learns=is_training)
-            if is_training and self._meter is not None and self._meter.is_due(key):
-                arrives = end.preview(payload, key=key, num_rows=len(rows_ND), ids_N=ids)
-                fidelity.append(self._meter.note(rows_ND, arrives))
+            coder = _present(end)
+            payload = coder.encode(rows_ND, key=key, ids_N=ids, keeps=keeps, learns=is_training)
+            if is_training and self._is_measured(key):
+                arrives = coder.decode(payload, key=key, num_rows=len(rows_ND), ids_N=ids, keeps=False)
+                fidelity.append(measure(rows_ND, arrives))
             return payload
 
         with self.lane.work(after=after):
@@ -185,10 +178,8 @@ class CutEnd:
             self._keep(message, index, shape, coded.dtype, end)
 
         def decode(payload: Payload) -> Tensor:
-            if not isinstance(end, ReceivingEnd):
-                raise FrameError(f"{message.name} arrives at the sending end of a cut")
             ids = self._ids(integers, index)
-            return end.decode(payload, key=_key(message), num_rows=num_rows, ids_N=ids, keeps=keeps)
+            return _present(end).decode(payload, key=_key(message), num_rows=num_rows, ids_N=ids, keeps=keeps)
 
         with self.lane.work():
             rows = self._rows(coded, self._forward_codec(message), decode, num_rows=num_rows, width=width)
@@ -222,14 +213,12 @@ class CutEnd:
         fidelity: list[Fidelity] = []
 
         def encode(rows_ND: Tensor) -> Payload:
-            if not isinstance(kept.end, ReceivingEnd):
-                raise FrameError(f"{message.name} leaves by the sending end of a cut")
-            key = _key(message)
-            is_due = self._meter is not None and self._meter.is_due(key)
-            payload = kept.end.encode_gradient(rows_ND, key=key, keeps=is_due)
-            if self._meter is not None and is_due:
-                arrives = kept.end.preview_gradient(payload, key=key, num_rows=len(rows_ND))
-                fidelity.append(self._meter.note(rows_ND, arrives))
+            key, end = _key(message), _present(kept.end)
+            is_measured = self._is_measured(key)
+            payload = end.encode_gradient(rows_ND, key=key, keeps=is_measured)
+            if is_measured:
+                arrives = end.decode_gradient(payload, key=key, num_rows=len(rows_ND))
+                fidelity.append(measure(rows_ND, arrives))
             return payload
 
         with self.lane.work(after=after):
@@ -240,9 +229,7 @@ class CutEnd:
         kept = self._take(message)
 
         def decode(payload: Payload) -> Tensor:
-            if not isinstance(kept.end, SendingEnd):
-                raise FrameError(f"{message.name} arrives at the receiving end of a cut")
-            return kept.end.decode_gradient(payload, key=_key(message), num_rows=kept.num_rows)
+            return _present(kept.end).decode_gradient(payload, key=_key(message), num_rows=kept.num_rows)
 
         with self.lane.work():
             rows = self._rows(coded, kept.codec, decode, num_rows=kept.num_rows, width=kept.shape[-1])
@@ -255,7 +242,7 @@ class CutEnd:
         index: Tensor | None,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        end: SendingEnd | ReceivingEnd | None,
+        end: CodecEnd | None,
     ) -> None:
         num_rows = math.prod(shape[:-1]) if index is None else len(index)
         texts = _texts_of(message)
@@ -272,7 +259,7 @@ class CutEnd:
 
     # Codecs, from message to message.
 
-    def _switch(self, message: Message) -> SendingEnd | ReceivingEnd | None:
+    def _switch(self, message: Message) -> CodecEnd | None:
         """The codec state for a message; an evaluation that crosses raw leaves that of training alone."""
         texts = _texts_of(message)
         if texts != self._texts and not (texts == _RAW and message.kind is MessageKind.EVALUATION):
@@ -282,7 +269,7 @@ class CutEnd:
             self._texts, self._end = texts_of(pair), self._make(pair)
         return self._end
 
-    def _make(self, pair: Pair) -> SendingEnd | ReceivingEnd | None:
+    def _make(self, pair: Pair) -> CodecEnd | None:
         if texts_of(pair) == _RAW:
             return None
         coding = self.coding
@@ -290,8 +277,12 @@ class CutEnd:
             forward=pair.forward, backward=pair.backward, width=coding.crossing_width, seed=coding.seed
         )
         with self.lane.work():
-            make = sending_end if self.is_sender else receiving_end
-            return make(codecs, device=self.lane.torch_device)
+            return CodecEnd(codecs, device=self.lane.torch_device)
+
+    def _is_measured(self, key: Key) -> bool:
+        """Whether to measure this message: its own number says so, so that a resumed run does the same."""
+        every, number = self.coding.guard_every, key.step * self.coding.num_microbatches + key.microbatch
+        return every > 0 and number % every == 0
 
     def _forward_codec(self, message: Message) -> CodecSpec:
         texts = _texts_of(message)
@@ -342,6 +333,12 @@ class CutEnd:
         """The token ids of the rows that cross, on the device."""
         ids = integers[IDS].flatten()
         return self.lane.to_device(ids if index_N is None else ids[index_N])
+
+
+def _present(end: CodecEnd | None) -> CodecEnd:
+    if end is None:
+        raise FrameError("a message is coded at a cut that has no codecs")
+    return end
 
 
 def _raw_rows(coded: Coded, *, width: int) -> Tensor:

@@ -15,7 +15,7 @@ from isthmus.errors import FrameError
 from isthmus.wan.packet import MAX_PACKET_BYTES
 
 # Raised with every change of a frame, or of what any packet holds: ends of two protocols never talk.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_CHUNK_BYTES = 1024 * 1024
 MAX_NAME_BYTES = 120
 MAX_REASON_BYTES = 4096

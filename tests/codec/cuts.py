@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isthmus.codec import Codecs, Key, Payload, ReceivingEnd, SendingEnd, receiving_end, sending_end
+from isthmus.codec import CodecEnd, Codecs, Key, Payload
 from isthmus.job import CodecSpec, parse_codec
 
 CPU = torch.device("cpu")
@@ -16,8 +16,8 @@ KEY = Key(step=3, microbatch=1)
 class Cut:
     """Both ends of a cut."""
 
-    sending: SendingEnd
-    receiving: ReceivingEnd
+    sending: CodecEnd
+    receiving: CodecEnd
 
     def send(self, x_ND: Tensor, key: Key = KEY) -> tuple[Payload, Tensor]:  # noqa: N803
         """What crosses of an activation, and what arrives."""
@@ -41,7 +41,7 @@ def make_cut(
     """A cut with these codecs."""
     specs = [parse_codec(one) if isinstance(one, str) else one for one in (forward, backward)]
     codecs = Codecs(forward=specs[0], backward=specs[1], width=width, seed=seed, dtype=dtype)
-    return Cut(sending=sending_end(codecs, device=CPU), receiving=receiving_end(codecs, device=CPU))
+    return Cut(sending=CodecEnd(codecs, device=CPU), receiving=CodecEnd(codecs, device=CPU))
 
 
 def sizes(payload: Payload) -> tuple[int, ...]:

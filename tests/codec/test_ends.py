@@ -192,7 +192,7 @@ def test_evaluation_changes_nothing() -> None:
 def test_the_sender_sees_what_the_receiver_will(text: str) -> None:
     cut = make_cut(text, width=64)
     payload = cut.sending.encode(noise(8, 64), key=KEY)
-    preview = cut.sending.preview(payload, key=KEY, num_rows=8)
+    preview = cut.sending.decode(payload, key=KEY, num_rows=8, keeps=False)
     assert torch.equal(preview, cut.receiving.decode(payload, key=KEY, num_rows=8))
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key
-from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, receiving_end, sending_end
+from isthmus.codec.chain import CodecEnd, Codecs
 from isthmus.errors import UserError
 from isthmus.job.codec import parse_codec
 
@@ -13,18 +13,16 @@ CPU = torch.device("cpu")
 WIDTH, NUM_ROWS = 16, 6
 
 
-def ends(forward: str, backward: str = "raw") -> tuple[SendingEnd, ReceivingEnd]:
+def ends(forward: str, backward: str = "raw") -> tuple[CodecEnd, CodecEnd]:
     codecs = Codecs(forward=parse_codec(forward), backward=parse_codec(backward), width=WIDTH)
-    return sending_end(codecs, device=CPU), receiving_end(codecs, device=CPU)
+    return CodecEnd(codecs, device=CPU), CodecEnd(codecs, device=CPU)
 
 
 def rows(seed: int, num_rows: int = NUM_ROWS) -> Tensor:
     return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def pass_on(
-    sending: SendingEnd, receiving: ReceivingEnd, x: Tensor, step: int, *, keeps: bool = True
-) -> Tensor:
+def pass_on(sending: CodecEnd, receiving: CodecEnd, x: Tensor, step: int, *, keeps: bool = True) -> Tensor:
     key = Key(step=step, microbatch=0)
     payload = sending.encode(x, key=key, keeps=keeps, learns=keeps)
     return receiving.decode(payload, key=key, num_rows=len(x), keeps=keeps)

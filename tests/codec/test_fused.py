@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isthmus.codec import Codecs, receiving_end, sending_end
+from isthmus.codec import CodecEnd, Codecs
 from isthmus.codec.base import Coder, CoderSite, Memory
 from isthmus.codec.chain import build_coder
-from isthmus.codec.integers import IntegerCoder
-from isthmus.codec.rotate import RotationCoder
+from isthmus.codec.formats import IntegerCoder
+from isthmus.codec.transforms import RotationCoder
 from isthmus.job import parse_codec
 from tests.codec.cuts import CPU, KEY, noise
 
@@ -87,11 +87,11 @@ def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> No
 def test_ends_on_an_accelerator_and_on_the_host_understand_each_other(text: str) -> None:
     spec = parse_codec(text)
     codecs = Codecs(forward=spec, backward=spec, width=1024)
-    sending, receiving = sending_end(codecs, device=CUDA), receiving_end(codecs, device=CPU)
+    sending, receiving = CodecEnd(codecs, device=CUDA), CodecEnd(codecs, device=CPU)
     x_ND = noise(33, 1024)  # noqa: N806
     payload = sending.encode(x_ND.to(CUDA), key=KEY)
     arrived = receiving.decode(tuple(part.cpu() for part in payload), key=KEY, num_rows=33)
-    seen = sending.preview(payload, key=KEY, num_rows=33)
+    seen = sending.decode(payload, key=KEY, num_rows=33, keeps=False)
     torch.testing.assert_close(seen.cpu(), arrived)
     back = receiving.encode_gradient(x_ND, key=KEY)
     gradient = sending.decode_gradient(tuple(part.to(CUDA) for part in back), key=KEY, num_rows=33)
@@ -133,7 +133,7 @@ def coding_work(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, C
     monkeypatch.setattr("isthmus.codec.kernels.decode_kernel", decodes)
     spec = parse_codec(text)
     codecs = Codecs(forward=spec, backward=spec, width=1024)
-    sending, receiving = sending_end(codecs, device=CPU), receiving_end(codecs, device=CPU)
+    sending, receiving = CodecEnd(codecs, device=CPU), CodecEnd(codecs, device=CPU)
     x_ND = noise(6, 1024).bfloat16()  # noqa: N806
 
     def cross() -> None:

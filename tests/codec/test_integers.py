@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isthmus.codec.integers import pack_codes, unpack_codes
+from isthmus.codec.formats import pack_codes, unpack_codes
 from isthmus.job import parse_codec
 from isthmus.plan.codecs import Pair
 from isthmus.plan.types import MessageKind

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.codec.base import CodedMessage, Key
-from isthmus.codec.floats import Plain
-from isthmus.codec.rotate import RotationCoder, fixed_signs, hadamard, split_width
+from isthmus.codec.formats import Plain
+from isthmus.codec.transforms import RotationCoder, fixed_signs, hadamard, split_width
 from tests.codec.cuts import make_cut, noise
 
 MESSAGE = CodedMessage(key=Key(step=0, microbatch=0), seed=0)

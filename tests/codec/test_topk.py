@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.codec import Key
-from isthmus.codec.integers import pack_bits, pack_indices, unpack_bits, unpack_indices
+from isthmus.codec.formats import pack_bits, pack_indices, unpack_bits, unpack_indices
 from isthmus.errors import FrameError
 from tests.codec.cuts import KEY, make_cut, noise, sizes
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from isthmus.errors import FieldError
-from isthmus.job import CodecSpec, LinkSpec, gradient_codec, gradient_wire_bytes, parse_codec
+from isthmus.job import CodecSpec, LinkSpec, gradient_codec, parse_codec
 from isthmus.job.codec_steps import Anchor, Integers, Rotate, Subspace, Svd
 from tests.job.strategies import codec_specs
 
@@ -290,9 +290,9 @@ def test_a_gradient_takes_what_its_activation_has_settled() -> None:
 
 def test_sizes_of_gradients() -> None:
     topk = parse_codec("topk(0.1) | int8")
-    assert gradient_wire_bytes(topk, topk, 256, 768) == topk.wire_bytes(256, 768) - 256 * 96
+    assert gradient_codec(topk, topk).wire_bytes(256, 768) == topk.wire_bytes(256, 768) - 256 * 96
     subspace = parse_codec("subspace(64) | int4")
-    assert gradient_wire_bytes(subspace, parse_codec("int4"), 10, 768) == 10 * (32 + 2)
+    assert gradient_codec(subspace, parse_codec("int4")).wire_bytes(10, 768) == 10 * (32 + 2)
 
 
 @pytest.mark.parametrize(

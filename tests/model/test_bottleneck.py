@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.codec.observed import Observed, TokenMeans
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import BottleneckSpec, HiddenSpec, Init
 from isthmus.job.codec_steps import Anchor
 from isthmus.model import anchors as anchors_module
 from isthmus.model.anchors import FactoredAnchors, MeanAnchors, TableAnchors, make_anchors
 from isthmus.model.bottleneck import Down, Up
-from isthmus.model.observed import Observed, TokenMeans
 
 WIDTH, VOCABULARY_SIZE, RANK = 12, 20, 4
 FORMS = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Key
-from isthmus.codec.chain import Codecs, ReceivingEnd, SendingEnd, cross, receiving_end, sending_end
+from isthmus.codec.chain import CodecEnd, Codecs, cross
 from isthmus.model.random import RngKey, seed_from
 from isthmus.model.stage import Batch, Stage, StageInput
 from tests.train.chain import CutCase
@@ -120,13 +120,11 @@ def train_across(
     return losses
 
 
-def _all_ends(
-    cuts: Sequence[CutCase], hidden_width: int, *, seed: int
-) -> list[tuple[SendingEnd, ReceivingEnd]]:
+def _all_ends(cuts: Sequence[CutCase], hidden_width: int, *, seed: int) -> list[tuple[CodecEnd, CodecEnd]]:
     return [_ends(cut, hidden_width, seed=seed_from("cut", seed, number)) for number, cut in enumerate(cuts)]
 
 
-def _ends(cut: CutCase, hidden_width: int, *, seed: int) -> tuple[SendingEnd, ReceivingEnd]:
+def _ends(cut: CutCase, hidden_width: int, *, seed: int) -> tuple[CodecEnd, CodecEnd]:
     codecs = Codecs(
         forward=cut.codecs.forward,
         backward=cut.codecs.backward,
@@ -134,7 +132,7 @@ def _ends(cut: CutCase, hidden_width: int, *, seed: int) -> tuple[SendingEnd, Re
         seed=seed,
     )
     device = torch.device("cpu")
-    return sending_end(codecs, device=device), receiving_end(codecs, device=device)
+    return CodecEnd(codecs, device=device), CodecEnd(codecs, device=device)
 
 
 def _clip(grads: Sequence[Tensor], max_norm: float | None) -> None:

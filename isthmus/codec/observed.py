@@ -1,4 +1,8 @@
-"""What a sending stage has seen cross: the mean of each token id, and how hidden states lie around it."""
+"""What the sender of a low-rank crossing has observed of hidden states, and the axes that it fits to them.
+
+A trained bottleneck starts from these figures, and the codec `subspace`, a bottleneck that is not trained, is
+fitted to them again and again.
+"""
 
 from collections.abc import Callable
 from typing import Final
@@ -13,6 +17,8 @@ _TOKENS_PER_ID: Final = 256.0
 _TOKENS_PER_DIMENSION: Final = 64.0
 # Beyond it sums over tokens would not be finite.
 _MAX_SQUARED_NORM: Final = 1e30
+_NUM_SPARE_AXES: Final = 8
+_NUM_ITERATIONS: Final = 4
 
 AddUp = Callable[[Tensor], None]
 """Sums a tensor over all ranks of a cloud, in place; all of them call it, in one order."""
@@ -105,8 +111,20 @@ class Observed(nn.Module):
         self.register_buffer("spread", torch.zeros(()))
 
     @torch.no_grad()
-    def add(self, h_BTD: Tensor, ids_BT: Tensor, mask_BT: Tensor | None) -> None:
-        """Count in the hidden states of a micro-batch, less its padding and rows that are not finite."""
+    def add(
+        self,
+        h_BTD: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor | None = None,
+        *,
+        known_ND: Tensor | None = None,
+        scatter_rows: slice = slice(None),
+    ) -> None:
+        """Count in the hidden states of a micro-batch, less its padding and rows that are not finite.
+
+        The scatter is taken around what is known of each row, where that is given, else around the means so
+        far. It costs most, and may be taken from some of the rows only.
+        """
         h_ND = h_BTD.detach().float().flatten(0, -2)
         ids_N = ids_BT.flatten()
         is_usable_N = h_ND.square().sum(-1) < _MAX_SQUARED_NORM
@@ -118,7 +136,12 @@ class Observed(nn.Module):
             self._add_mean(h_ND, weights_N)
             if self.tokens is not None:
                 self.tokens.add(h_ND, ids_N, weights_N)
-            self._add_scatter(self._surprise(h_ND, ids_N), h_ND, weights_N)
+            h_ND, ids_N = h_ND[scatter_rows], ids_N[scatter_rows]
+            if known_ND is None:
+                off_ND = self._surprise(h_ND, ids_N)
+            else:
+                off_ND = torch.where(is_usable_N[scatter_rows, None], h_ND - known_ND[scatter_rows], 0.0)
+            self._add_scatter(off_ND, h_ND, weights_N[scatter_rows])
 
     @torch.no_grad()
     def pool(self, add_up: AddUp) -> None:
@@ -142,6 +165,11 @@ class Observed(nn.Module):
         """Whether nothing has been counted in."""
         return float(self.weight) == 0
 
+    def fade(self, share: Tensor | float) -> None:
+        """Let the scatter so far count for this share of what it did."""
+        for one in (self.scatter_DD, self.spread, self.scatter_weight):
+            one.mul_(share)
+
     def covariance(self) -> Tensor:
         """How hidden states vary around what is known beforehand."""
         return self.scatter_DD / self.scatter_weight.clamp(min=1.0)
@@ -161,9 +189,7 @@ class Observed(nn.Module):
         self.scatter_DD.addmm_((x_ND * weights_N[:, None]).T, x_ND)
         self.spread.add_(((h_ND - self.mean_D).square().sum(-1) * weights_N).sum())
         self.scatter_weight.add_(weights_N.sum())
-        keep = _keep(self.scatter_weight, self._max_weight)
-        for one in (self.scatter_DD, self.spread, self.scatter_weight):
-            one.mul_(keep)
+        self.fade(_keep(self.scatter_weight, self._max_weight))
 
     def _surprise(self, h_ND: Tensor, ids_N: Tensor) -> Tensor:
         """Hidden states less what all others say of them: a token's own part of its id's mean is taken out.
@@ -176,6 +202,31 @@ class Observed(nn.Module):
         num_N = self.tokens.weight_of(ids_N)
         factor_N = (num_N + _PRIOR_TOKENS) / (num_N + _PRIOR_TOKENS - (num_N > 0).float())
         return (off_ND - self.tokens.deviations_of(ids_N, self.mean_D)) * factor_N[:, None]
+
+
+def principal_axes(covariance_DD: Tensor, *, rank: int) -> Tensor:
+    """Orthonormal directions of most variance, the first one first; of shape (width, rank)."""
+    # On the host: not every accelerator decomposes matrices, and this happens once in a run.
+    axes_DD: Tensor = torch.linalg.eigh(covariance_DD.to("cpu", torch.float64)).eigenvectors
+    return axes_DD.flip(-1)[:, :rank].to(covariance_DD)
+
+
+def refined_axes(covariance_DD: Tensor, *, rank: int, start_DR: Tensor | None) -> Tensor:
+    """The same directions by subspace iteration from those of last time.
+
+    Takes width² × rank operations instead of width³, so it may happen often.
+    """
+    width = len(covariance_DD)
+    generator = torch.Generator().manual_seed(width)
+    axes_DQ = torch.randn(width, min(rank + _NUM_SPARE_AXES, width), generator=generator)
+    axes_DQ = axes_DQ.to(covariance_DD)
+    if start_DR is not None:
+        axes_DQ[:, : start_DR.shape[1]] = start_DR
+    for _ in range(_NUM_ITERATIONS):
+        axes_DQ = torch.linalg.qr(covariance_DD @ axes_DQ).Q
+    turn_QQ = torch.linalg.eigh(axes_DQ.T @ covariance_DD @ axes_DQ).eigenvectors
+    axes_DR: Tensor = axes_DQ @ turn_QQ.flip(1)[:, :rank]
+    return axes_DR
 
 
 def _deviations(sum_KD: Tensor, weight_K: Tensor, mean_D: Tensor) -> Tensor:

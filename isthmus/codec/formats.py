@@ -1,31 +1,72 @@
-"""Formats of 8, 4 and 2 bits: each group of a row's elements has a scale of its own, in bf16.
+"""Formats, which make bytes of a matrix: floating-point numbers, and integers of 8, 4 and 2 bits.
 
-A group that holds NaN or Inf has the scale NaN, and its codes say what stood where: 0 something finite, which
-arrives as 0; 1 NaN; 2 +Inf; 3 -Inf.
+Of integers, each group of a row's elements has a scale of its own, in bf16. A group that holds NaN or Inf has
+the scale NaN, and its codes say what stood where: 0 something finite, which arrives as 0; 1 NaN; 2 +Inf;
+3 -Inf.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Final, Protocol
+from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isthmus.codec.base import CodedMessage, Payload, Stateless, flat_bytes, from_bytes
+from isthmus.codec.base import CodedMessage, Coder, Payload, flat_bytes, from_bytes
 from isthmus.job.codec_steps import Integers, num_groups
 
 
-class IntegerCoder(Stateless):
+class Plain(Coder):
+    """Elements as they are."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
+
+    def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:  # noqa: ARG002 others do
+        """The bytes of the matrix, not copied where it is contiguous."""
+        return (flat_bytes(x_ND.to(self._dtype)),)
+
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:  # noqa: ARG002 others do
+        """The matrix, over the bytes of its part."""
+        return from_bytes(next(parts), self._dtype).view(shape)
+
+
+class HalfPrecision(Coder):
+    """Elements in one of the 16-bit types; what is finite stays finite."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:  # noqa: ARG002 others do
+        """The matrix cast; finite values beyond the type's range become its largest."""
+        half_ND = x_ND.to(self._dtype)
+        limit = torch.finfo(self._dtype).max
+        if _may_exceed(x_ND, limit):
+            is_lost_ND = half_ND.isinf() & x_ND.isfinite()
+            half_ND = torch.where(is_lost_ND, half_ND.clamp(-limit, limit), half_ND)
+        return (flat_bytes(half_ND),)
+
+    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:  # noqa: ARG002 others do
+        """The matrix in float32."""
+        return from_bytes(next(parts), self._dtype).view(shape).to(torch.float32)
+
+
+def _may_exceed(x_ND: Tensor, limit: float) -> bool:
+    """Only the host can be asked without waiting for it; elsewhere the answer is yes."""
+    if x_ND.device.type != "cpu":
+        return True
+    return x_ND.numel() > 0 and not (float(x_ND.amax()) <= limit and float(x_ND.amin()) >= -limit)
+
+
+class IntegerCoder(Coder):
     """Scales, then codes."""
 
     def __init__(self, integers: Integers) -> None:
         self._bits = integers.bits
         self._group = integers.group
         self._is_stochastic = integers.is_stochastic
-        self._quantiser = quantiser(integers.bits)
+        self._quantiser = LloydMax() if integers.bits == 2 else Uniform(integers.bits)
         self._scale_dtype = torch.float32 if self._group is None else torch.bfloat16
 
     def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:
@@ -123,22 +164,6 @@ _NOISE_STEP: Final = 2.0**-16
 _NOISE_PER_WORD: Final = 4
 
 
-class Quantiser(Protocol):
-    """Scales, codes and values of groups; x and codes have shape (rows, groups, elements)."""
-
-    def scale(self, x_NGE: Tensor) -> Tensor:
-        """The scale of each group, not finite where the group is not."""
-        ...
-
-    def codes(self, x_NGE: Tensor, scale_NG1: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The code of each element, as a float."""
-        ...
-
-    def restore_(self, codes_NGE: Tensor, scale_NG1: Tensor) -> None:
-        """Make values of codes, in place."""
-        ...
-
-
 class Uniform:
     """Evenly spaced levels up to the largest element; nearest, or given a generator at random.
 
@@ -195,11 +220,6 @@ class LloydMax:
         slope = self._INNER / 0.5 - bend / 4
         codes_NGE.sub_(1.5)
         codes_NGE.mul_(codes_NGE.square().mul_(bend).add_(slope)).mul_(scale_NG1)
-
-
-def quantiser(bits: int) -> Quantiser:
-    """The levels that codes of this many bits stand for."""
-    return LloydMax() if bits == 2 else Uniform(bits)
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -274,124 +294,3 @@ def _signed_lane(packed: Tensor, index: int) -> Tensor:
     # A byte is low + 16 * high with both from -8 to 7; 8 more make the low one a plain remainder.
     shifted = packed.view(torch.int8) + 8
     return shifted >> 4 if index else (shifted & 15) - 8
-
-
-MAX_BITS: Final = 8
-STEPS: Final = (0.0, 1.59577, 0.99569, 0.60182, 0.33861, 0.18879, 0.10418, 0.05689, 0.03077)
-"""The best step of a uniform quantiser of 0 to 8 bits, for a Gaussian of unit variance."""
-ERRORS: Final = (1.0, 0.36338, 0.11885, 0.040638, 0.011864, 3.526e-3, 1.0429e-3, 3.0458e-4, 8.7707e-5)
-"""The mean squared error that it leaves; it falls ever more slowly, so that the greedy choice is the best."""
-
-# One or two bits are best spent around zero; with more, a level at zero keeps small what is small.
-_MOST_BITS_AROUND_ZERO: Final = 2
-_UNIT_CODE: Final = 127
-_CODES_PER_OCTAVE: Final = 4
-_NOT_FINITE: Final = 255
-# Rows with a large entry lose less when the scale grows and all steps with it: by 1, 1.4, 2 or 3.4.
-_SCALE_TRIALS: Final = (0, 2, 4, 7)
-
-
-def allot_bits(variances: Sequence[float], *, num_bits: int) -> tuple[int, ...]:
-    """Share `num_bits` among columns, 0 to 8 each, so that the sum of their squared errors is least."""
-    if not 0 <= num_bits <= MAX_BITS * len(variances):
-        raise ValueError(f"{num_bits} bits for {len(variances)} columns of at most {MAX_BITS}")
-    # By bit first, so that among equals a column gets its first bit before another its second.
-    gains = [
-        (variance * (ERRORS[bit] - ERRORS[bit + 1]), column)
-        for bit in range(MAX_BITS)
-        for column, variance in enumerate(variances)
-    ]
-    bits = [0] * len(variances)
-    for _, column in sorted(gains, key=lambda gain: -gain[0])[:num_bits]:
-        bits[column] += 1
-    return tuple(bits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnCode:
-    """Integers of given widths for whitened rows, whose codes lie one behind the other in K bytes a row.
-
-    A code lies in one byte or reaches into the next, so few exact products of small floats pack a row.
-    """
-
-    variance_R: Tensor
-    """What errors of the columns weigh."""
-    step_R: Tensor
-    num_levels_R: Tensor
-    middle_R: Tensor
-    """Where level 0 lies, in steps: at zero, or half a step above it."""
-    place_R: Tensor
-    """2 to the power of the bit, within its byte, at which a column's code begins."""
-    byte_RK: Tensor
-    """1 at the byte in which a column's code begins."""
-    next_byte_RK: Tensor
-    scale_of_code: Tensor
-
-    def encode(self, y_NR: Tensor, noise_NR: Tensor | None = None) -> Tensor:
-        """The bytes of whitened rows: all scales, then all codes; noise in [0, 1) rounds at random."""
-        scale_code_N = self._scale_codes(y_NR)
-        code_NR = self._levels(y_NR, scale_code_N, noise_NR) + (self.num_levels_R / 2).floor()
-        return torch.cat([scale_code_N, self._pack(code_NR).flatten()])
-
-    def decode(self, packed: Tensor, *, num_rows: int) -> Tensor:
-        """Whitened rows from their bytes; a row that was not finite comes back as NaN."""
-        scale_code_N = packed[:num_rows]
-        packed_NK = packed[num_rows:].view(num_rows, self.byte_RK.shape[1])
-        level_NR = self._unpack(packed_NK) - (self.num_levels_R / 2).floor()
-        return self._values(level_NR, scale_code_N)
-
-    def _scale_codes(self, y_NR: Tensor) -> Tensor:
-        mean_square_N = y_NR.square().mean(dim=1)
-        nearest_N = _UNIT_CODE + (_CODES_PER_OCTAVE / 2 * mean_square_N.log2()).round()
-        trial_TN = torch.stack([nearest_N + more for more in _SCALE_TRIALS])
-        code_TN = trial_TN.nan_to_num(nan=0).clamp(0, _NOT_FINITE - 1).to(torch.uint8)
-        error_TN = torch.stack([self._error(y_NR, code_N) for code_N in code_TN])
-        best_N = code_TN.gather(0, error_TN.nan_to_num(nan=0).argmin(dim=0, keepdim=True))[0]
-        return torch.where(mean_square_N.isfinite(), best_N, _NOT_FINITE)
-
-    def _error(self, y_NR: Tensor, scale_code_N: Tensor) -> Tensor:
-        lost_NR = self._values(self._levels(y_NR, scale_code_N, None), scale_code_N).sub_(y_NR)
-        return lost_NR.square_() @ self.variance_R
-
-    def _levels(self, y_NR: Tensor, scale_code_N: Tensor, noise_NR: Tensor | None) -> Tensor:
-        """The nearest level, counted from zero."""
-        level_NR = (y_NR / self._steps(scale_code_N)).add_(0.5 - self.middle_R)
-        if noise_NR is not None:
-            level_NR.add_(noise_NR - 0.5)
-        half_R = (self.num_levels_R / 2).floor()
-        # Columns without bits divide by zero, and rows that are not finite have no levels.
-        return level_NR.floor_().nan_to_num_(nan=0).clamp_(-half_R, (half_R - 1).clamp(min=0))
-
-    def _values(self, level_NR: Tensor, scale_code_N: Tensor) -> Tensor:
-        return level_NR.add_(self.middle_R).mul_(self._steps(scale_code_N))
-
-    def _steps(self, scale_code_N: Tensor) -> Tensor:
-        return self.step_R * self.scale_of_code[scale_code_N.long()].unsqueeze(1)
-
-    def _pack(self, code_NR: Tensor) -> Tensor:
-        placed_NR = code_NR * self.place_R
-        over_NR = (placed_NR / 256).floor_()
-        return ((placed_NR - 256 * over_NR) @ self.byte_RK + over_NR @ self.next_byte_RK).to(torch.uint8)
-
-    def _unpack(self, packed_NK: Tensor) -> Tensor:
-        two_bytes_NR = packed_NK.float() @ (self.byte_RK + 256 * self.next_byte_RK).T
-        return (two_bytes_NR / self.place_R).floor_().remainder_(self.num_levels_R)
-
-
-def column_code(bits: Sequence[int], deviation_R: Tensor) -> ColumnCode:
-    """The code that gives each column its bits; on the device of the columns' standard deviations."""
-    device, num_columns = deviation_R.device, len(bits)
-    starts = [0, *accumulate(bits)]
-    byte_RK = torch.zeros(num_columns, -(-starts[-1] // 8) + 1)
-    byte_RK[range(num_columns), [start // 8 for start in starts[:-1]]] = 1
-    scales = [2.0 ** ((code - _UNIT_CODE) / _CODES_PER_OCTAVE) for code in range(1, _NOT_FINITE)]
-    return ColumnCode(
-        variance_R=deviation_R.square(),
-        step_R=torch.tensor([STEPS[count] for count in bits], device=device),
-        num_levels_R=torch.tensor([2.0**count for count in bits], device=device),
-        middle_R=torch.tensor([0.5 * (count <= _MOST_BITS_AROUND_ZERO) for count in bits], device=device),
-        place_R=torch.tensor([2.0 ** (start % 8) for start in starts[:-1]], device=device),
-        byte_RK=byte_RK[:, :-1].to(device),
-        next_byte_RK=byte_RK.roll(1, dims=1)[:, :-1].to(device),
-        scale_of_code=torch.tensor([0.0, *scales, float("nan")], device=device),
-    )
