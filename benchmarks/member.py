@@ -15,10 +15,11 @@ from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.steering import Cut
 from isthmus.plan.types import Event, Facts, Member
-from isthmus.train.build import Built
+from isthmus.train import build
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.pipeline import BuiltStage
 from isthmus.train.run_config import RunConfig, warmup_of
 from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.wan.link import Link
@@ -98,7 +99,8 @@ def pipeline_loop(
     """A member that is ready to run; `options` are a `source`, and those of `Built`."""
     member, source = Member(cloud), options.pop("source", None)
     options.setdefault("optimizer", plain_optimizer(stage))
-    loop = Built(stage=stage, device=device, **options).loop(
+    loop = build.pipeline_loop(
+        BuiltStage(stage=stage, device=device, **options),
         config,
         member,
         PipelineScheduler(config.pipeline, member),

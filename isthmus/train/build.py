@@ -1,7 +1,7 @@
 """Builds a member's stage and what trains it: on its device, with its memory options, sharded, reduced."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -31,7 +31,7 @@ from isthmus.train.in_cloud import (
 from isthmus.train.integers import IDS, MASK
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Decay, Optimizer, Schedule
-from isthmus.train.pipeline import PipelineActor, Source, admission
+from isthmus.train.pipeline import BuiltStage, PipelineActor, Source, admission
 from isthmus.train.rows import mask_of, valid_rows
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Inbox, Observer, Wire
@@ -46,48 +46,6 @@ _ALIKE: Final = (
 )
 _MOMENT_BYTES: Final = {OptimizerState.FLOAT32: 8, OptimizerState.EIGHT_BIT: 2}
 _HIDDEN: Final = HiddenSpec()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """A member's stage, and what trains it."""
-
-    stage: Stage
-    optimizer: Optimizer
-    device: Device
-    autocast: torch.dtype | None = None
-    world: World = field(default_factory=World)
-    reduction: Reduction | None = None
-
-    def loop(
-        self,
-        config: RunConfig,
-        member: Member,
-        scheduler: Scheduler,
-        links: Mapping[Member, Link],
-        *,
-        observer: Observer,
-        source: Source | None,
-        save: Callable[[int, Facts | None], None],
-    ) -> Loop:
-        """The loop of a member, with its actor and its wires."""
-        inbox, width = Inbox(), self.stage.model.config.hidden_size
-        wires = pipeline_wires(
-            config, member, links, hidden_width=width, device=self.device, inbox=inbox, observer=observer
-        )
-        actor = PipelineActor(
-            config,
-            member,
-            stage=self.stage,
-            optimizer=self.optimizer,
-            device=self.device,
-            on_span=observer.span,
-            source=source,
-            autocast=self.autocast,
-            world=self.world,
-            reduction=self.reduction,
-        )
-        return Loop(scheduler, actor, wires, inbox, tell=observer.tell, save=save)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +71,9 @@ class Build:
         """What of the stage the ranks of this cloud shard."""
         return self.config.sharding[self.index]
 
-    def make(self) -> Built:
+    def make(self) -> BuiltStage:
         stage = self.stage()
-        return Built(
+        return BuiltStage(
             stage=stage,
             optimizer=self.optimizer(stage),
             device=self.device,
@@ -286,6 +244,26 @@ def _num_trained(job: Job, blueprint: Blueprint, layers: range) -> int:
     parts += [layout.first] if layers.start == 0 and num_frozen == 0 else []
     parts += [layout.last] if layers.stop == layout.num_layers else []
     return sum(sum(part.values()) for part in parts)
+
+
+def pipeline_loop(
+    built: BuiltStage,
+    config: RunConfig,
+    member: Member,
+    scheduler: Scheduler,
+    links: Mapping[Member, Link],
+    *,
+    observer: Observer,
+    source: Source | None,
+    save: Callable[[int, Facts | None], None],
+) -> Loop:
+    """The loop of a member, with its actor and its wires."""
+    inbox, width = Inbox(), built.stage.model.config.hidden_size
+    wires = pipeline_wires(
+        config, member, links, hidden_width=width, device=built.device, inbox=inbox, observer=observer
+    )
+    actor = PipelineActor(config, member, built, on_span=observer.span, source=source)
+    return Loop(scheduler, actor, wires, inbox, tell=observer.tell, save=save)
 
 
 def pipeline_wires(

@@ -153,6 +153,19 @@ class _Result(NamedTuple):
     num_correct: Tensor | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltStage:
+    """A member's stage, and what trains it."""
+
+    stage: Stage
+    optimizer: Optimizer
+    device: Device
+    autocast: torch.dtype | None = None
+    world: World = field(default_factory=World)
+    reduction: Reduction | None = None
+    """None where ranks have whole parameters, or there is one rank."""
+
+
 class PipelineActor:
     """Computes the works of one member of a pipeline."""
 
@@ -160,42 +173,37 @@ class PipelineActor:
         self,
         config: RunConfig,
         member: Member,
+        built: BuiltStage,
         *,
-        stage: Stage,
-        optimizer: Optimizer,
-        device: Device,
         on_span: Callable[[Span], None],
         source: Source | None = None,
-        autocast: torch.dtype | None = None,
-        world: World | None = None,
-        reduction: Reduction | None = None,
     ) -> None:
         pipeline = config.pipeline
         self._config = config
         self._index = pipeline.stage_of(member)
         self._is_frozen = self._index < pipeline.first_trained
-        self._stage = stage
-        self._optimizer = optimizer
+        self._stage = built.stage
+        self._optimizer = built.optimizer
         self._source = source
-        self._world = world or World()
-        self._reduction = reduction or Reduction(self._world, stage)
+        self._world = built.world
+        self._reduction = built.reduction or Reduction(built.world, built.stage)
         self._on_span = on_span
         self._track = member.cloud if len(pipeline.stages[self._index]) == 1 else str(member)
-        self._clock = PassClock(device, track=self._track, on_span=on_span)
+        self._clock = PassClock(built.device, track=self._track, on_span=on_span)
         self._passes = Passes(
-            stage,
-            device=device.torch_device,
+            built.stage,
+            device=built.device.torch_device,
             seed=config.seed,
-            autocast=autocast,
+            autocast=built.autocast,
             is_frozen=self._is_frozen,
             sends_gradients=self._index > pipeline.first_trained,
             num_warmup_steps=config.num_warmup_steps,
             on_near_end=self._clock.near_end,
+            window=pipeline.first_windows()[self._index],
         )
-        self._passes.window = pipeline.first_windows()[self._index]
         self._foresight = None
         if source is not None and config.is_cached:
-            rule = admission(config, stage.model.config.hidden_size)
+            rule = admission(config, built.stage.model.config.hidden_size)
             self._foresight = Foresight(admission=rule, keeps_padding=config.keeps_padding)
         self._microbatches: dict[Key, _Microbatch] = {}
         self._gradients: dict[Key, Tensor] = {}

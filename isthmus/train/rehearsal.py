@@ -34,11 +34,12 @@ from isthmus.plan.simulated import simulate_scenario
 from isthmus.plan.steering import Cut
 from isthmus.plan.times import Profile, Sample, mean_sample
 from isthmus.plan.types import Facts, Member, Message
-from isthmus.train.build import AUTOCAST, Built
+from isthmus.train.build import AUTOCAST, pipeline_loop
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
 from isthmus.train.members import Neighbours
 from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.pipeline import BuiltStage
 from isthmus.train.profiling import (
     Effort,
     given_pair,
@@ -158,7 +159,7 @@ class _Rehearsing:
         stage = build_stage(blueprint, layers[neighbours.index], seed=0).to(device.torch_device)
         if job.train.compile:
             stage.compile_layers(dynamic=None)
-        self._built = Built(
+        self._built = BuiltStage(
             stage=stage,
             optimizer=Optimizer(
                 stage.parameters_by_name(), schedule=Schedule(peak=1e-6, num_steps=1), max_norm=1.0
@@ -208,7 +209,8 @@ class _Rehearsing:
                 generator=torch.Generator().manual_seed(0),
             )
             source = _Same((batch,) * config.pipeline.num_microbatches)
-        loop = self._built.loop(
+        loop = pipeline_loop(
+            self._built,
             config,
             self._member,
             PipelineScheduler(config.pipeline, self._member),

@@ -27,7 +27,7 @@ from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.plan import follow
 from isthmus.plan.types import Facts, Member, Outcome, pack_facts, unpack_facts
-from isthmus.train.build import AUTOCAST, Build, Built, blueprint_of
+from isthmus.train.build import AUTOCAST, Build, blueprint_of, pipeline_loop
 from isthmus.train.checkpoint import Checkpoints, Keeper, State
 from isthmus.train.data.samples import Cursor
 from isthmus.train.data.token_files import tokens_of
@@ -36,6 +36,7 @@ from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
+from isthmus.train.pipeline import BuiltStage
 from isthmus.train.run_config import RunConfig, decide, layout_of, run_config
 from isthmus.train.runs import MODEL_FOLDER, PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
 from isthmus.train.wire import Wire
@@ -203,7 +204,7 @@ class _Session:
     def _train(
         self,
         config: RunConfig,
-        built: Built,
+        built: BuiltStage,
         keeper: Keeper,
         start: Start,
         data: TrainingData | None,
@@ -223,7 +224,9 @@ class _Session:
                     keeper.save(_state(step, facts, feed, loop.wires))
 
             scheduler = PipelineScheduler(config.pipeline, self.member)
-            loop = built.loop(config, self.member, scheduler, links, observer=journal, source=feed, save=save)
+            loop = pipeline_loop(
+                built, config, self.member, scheduler, links, observer=journal, source=feed, save=save
+            )
             facts = None if state is None else _restore(state, loop.wires)
             with loop, self.stop.honoured_by(lambda: loop.interrupt("the user or the system asked for it")):
                 ended = loop.run(start.step, facts)
@@ -243,7 +246,7 @@ class _Session:
             num_in_step=config.common_ranks,
         )
 
-    def _note_start(self, journal: Journal, built: Built, start: Start) -> None:
+    def _note_start(self, journal: Journal, built: BuiltStage, start: Start) -> None:
         if not self._is_leader:
             return
         for note in (*self.reasons, *built.stage.notes):
@@ -276,7 +279,7 @@ class _Session:
 
     # The end.
 
-    def _export(self, built: Built, keeper: Keeper, run: Path) -> None:
+    def _export(self, built: BuiltStage, keeper: Keeper, run: Path) -> None:
         own = run / f"{PARTS_PREFIX}{self.member.cloud}"
         if self._is_leader:
             fresh_folder(own)

@@ -22,11 +22,12 @@ from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.steering import Cut
 from isthmus.plan.types import Action, Event, Facts, Member, Message, Scheduler, Stop
-from isthmus.train.build import Built
+from isthmus.train.build import pipeline_loop
 from isthmus.train.coding import CodecState
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Optimizer, Schedule
+from isthmus.train.pipeline import BuiltStage
 from isthmus.train.run_config import RunConfig, warmup_of
 from isthmus.train.wire import Wire
 from isthmus.wan.memory import MemoryLink
@@ -300,9 +301,9 @@ def make_loop(
         record.save(Saved(step, facts, found))
 
     source = options.pop("source", None)
-    built = Built(stage=stage, device=device, **options)
+    built = BuiltStage(stage=stage, device=device, **options)
     logged = Logged(scheduler, record)
-    loop = built.loop(config, member, logged, links, observer=record, source=source, save=save)
+    loop = pipeline_loop(built, config, member, logged, links, observer=record, source=source, save=save)
     return loop, dict(loop.wires)
 
 

@@ -18,7 +18,7 @@ from isthmus.plan.end_of_step import Evaluated, Tally, Verdict
 from isthmus.plan.scenario import Hop
 from isthmus.plan.types import MessageKind
 from isthmus.train.device import Device
-from isthmus.train.pipeline import PipelineActor
+from isthmus.train.pipeline import BuiltStage, PipelineActor
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Delivery
 from isthmus.wan.packet import Buffer, Packet, pack, unpack
@@ -63,14 +63,8 @@ class Channel:
 
 def actor_of(agreed: RunConfig, end: End) -> PipelineActor:
     nothing: Any = None
-    return PipelineActor(
-        agreed,
-        end.member,
-        stage=nothing,
-        optimizer=nothing,
-        device=Device("cpu"),
-        on_span=end.record.span,
-    )
+    built = BuiltStage(stage=nothing, optimizer=nothing, device=Device("cpu"))
+    return PipelineActor(agreed, end.member, built, on_span=end.record.span)
 
 
 def tensor_channel(agreed: RunConfig, kind: MessageKind, codecs: tuple[str, str]) -> Channel:
