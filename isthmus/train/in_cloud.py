@@ -333,14 +333,10 @@ def begin_down(down: Down, world: World) -> dict[str, Tensor]:
     return tensors
 
 
-def begin_up(up: Up, world: World, take: Callable[[], Mapping[str, Tensor]]) -> None:
-    """Begin the receiver's half at every rank of its cloud, with what only the leader can `take`."""
-    if world.seat.num_ranks == 1:
-        up.begin(take())
-        return
-    leaders = take() if world.seat.is_leader else {}
-    given = world.broadcast_bytes(save({name: tensor.contiguous() for name, tensor in leaders.items()}))
-    up.begin(load(given))
+def begin_up(up: Up, world: World, basis: Mapping[str, Tensor]) -> None:
+    """Begin the receiver's half at every rank of its cloud, with the basis that arrived at the leader."""
+    own = {name: tensor.contiguous() for name, tensor in basis.items()}
+    up.begin(load(world.broadcast_bytes(save(own))))
 
 
 def shard(

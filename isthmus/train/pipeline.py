@@ -299,7 +299,7 @@ class PipelineActor:
             basis = begin_down(self._stage.down, self._world)
             self._basis_to_send = {name: tensor.detach().cpu() for name, tensor in basis.items()}
         elif self._stage.up is not None:
-            begin_up(self._stage.up, self._world, lambda: self._basis)
+            begin_up(self._stage.up, self._world, self._basis)
 
     # Passes.
 
