@@ -172,22 +172,24 @@ class Wire:
         started_s = steady_s()
         integers = {name: one for name, one in tensors.items() if not one.is_floating_point()}
         others = {name: one for name, one in tensors.items() if one.is_floating_point()}
-        coded, facts = None, Carried()
-        if HIDDEN in others and self.cut is not None and message.kind in _CARRIES_HIDDEN:
+        hidden, coded = None, None
+        if self.cut is not None and message.kind in _CARRIES_HIDDEN and HIDDEN in others:
             hidden = others.pop(HIDDEN)
             coded = self.cut.encode(message, hidden, integers, after=ready)
-            facts = Carried(
-                coding_s=steady_s() - started_s,
+        coding_s = steady_s() - started_s
+        packet = _pack(message, integers, others, coded)
+        num_bytes = self.link.send(_STREAMS[message.kind], packet, priority=message.priority)
+        facts = Carried(num_bytes=num_bytes, rtt_s=self.link.counters().rtt_s or 0.0)
+        if self.cut is not None and hidden is not None and coded is not None:
+            self._observe("encode", message, coded, started_s, started_s + coding_s)
+            facts = replace(
+                facts,
+                coding_s=coding_s,
                 num_elements=coded.num_rows * self.cut.coding.hidden_width,
                 element_bytes=hidden.dtype.itemsize,
                 cosine=math.nan if coded.fidelity is None else coded.fidelity.cosine,
             )
-        packet = _pack(message, integers, others, coded)
-        num_bytes = self.link.send(_STREAMS[message.kind], packet, priority=message.priority)
-        if coded is not None:
-            self._observe("encode", message, coded, started_s, started_s + facts.coding_s)
-        rtt_s = self.link.counters().rtt_s or 0.0
-        self.inbox.put(Sent(message, replace(facts, num_bytes=num_bytes, rtt_s=rtt_s)))
+        self.inbox.put(Sent(message, facts))
 
     # What arrives.
 
