@@ -10,7 +10,7 @@ from isthmus.job import Job
 from isthmus.job.load import parse_job
 from isthmus.plan.types import Member
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from isthmus.wan.link import Link
 from isthmus.wan.local import LocalWan, Report, run_ranks
 
@@ -103,6 +103,6 @@ def links_of(job: Job, endpoint: Endpoint, cloud: str) -> dict[str, Link]:
     return links
 
 
-def _be_cloud(job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat, work: Work) -> Any:
-    del report, seat
+def _be_cloud(job: Job, endpoint: Endpoint, *, cloud: str, report: Report, spec: RankSpec, work: Work) -> Any:
+    del report, spec
     return work(cloud, links_of(job, endpoint, cloud))

@@ -119,7 +119,7 @@ def run(
     cloud and what happened there: {"kind": "step" | "evaluation" | "link" | "note", …}.
     """
     from isthmus.events import StopRequest
-    from isthmus.train.launch import Launch, find_seat
+    from isthmus.train.launch import Launch, find_rank
 
     launch = Launch(
         job=job.used(),
@@ -134,7 +134,7 @@ def run(
     )
     if cloud is None:
         return launch.run_here(faults=None if faults is None else Path(faults), restarts=restarts)
-    return launch.run_as(cloud, find_seat(os.environ, job.cloud_named(cloud)))
+    return launch.run_as(cloud, find_rank(os.environ, job.cloud_named(cloud)))
 
 
 def report(folder: str | Path) -> "RunReport":

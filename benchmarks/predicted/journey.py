@@ -23,7 +23,7 @@ from isthmus.plan.types import Member
 from isthmus.train.device import Device
 from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from isthmus.wan.link import Link
 from isthmus.wan.local import LocalWan, Report, run_ranks
 from isthmus.wan.packet import Packet
@@ -181,12 +181,12 @@ def _be_cloud(
     *,
     cloud: str,
     report: Report,
-    seat: Seat,
+    spec: RankSpec,
     stops: Sequence[Stop],
     plans: Plans,
 ) -> list[Any]:
     """Be one cloud all the way."""
-    del job, endpoint, seat
+    del job, endpoint, spec
     prepare_process()
     own = [stop for stop in stops if cloud in stop.identities]
     known = Known()

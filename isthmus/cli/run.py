@@ -63,14 +63,14 @@ def run(
 
     Example: `isthmus run job.toml --set train.steps=100`
     """
-    from isthmus.train.launch import find_seat
+    from isthmus.train.launch import find_rank
 
     if cloud is not None:
         _check_real(faults, restarts)
     loaded = isthmus.load_job(job, overrides=overrides or ())
     console = Console(stderr=as_json, highlight=False)
-    seat = None if cloud is None else find_seat(os.environ, loaded.cloud_named(cloud))
-    is_heard = seat is None or seat.is_leader
+    spec = None if cloud is None else find_rank(os.environ, loaded.cloud_named(cloud))
+    is_heard = spec is None or spec.is_leader
     if not is_heard:
         # Rank 0 speaks for its cloud; the others print errors only.
         console = Console(quiet=True)

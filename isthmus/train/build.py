@@ -151,7 +151,7 @@ class Build:
         shard(
             stage,
             device=self.device.torch_device,
-            num_ranks=self.world.seat.num_ranks,
+            num_ranks=self.world.num_ranks,
             compute_dtype=AUTOCAST[self.job.train.precision],
             keeps_sharded=self.sharding == "full",
             offload=self.config.offload_optimizer,

@@ -328,10 +328,10 @@ class Keeper:
 
     def save(self, state: State) -> None:
         """Write a record; `state` is this rank's, and its wires are all that others do not have as well."""
-        seat, layers = self._world.seat, self._stage.layers
+        world, layers = self._world, self._stage.layers
         codecs = {_wire_name(peer): {_CODECS: texts_of(one.pair)} for peer, one in state.wires.items()}
         own = {
-            f"{_WIRE}{seat.rank}/{_wire_name(peer)}/{name}": tensor
+            f"{_WIRE}{world.rank}/{_wire_name(peer)}/{name}": tensor
             for peer, one in state.wires.items()
             for name, tensor in one.tensors.items()
         }
@@ -357,7 +357,7 @@ class Keeper:
         own = {_saved_name(name, self._stage.layers): name for name in self._stage.tensors_by_name()}
         facts: Facts = {}
         found: dict[str, LazyTensor] = {}
-        if self._world.seat.is_leader:
+        if self._world.is_leader:
             values = self._stage.tensors_by_name()
             shapes = {saved: tuple(values[name].shape) for saved, name in own.items()}
             facts, found = self._checkpoints.read(step, shapes, layers=self._stage.layers)
@@ -380,7 +380,7 @@ class Keeper:
         if not any(isinstance(one, DTensor) for one in tensors.values()):
             return None
         own = lazily(tensors)
-        if not self._world.seat.is_leader:
+        if not self._world.is_leader:
             load_in_turn(own)
             return None
         (in_order,) = files_of(own).values()
@@ -399,7 +399,7 @@ class Keeper:
     def _observed_by_rank(self) -> dict[str, LazyTensor]:
         """What each rank has observed for a bottleneck that has not begun, stacked at the leader."""
         down = self._stage.down
-        if down is None or down.has_begun or self._world.seat.num_ranks == 1:
+        if down is None or down.has_begun or self._world.num_ranks == 1:
             return {}
         own = {
             _saved_name(f"down.observed.{name}", self._stage.layers): one.cpu()
@@ -413,7 +413,7 @@ class Keeper:
         for saved, tensor in self._at_every_rank(weights, lambda saved: values[own[saved]]):
             value = values[own[saved]]
             is_by_rank = tensor.ndim > value.ndim
-            value.copy_(tensor[self._world.seat.rank] if is_by_rank else tensor)
+            value.copy_(tensor[self._world.rank] if is_by_rank else tensor)
 
     def _load_moments(self, moments: Mapping[str, LazyTensor], own: Mapping[str, str]) -> None:
         """Load the moments of one parameter at a time."""
@@ -426,11 +426,11 @@ class Keeper:
     def _load_wires(self, found: Mapping[str, LazyTensor], wires: list[Any]) -> dict[Member, CodecState]:
         """The wires of this rank, from the leader, which has read those of all; none for other layers."""
         own: dict[Member, CodecState] = {}
-        for rank, peers in enumerate(wires[: self._world.seat.num_ranks]):
+        for rank, peers in enumerate(wires[: self._world.num_ranks]):
             prefix = f"{_WIRE}{rank}/"
             leaders = {name: one.load() for name, one in found.items() if name.startswith(prefix)}
             tensors = load(self._world.broadcast_bytes(_packed(leaders)))
-            if rank == self._world.seat.rank:
+            if rank == self._world.rank:
                 own = {
                     _peer_of(peer): CodecState(
                         pair=read_pair(about.get(_CODECS)), tensors=_below(f"{prefix}{peer}/", tensors)
@@ -443,7 +443,7 @@ class Keeper:
         self, tensors: Mapping[str, LazyTensor], like: Callable[[str], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """The leader's tensors at every rank, or its shard of them where `like` is sharded."""
-        if self._world.seat.num_ranks == 1:
+        if self._world.num_ranks == 1:
             yield from ((name, one.load()) for name, one in tensors.items())
             return
         about = {name: [list(one.shape), str(one.dtype).partition(".")[2]] for name, one in tensors.items()}

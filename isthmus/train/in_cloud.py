@@ -33,7 +33,7 @@ from isthmus.model.cut import LayerCall
 from isthmus.model.stage import Stage
 from isthmus.train.device import Device
 from isthmus.train.watch import Watch, first_line, inside_host
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from isthmus.wan.limits import listening_ports, stop_accepting
 from isthmus.wan.sockets import listen
 
@@ -49,8 +49,9 @@ class World:
     Without a control group this is the only rank: everything it gathers, sums or broadcasts is its own.
     """
 
-    def __init__(self, seat: Seat | None = None, *, control: dist.ProcessGroup | None = None) -> None:
-        self.seat = seat or Seat()
+    def __init__(self, spec: RankSpec | None = None, *, control: dist.ProcessGroup | None = None) -> None:
+        spec = spec or RankSpec()
+        self.rank, self.num_ranks, self.is_leader = spec.rank, spec.num_ranks, spec.is_leader
         self._control = control
 
     def gather(self, values: object) -> list[Any] | None:
@@ -69,7 +70,7 @@ class World:
         with _collective():
             size = torch.tensor([len(data)])
             dist.broadcast(size, 0, group=self._control)
-            own = _as_tensor(data) if self.seat.is_leader else torch.empty(int(size), dtype=torch.uint8)
+            own = _as_tensor(data) if self.is_leader else torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(own, 0, group=self._control)
         return own.numpy().tobytes()
 
@@ -77,13 +78,13 @@ class World:
         """The bytes of every rank, by rank, at the leader; None elsewhere."""
         if self._control is None:
             return [data]
-        sizes = torch.zeros(self.seat.num_ranks, dtype=torch.int64)
-        sizes[self.seat.rank] = len(data)
+        sizes = torch.zeros(self.num_ranks, dtype=torch.int64)
+        sizes[self.rank] = len(data)
         with _collective():
             dist.all_reduce(sizes, group=self._control)
             # Gloo gathers tensors of one size.
             own = _as_tensor(data.ljust(int(sizes.max()), b"\0"))
-            found = [torch.empty_like(own) for _ in sizes] if self.seat.is_leader else None
+            found = [torch.empty_like(own) for _ in sizes] if self.is_leader else None
             dist.gather(own, found, 0, group=self._control)
         if found is None:
             return None
@@ -113,7 +114,7 @@ class World:
 
 @contextmanager
 def join_world(
-    seat: Seat,
+    spec: RankSpec,
     device: Device,
     *,
     cloud: str,
@@ -125,34 +126,34 @@ def join_world(
 
     If a rank is lost or silent for too long before that, `end` gets the reason, on another thread.
     """
-    if seat.num_ranks == 1:
+    if spec.num_ranks == 1:
         yield World()
         return
-    with Watch(seat, cloud=cloud, secret=secret, end=end, timeout_s=silence_s) as watch:
+    with Watch(spec, cloud=cloud, secret=secret, end=end, timeout_s=silence_s) as watch:
         with _collective():
-            watch.meet(_launchers_store(seat), patience_s=_TIMEOUT.total_seconds())
+            watch.meet(_launchers_store(spec), patience_s=_TIMEOUT.total_seconds())
             before = listening_ports()
-            store = _open_store(seat, watch)
-        with _process_group(seat, device, store, watch) as world:
+            store = _open_store(spec, watch)
+        with _process_group(spec, device, store, watch) as world:
             # Torch's store and Gloo accept anybody; by now every rank is connected to both.
             stop_accepting(listening_ports() - before)
             yield world
 
 
-def _launchers_store(seat: Seat) -> Store | None:
+def _launchers_store(spec: RankSpec) -> Store | None:
     """The store of a launcher, if there is one; it outlives a world, and anybody may write to it."""
-    if seat.master is None or not seat.is_served:
+    if spec.master is None or not spec.is_served:
         return None
-    return PrefixStore("isthmus", _connect_to_store(seat.master.host, seat.master.port))
+    return PrefixStore("isthmus", _connect_to_store(spec.master.host, spec.master.port))
 
 
-def _open_store(seat: Seat, watch: Watch) -> Store:
+def _open_store(spec: RankSpec, watch: Watch) -> Store:
     """A store for this world. It has no authentication, so rank 0 opens it once all ranks have met."""
-    if seat.master is None:
+    if spec.master is None:
         raise ValueError("several ranks need an address to meet at")
-    if not seat.is_leader:
-        return _connect_to_store(seat.master.host, watch.await_store(patience_s=_TIMEOUT.total_seconds()))
-    host = inside_host(seat)
+    if not spec.is_leader:
+        return _connect_to_store(spec.master.host, watch.await_store(patience_s=_TIMEOUT.total_seconds()))
+    host = inside_host(spec)
     listener = listen(host, 0)
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -172,16 +173,20 @@ def _connect_to_store(host: str, port: int) -> Store:
 
 
 @contextmanager
-def _process_group(seat: Seat, device: Device, store: Store, watch: Watch) -> Iterator[World]:
+def _process_group(spec: RankSpec, device: Device, store: Store, watch: Watch) -> Iterator[World]:
     try:
         # Before the group ends: that fails the others, who then ask why.
         with _explained(watch):
             with _collective():
                 dist.init_process_group(
-                    _backend(device), store=store, rank=seat.rank, world_size=seat.num_ranks, timeout=_TIMEOUT
+                    _backend(device),
+                    store=store,
+                    rank=spec.rank,
+                    world_size=spec.num_ranks,
+                    timeout=_TIMEOUT,
                 )
                 control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-            world = World(seat, control=control)
+            world = World(spec, control=control)
             _check_devices(world, device)
             yield world
     finally:
@@ -275,7 +280,7 @@ class Reduction:
             one.wait()  # Nothing has, at a rank without a micro-batch.
         if self._sharding == "optimizer":
             reduce_now(self._stage)
-        if self._world.seat.num_ranks > 1:
+        if self._world.num_ranks > 1:
             is_sharded = self._sharding != "none"
             replicated = _halves(self._stage) if is_sharded else self._stage.parameters_by_name()
             _sum_gradients(self._world, [one for _, one in sorted(replicated.items()) if one.requires_grad])
@@ -286,7 +291,7 @@ class Reduction:
             return own
         present = [one for one in self._stage.parameters_by_name().values() if one.grad is not None]
         # Of a gradient that every rank has whole, the leader's counts.
-        counts = [self._world.seat.is_leader or isinstance(one.grad, DTensor) for one in present]
+        counts = [self._world.is_leader or isinstance(one.grad, DTensor) for one in present]
         norms = [norm if count else 0.0 for norm, count in zip(own, counts, strict=True)]
         return self._world.all_reduce(norms, dtype=torch.float64)
 
@@ -324,7 +329,7 @@ def buckets(tensors: Sequence[Tensor], *, max_bytes: int) -> Iterator[list[Tenso
 
 def begin_down(down: Down, world: World) -> dict[str, Tensor]:
     """Begin the sender's half at every rank of its cloud; gives the receiver's, for the leader to send."""
-    if world.seat.num_ranks > 1:
+    if world.num_ranks > 1:
         down.observed.pool(world.all_reduce_tensor)
     tensors = down.begin()
     for tensor in down.values().values():

@@ -28,7 +28,7 @@ from isthmus.observe.trackers import check_trackers, open_trackers
 from isthmus.plan.costs import CostSource
 from isthmus.wan.certificates import read_identity
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from isthmus.wan.local import STOP_SIGNAL, LocalWan, Report, run_ranks
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Launch:
                 first: Trained = next(iter(found.values()))
                 return first
 
-    def run_as(self, cloud: str, seat: Seat) -> "Trained":
+    def run_as(self, cloud: str, spec: RankSpec) -> "Trained":
         """Be one rank of one cloud; the others are started elsewhere."""
         identity = read_identity(Path(self.job.cloud_named(cloud).certificates), cloud)
 
@@ -114,23 +114,29 @@ class Launch:
         from isthmus.train.runs import check_device, writing_to
         from isthmus.train.session import train_cloud
 
-        check_device(self.job.cloud_named(cloud), seat)
+        check_device(self.job.cloud_named(cloud), spec)
         decide(self.job)
-        chooses = seat.is_leader and stage_order(self.job)[0] == cloud
+        chooses = spec.is_leader and stage_order(self.job)[0] == cloud
         check_trackers(self.trackers if chooses else ())
         with ExitStack() as stack:
             stack.enter_context(writing_to(self.root))
             note = self._noter(cloud)
-            stack.enter_context(lock_site(self.root, self.job, cloud=cloud, rank=seat.rank, note=note))
+            stack.enter_context(lock_site(self.root, self.job, cloud=cloud, rank=spec.rank, note=note))
             options = self._session_options(cloud, stack, chooses=chooses)
-            endpoint = Endpoint(self.job, cloud=cloud, rank=seat.rank, identity=identity)
+            endpoint = Endpoint(self.job, cloud=cloud, rank=spec.rank, identity=identity)
             self.stop.abort = endpoint.abort
             stack.enter_context(endpoint)
             # Peers get the same message about a full disk.
             stack.enter_context(writing_to(self.root))
             report = functools.partial(self._hear, cloud)
             return train_cloud(
-                self.job, endpoint, cloud=cloud, report=report, options=options, seat=seat, stop=self.stop
+                self.job,
+                endpoint,
+                cloud=cloud,
+                report=report,
+                options=options,
+                spec=spec,
+                stop=self.stop,
             )
 
     def _session_options(self, cloud: str, stack: ExitStack, *, chooses: bool) -> "SessionOptions":
@@ -188,7 +194,13 @@ class Launch:
 
 
 def _be_rank_here(
-    job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat, options: "SessionOptions"
+    job: Job,
+    endpoint: Endpoint,
+    *,
+    cloud: str,
+    report: Report,
+    spec: RankSpec,
+    options: "SessionOptions",
 ) -> "Trained":
     from isthmus.train.runs import writing_to
     from isthmus.train.session import train_cloud
@@ -204,34 +216,34 @@ def _be_rank_here(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(STOP_SIGNAL, ask)
     with writing_to(options.root):
-        return train_cloud(job, endpoint, cloud=cloud, report=report, options=options, seat=seat, stop=stop)
+        return train_cloud(job, endpoint, cloud=cloud, report=report, options=options, spec=spec, stop=stop)
 
 
-def find_seat(environment: _Environment, cloud: CloudSpec) -> Seat:
+def find_rank(environment: _Environment, cloud: CloudSpec) -> RankSpec:
     """The rank that this process is; a cloud of one rank needs no launcher."""
-    seat = _from_environment(environment, cloud)
-    if seat is None:
+    spec = _from_environment(environment, cloud)
+    if spec is None:
         if cloud.ranks == 1:
-            return Seat()
+            return RankSpec()
         raise UserError(
             f"cloud {cloud.name!r} has {cloud.ranks} ranks, but nothing says which of them this process is",
             hint=f"torchrun --nproc-per-node {cloud.ranks} -m isthmus run JOB --cloud {cloud.name}; "
             "docs/inside-a-cloud.md shows Slurm and Kubernetes",
         )
-    if seat.num_ranks != cloud.ranks:
+    if spec.num_ranks != cloud.ranks:
         raise UserError(
-            f"cloud {cloud.name!r} has {cloud.ranks} ranks in the job, but {seat.num_ranks} were started",
-            hint=f"start {cloud.ranks}, or set cloud.{cloud.name}.ranks to {seat.num_ranks}",
+            f"cloud {cloud.name!r} has {cloud.ranks} ranks in the job, but {spec.num_ranks} were started",
+            hint=f"start {cloud.ranks}, or set cloud.{cloud.name}.ranks to {spec.num_ranks}",
         )
-    if not 0 <= seat.rank < seat.num_ranks:
+    if not 0 <= spec.rank < spec.num_ranks:
         raise UserError(
-            f"this process cannot be rank {seat.rank} of the {seat.num_ranks} of cloud {cloud.name!r}",
+            f"this process cannot be rank {spec.rank} of the {spec.num_ranks} of cloud {cloud.name!r}",
             hint="ranks are counted from 0",
         )
-    return seat
+    return spec
 
 
-def _from_environment(environment: _Environment, cloud: CloudSpec) -> Seat | None:
+def _from_environment(environment: _Environment, cloud: CloudSpec) -> RankSpec | None:
     master: Address | None = None
     local = _number(environment, "LOCAL_RANK", default=0)
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -253,7 +265,7 @@ def _from_environment(environment: _Environment, cloud: CloudSpec) -> Seat | Non
     else:
         return None
     is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Seat(rank=rank, num_ranks=num_ranks, local_rank=local, master=master, is_served=is_served)
+    return RankSpec(rank=rank, num_ranks=num_ranks, local_rank=local, master=master, is_served=is_served)
 
 
 def first_host(nodes: str) -> str:

@@ -100,7 +100,7 @@ class Neighbours:
         The question travels down, so that all measure at the same time; `own` gives None for a cloud that
         has nothing to send.
         """
-        if not self._world.seat.is_leader:
+        if not self._world.is_leader:
             return {}
         if self.up is not None:
             is_wanted = self.up.receive(_PROFILE).header.get("is_wanted") is True
@@ -124,7 +124,7 @@ class Neighbours:
             text = "".join(_read_texts(self.up.receive(_CONFIG)))
         text = str(self._world.broadcast(text))
         config = unpack_facts(text, RunConfig, max_bytes=_MAX_TEXT_BYTES)
-        member = Member(self._clouds[self.index], self._world.seat.rank)
+        member = Member(self._clouds[self.index], self._world.rank)
         if member not in config.pipeline.members:
             raise FrameError(f"a run config without {member}")
         if self.down is not None:
@@ -133,7 +133,7 @@ class Neighbours:
 
     def agree_on_start(self, saved: SavedSteps, *, num_steps: int) -> Start:
         """Where all clouds can start; the first cloud decides, and refuses where one of them lacks a part."""
-        start = self._leaders_start(saved, num_steps) if self._world.seat.is_leader else None
+        start = self._leaders_start(saved, num_steps) if self._world.is_leader else None
         text: object = self._world.broadcast(None if start is None else pack_facts(start))
         return unpack_facts(text, Start)
 
@@ -181,11 +181,11 @@ class Neighbours:
             Member(self._clouds[stage], peer): self._connect(self._clouds[stage], peer)
             for stage in (self.index - 1, self.index + 1)
             if 0 <= stage < len(self._clouds)
-            for peer in pipeline.routing.peers(self.index, self._world.seat.rank, neighbour=stage)
+            for peer in pipeline.routing.peers(self.index, self._world.rank, neighbour=stage)
         }
 
     def _leaders_link(self, stage: int) -> Link | None:
-        if not self._world.seat.is_leader or not 0 <= stage < len(self._clouds):
+        if not self._world.is_leader or not 0 <= stage < len(self._clouds):
             return None
         return self._connect(self._clouds[stage], 0)
 

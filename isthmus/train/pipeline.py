@@ -277,7 +277,7 @@ class PipelineActor:
     def _lay_out(
         self, batches: Sequence[Batch], step: int, is_evaluation: bool, num_step_targets: int
     ) -> None:
-        pipeline, rank = self._config.pipeline, self._world.seat.rank
+        pipeline, rank = self._config.pipeline, self._world.rank
         share = pipeline.routing.share(0, rank, step=step, is_evaluation=is_evaluation)
         kind = MessageKind.EVALUATION if is_evaluation else MessageKind.ACTIVATION
         num_rounds = 1 + (is_evaluation and pipeline.evaluates_plain)
@@ -385,7 +385,7 @@ class PipelineActor:
 
     def _gather(self, own: Reduced | Scored) -> Gathered:
         """The facts of all ranks of this cloud at its leader; those of this rank elsewhere."""
-        if self._world.seat.num_ranks == 1:
+        if self._world.num_ranks == 1:
             return Gathered(of=(own,))
         found = self._world.gather(pack_facts(own, max_bytes=_MAX_GATHERED_BYTES))
         texts = found if found is not None else [pack_facts(own, max_bytes=_MAX_GATHERED_BYTES)]

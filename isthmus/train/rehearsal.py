@@ -52,7 +52,7 @@ from isthmus.train.profiling import (
 )
 from isthmus.train.run_config import RunConfig
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from isthmus.wan.local import LocalWan, run_ranks
 
 # The name of the run config behind the last rehearsal.
@@ -115,11 +115,11 @@ def _measure_rank(
     *,
     cloud: str,
     report: Callable[[str], None],
-    seat: Seat,
+    spec: RankSpec,
     effort: Effort,
     num_threads: int,
 ) -> _Measured:
-    del seat
+    del spec
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     torch.set_num_threads(num_threads)
     clouds = stage_order(job)

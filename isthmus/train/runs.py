@@ -32,7 +32,7 @@ from isthmus.train.data.token_files import TokenFiles, tokens_of
 from isthmus.train.data.training_data import check_enough, open_data
 from isthmus.train.run_config import decide, layout_of, may_plan, plan_run, stage_layers
 from isthmus.wan.doctor import Devices, require_kind, require_one_each
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 
 MODEL_FOLDER: Final = "model"
 TOKENIZER_FOLDER: Final = "tokenizer"
@@ -262,13 +262,13 @@ def check_all_devices(job: Job) -> None:
         require_one_each(cloud, found, num_ranks=cloud.ranks)
 
 
-def check_device(cloud: CloudSpec, seat: Seat) -> None:
+def check_device(cloud: CloudSpec, spec: RankSpec) -> None:
     """Refuse to be a rank of a cloud that would have no device of its own here."""
     found = find_devices()
     require_kind(cloud, found)
     # A launcher may show every rank a single device, its own; whether it is, the ranks find out together.
-    if seat.num_ranks > 1 and found.num_devices > 1:
-        require_one_each(cloud, found, num_ranks=seat.local_rank + 1)
+    if spec.num_ranks > 1 and found.num_devices > 1:
+        require_one_each(cloud, found, num_ranks=spec.local_rank + 1)
 
 
 def find_devices() -> Devices:

@@ -41,7 +41,7 @@ from isthmus.train.run_config import RunConfig, decide, layout_of, run_config
 from isthmus.train.runs import MODEL_FOLDER, PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
 from isthmus.train.wire import Wire
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from isthmus.wan.link import Link
 
 # Links are served by Python threads beside the one that computes; neither may hold the other up for long.
@@ -80,21 +80,21 @@ def train_cloud(
     cloud: str,
     report: Report,
     options: SessionOptions,
-    seat: Seat | None = None,
+    spec: RankSpec | None = None,
     stop: StopRequest | None = None,
 ) -> Trained:
     """Be one rank of one cloud of a job from the start to the exported model, or to an orderly stop."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    seat = seat or Seat()
-    device = Device(job.cloud_named(cloud).device, local_rank=seat.local_rank if seat.num_ranks > 1 else None)
-    secret = endpoint.inside_secret if seat.num_ranks > 1 else b""
+    spec = spec or RankSpec()
+    device = Device(job.cloud_named(cloud).device, local_rank=spec.local_rank if spec.num_ranks > 1 else None)
+    secret = endpoint.inside_secret if spec.num_ranks > 1 else b""
     try:
-        with join_world(seat, device, cloud=cloud, secret=secret, end=endpoint.abort) as world:
+        with join_world(spec, device, cloud=cloud, secret=secret, end=endpoint.abort) as world:
             session = _Session(
                 job=job,
-                member=Member(cloud, seat.rank),
+                member=Member(cloud, spec.rank),
                 neighbours=Neighbours(endpoint.link, world, clouds=stage_order(job), cloud=cloud),
                 device=device,
                 world=world,
@@ -168,7 +168,7 @@ class _Session:
 
     @property
     def _is_leader(self) -> bool:
-        return self.world.seat.is_leader
+        return self.world.is_leader
 
     def _note(self, text: str) -> None:
         self.report(json.dumps({"kind": "note", "text": text}))
@@ -241,7 +241,7 @@ class _Session:
             data,
             layout_of(self.job, config.pipeline.num_microbatches),
             cursor=cursor,
-            share=functools.partial(config.pipeline.routing.share, 0, self.world.seat.rank),
+            share=functools.partial(config.pipeline.routing.share, 0, self.world.rank),
             first_step=start.step,
             num_in_step=config.common_ranks,
         )

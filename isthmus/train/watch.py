@@ -38,7 +38,7 @@ from typing import Final, Protocol, Self
 from isthmus.errors import FrameError, RankLost, UserError
 from isthmus.job.fields import Address
 from isthmus.wan.frames import Abort, Close, ControlFrame, Frame, Notice
-from isthmus.wan.handshake import EXIT_LOST, Seat
+from isthmus.wan.handshake import EXIT_LOST, RankSpec
 from isthmus.wan.heartbeat import MAX_LINE_BYTES, Channel, Heartbeat
 from isthmus.wan.limits import Complaints, Pending, source_of, why
 from isthmus.wan.loop import LoopThread
@@ -95,9 +95,9 @@ def is_proof(proof: str, of: str) -> bool:
     return proof.isascii() and hmac.compare_digest(proof, of)
 
 
-def inside_host(seat: Seat) -> str:
+def inside_host(spec: RankSpec) -> str:
     """The inside address at which rank 0 listens; empty for all, where the host names no single one."""
-    return own_address(_master(seat).host) or ""
+    return own_address(_master(spec).host) or ""
 
 
 def publish_port(store: LauncherStore, port: int, secret: bytes) -> None:
@@ -110,10 +110,10 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:_MAX_REASON_LENGTH]
 
 
-def _master(seat: Seat) -> Address:
-    if seat.master is None:
+def _master(spec: RankSpec) -> Address:
+    if spec.master is None:
         raise ValueError("several ranks need an address to meet at")
-    return seat.master
+    return spec.master
 
 
 def _read_port(store: LauncherStore, secret: bytes) -> int | None:
@@ -131,7 +131,7 @@ class Watch:
 
     def __init__(
         self,
-        seat: Seat,
+        spec: RankSpec,
         *,
         cloud: str,
         secret: bytes,
@@ -139,7 +139,7 @@ class Watch:
         timeout_s: float = 60.0,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
-        self._seat = seat
+        self._spec = spec
         self._cloud = cloud
         self._secret = secret
         self._end = end
@@ -172,7 +172,7 @@ class Watch:
     ) -> None:
         if error is not None:
             self._tell_all(Abort(self._cloud, self._reason or first_line(error)))
-        elif self._seat.is_leader:
+        elif self._spec.is_leader:
             self._await_leaving()
         else:
             # First of all, since the leader may be gone as soon as it has heard.
@@ -194,7 +194,7 @@ class Watch:
     def meet(self, store: LauncherStore | None, *, patience_s: float) -> None:
         """At rank 0, wait for every other rank; at others, find rank 0, by the launcher's store if given."""
         until_s = time.monotonic() + patience_s
-        if self._seat.is_leader:
+        if self._spec.is_leader:
             self._lead(store, until_s)
         else:
             self._find_leader(store, until_s)
@@ -230,11 +230,11 @@ class Watch:
 
     def _listen(self) -> socket.socket:
         """Listen for the other ranks; an earlier rank 0 may still need a moment to close the port."""
-        port = 0 if self._seat.is_served else _master(self._seat).port
+        port = 0 if self._spec.is_served else _master(self._spec).port
         until_s = time.monotonic() + _PORT_TAKEN_S
         while True:
             try:
-                return listen(inside_host(self._seat), port)
+                return listen(inside_host(self._spec), port)
             except UserError as error:
                 if time.monotonic() > until_s:
                     reason = f"rank 0 of cloud {self._cloud!r} {error.message}"
@@ -247,7 +247,7 @@ class Watch:
         problem = "it has not come"
         while time.monotonic() < until_s:
             try:
-                port = _master(self._seat).port if store is None else _read_port(store, self._secret)
+                port = _master(self._spec).port if store is None else _read_port(store, self._secret)
                 if port is not None:
                     self._loop.run(self._join(port))
                     return
@@ -258,7 +258,7 @@ class Watch:
         raise RankLost(f"rank 0 of cloud {self._cloud!r} cannot be reached: {problem}")
 
     def _missing(self) -> str:
-        missing = sorted({*range(1, self._seat.num_ranks)} - self._met)
+        missing = sorted({*range(1, self._spec.num_ranks)} - self._met)
         numbers = ", ".join(map(str, missing))
         return f"rank{'s' if len(missing) > 1 else ''} {numbers} of cloud {self._cloud!r}"
 
@@ -269,7 +269,7 @@ class Watch:
     def _await_leaving(self) -> None:
         """The leader stays until every other rank has left."""
         until_s = time.monotonic() + self._timeout_s
-        while self._num_left < self._seat.num_ranks - 1 and self._reason is None:
+        while self._num_left < self._spec.num_ranks - 1 and self._reason is None:
             if time.monotonic() > until_s:
                 return
             time.sleep(0.02)
@@ -280,7 +280,7 @@ class Watch:
         """Connect to rank 0 and prove each other."""
         async with asyncio.timeout(_HANDSHAKE_S):
             channel = self._channel(
-                *await asyncio.open_connection(_master(self._seat).host, port, limit=MAX_LINE_BYTES)
+                *await asyncio.open_connection(_master(self._spec).host, port, limit=MAX_LINE_BYTES)
             )
             try:
                 await self._prove_to_leader(channel)
@@ -290,7 +290,7 @@ class Watch:
         self._following = asyncio.create_task(self._follow(0, channel))
 
     async def _prove_to_leader(self, channel: Channel) -> None:
-        rank, nonce = self._seat.rank, secrets.token_hex(_NONCE_BYTES)
+        rank, nonce = self._spec.rank, secrets.token_hex(_NONCE_BYTES)
         channel.write(Notice({"rank": rank, "nonce": nonce}))
         match await channel.read():
             case Notice({"nonce": str(leader_nonce), "proof": str(proof)}):
@@ -319,7 +319,7 @@ class Watch:
     async def _authenticate(self, channel: Channel) -> int | None:
         """The rank that a peer has proved to be, None if it has not."""
         self._unproven.add(channel, source=source_of(channel.host))
-        num_missing = self._seat.num_ranks - 1 - len(self._met)
+        num_missing = self._spec.num_ranks - 1 - len(self._met)
         for late in self._unproven.evict(
             max_num=_NUM_UNPROVEN + num_missing, max_num_per_source=_NUM_UNPROVEN // 2 + num_missing
         ):
@@ -347,7 +347,7 @@ class Watch:
         raise FrameError("it does not know the secret")
 
     def _may_claim(self, rank: int, nonce: str) -> bool:
-        is_rank = not isinstance(rank, bool) and 0 < rank < self._seat.num_ranks
+        is_rank = not isinstance(rank, bool) and 0 < rank < self._spec.num_ranks
         return is_rank and len(nonce) <= _MAX_NONCE_LENGTH
 
     async def _welcome(self, rank: int, channel: Channel) -> None:
@@ -357,7 +357,7 @@ class Watch:
             return
         channel.write(Notice({"welcome": True}))
         self._met.add(rank)
-        if len(self._met) == self._seat.num_ranks - 1:
+        if len(self._met) == self._spec.num_ranks - 1:
             self._all_met.set()
         await self._follow(rank, channel)
 

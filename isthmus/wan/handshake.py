@@ -15,7 +15,7 @@ EXIT_LOST: Final = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankSpec:
     """One rank of a cloud; `master` is where the ranks of the cloud find each other.
 
     Where `is_served`, the launcher has something listening at the master's address already; else rank 0 does.

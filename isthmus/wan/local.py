@@ -25,7 +25,7 @@ from isthmus.job.faults import Fault
 from isthmus.plan.types import Member
 from isthmus.wan.certificates import Identity, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.handshake import EXIT_LOST, Seat, server_name
+from isthmus.wan.handshake import EXIT_LOST, RankSpec, server_name
 from isthmus.wan.relay import Relay
 from isthmus.wan.shaping import Shape
 
@@ -62,11 +62,11 @@ class LocalWan:
         }
         return Site(bind=self._bind(cloud, rank), reach=reach)
 
-    def seat(self, cloud: str, rank: int) -> Seat:
+    def rank_spec(self, cloud: str, rank: int) -> RankSpec:
         """The member of a rank among those of its cloud; all processes here share the machine's devices."""
         before = itertools.takewhile(lambda one: one.name != cloud, self._job.cloud)
         meeting = self._meetings.get(cloud)
-        return Seat(
+        return RankSpec(
             rank=rank,
             num_ranks=self._job.cloud_named(cloud).ranks,
             local_rank=sum(one.ranks for one in before) + rank,
@@ -156,7 +156,7 @@ Report = Callable[[str], None]
 class RankWork(Protocol):
     """What a rank's process does; it must be picklable."""
 
-    def __call__(self, job: Job, endpoint: Endpoint, *, cloud: str, report: Report, seat: Seat) -> Any:
+    def __call__(self, job: Job, endpoint: Endpoint, *, cloud: str, report: Report, spec: RankSpec) -> Any:
         """Do it and give the result."""
 
 
@@ -218,11 +218,11 @@ def run_ranks(
     try:
         for cloud in job.cloud:
             for rank in range(cloud.ranks):
-                seat = wan.seat(cloud.name, rank)
+                spec = wan.rank_spec(cloud.name, rank)
                 arguments = (
                     work,
                     job,
-                    seat,
+                    spec,
                     wan.identity(cloud.name),
                     wan.site(cloud.name, rank),
                     cloud.name,
@@ -261,7 +261,7 @@ def _fork_context(work: RankWork, preload: Sequence[str]) -> ForkServerContext:
 def _be_rank(
     work: RankWork,
     job: Job,
-    seat: Seat,
+    spec: RankSpec,
     identity: Identity,
     site: Site,
     cloud: str,
@@ -273,14 +273,14 @@ def _be_rank(
     os.environ.clear()
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    member = Member(cloud, seat.rank)
+    member = Member(cloud, spec.rank)
 
     def report(text: str) -> None:
         messages.put(_Reported(member, text))
 
     try:
-        with Endpoint(job, cloud=cloud, rank=seat.rank, identity=identity, site=site) as endpoint:
-            result = work(job, endpoint, cloud=cloud, report=report, seat=seat)
+        with Endpoint(job, cloud=cloud, rank=spec.rank, identity=identity, site=site) as endpoint:
+            result = work(job, endpoint, cloud=cloud, report=report, spec=spec)
         messages.put(_Done(member, result))
     except IsthmusError as error:
         # A link or a world that ended is mostly the echo of what ended another process.

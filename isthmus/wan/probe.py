@@ -8,7 +8,7 @@ from random import Random
 
 from isthmus.job import Job, LinkSpec
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from isthmus.wan.link import Link
 from isthmus.wan.packet import Packet
 
@@ -49,10 +49,10 @@ def probe_cloud(
     cloud: str,
     report: Report,
     duration_s: float,
-    seat: Seat | None = None,
+    spec: RankSpec | None = None,
 ) -> list[Measurement]:
     """Measure all links of one cloud, in the job's order, while the other clouds do the same."""
-    del seat
+    del spec
     return [
         _probe_link(endpoint.link(spec.peer_of(cloud)), spec, cloud, duration_s, report)
         for spec in job.links_of(cloud)

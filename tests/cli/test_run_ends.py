@@ -144,7 +144,7 @@ def test_a_rank_whose_sibling_never_comes_ends_and_tells_its_peers(
     make_certificates(certs)
     # As torchrun does, so that what the rank leaves there can be seen.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9))
-    seat = {
+    spec = {
         "RANK": "0",
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
@@ -154,7 +154,7 @@ def test_a_rank_whose_sibling_never_comes_ends_and_tells_its_peers(
     }
     num_keys = store.num_keys()
     west = Endpoint(load_job(job, overrides=LONG).used(), cloud="west", identity=read_identity(certs, "west"))
-    with command(job, "--cloud", "east", log=log, **seat) as process:
+    with command(job, "--cloud", "east", log=log, **spec) as process:
         wait_until(lambda: store.num_keys() > num_keys, process, log)
         process.send_signal(signal.SIGTERM)
         with pytest.raises(Aborted, match="cloud 'east' aborted the run: its launcher has ended its ranks"):

@@ -41,7 +41,7 @@ from isthmus.train.members import Neighbours
 from isthmus.train.run_config import RunConfig
 from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from isthmus.wan.local import LocalWan
 from tests.model.cases import blueprint
 from tests.train.chain import (
@@ -154,7 +154,7 @@ class Task:
     case: Case
     job: Job
     cloud: str
-    seat: Seat
+    spec: RankSpec
     identity: Identity
     site: Site
 
@@ -193,31 +193,31 @@ class Crew:
                     case,
                     case.job,
                     cloud.name,
-                    wan.seat(cloud.name, rank),
+                    wan.rank_spec(cloud.name, rank),
                     wan.identity(cloud.name),
                     wan.site(cloud.name, rank),
                 )
                 for cloud in case.job.cloud
                 for rank in range(cloud.ranks)
             ]
-            pipes = [self._pipes[number] for number in _assign([task.seat for task in tasks])]
+            pipes = [self._pipes[number] for number in _assign([task.spec for task in tasks])]
             for pipe, task in zip(pipes, tasks, strict=True):
                 pipe.send(task)
             answers: list[Any] = [pipe.recv() if pipe.poll(120) else "no answer" for pipe in pipes]
         wrong = [answer for answer in answers if isinstance(answer, str)]
         assert not wrong, wrong
-        return {(task.cloud, task.seat.rank): answer for task, answer in zip(tasks, answers, strict=True)}
+        return {(task.cloud, task.spec.rank): answer for task, answer in zip(tasks, answers, strict=True)}
 
 
-def _assign(seats: Sequence[Seat]) -> list[int]:
-    """A process for each seat; torch remembers the rank that a process had in a mesh of the same size."""
+def _assign(specs: Sequence[RankSpec]) -> list[int]:
+    """A process for each spec; torch remembers the rank that a process had in a mesh of the same size."""
     free = list(range(4))
     found: dict[int, int] = {}
-    for position in sorted(range(len(seats)), key=lambda one: -seats[one].num_ranks):
-        wanted = [2 * seats[position].rank, *free] if seats[position].rank < 2 else [3]
+    for position in sorted(range(len(specs)), key=lambda one: -specs[one].num_ranks):
+        wanted = [2 * specs[position].rank, *free] if specs[position].rank < 2 else [3]
         found[position] = next(one for one in wanted if one in free)
         free.remove(found[position])
-    return [found[position] for position in range(len(seats))]
+    return [found[position] for position in range(len(specs))]
 
 
 def _serve(pipe: Connection) -> None:
@@ -227,7 +227,7 @@ def _serve(pipe: Connection) -> None:
         try:
             pipe.send(_train(task))
         except Exception as error:  # noqa: BLE001 (the test is told)
-            pipe.send(f"{task.cloud} {task.seat.rank}: {error!r}")
+            pipe.send(f"{task.cloud} {task.spec.rank}: {error!r}")
 
 
 def _train(task: Task) -> Found:
@@ -237,10 +237,10 @@ def _train(task: Task) -> Found:
         # torchao compiles its update, which takes a C++ compiler and long; uncompiled it does the same.
         torch.compiler.set_stance("force_eager") if is_coarse else nullcontext(),
         Endpoint(
-            task.job, cloud=task.cloud, rank=task.seat.rank, identity=task.identity, site=task.site
+            task.job, cloud=task.cloud, rank=task.spec.rank, identity=task.identity, site=task.site
         ) as endpoint,
         join_world(
-            task.seat, device, cloud=task.cloud, secret=endpoint.inside_secret, end=endpoint.abort
+            task.spec, device, cloud=task.cloud, secret=endpoint.inside_secret, end=endpoint.abort
         ) as world,
     ):
         return _Rank(task, endpoint, world, device).train()
@@ -268,13 +268,13 @@ class _Rank:
         self.optimizer = make_optimizer(self.stage, 0.5, state=self.case.optimizer_state)
 
     def _reduction(self) -> Reduction:
-        sharding = self.case.sharding if self.world.seat.num_ranks > 1 else Sharding.NONE
+        sharding = self.case.sharding if self.world.num_ranks > 1 else Sharding.NONE
         if sharding is Sharding.NONE:
             return Reduction(self.world, self.stage)
         shard(
             self.stage,
             device=self.device.torch_device,
-            num_ranks=self.world.seat.num_ranks,
+            num_ranks=self.world.num_ranks,
             keeps_sharded=sharding is Sharding.FULL,
             compute_dtype=self.case.autocast,
             offload=self.case.offload,
@@ -286,7 +286,7 @@ class _Rank:
 
     def train(self) -> Found:
         record = Record()
-        member = Member(self.task.cloud, self.world.seat.rank)
+        member = Member(self.task.cloud, self.world.rank)
         clouds = CLOUDS[: len(self.case.ranks)]
         neighbours = Neighbours(self.endpoint.link, self.world, clouds=clouds, cloud=self.task.cloud)
         loop, wires = make_loop(
@@ -334,7 +334,7 @@ class _Rank:
         return {name: whole(one).detach().clone() for name, one in self.stage.tensors_by_name().items()}
 
     def _source(self) -> Given:
-        routing, rank = self.config.pipeline.routing, self.world.seat.rank
+        routing, rank = self.config.pipeline.routing, self.world.rank
         own = [
             [batch for number, batch in enumerate(step) if number in routing.share(0, rank, step=index)]
             for index, step in enumerate(self.case.steps())

@@ -18,7 +18,7 @@ from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, shard
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.run_config import RunConfig, decide, run_config
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from tests.model.cases import blueprint, build, make_batch
 from tests.train.chain import SCHEDULE, Given, chain, config
 from tests.train.reference import assert_same, parameters_of
@@ -58,7 +58,7 @@ def made(*overrides: str, num_ranks: int = 1, cloud: str = "west") -> Build:
         cloud=cloud,
         blueprint=plan,
         device=CPU,
-        world=World(Seat(num_ranks=num_ranks)),
+        world=World(RankSpec(num_ranks=num_ranks)),
     )
 
 

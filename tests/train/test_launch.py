@@ -13,8 +13,8 @@ import yaml  # type: ignore[import-untyped]
 
 from isthmus.errors import UserError
 from isthmus.job import Address, CloudSpec, load_job
-from isthmus.train.launch import find_seat, first_host
-from isthmus.wan.handshake import Seat
+from isthmus.train.launch import find_rank, first_host
+from isthmus.wan.handshake import RankSpec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = {
@@ -40,7 +40,7 @@ def cloud(ranks: int) -> CloudSpec:
 
 
 def test_torchrun() -> None:
-    assert find_seat(TORCHRUN, cloud(4)) == Seat(
+    assert find_rank(TORCHRUN, cloud(4)) == RankSpec(
         rank=3,
         num_ranks=4,
         local_rank=1,
@@ -50,24 +50,24 @@ def test_torchrun() -> None:
 
 
 def test_slurm_meets_at_the_first_node_at_a_port_of_the_job() -> None:
-    seat = find_seat(SLURM, cloud(16))
-    assert (seat.rank, seat.num_ranks, seat.local_rank) == (9, 16, 1)
-    assert seat.master == Address(host="gpu007", port=24567)
-    assert not seat.is_served
-    other = find_seat({**SLURM, "SLURM_JOB_ID": "1234568"}, cloud(16))
-    assert other.master != seat.master
+    spec = find_rank(SLURM, cloud(16))
+    assert (spec.rank, spec.num_ranks, spec.local_rank) == (9, 16, 1)
+    assert spec.master == Address(host="gpu007", port=24567)
+    assert not spec.is_served
+    other = find_rank({**SLURM, "SLURM_JOB_ID": "1234568"}, cloud(16))
+    assert other.master != spec.master
 
 
 def test_what_the_user_sets_goes_before_slurms_own() -> None:
-    seat = find_seat({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}, cloud(16))
-    assert seat.master == Address(host="head", port=1234)
+    spec = find_rank({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}, cloud(16))
+    assert spec.master == Address(host="head", port=1234)
 
 
 def test_an_indexed_job() -> None:
     environment = {"JOB_COMPLETION_INDEX": "2", "MASTER_ADDR": "west-0.west"}
-    seat = find_seat(environment, cloud(3))
-    assert (seat.rank, seat.num_ranks, seat.local_rank) == (2, 3, 0)
-    assert seat.master == Address(host="west-0.west", port=29400)
+    spec = find_rank(environment, cloud(3))
+    assert (spec.rank, spec.num_ranks, spec.local_rank) == (2, 3, 0)
+    assert spec.master == Address(host="west-0.west", port=29400)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_first_of_slurms_nodes(nodes: str, host: str) -> None:
     ids=["none", "one task", "no number of tasks"],
 )
 def test_a_cloud_of_one_rank_needs_no_launcher(environment: dict[str, str]) -> None:
-    assert find_seat(environment, cloud(1)) == Seat()
+    assert find_rank(environment, cloud(1)) == RankSpec()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_cannot_be_is_one_sentence_with_its_cure(
     environment: dict[str, str], ranks: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as caught:
-        find_seat(environment, cloud(ranks))
+        find_rank(environment, cloud(ranks))
     assert caught.value.hint
     assert "\n" not in caught.value.message
 
@@ -147,14 +147,14 @@ def test_the_example_of_torchrun_starts_the_ranks_of_its_job() -> None:
     assert found[found.index("-m") + 1 : found.index("-m") + 4] == ["isthmus", "run", "job.toml"]
 
 
-def test_the_example_of_slurm_gives_every_task_a_seat() -> None:
+def test_the_example_of_slurm_gives_every_task_a_rank() -> None:
     east = load_job(EXAMPLES / "torchrun" / "job.toml").cloud_named("east")
     script = (EXAMPLES / "slurm" / "east.sbatch").read_text()
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", script, re.MULTILINE))
     num_nodes, per_node = int(asked["nodes"]), int(asked["ntasks-per-node"])
     assert int(asked["gpus-per-node"]) == per_node
-    seats = [
-        find_seat(
+    specs = [
+        find_rank(
             {
                 "SLURM_PROCID": str(task),
                 "SLURM_NTASKS": str(num_nodes * per_node),
@@ -166,8 +166,8 @@ def test_the_example_of_slurm_gives_every_task_a_seat() -> None:
         )
         for task in range(num_nodes * per_node)
     ]
-    assert [seat.rank for seat in seats] == list(range(east.ranks))
-    assert {seat.master for seat in seats} == {Address(host="gpu1", port=20077)}
+    assert [spec.rank for spec in specs] == list(range(east.ranks))
+    assert {spec.master for spec in specs} == {Address(host="gpu1", port=20077)}
     assert option(words(script), "--cloud") == "east"
 
 
@@ -231,9 +231,9 @@ def test_the_example_of_kubernetes_is_a_service_and_an_indexed_job() -> None:
     environment = {one["name"]: one["value"] for one in container["env"]}
     first_pod = f"{job['metadata']['name']}-0.{template['spec']['subdomain']}"
     for index in range(west.ranks):
-        seat = find_seat({**environment, "JOB_COMPLETION_INDEX": str(index)}, west)
-        assert seat.rank == index
-        assert seat.master == Address(host=first_pod, port=service["spec"]["ports"][0]["port"])
+        spec = find_rank({**environment, "JOB_COMPLETION_INDEX": str(index)}, west)
+        assert spec.rank == index
+        assert spec.master == Address(host=first_pod, port=service["spec"]["ports"][0]["port"])
 
 
 def _check_container(container: dict[str, Any], pod: dict[str, Any], west: CloudSpec) -> None:

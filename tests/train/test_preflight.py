@@ -22,7 +22,7 @@ from isthmus.train.runs import (
 )
 from isthmus.train.store import DiskStore
 from isthmus.wan.doctor import Devices
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from tests.model.test_custom_code import save_own
 from tests.model.test_weights import save_model
 from tests.train.test_setup import FIGURES, tiny_job
@@ -47,8 +47,8 @@ def test_a_device_that_is_not_here_is_refused_with_the_cloud_and_the_cure(
     assert error.value.hint is not None
     assert error.value.hint.startswith('set cloud.west.device to "cpu" or "auto"')
     with pytest.raises(UserError, match="cloud 'west' asks for cuda"):
-        check_device(job.cloud_named("west"), Seat())
-    check_device(job.cloud_named("east"), Seat())
+        check_device(job.cloud_named("west"), RankSpec())
+    check_device(job.cloud_named("east"), RankSpec())
 
 
 def test_clouds_may_share_a_device_but_ranks_of_one_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,15 +62,15 @@ def test_clouds_may_share_a_device_but_ranks_of_one_may_not(monkeypatch: pytest.
 def test_a_rank_beyond_the_devices_of_its_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     find(monkeypatch, Devices(kind="cuda", num_devices=2))
     east = tiny_job("cloud.east.device=cuda", "cloud.east.ranks=4").cloud_named("east")
-    check_device(east, Seat(rank=3, num_ranks=4, local_rank=1))
+    check_device(east, RankSpec(rank=3, num_ranks=4, local_rank=1))
     with pytest.raises(UserError, match="3 ranks of cloud 'east' here need a device each"):
-        check_device(east, Seat(rank=2, num_ranks=4, local_rank=2))
+        check_device(east, RankSpec(rank=2, num_ranks=4, local_rank=2))
 
 
 def test_ranks_that_see_a_single_device_each_are_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     find(monkeypatch, Devices(kind="cuda", num_devices=1))
     east = tiny_job("cloud.east.device=cuda", "cloud.east.ranks=4").cloud_named("east")
-    check_device(east, Seat(rank=3, num_ranks=4, local_rank=3))
+    check_device(east, RankSpec(rank=3, num_ranks=4, local_rank=3))
 
 
 def test_model_and_data_are_looked_at_without_reading_all_of_them(tmp_path: Path) -> None:

@@ -13,18 +13,18 @@ from isthmus.errors import RankLost
 from isthmus.job import Address
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import join_world
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 
 PATIENCE_S = 60.0
 
 
-def be(seat: Seat, pipe: Connection) -> None:
+def be(spec: RankSpec, pipe: Connection) -> None:
     """Be in one world that ends by an error of rank 1, and in a second that ends with its process."""
     for ending in ("fails", "dies"):
         try:
-            with join_world(seat, Device("cpu"), cloud="east", secret=b"east") as world:
-                pipe.send(world.all_reduce([seat.rank + 1]))
-                if seat.rank == 1:
+            with join_world(spec, Device("cpu"), cloud="east", secret=b"east") as world:
+                pipe.send(world.all_reduce([spec.rank + 1]))
+                if spec.rank == 1:
                     end(ending)
                 # As FSDP2 has it: none of the world's own collectives.
                 dist.all_reduce(torch.ones(1))
@@ -50,11 +50,11 @@ def test_siblings_know_why_a_rank_was_lost_and_the_next_world_meets_nothing_of_t
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S)
     )
     master = Address(host="127.0.0.1", port=store.port)
-    seats = [Seat(rank=rank, num_ranks=2, master=master, is_served=True) for rank in range(2)]
-    pipes = [context.Pipe() for _ in seats]
+    specs = [RankSpec(rank=rank, num_ranks=2, master=master, is_served=True) for rank in range(2)]
+    pipes = [context.Pipe() for _ in specs]
     processes = [
-        context.Process(target=be, args=(seat, there), daemon=True)
-        for seat, (_, there) in zip(seats, pipes, strict=True)
+        context.Process(target=be, args=(spec, there), daemon=True)
+        for spec, (_, there) in zip(specs, pipes, strict=True)
     ]
     for process in processes:
         process.start()

@@ -17,7 +17,7 @@ from isthmus.job import Address
 from isthmus.train import watch as watch_module
 from isthmus.train.watch import Watch, prove, publish_port
 from isthmus.wan.frames import Abort, Close, ControlFrame, Notice, decode, encode
-from isthmus.wan.handshake import Seat
+from isthmus.wan.handshake import RankSpec
 from isthmus.wan.limits import own_sockets
 from tests.train.test_watch import PATIENCE_S, PORT, SECRET, Post, Words, drop, leave, meet, meet_one, post
 
@@ -155,7 +155,9 @@ def test_a_rank_with_another_key_never_joins() -> None:
 def test_without_a_launchers_store_ranks_meet_at_the_masters_address_and_nowhere_else() -> None:
     master = Address(host="127.0.0.1", port=free_port())
     watches = [
-        Watch(Seat(rank=rank, num_ranks=2, master=master), cloud="east", secret=SECRET, end=lambda _: None)
+        Watch(
+            RankSpec(rank=rank, num_ranks=2, master=master), cloud="east", secret=SECRET, end=lambda _: None
+        )
         for rank in range(2)
     ]
     with ThreadPoolExecutor(1) as pool:
@@ -174,8 +176,8 @@ def test_a_port_that_stays_taken_is_told_in_one_sentence(monkeypatch: pytest.Mon
     monkeypatch.setattr(watch_module, "_PORT_TAKEN_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         master = Address(host="127.0.0.1", port=taken.getsockname()[1])
-        seat = Seat(rank=0, num_ranks=2, master=master)
-        watch = Watch(seat, cloud="east", secret=SECRET, end=lambda _: None)
+        spec = RankSpec(rank=0, num_ranks=2, master=master)
+        watch = Watch(spec, cloud="east", secret=SECRET, end=lambda _: None)
         reason = f"rank 0 of cloud 'east' cannot listen at {master}: Address already in use"
         with pytest.raises(RankLost, match=reason):
             watch.meet(None, patience_s=PATIENCE_S)
@@ -217,7 +219,7 @@ def test_the_leader_says_once_whom_it_waits_for_and_all_hear_of_its_giving_up(
 
 
 def test_several_missing_ranks_are_named() -> None:
-    watch = Watch(Seat(rank=0, num_ranks=5), cloud="east", secret=SECRET, end=lambda _: None)
+    watch = Watch(RankSpec(rank=0, num_ranks=5), cloud="east", secret=SECRET, end=lambda _: None)
     watch._met |= {2, 4}
     assert watch._missing() == "ranks 1, 3 of cloud 'east'"
 

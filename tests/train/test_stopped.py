@@ -16,7 +16,7 @@ from isthmus.train.device import Device
 from isthmus.train.in_cloud import join_world
 from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.handshake import EXIT_LOST, Seat
+from isthmus.wan.handshake import EXIT_LOST, RankSpec
 from isthmus.wan.local import LocalWan
 
 NETWORK = """
@@ -41,7 +41,7 @@ class Rank:
     """One process of cloud east, and the rank that stops."""
 
     job: Job
-    seat: Seat
+    spec: RankSpec
     identity: Identity
     site: Site
     stops: int
@@ -50,7 +50,7 @@ class Rank:
 def be(rank: Rank, pipe: Connection) -> None:
     """Meet the sibling, let one of the two stop, and wait for it in a collective."""
     with Endpoint(
-        rank.job, cloud="east", rank=rank.seat.rank, identity=rank.identity, site=rank.site
+        rank.job, cloud="east", rank=rank.spec.rank, identity=rank.identity, site=rank.site
     ) as endpoint:
 
         def end(reason: str) -> None:
@@ -59,11 +59,11 @@ def be(rank: Rank, pipe: Connection) -> None:
 
         secret = endpoint.inside_secret
         with join_world(
-            rank.seat, Device("cpu"), cloud="east", secret=secret, end=end, silence_s=SILENCE_S
+            rank.spec, Device("cpu"), cloud="east", secret=secret, end=end, silence_s=SILENCE_S
         ) as world:
             endpoint.link("west").wait_ready(timeout_s=PATIENCE_S)
             world.all_reduce([1])
-            if rank.seat.rank == rank.stops:
+            if rank.spec.rank == rank.stops:
                 os.kill(os.getpid(), signal.SIGSTOP)
             world.all_reduce([1])
 
@@ -77,7 +77,7 @@ def test_a_stopped_rank_ends_its_world_and_the_run_with_a_reason(stops: int) -> 
         ranks = [
             Rank(
                 job=job,
-                seat=wan.seat("east", number),
+                spec=wan.rank_spec("east", number),
                 identity=wan.identity("east"),
                 site=wan.site("east", number),
                 stops=stops,

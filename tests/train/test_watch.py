@@ -12,7 +12,7 @@ import pytest
 
 from isthmus.job import Address
 from isthmus.train.watch import Watch
-from isthmus.wan.handshake import EXIT_LOST, Seat
+from isthmus.wan.handshake import EXIT_LOST, RankSpec
 
 PATIENCE_S = 30.0
 SECRET = b"of cloud east"
@@ -47,9 +47,9 @@ class Post:
 def post(rank: int, **changes: Any) -> Post:
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     exits: queue.SimpleQueue[int] = queue.SimpleQueue()
-    seat = Seat(rank=rank, num_ranks=3, master=Address(host="127.0.0.1", port=1), is_served=True)
+    spec = RankSpec(rank=rank, num_ranks=3, master=Address(host="127.0.0.1", port=1), is_served=True)
     values: dict[str, Any] = {"secret": SECRET, "end": reasons.put, "exit_process": exits.put, **changes}
-    return Post(Watch(seat, cloud="east", **values), reasons, exits)
+    return Post(Watch(spec, cloud="east", **values), reasons, exits)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def meet(posts: list[Post], words: Words, *, patience_s: float = PATIENCE_S) -> 
 
 def meet_one(watch: Watch, words: Words, patience_s: float) -> int:
     watch.meet(words, patience_s=patience_s)
-    if not watch._seat.is_leader:
+    if not watch._spec.is_leader:
         return watch.await_store(patience_s=patience_s)
     watch.announce_store(PORT)
     return PORT
