@@ -10,7 +10,7 @@ The kernel lets go of a lock when its process ends, however it ends. The file na
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,13 +18,12 @@ from typing import IO, Final
 
 from isthmus.errors import UserError
 from isthmus.job.load import dump_job, load_job, replace_file
-from isthmus.job.spec import Job, KeyRole
+from isthmus.job.spec import Job, KeyRole, tell_changes
 
 JOB_FILE: Final = "job.toml"
 LOCK_FILE: Final = "lock"
 _SITE_LOCKS: Final = ".locks"
 _MAX_HOLDER: Final = 300
-_MAX_TOLD: Final = 3
 
 Note = Callable[[str], None]
 
@@ -162,14 +161,8 @@ def job_of(run: Path) -> Job | None:
 
 def changed_meaning(run: str, there: Job, here: Job) -> UserError:
     """The error for a run that started with a job of another meaning."""
-    changes = told_changes(here.changes_from(there, KeyRole.MEANING))
+    changes = tell_changes(here.changes_from(there, KeyRole.MEANING))
     return UserError(
         f"{run} began with another job: {changes}",
         hint="set that back to go on there, or start anew with --resume never",
     )
-
-
-def told_changes(changes: Sequence[str]) -> str:
-    """The first few of some changes, in words."""
-    more = [f"and {len(changes) - _MAX_TOLD} more"] if len(changes) > _MAX_TOLD else []
-    return "; ".join([*changes[:_MAX_TOLD], *more])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.json_schema import GenerateJsonSchema
@@ -133,6 +133,19 @@ KEY_ROLES: Final = MappingProxyType({key: role for role, keys in _ROLES.items() 
 """Of every key of a job, by the names of the file; a table whose keys have one role is one entry."""
 
 
+class Change(NamedTuple):
+    """A key whose value differs between two jobs, and both values as they are shown."""
+
+    key: str
+    there: str
+    here: str
+
+
+_MAX_TOLD: Final = 3
+_MAX_SHOWN: Final = 60
+_MAX_AGREEMENT: Final = 4096
+
+
 def select(tables: Tables, *roles: KeyRole, within: str = "") -> dict[str, Any]:
     """Return the tables with the keys of some roles only, without sections that have none of them."""
     found: dict[str, Any] = {}
@@ -158,11 +171,12 @@ def meaning_of(tables: Tables) -> dict[str, Any]:
     }
 
 
-def describe_changes(there: Tables, here: Tables, role: KeyRole) -> tuple[str, ...]:
-    """Every key of a role that differs, with its value there and the one here."""
+def find_changes(there: Tables, here: Tables, role: KeyRole) -> tuple[Change, ...]:
+    """Return every key of a role that differs, with its value there and the one here."""
     found = tuple(_differences(_named(there, role), _named(here, role)))
     if not found and role is KeyRole.MEANING and meaning_of(there) != meaning_of(here):
-        return ("its clouds come in another order",)
+        orders = (" ".join(map(str, meaning_of(one)["order"])) for one in (there, here))
+        return (Change("the order of clouds", *orders),)
     return found
 
 
@@ -175,12 +189,12 @@ def _named(tables: Tables, role: KeyRole) -> dict[str, Any]:
     return found
 
 
-def _differences(there: object, here: object, key: str = "") -> Iterator[str]:
+def _differences(there: object, here: object, key: str = "") -> Iterator[Change]:
     if isinstance(there, dict) and isinstance(here, dict):
         for name in there | here:
             yield from _differences(there.get(name), here.get(name), f"{key}.{name}".removeprefix("."))
     elif there != here:
-        yield f"{key} {_shown(there)}, now {_shown(here)}"
+        yield Change(key, _shown(there), _shown(here))
 
 
 def _shown(value: object) -> str:
@@ -189,7 +203,14 @@ def _shown(value: object) -> str:
             return "unset"
         case dict():
             return "there"
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def tell_changes(changes: Sequence[Change], told: str = "{key} {there}, now {here}") -> str:
+    """Return the first few changes in words."""
+    more = [f"and {len(changes) - _MAX_TOLD} more"] if len(changes) > _MAX_TOLD else []
+    return "; ".join([*(told.format(**one._asdict()) for one in changes[:_MAX_TOLD]), *more])
 
 
 def find_conflicts(tables: Tables) -> tuple[Finding, ...]:
@@ -372,12 +393,29 @@ class Job(Frozen):
         """SHA-256 in hex of all that makes a run the one it is."""
         return _digest(meaning_of(self._all_keys()))
 
-    def changes_from(self, before: "Job", role: KeyRole) -> tuple[str, ...]:
-        """Every key of a role whose value is another one than in an earlier job, with both values."""
-        return describe_changes(before._all_keys(), self._all_keys(), role)
+    @property
+    def agreement(self) -> str:
+        """What every cloud must agree on, but for defaults, as ASCII text; empty where that is long."""
+        given = self.model_dump(mode="json", exclude_defaults=True)
+        text = json.dumps(select(given, KeyRole.MEANING, KeyRole.OPERATION), separators=(",", ":"))
+        return text if len(text) <= _MAX_AGREEMENT else ""
+
+    def changes_from(self, before: "Job", role: KeyRole) -> tuple[Change, ...]:
+        """Return every key of a role whose value differs from an earlier job's."""
+        return find_changes(before._all_keys(), self._all_keys(), role)
 
     def _all_keys(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
+
+
+def disagreement(there: str, here: str, told: str) -> str:
+    """Return in words where two texts of `Job.agreement` differ; empty where they cannot be read."""
+    try:
+        before, now = (Job.from_tables(json.loads(text)) for text in (there, here))
+    except (ValueError, RecursionError):
+        return ""
+    changes = [one for role in (KeyRole.MEANING, KeyRole.OPERATION) for one in now.changes_from(before, role)]
+    return tell_changes(changes, told)
 
 
 def _digest(tables: Tables) -> str:

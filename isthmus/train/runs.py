@@ -18,8 +18,8 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus.job import CloudSpec, Job, create_run_directory, dump_job, stage_order
 from isthmus.job.codec import BottleneckSpec
 from isthmus.job.load import replace_file
-from isthmus.job.rundir import JOB_FILE, changed_meaning, choosing, job_of, lock_run, told_changes
-from isthmus.job.spec import KeyRole
+from isthmus.job.rundir import JOB_FILE, changed_meaning, choosing, job_of, lock_run
+from isthmus.job.spec import KeyRole, tell_changes
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.load import Checkpoint
 from isthmus.plan.costs import CostSource, nothing_measured
@@ -68,7 +68,7 @@ def continue_run(run: Path, job: Job, *, data_sha256: str, note: Callable[[str],
     there = job_of(run)
     changes = () if there is None else job.changes_from(there, KeyRole.OPERATION)
     if changes:
-        note(f"the run continues with changed keys: {told_changes(changes)}")
+        note(f"the run continues with changed keys: {tell_changes(changes)}")
     if there != job:
         replace_file(run / JOB_FILE, dump_job(job))
 

@@ -108,7 +108,7 @@ class Endpoint:
         self._cloud = job.cloud_named(cloud)
         self._identity = identity
         self.here = Member(cloud, rank)
-        self._hello = Hello(job_digest=job.digest, cloud=cloud, rank=rank, epoch=epoch)
+        self._hello = Hello(job_digest=job.digest, job=job.agreement, cloud=cloud, rank=rank, epoch=epoch)
         self._site = site or Site()
         self._links: dict[tuple[str, int], Link] = {}
         self._lock = threading.Lock()

@@ -7,6 +7,7 @@ from typing import Any, Final
 from isthmus.errors import FrameError
 from isthmus.events import __version__
 from isthmus.job.fields import Address
+from isthmus.job.spec import disagreement
 from isthmus.plan.types import Member
 from isthmus.wan.frames import PROTOCOL_VERSION
 
@@ -35,6 +36,7 @@ class RankSpec:
 
 _PREFIX = "isthmus-"
 _MAX_TEXT = 128
+_MAX_JOB = 4096
 # Links of protocol 1 did not say their release.
 _UNNAMED = "of an early release"
 _WRONG_DOOR = "look whether `listen`, and what forwards its port, lead to that cloud and its gateway"
@@ -58,6 +60,8 @@ class Hello:
     version: int = PROTOCOL_VERSION
     release: str = __version__
     job_digest: str = ""
+    job: str = ""
+    """What the clouds must agree on, to tell where jobs differ."""
     cloud: str
     rank: int = 0
     epoch: int = 0
@@ -123,9 +127,10 @@ def mismatch(here: Hello, there: Hello) -> str | None:
             "install the same release at both"
         )
     if there.job_digest != here.job_digest:
+        told = f"{{key}} is {{there}} at {there.cloud} and {{here}} at {here.cloud}"
         return (
-            f"{there.who} runs job {there.job_digest[:12]}, {here.who} runs {here.job_digest[:12]}: "
-            "give both the same job file"
+            f"{there.who} and {here.who} have different job files: "
+            f"{disagreement(there.job, here.job, told) or 'their SHA-256 differs'}: give both the same file"
         )
     if there.epoch != here.epoch:
         return (
@@ -151,7 +156,7 @@ def _require(found: Mapping[str, str | bytes], names: Iterable[str]) -> None:
 
 def _text(found: Mapping[str, str | bytes], name: str) -> str:
     value = found[name]
-    if not isinstance(value, str) or not 0 <= len(value) <= _MAX_TEXT:
+    if not isinstance(value, str) or len(value) > (_MAX_JOB if name == "job" else _MAX_TEXT):
         raise FrameError(f"a handshake with a broken {name}")
     return value
 

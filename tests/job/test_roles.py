@@ -1,5 +1,6 @@
 """Every key of a job has a role: it changes what a run means, how it is operated, or only one site."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from isthmus.job import Job, job_schema
-from isthmus.job.spec import KEY_ROLES, KeyRole
+from isthmus.job.spec import KEY_ROLES, Change, KeyRole, disagreement, tell_changes
 from tests.job.strategies import jobs, with_jobs
 from tests.job.test_spec import DESIGN, parse
 
@@ -94,7 +95,7 @@ def test_what_changes_the_meaning_is_another_run_and_is_told(override: str, told
     assert now.meaning_digest != before.meaning_digest
     assert now.digest != before.digest
     (change,) = now.changes_from(before, KeyRole.MEANING)
-    assert change.startswith(told)
+    assert tell_changes([change]).startswith(told)
     assert now.changes_from(before, KeyRole.OPERATION) == ()
 
 
@@ -104,7 +105,7 @@ def test_what_is_operated_otherwise_is_the_same_run_on_which_clouds_agree(overri
     assert now.meaning_digest == before.meaning_digest
     assert now.digest != before.digest
     changes = now.changes_from(before, KeyRole.OPERATION)
-    assert any(change.startswith(told) for change in changes), changes
+    assert any(tell_changes([change]).startswith(told) for change in changes), changes
     assert now.changes_from(before, KeyRole.MEANING) == ()
 
 
@@ -123,16 +124,40 @@ def test_the_order_of_clouds_is_that_of_stages_and_links_have_none() -> None:
     east, west = east[: east.index("[[cloud]]", 1)], west[: west.index("[[link]]")]
     turned = parse(DESIGN.replace(east + west, west + "\n" + east))
     assert turned.meaning_digest != parse(DESIGN).meaning_digest
-    assert turned.changes_from(parse(DESIGN), KeyRole.MEANING) == ("its clouds come in another order",)
+    assert turned.changes_from(parse(DESIGN), KeyRole.MEANING) == (
+        Change("the order of clouds", "east west", "west east"),
+    )
 
 
 def test_a_cloud_that_comes_or_goes_is_told_by_its_name() -> None:
     third = '[[cloud]]\nname = "mid"\nlisten = "mid:1"\n[[link]]\nbetween = ["east", "mid"]\n'
     changes = parse(DESIGN).changes_from(parse(DESIGN + third), KeyRole.MEANING)
-    assert changes == ("cloud.mid there, now unset", "link.east-mid there, now unset")
+    assert tell_changes(changes) == "cloud.mid there, now unset; link.east-mid there, now unset"
 
 
 @with_jobs
 @given(jobs())
 def test_a_job_has_not_changed_from_itself(job: Job) -> None:
     assert all(job.changes_from(job, role) == () for role in KeyRole)
+
+
+def test_where_two_sites_disagree_is_told_with_both_values() -> None:
+    told = "{key} is {there} at west and {here} at east"
+    here, there = parse(DESIGN), parse(DESIGN, "train.steps=11", "seed=8", "link.0.rtt=3 s")
+    assert disagreement(there.agreement, here.agreement, told) == (
+        "seed is 8 at west and 7 at east; train.steps is 11 at west and 10 at east"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"name": 3}', "[" * 4000, '{"cloud": 1e999}'])
+def test_an_agreement_that_cannot_be_read_is_not_told(text: str) -> None:
+    assert disagreement(text, parse(DESIGN).agreement, "{key}") == ""
+
+
+@with_jobs
+@given(jobs())
+def test_an_agreement_holds_all_that_clouds_must_agree_on(job: Job) -> None:
+    text = job.agreement
+    assert text.isascii()
+    assert len(text) <= 4096
+    assert not text or Job.from_tables(json.loads(text)).digest == job.digest

@@ -212,8 +212,8 @@ def test_another_job_is_refused_on_both_sides_with_one_sentence(
 ) -> None:
     other = two_clouds_of_two_ranks("link.0.usd_per_gib=0.5")
     reason = (
-        f"west rank 0 runs job {other.digest[:12]}, east rank 0 runs {port.job.digest[:12]}: "
-        "give both the same job file"
+        "west rank 0 and east rank 0 have different job files: "
+        "link.east-west.usd_per_gib is 0.5 at west and unset at east: give both the same file"
     )
     stranger = port.dial(other, port.identities["west"])
     assert refused(stranger.link("east")) == reason

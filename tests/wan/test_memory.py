@@ -205,7 +205,9 @@ def test_another_job_is_refused_with_a_sentence_that_names_both() -> None:
     east, west = Hello(cloud="east", job_digest="1" * 64), Hello(cloud="west", job_digest="2" * 64)
     with (
         MemoryLink(east, west) as wan,
-        pytest.raises(Refused, match=r"east rank 0 runs job 1+, west rank 0 runs 2+"),
+        pytest.raises(
+            Refused, match="east rank 0 and west rank 0 have different job files: their SHA-256 differs"
+        ),
     ):
         wan.end("east").receive("never", timeout_s=20)
 
