@@ -43,7 +43,7 @@ from isthmus.plan.types import (
     Stop,
 )
 from tests.plan.recorder import Recorded
-from tests.plan.strategies import DataTimes, SimulatedData
+from tests.plan.strategies import DataTimes, simulated_data
 
 modest = settings(max_examples=60)
 ALL_FACTS: dict[MessageKind, type[Facts]] = {**FACTS, MessageKind.ORDER: Orders}
@@ -104,7 +104,7 @@ def run(
     patience_s: float = 0.0,
 ) -> tuple[Recorded, Timeline]:
     """Simulate; what all runs have in common is checked here."""
-    recorded = Recorded(SimulatedData(spec, how or times(spec)))
+    recorded = Recorded(simulated_data(spec, how or times(spec)))
     timeline = simulate(
         recorded, lines or mesh(spec), faults=faults, patience_s=patience_s, line_patience_s=1.0
     )

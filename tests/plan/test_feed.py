@@ -43,7 +43,7 @@ from isthmus.plan.types import (
     WorkKind,
 )
 from tests.plan.recorder import Life, Recorded
-from tests.plan.strategies import FeedTimes, SimulatedFeed
+from tests.plan.strategies import FeedTimes, simulated_feed
 
 modest = settings(max_examples=80)
 Batch = tuple[int, int]
@@ -91,7 +91,7 @@ def run(
     faults: Sequence[CloudFault] = (),
     patience_s: float = 0.0,
 ) -> tuple[Recorded, Timeline]:
-    recorded = Recorded(SimulatedFeed(spec, how or times(spec)))
+    recorded = Recorded(simulated_feed(spec, how or times(spec)))
     timeline = simulate(recorded, lines or star(spec), faults=faults, patience_s=patience_s)
     return recorded, timeline
 
