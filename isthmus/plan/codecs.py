@@ -287,11 +287,6 @@ class Choice:
         """Sorts by the lossier direction first; between equals the less lossy gradient comes first."""
         return (self.loss, max(self.levels), sum(self.levels), self.levels[1])
 
-    @property
-    def is_hidden(self) -> bool:
-        """Whether computing takes at least as long as both directions."""
-        return self.pace_s() <= self.interval_s
-
     def pace_s(self, headroom: float = 1.0) -> float:
         """What a micro-batch takes in the long run: the slowest of computation and both directions."""
         return max(self.interval_s, self.forward_s / headroom, self.backward_s / headroom)
@@ -449,7 +444,7 @@ def _author(own: CodecSpec | None, least_bytes: int) -> str:
 def _sentence(
     choice: Choice, codec: CodecSpec, seconds: Mapping[CodecSpec, float], author: str, has_faster: bool
 ) -> str:
-    """Says, for example, "raw: 12 ms on the line is hidden behind 30 ms of compute"."""
+    """Says, for example, "raw: 12 ms on the line is overlapped by 30 ms of compute"."""
     own_s, interval_s, pace_s = seconds[codec], choice.interval_s, choice.pace_s()
     compute = f"{format_duration(interval_s)} of compute"
     start = f"{codec}{author}: {format_duration(own_s)} on the line is"
@@ -457,12 +452,12 @@ def _sentence(
         excuse = "no codec that is allowed is faster" + (" once its basis is counted" if has_faster else "")
         excuse = 'codec = "auto" may find a faster one' if author else excuse
         return f"{start} more than {compute}, and {excuse}"
-    reason = f"hidden behind {compute}"
+    reason = f"overlapped by {compute}"
     if own_s > interval_s:
         reason = f"less than the {format_duration(pace_s)} of the other direction"
     slower = [(other_s, str(other)) for other, other_s in seconds.items() if other_s > own_s]
     if not slower:
         return f"{start} {reason}"
     other_s, other = min(slower)
-    ends = "" if other_s > interval_s else " and at the ends of a step, which nothing hides,"
+    ends = "" if other_s > interval_s else " and at the ends of a step, which nothing overlaps,"
     return f"{start} {reason},{ends} {other} would take {format_duration(other_s)}"

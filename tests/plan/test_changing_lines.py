@@ -104,13 +104,13 @@ def num_changes(codecs: list[Pair]) -> int:
 def test_a_slow_down_is_followed_within_four_steps_and_left_again_without_flapping(
     factor: float, loss: Loss, seed: int
 ) -> None:
-    mild = pair("rotate | int8", INT8)
-    run = Run(cut(mild, loss=loss), slow_from(20, 50, factor=factor), noise=0.05, seed=seed)
+    fine = pair("rotate | int8", INT8)
+    run = Run(cut(fine, loss=loss), slow_from(20, 50, factor=factor), noise=0.05, seed=seed)
     codecs = run.codecs(100)
-    assert set(codecs[:20]) == {mild}
-    assert codecs[24].forward_bytes(CROSSING) < mild.forward_bytes(CROSSING)
+    assert set(codecs[:20]) == {fine}
+    assert codecs[24].forward_bytes(CROSSING) < fine.forward_bytes(CROSSING)
     assert set(codecs[28:50]) == {codecs[28]}
-    assert set(codecs[66:]) == {mild}
+    assert set(codecs[66:]) == {fine}
     assert num_changes(codecs) <= 6
 
 
@@ -126,12 +126,12 @@ def test_a_line_that_wavers_by_a_tenth_changes_nothing_for_long(mbps: float, see
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [((500, 50), 1), ((50, 500), 0)])
-def test_the_wide_direction_stays_milder(wide: tuple[float, float], narrow: int) -> None:
+def test_the_wide_direction_stays_less_lossy(wide: tuple[float, float], narrow: int) -> None:
     codecs = Run(cut(RAW_PAIR, mbps=wide), slow_from(30, 60, factor=4, mbps=wide)).codecs(90)
     sizes = [(one.forward_bytes(CROSSING), one.backward_bytes(CROSSING)) for one in codecs]
     assert all(one[narrow] < one[1 - narrow] for one in sizes[4:])
     assert (str(codecs[20].forward), str(codecs[20].backward))[1 - narrow] == "raw"
-    # Where the narrow one sets the pace, the other need not be coded though it is not hidden either.
+    # Where the narrow one sets the pace, the other need not be coded though it is not overlapped either.
     assert set(codecs[4:]) == {codecs[4]}
 
 
@@ -146,11 +146,11 @@ def test_a_basis_is_not_begun_for_the_last_steps_of_a_run() -> None:
     assert codecs(300)[-1].subspace is not None
 
 
-def test_what_the_guard_widens_stays_so_though_a_stronger_codec_would_be_faster() -> None:
-    strong = pair("center | rotate | int4", INT4)
+def test_what_the_guard_widens_stays_so_though_a_lossier_codec_would_be_faster() -> None:
+    lossy = pair("center | rotate | int4", INT4)
     poor = {5: Cosines(forward=0.9), 7: Cosines(backward=0.9)}
-    codecs = Run(cut(strong, loss=Loss.SOME), slow_from(0, 99, factor=2), cosines=poor).codecs(40)
-    assert set(codecs[:6]) == {strong}
+    codecs = Run(cut(lossy, loss=Loss.SOME), slow_from(0, 99, factor=2), cosines=poor).codecs(40)
+    assert set(codecs[:6]) == {lossy}
     assert {str(one.forward) for one in codecs[6:]} == {"rotate | int8"}
     assert {str(one.backward) for one in codecs[8:]} == {INT8}
 

@@ -21,9 +21,9 @@ NUM_MICROBATCHES = 16
 # So long a run that the bases it sends count for little.
 CROSSING = Crossing(num_rows=256, width=1024, num_steps=1_000_000, num_microbatches=NUM_MICROBATCHES)
 LEVELS = codec_levels(1024, shares_ids=True)
-PAIRS = [Pair(forward=rung.forward, backward=rung.backward) for rung in LEVELS]
+PAIRS = [Pair(forward=level.forward, backward=level.backward) for level in LEVELS]
 # Within a class of loss, a learned basis costs more than fewer bits.
-LOSSES = dict(zip(PAIRS, ((rung.loss, rung.is_joint) for rung in LEVELS), strict=True))
+LOSSES = dict(zip(PAIRS, ((level.loss, level.is_joint) for level in LEVELS), strict=True))
 
 
 def line(mbps: float) -> Figures:
@@ -35,7 +35,7 @@ def few(num_microbatches: int) -> Crossing:
 
 
 def step_s(pair: Pair, figures: Figures, num_microbatches: int) -> float:
-    """`m·τ + t`, and an activation and a gradient that nothing hides."""
+    """`m·τ + t`, and an activation and a gradient that nothing overlaps."""
     forward_s = 8 * pair.forward_bytes(CROSSING) / figures.down_bps
     backward_s = 8 * pair.backward_bytes(CROSSING) / figures.up_bps
     pace_s = max(figures.interval_s, forward_s, backward_s)
@@ -54,7 +54,7 @@ def settled(pair: Pair, crossing: Crossing, figures: Figures) -> Pair:
 
 @settings(deadline=None, max_examples=200)
 @given(mbps=st.floats(1, 2000), start=st.sampled_from(PAIRS), number=st.integers(2, 64))
-def test_no_step_is_a_tenth_longer_than_with_a_rung_that_loses_no_more(
+def test_no_step_is_a_tenth_longer_than_with_a_level_that_loses_no_more(
     mbps: float, start: Pair, number: int
 ) -> None:
     figures = line(mbps)
@@ -70,7 +70,9 @@ def test_no_step_is_a_tenth_longer_than_with_a_rung_that_loses_no_more(
 @given(
     wide=st.floats(1, 2000), share=st.floats(0.01, 1), number=st.integers(1, 64), loss=st.sampled_from(Loss)
 )
-def test_a_narrower_line_never_has_milder_codecs(wide: float, share: float, number: int, loss: Loss) -> None:
+def test_a_narrower_line_never_has_less_lossy_codecs(
+    wide: float, share: float, number: int, loss: Loss
+) -> None:
     before, behind = (
         choose(few(number), line(mbps), levels=LEVELS, bounds=Bounds(loss=loss))
         for mbps in (wide, wide * share)
@@ -80,7 +82,7 @@ def test_a_narrower_line_never_has_milder_codecs(wide: float, share: float, numb
     assert behind.pair.backward_bytes(CROSSING) <= before.pair.backward_bytes(CROSSING)
 
 
-def test_a_transfer_that_computing_has_ceased_to_hide_gets_a_stronger_codec() -> None:
+def test_a_transfer_that_computing_has_ceased_to_overlap_gets_a_lossier_codec() -> None:
     bf16 = PAIRS[1]
     # 27 ms on the line when it was planned, 34 ms now.
     assert choose(few(64), line(155), levels=LEVELS).pair == bf16
@@ -90,25 +92,25 @@ def test_a_transfer_that_computing_has_ceased_to_hide_gets_a_stronger_codec() ->
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4, 16, 64])
-def test_a_link_that_computing_hides_stays_raw_however_few_the_microbatches(num_microbatches: int) -> None:
+def test_a_link_that_computing_overlaps_stays_raw_however_few_the_microbatches(num_microbatches: int) -> None:
     # 26 of 30 ms on the line.
     assert choose(few(num_microbatches), line(323), levels=LEVELS).pair == PAIRS[0]
 
 
-def test_nothing_is_hidden_behind_a_single_microbatch() -> None:
+def test_nothing_is_overlapped_by_a_single_microbatch() -> None:
     assert choose(few(1), line(323), levels=LEVELS).pair == PAIRS[2]
     assert choose(few(1), line(100_000), levels=LEVELS).pair == PAIRS[0]
 
 
-def test_of_codecs_that_are_hidden_a_step_of_few_microbatches_has_one_with_short_ends() -> None:
+def test_of_codecs_that_are_overlapped_a_step_of_few_microbatches_has_one_with_short_ends() -> None:
     # bfloat16 takes 27 of 30 ms each way.
     assert choose(few(64), line(155), levels=LEVELS).pair == PAIRS[1]
     found = choose(few(4), line(155), levels=LEVELS)
     assert found.pair == PAIRS[2]
-    assert "at the ends of a step, which nothing hides, bf16 would take" in found.reason
+    assert "at the ends of a step, which nothing overlaps, bf16 would take" in found.reason
 
 
-def test_no_more_is_lost_than_hides_the_link() -> None:
+def test_no_more_is_lost_than_overlaps_the_link() -> None:
     # int4 takes 22 of 30 ms; a subspace would make the ends of a step shorter.
     found = choose(few(4), line(50), levels=LEVELS, bounds=Bounds(loss=Loss.SOME))
     assert (found.loss, found.pair) == (Loss.SOME, PAIRS[3])

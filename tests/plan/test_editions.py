@@ -27,7 +27,7 @@ from tests.plan.scenarios import changed
 CROSSING = Crossing(num_rows=256, width=1024)
 LEVELS = codec_levels(1024, shares_ids=True)
 BOUNDS = Bounds(loss=Loss.SOME)
-INT4, STRONGEST = (Pair(forward=rung.forward, backward=rung.backward) for rung in (LEVELS[3], LEVELS[-1]))
+INT4, LOSSIEST = (Pair(forward=level.forward, backward=level.backward) for level in (LEVELS[3], LEVELS[-1]))
 THIN = Figures(interval_s=0.03, down_bps=4e6, up_bps=4e6)
 
 
@@ -46,13 +46,13 @@ def test_editions_are_counted_as_they_fall_due(every: int, age: int, num_steps: 
 
 def test_what_has_no_basis_has_no_editions_and_a_run_without_end_does_not_count_them() -> None:
     assert INT4.basis_bytes(over(1)) == 0
-    assert STRONGEST.basis_bytes(CROSSING) == 0
-    assert STRONGEST.basis_bytes(over(1, 1)) > 400_000
+    assert LOSSIEST.basis_bytes(CROSSING) == 0
+    assert LOSSIEST.basis_bytes(over(1, 1)) > 400_000
 
 
 def test_every_pair_of_ranks_has_its_own_basis() -> None:
     assert num_learners(4, 6) == 12
-    alone, many = (STRONGEST.basis_bytes(over(100, num_learners=one)) for one in (1, 12))
+    alone, many = (LOSSIEST.basis_bytes(over(100, num_learners=one)) for one in (1, 12))
     assert many == pytest.approx(12 * alone)
 
 
@@ -61,7 +61,7 @@ def test_a_run_too_short_for_a_basis_does_without() -> None:
     assert short.pair == INT4
     assert "no codec that is allowed is faster once its basis is counted" in short.reason
     longer = choose(over(1000), THIN, levels=LEVELS, bounds=BOUNDS)
-    assert longer.pair == STRONGEST
+    assert longer.pair == LOSSIEST
     assert 0.02 * longer.forward_s < longer.basis_s < 0.1 * longer.forward_s
     assert "its basis adds" in longer.reason.partition("; gradients")[0]
 
@@ -88,7 +88,7 @@ def test_no_basis_is_sent_that_costs_more_than_it_saves(
 
 @settings(deadline=None, max_examples=150)
 @given(wide=st.floats(1, 2000), share=st.floats(0.01, 1), num_steps=st.integers(1, 2000))
-def test_a_narrower_line_never_has_milder_codecs(wide: float, share: float, num_steps: int) -> None:
+def test_a_narrower_line_never_has_less_lossy_codecs(wide: float, share: float, num_steps: int) -> None:
     before, behind = (
         choose(over(num_steps), replace(THIN, down_bps=bps, up_bps=bps), levels=LEVELS, bounds=BOUNDS).pair
         for bps in (wide * 1e6, wide * share * 1e6)
@@ -99,11 +99,11 @@ def test_a_narrower_line_never_has_milder_codecs(wide: float, share: float, num_
 
 def test_a_basis_that_is_there_serves_to_the_end_and_a_new_one_is_not_begun_so_late() -> None:
     last, bounds = over(2, 1), BOUNDS
-    assert changed(STRONGEST, last, THIN, levels=LEVELS, bounds=bounds, age=80) is None
+    assert changed(LOSSIEST, last, THIN, levels=LEVELS, bounds=bounds, age=80) is None
     assert changed(INT4, last, THIN, levels=LEVELS, bounds=bounds, age=80) is None
     moved = changed(INT4, over(300, 2), THIN, levels=LEVELS, bounds=bounds, age=80)
     assert moved is not None
-    assert moved.pair == STRONGEST
+    assert moved.pair == LOSSIEST
 
 
 def test_the_plan_counts_editions_among_bytes_and_dollars() -> None:

@@ -55,7 +55,7 @@ def steering(*cuts: Cut) -> tuple[Steering, list[str]]:
     return found, found.notes
 
 
-def test_a_thin_line_gets_a_stronger_codec_once_it_is_measured() -> None:
+def test_a_thin_line_gets_a_lossier_codec_once_it_is_measured() -> None:
     steers, notes = steering(cut(RAW_PAIR, is_free=True))
     chosen = [steers(tally(step, on_line_s=0.06)) for step in range(5)]
     assert chosen[:3] == [(RAW_PAIR,)] * 3
@@ -73,36 +73,36 @@ def test_a_cast_is_nothing_to_gain_where_bfloat16_crosses_raw() -> None:
         assert "would take 30 ms" in notes[0]
 
 
-def test_a_line_that_is_hidden_stays_raw_and_one_that_gets_fast_goes_back() -> None:
+def test_a_line_that_is_overlapped_stays_raw_and_one_that_gets_fast_goes_back() -> None:
     steers, notes = steering(cut(RAW_PAIR, is_free=True))
     assert {steers(tally(step, on_line_s=0.01)) for step in range(6)} == {(RAW_PAIR,)}
     assert notes == []
-    strong = pair("center | rotate | int4", "rotate | int4(stochastic)")
-    steers, notes = steering(cut(strong, is_free=True, bandwidths_bps=(1e9, 1e9)))
+    lossy = pair("center | rotate | int4", "rotate | int4(stochastic)")
+    steers, notes = steering(cut(lossy, is_free=True, bandwidths_bps=(1e9, 1e9)))
     assert [steers(tally(step)) for step in range(5)][-1] == (RAW_PAIR,)
     assert len(notes) == 1
 
 
-def test_a_line_that_is_faster_than_the_job_says_gets_a_milder_codec() -> None:
-    strong = pair("subspace(32, anchor=tokens) | int4", "int4(stochastic)")
-    found = cut(strong, is_free=True, bandwidths_bps=(2e6, 2e6))
+def test_a_line_that_is_faster_than_the_job_says_gets_a_less_lossy_codec() -> None:
+    lossy = pair("subspace(32, anchor=tokens) | int4", "int4(stochastic)")
+    found = cut(lossy, is_free=True, bandwidths_bps=(2e6, 2e6))
     steers, notes = steering(replace(found, bounds=Bounds(loss=Loss.SOME)))
     # By the job a message would take 34 ms.
     chosen = [steers(tally(step, on_line_s=0.0)) for step in range(12)]
-    assert chosen[2] == (strong,)
+    assert chosen[2] == (lossy,)
     assert [str(found[0].forward) for found in chosen[3:9:3]] == ["rotate | int8", "raw"]
     assert len(notes) == 2
 
 
-def test_where_money_counts_codecs_get_stronger_but_no_milder_than_planned() -> None:
+def test_where_money_counts_codecs_get_lossier_but_no_less_lossy_than_planned() -> None:
     planned = pair("rotate | int8", "rotate | int8(stochastic)")
     paid = cut(planned, is_free=True, bandwidths_bps=(1e9, 1e9), least_lossy=planned)
     steers, notes = steering(paid)
     assert [steers(tally(step)) for step in range(6)][-1] == (planned,)
     assert notes == []
     steers, notes = steering(paid)
-    strong = [steers(tally(step, on_line_s=0.03)) for step in range(5)][-1][0]
-    assert str(strong.forward) == "center | rotate | int4"
+    lossy = [steers(tally(step, on_line_s=0.03)) for step in range(5)][-1][0]
+    assert str(lossy.forward) == "center | rotate | int4"
     fast_again = [steers(tally(step)) for step in range(5, 15)][-1][0]
     assert fast_again == planned
 
@@ -113,8 +113,10 @@ def test_the_guard_comes_before_the_price() -> None:
     poor = Cosines(forward=0.5, backward=1.0)
     chosen = [steers(tally(step, cosines=poor if step == 4 else Cosines()))[0] for step in range(12)]
     assert str(chosen[3].forward) == "center | rotate | int4"
-    assert str(chosen[-1].forward) == "rotate | int8", "milder than planned, and no milder than it must be"
-    assert str(chosen[-1].backward) == "rotate | int8(stochastic)", "gradients never cross more strongly"
+    assert str(chosen[-1].forward) == "rotate | int8", (
+        "less lossy than planned, and no less lossy than it must be"
+    )
+    assert str(chosen[-1].backward) == "rotate | int8(stochastic)", "gradients are never lossier"
 
 
 def test_what_is_too_short_to_be_measured_is_as_the_job_says() -> None:
@@ -144,7 +146,7 @@ def test_the_guard_widens_one_direction_at_a_time_and_says_so() -> None:
     assert "0.9000" in notes[0]
 
 
-def test_what_the_guard_found_too_strong_is_not_chosen_again_even_after_a_resume() -> None:
+def test_what_the_guard_found_too_lossy_is_not_chosen_again_even_after_a_resume() -> None:
     own = pair("center | rotate | int4", "rotate | int4(stochastic)")
     steers, _ = steering(cut(own, is_free=True))
     steers(tally(0, on_line_s=1.0, cosines=Cosines(forward=0.9, backward=0.9)))

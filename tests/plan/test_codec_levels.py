@@ -1,4 +1,4 @@
-"""The mildest codec that hides a link."""
+"""The least lossy codec that overlaps a link."""
 
 from dataclasses import replace
 
@@ -35,17 +35,17 @@ def chosen(line: Figures, bounds: Bounds, crossing: Crossing = CROSSING) -> tupl
     return str(pair.forward), str(pair.backward)
 
 
-def test_the_ladder_sends_ever_fewer_bytes_at_ever_more_loss() -> None:
-    pairs = [Pair(forward=rung.forward, backward=rung.backward) for rung in LEVELS]
+def test_the_levels_send_ever_fewer_bytes_at_ever_more_loss() -> None:
+    pairs = [Pair(forward=level.forward, backward=level.backward) for level in LEVELS]
     for measure in (Pair.forward_bytes, Pair.backward_bytes):
         sizes = [measure(pair, CROSSING) for pair in pairs]
         assert sizes == sorted(sizes, reverse=True)
         assert len(set(sizes)) == len(sizes)
-    assert [rung.loss for rung in LEVELS] == sorted(rung.loss for rung in LEVELS)
+    assert [level.loss for level in LEVELS] == sorted(level.loss for level in LEVELS)
 
 
 def test_the_loss_of_codecs_adds_up_over_cuts() -> None:
-    raw, _, int8, int4, *_ = [Pair(forward=rung.forward, backward=rung.backward) for rung in LEVELS]
+    raw, _, int8, int4, *_ = [Pair(forward=level.forward, backward=level.backward) for level in LEVELS]
     assert expected_loss([raw, raw, raw]) == 0.0
     assert expected_loss([int4]) == pytest.approx(0.005)
     assert expected_loss([int4] * 3) == pytest.approx(0.014, abs=0.002), "1.37 % were measured"
@@ -72,11 +72,11 @@ def test_narrow_cuts_have_no_subspace_and_anchors_need_shared_ids() -> None:
         (1, ("subspace(48) | int4", "int4(stochastic)")),
     ],
 )
-def test_codecs_grow_stronger_as_the_link_narrows(mbps: float, codecs: tuple[str, str]) -> None:
+def test_codecs_grow_lossier_as_the_link_narrows(mbps: float, codecs: tuple[str, str]) -> None:
     assert chosen(figures(mbps), Bounds(loss=Loss.SOME)) == codecs
 
 
-def test_the_allowed_loss_ends_the_ladder() -> None:
+def test_the_allowed_loss_ends_the_levels() -> None:
     assert chosen(figures(1), Bounds(loss=Loss.NONE)) == ("raw", "raw")
     assert chosen(figures(1), Bounds()) == ("rotate | int8", "rotate | int8(stochastic)")
 
@@ -89,14 +89,14 @@ def test_each_direction_has_its_own() -> None:
 def test_nothing_is_compressed_to_beat_a_direction_that_sets_the_pace() -> None:
     choice = choose(CROSSING, figures(120, 10), levels=LEVELS)
     assert str(choice.pair.forward) == "raw"
-    assert not choice.is_hidden
+    assert not choice.is_overlapped(1.0)
     assert "is less than the 2.595 s of the other direction" in choice.reason
 
 
 def test_gradients_that_do_not_cross_count_for_nothing() -> None:
     frozen = replace(CROSSING, has_gradient=False)
     choice = choose(frozen, figures(1000, 0.001), levels=LEVELS)
-    assert (str(choice.pair.forward), choice.backward_s, choice.is_hidden) == ("raw", 0.0, True)
+    assert (str(choice.pair.forward), choice.backward_s, choice.is_overlapped(1.0)) == ("raw", 0.0, True)
     assert "gradients" not in choice.reason
 
 
@@ -127,14 +127,14 @@ def test_an_element_of_two_bytes_makes_bf16_pointless() -> None:
 
 
 def test_reasons_are_words() -> None:
-    hidden = choose(CROSSING, figures(1000, interval_s=0.3), levels=LEVELS).reason
-    assert hidden == (
-        "activations raw: 100.7 ms on the line is hidden behind 300 ms of compute; "
-        "gradients raw: 100.7 ms on the line is hidden behind 300 ms of compute"
+    overlapped = choose(CROSSING, figures(1000, interval_s=0.3), levels=LEVELS).reason
+    assert overlapped == (
+        "activations raw: 100.7 ms on the line is overlapped by 300 ms of compute; "
+        "gradients raw: 100.7 ms on the line is overlapped by 300 ms of compute"
     )
     coded = choose(CROSSING, figures(150, 1000), levels=LEVELS, bounds=SOME).reason
     assert coded.startswith(
-        "activations center | rotate | int4: 89.21 ms on the line is hidden behind 150 ms of compute, "
+        "activations center | rotate | int4: 89.21 ms on the line is overlapped by 150 ms of compute, "
         "rotate | int8 would take 173 ms; "
     )
     thin = choose(CROSSING, figures(10, 1000), levels=LEVELS).reason
@@ -149,15 +149,15 @@ def test_reasons_are_words() -> None:
     loss=st.sampled_from(Loss),
     rows=st.integers(1, 10_000),
 )
-def test_no_pair_of_equal_or_milder_loss_is_a_tenth_faster(
+def test_no_pair_of_no_more_loss_is_a_tenth_faster(
     down: float, up: float, interval_s: float, loss: Loss, rows: int
 ) -> None:
     crossing, line = replace(CROSSING, num_rows=rows), figures(down, up, interval_s=interval_s)
     choice = choose(crossing, line, levels=LEVELS, bounds=Bounds(loss=loss))
     own_s = max(line.interval_s, choice.forward_s, choice.backward_s)
     assert choice.loss <= loss
-    for rung in (rung for rung in LEVELS if rung.loss <= loss):
-        pair = Pair(forward=rung.forward, backward=rung.backward)
+    for level in (level for level in LEVELS if level.loss <= loss):
+        pair = Pair(forward=level.forward, backward=level.backward)
         forward_s = 8 * pair.forward_bytes(crossing) / line.down_bps
         backward_s = 8 * pair.backward_bytes(crossing) / line.up_bps
         assert own_s <= 1.1 * max(line.interval_s, forward_s, backward_s)
@@ -175,14 +175,14 @@ def test_small_changes_of_the_figures_change_nothing(mbps: float, drift: float) 
 @given(mbps=st.floats(1, 1e4), start=st.sampled_from(LEVELS))
 def test_a_change_lasts_while_the_figures_do(mbps: float, start: object) -> None:
     bounds = Bounds(loss=Loss.SOME)
-    pair = next(Pair(forward=rung.forward, backward=rung.backward) for rung in LEVELS if rung == start)
+    pair = next(Pair(forward=level.forward, backward=level.backward) for level in LEVELS if level == start)
     moved = changed(pair, CROSSING, figures(mbps), levels=LEVELS, bounds=bounds)
     if moved is not None:
         assert moved.pair != pair
         assert changed(moved.pair, CROSSING, figures(mbps), levels=LEVELS, bounds=bounds) is None
 
 
-def test_a_link_that_has_become_thin_gets_a_stronger_codec() -> None:
+def test_a_link_that_has_become_thin_gets_a_lossier_codec() -> None:
     raw = Pair(forward=LEVELS[0].forward, backward=LEVELS[0].backward)
     moved = changed(raw, CROSSING, figures(120), levels=LEVELS, bounds=SOME)
     assert moved is not None
@@ -198,8 +198,8 @@ def test_a_link_that_has_become_wide_gets_raw_again() -> None:
 
 
 def test_what_is_not_allowed_any_more_is_left_at_once() -> None:
-    strong = Pair(forward=LEVELS[4].forward, backward=LEVELS[4].backward)
-    moved = changed(strong, CROSSING, figures(50), levels=LEVELS)
+    lossy = Pair(forward=LEVELS[4].forward, backward=LEVELS[4].backward)
+    moved = changed(lossy, CROSSING, figures(50), levels=LEVELS)
     assert moved is not None
     assert moved.loss is Loss.SLIGHT
 
