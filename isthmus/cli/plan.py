@@ -18,8 +18,9 @@ from isthmus.job import Job, update_job_file
 from isthmus.job.sections import why_not_run
 from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import LINE_MARK, Chart, chart_of_step, lay_out, microbatch_of, shifted
+from isthmus.plan.job_facts import run_order
 from isthmus.plan.plan import Estimate, Form, Plan, PlannedStage, RunnerUp, plan_to_dict, planned_changes
-from isthmus.plan.replicated.sketch import sketch
+from isthmus.plan.replicated import sketch
 from isthmus.plan.simulated import simulate_scenario
 from isthmus.plan.what_if import Lever, levers
 
@@ -160,7 +161,7 @@ def plan_tables(plan: Plan, levers: Sequence[Lever]) -> Iterator[Table]:
     yield tabulate(
         rows,
         {
-            "plan": lambda one: f"{one.number} {'; '.join((one.plan.what, *one.plan.savers))}",
+            "plan": lambda one: f"{one.number} {'; '.join((one.plan.what, *one.plan.memory_words))}",
             "why it was taken or not": lambda one: one.why,
         },
     )
@@ -252,8 +253,8 @@ def plan_notes(plan: Plan) -> Iterator[str]:
     if estimate.reliefs:
         gains = (f"{what} {share:.0%}" for what, share in estimate.reliefs.items())
         yield f"a step would be shorter if one resource were unlimited: {', '.join(gains)}"
-    if plan.savers:
-        yield f"memory options: {', '.join(plan.savers)}{_where(plan)}"
+    if plan.memory_words:
+        yield f"memory options: {', '.join(plan.memory_words)}{_where(plan)}"
     yield from (f"{'-'.join(link.between)}: {link.reason}" for link in plan.links if link.reason)
     yield from plan.notes
     if why_not := why_not_planned_run(plan):
@@ -275,6 +276,8 @@ def plan_advice(job: Job, plan: Plan, path: Path) -> Iterator[str]:
     idle = [cloud.name for cloud in job.cloud if cloud.name not in plan.clouds]
     if idle:
         yield f"a run uses every cloud of its job: to run this plan, leave {' and '.join(idle)} out"
+    elif plan.scenario is not None and plan.clouds != run_order(job.used()):
+        yield f"a run takes the clouds as listed: isthmus plan {path} --write puts this order into the job"
     guessed = [stage.cloud for stage in plan.stages if not stage.is_measured]
     if guessed:
         yield (

@@ -3,24 +3,20 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
-from isthmus.job import parse_codec
 from isthmus.plan.codecs import (
-    Bounds,
+    RAW_PAIR,
     Choice,
     CodecLevel,
     Crossing,
-    Figures,
     Loss,
     Pair,
     choose,
     expected_loss,
     explained,
-    options,
 )
-from isthmus.plan.job_facts import CloudFacts
-from isthmus.plan.memory import HalfCosts
+from isthmus.plan.job_facts import CloudFacts, first_trained
 from isthmus.plan.plan import (
     Form,
     PipelineSettings,
@@ -36,8 +32,6 @@ from isthmus.plan.plan import (
 from isthmus.plan.scenario import (
     Caps,
     HopLoad,
-    Line,
-    Policy,
     Scenario,
     StageLoad,
     at_worst,
@@ -45,68 +39,23 @@ from isthmus.plan.scenario import (
     next_windows,
     window_bounds,
 )
-from isthmus.plan.stage_tables import ModelSupply, Setting, codec_state_bytes
-from isthmus.plan.step_time import SteadyStep, simulate_step
-from isthmus.plan.walks import Constraints
+from isthmus.plan.stage_tables import codec_state_bytes
+from isthmus.plan.step_time import SteadyStep, scenario_bound_s, simulate_step
+from isthmus.plan.study import Clouds, LinkFacts, Setting, Study
 
-_RAW: Final = Pair(forward=parse_codec("raw"), backward=parse_codec("raw"))
+_GIB: Final = 2**30
 _CLOSE: Final = 0.01
 _THRIFTY: Final = "fewer bytes to pay for than time alone asks for"
-_HURRIED: Final = "faster than milder ones, since too few micro-batches are in flight to overlap the line"
+_HURRIED: Final = "faster than less lossy ones, since too few micro-batches are in flight to overlap the line"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTerms:
-    """What the job says of a link: its price, and the codecs it may have."""
-
-    between: tuple[str, str]
-    usd_per_gib: float | None
-    bounds: Bounds
-    rungs: Sequence[CodecLevel]
-
-    @property
-    def num_thrifty(self) -> int:
-        """How many levels may be left out to save money: none where nothing is paid, and never the last."""
-        return max(0, len(self.allowed) - 1) if self.usd_per_gib else 0
-
-    def rungs_from(self, first: int) -> Sequence[CodecLevel]:
-        """The levels without so many of the least lossy, as far as may be."""
-        first = min(first, self.num_thrifty)
-        return self.allowed[first:] if first else self.rungs
-
-    def rungs_between(self, first: int, last: int | None) -> Sequence[CodecLevel]:
-        """The levels from one to another, as far as there are any."""
-        if last is None or not self.allowed:
-            return self.rungs
-        most = len(self.allowed) - 1
-        return self.allowed[min(first, most) : min(last, most) + 1]
-
-    @property
-    def allowed(self) -> Sequence[CodecLevel]:
-        """The levels that cost no more quality than the job allows."""
-        return [one for one in self.rungs if one.loss <= self.bounds.loss]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What a pipeline must keep to, beside its supply."""
-
-    links: dict[frozenset[str], LinkTerms]
-    constraints: Constraints
-    policy: Policy
-    max_in_flight: Caps | None
-    windows: tuple[int, ...] | None
-    counts_money: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
+class Placement:
     """Clouds as stages in order, where the layers of each end, and the setting that they run under."""
 
-    supply: ModelSupply
-    terms: Terms
+    study: Study
     setting: Setting
-    clouds: tuple[int, ...]
+    clouds: Clouds
     stops: tuple[int, ...]
 
     @property
@@ -117,194 +66,199 @@ class Partition:
     @property
     def facts(self) -> tuple[CloudFacts, ...]:
         """The cloud of each stage."""
-        return tuple(self.supply.clouds[cloud] for cloud in self.clouds)
+        return tuple(self.study.clouds[cloud] for cloud in self.clouds)
 
     @property
-    def link_terms(self) -> list[LinkTerms]:
-        """What the job says of each link along the pipeline."""
-        return [self.terms.links[frozenset(one.name for one in pair)] for pair in pairwise(self.facts)]
+    def links(self) -> list[LinkFacts]:
+        """The links along the pipeline."""
+        return [self.study.links[pair] for pair in pairwise(self.clouds)]
+
+    @property
+    def memory_words(self) -> tuple[str, ...]:
+        """Its memory options as a user reads them."""
+        memory = self.setting.memory
+        return memory.words(memory.sharding_at(one) for one in self.facts)
 
     def stage_loads(self) -> tuple[StageLoad, ...]:
         """The times of each stage."""
-        return tuple(
-            self.supply.stage_load(cloud, self.setting, layers)
-            for cloud, layers in zip(self.clouds, self.layers, strict=True)
-        )
+        stages = zip(self.clouds, self.layers, strict=True)
+        return tuple(self.study.stage_load(cloud, self.setting, layers) for cloud, layers in stages)
 
-    def crossings(self, supply: ModelSupply) -> Iterator[tuple[tuple[int, int], Crossing]]:
+    def crossings(self, study: Study) -> list[Crossing]:
         """What a micro-batch puts across each cut; nothing goes back to frozen layers."""
-        element_bytes = supply.element_bytes(self.clouds, self.setting)
-        for pair, stop, num_bytes in zip(pairwise(self.clouds), self.stops, element_bytes, strict=False):
-            has_gradient = stop > supply.num_frozen
-            yield (
-                pair,
-                supply.crossing(pair, self.setting, has_gradient=has_gradient, element_bytes=num_bytes),
-            )
+        return [
+            study.crossing(self.clouds, cut, self.setting, has_gradient=stop > study.num_frozen)
+            for cut, stop in enumerate(self.stops[:-1])
+        ]
 
-    def codec_bytes(self, codecs: Sequence[Pair]) -> list[int]:
+    def codec_bytes(self, codecs: Sequence[Pair]) -> tuple[int, ...]:
         """What the codecs of its cuts keep at a rank of each stage."""
         found = [0] * len(self.clouds)
-        for cut, ((_, crossing), pair) in enumerate(zip(self.crossings(self.supply), codecs, strict=True)):
-            num_wires = crossing.num_learners
+        for cut, (crossing, pair) in enumerate(zip(self.crossings(self.study), codecs, strict=True)):
             for stage, num_bytes in zip((cut, cut + 1), codec_state_bytes(pair, crossing), strict=True):
-                found[stage] += num_bytes * -(-num_wires // self.facts[stage].num_ranks)
-        return found
+                found[stage] += num_bytes * -(-crossing.num_learners // self.facts[stage].num_ranks)
+        return tuple(found)
 
-    def held(self, codec_bytes: Sequence[int]) -> list[float]:
+    def num_fitting(self, codec_bytes: Sequence[int]) -> list[float]:
         """The most that a rank of each stage may keep in flight."""
-        held = [
-            float(
-                self.supply.num_fitting(cloud, self.setting, codec_bytes=one)[layers.start, layers.stop]
-                if one
-                else self.supply.table(cloud, self.setting).held[layers.start, layers.stop]
-            )
-            for cloud, layers, one in zip(self.clouds, self.layers, codec_bytes, strict=True)
-        ]
-        given = self.terms.max_in_flight
-        caps = given if isinstance(given, tuple) else (given,) * len(held)
-        return [min(one, cap or one) for one, cap in zip(held, caps, strict=True)]
+        given = self.study.strategy.max_in_flight
+        caps = given if isinstance(given, tuple) else (given,) * len(self.clouds)
+        found = []
+        for cloud, layers, num_bytes, cap in zip(self.clouds, self.layers, codec_bytes, caps, strict=True):
+            fitting = self.study.table(cloud, self.setting).num_fitting
+            if num_bytes:
+                fitting = self.study.num_fitting(cloud, self.setting, codec_bytes=num_bytes)
+            most = float(fitting[layers.start, layers.stop])
+            found.append(min(most, cap or most))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A partition with codecs: all that its time depends on."""
+    """A placement with codecs: all that its time depends on."""
 
-    partition: Partition
+    placement: Placement
     choices: tuple[Choice, ...]
     scenario: Scenario
-    num_warmup_steps: int = 0
-    warmup: Scenario | None = None
+    warmup: Scenario | None
     """The same before bottlenecks begin."""
-    why: str | None = None
+    why: str | None
     """Why its codecs are not those that computing overlaps."""
-    codec_bytes: tuple[int, ...] = ()
+    codec_bytes: tuple[int, ...]
     """What they keep at a rank of each stage."""
 
     @property
     def loss(self) -> Loss:
-        """Of its codecs."""
+        """The greatest loss of its codecs."""
         return max((one.loss for one in self.choices), default=Loss.NONE)
 
     @property
-    def mildness(self) -> tuple[int, float]:
-        """How much its codecs cost, by class and by what was measured, summed over its cuts."""
-        return self.loss, expected_loss(one.pair for one in self.choices)
+    def simplicity(self) -> tuple[float, ...]:
+        """What one of several equals is chosen by, as far as it is known before a simulation."""
+        lossiness, placement = expected_loss(one.pair for one in self.choices), self.placement
+        is_reordered = placement.clouds != placement.study.run_order
+        return self.loss, lossiness, len(placement.memory_words), len(placement.clouds), is_reordered
+
+    def least_totals(self) -> tuple[float, float | None]:
+        """The least time and price of a run."""
+        study, clouds = self.placement.study, self.placement.clouds
+        num_first = study.num_warmup_steps(clouds)
+        parts = [(study.step.num_steps - num_first, self.scenario)]
+        parts += [] if self.warmup is None else [(num_first, self.warmup)]
+        total_s = sum(number * scenario_bound_s(one) for number, one in parts)
+        usd = sum(number * self._traffic_usd(one) for number, one in parts)
+        rate = study.usd_per_s(clouds)
+        return total_s, None if rate is None else rate * total_s + usd
+
+    def _traffic_usd(self, scenario: Scenario) -> float:
+        hops = zip(scenario.hops, self.placement.links, strict=True)
+        each = sum((hop.forward_bytes + hop.backward_bytes) * (link.usd_per_gib or 0.0) for hop, link in hops)
+        return float(scenario.num_microbatches * each / _GIB)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """How to choose the codecs of all links: beside so much computing, from these levels on, and why."""
-
-    interval_s: float
-    tolerance: float | None = None
-    first: int = 0
-    last: int | None = None
-    is_thrifty: bool = False
-    why: str | None = None
-
-    def choice(self, link: LinkTerms, crossing: Crossing, line: Line) -> Choice:
-        """The codecs of one link."""
-        figures = Figures(interval_s=self.interval_s, down_bps=line.down_bps, up_bps=line.up_bps)
-        rungs = link.rungs_from(self.first) if self.is_thrifty else link.rungs_between(self.first, self.last)
-        if self.tolerance is None:
-            return choose(crossing, figures, levels=rungs, bounds=link.bounds)
-        return choose(crossing, figures, levels=rungs, bounds=link.bounds, tolerance=self.tolerance)
-
-
-def candidates(partition: Partition) -> list[Candidate]:
-    """The partition with the codecs that are worth a simulation.
+def candidates(placement: Placement) -> list[Candidate]:
+    """The placement with the codecs that are worth a simulation.
 
     These are the least lossy codecs by which computing overlaps each line, those with which a step is as fast
     as with any, the same level on all links, and where traffic is paid for, codecs with fewer bytes.
     """
     found: dict[tuple[Pair, ...], Candidate | None] = {}
-    for way in _ways(partition):
-        links = zip(partition.crossings(partition.supply), partition.link_terms, strict=True)
-        choices = tuple(
-            way.choice(link, crossing, partition.supply.links[pair].line) for (pair, crossing), link in links
-        )
+    for choices, why in _choices(placement):
         pairs = tuple(one.pair for one in choices)
         if pairs not in found:
-            found[pairs] = _candidate(partition, choices, way.why)
+            found[pairs] = _candidate(placement, choices, why)
     return [one for one in found.values() if one is not None]
 
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
     """The same with other codecs on one link: a schedule may be faster with a slower message."""
-    partition = candidate.partition
-    links = zip(partition.crossings(partition.supply), partition.link_terms, strict=True)
-    for number, ((pair, crossing), link) in enumerate(links):
-        line = partition.supply.links[pair].line
-        figures = Figures(interval_s=0.0, down_bps=line.down_bps, up_bps=line.up_bps)
-        allowed = options(crossing, figures, levels=link.rungs, bounds=link.bounds)
+    placement = candidate.placement
+    for cut, (crossing, link) in enumerate(
+        zip(placement.crossings(placement.study), placement.links, strict=True)
+    ):
+        allowed = link.options(crossing)
         for one in allowed:
-            if one.pair != candidate.choices[number].pair:
+            if one.pair != candidate.choices[cut].pair:
                 other = explained(one, allowed, link.bounds)
-                choices = (*candidate.choices[:number], other, *candidate.choices[number + 1 :])
-                if (changed := _candidate(partition, choices, _HURRIED)) is not None:
+                choices = (*candidate.choices[:cut], other, *candidate.choices[cut + 1 :])
+                if (changed := _candidate(placement, choices, _HURRIED)) is not None:
                     yield changed
 
 
-def _ways(partition: Partition) -> Iterator[_Way]:
-    interval_s = max(stage.interval_s for stage in partition.stage_loads())
-    yield _Way(interval_s=interval_s)
-    if not partition.link_terms:
+def _choices(placement: Placement) -> Iterator[tuple[tuple[Choice, ...], str | None]]:
+    """The codecs of all links, chosen in several ways, and why each differs from the first."""
+    links, crossings = placement.links, placement.crossings(placement.study)
+    interval_s = max(stage.interval_s for stage in placement.stage_loads())
+
+    def choice(levels: Sequence[Sequence[CodecLevel]], beside_s: float, **how: Any) -> tuple[Choice, ...]:
+        return tuple(
+            choose(crossing, link.figures(beside_s), levels=own, bounds=link.bounds, **how)
+            for crossing, link, own in zip(crossings, links, levels, strict=True)
+        )
+
+    every = [one.levels for one in links]
+    yield choice(every, interval_s), None
+    if not links:
         return
-    if partition.terms.counts_money:
-        for number in range(1, 1 + max(one.num_thrifty for one in partition.link_terms)):
-            yield _Way(interval_s=interval_s, first=number, is_thrifty=True, why=_THRIFTY)
-    yield _Way(interval_s=interval_s, tolerance=_CLOSE, why=_HURRIED)
-    for number in range(max(len(one.allowed) for one in partition.link_terms)):
-        yield _Way(interval_s=0.0, first=number, last=number, why=_HURRIED)
+    most = max(len(one.allowed) for one in links)
+    if placement.study.job.limits.counts_money:
+        for number in range(1, most):
+            # Nothing is saved where nothing is paid, and the last level stays.
+            first = [min(number, len(one.allowed) - 1) if one.usd_per_gib else 0 for one in links]
+            if any(one == number for one in first):
+                levels = [
+                    one.allowed[at:] if at else one.levels for one, at in zip(links, first, strict=True)
+                ]
+                yield choice(levels, interval_s), _THRIFTY
+    yield choice(every, interval_s, tolerance=_CLOSE), _HURRIED
+    for number in range(most):
+        levels = [one.allowed[min(number, len(one.allowed) - 1) :][:1] or one.levels for one in links]
+        yield choice(levels, 0.0), _HURRIED
 
 
-def _candidate(partition: Partition, choices: tuple[Choice, ...], why: str | None) -> Candidate | None:
-    """A partition with these codecs, None where memory does not hold what they keep."""
-    supply, terms = partition.supply, partition.terms
-    codec_bytes = partition.codec_bytes([one.pair for one in choices])
-    held = partition.held(codec_bytes)
-    if min(held) < 1:
+def _candidate(placement: Placement, choices: tuple[Choice, ...], why: str | None) -> Candidate | None:
+    """A placement with these codecs, None where memory does not hold what they keep."""
+    study = placement.study
+    pairs = [one.pair for one in choices]
+    codec_bytes = placement.codec_bytes(pairs)
+    fitting = placement.num_fitting(codec_bytes)
+    if min(fitting) < 1:
         return None
-    stages = partition.stage_loads()
-    crossings = list(partition.crossings(supply))
-    hops = tuple(
-        supply.coded_hop(pair, crossing, choice.pair)
-        for (pair, crossing), choice in zip(crossings, choices, strict=True)
-    )
-    trained = (number for number, stop in enumerate(partition.stops) if stop > supply.num_frozen)
     scenario = Scenario(
-        stages=stages,
-        hops=hops,
-        num_microbatches=partition.setting.num_microbatches,
-        policy=terms.policy,
-        first_trained=next(trained, len(stages) - 1),
+        stages=placement.stage_loads(),
+        hops=_hops(study, placement, pairs),
+        num_microbatches=placement.setting.num_microbatches,
+        policy=study.policy,
+        first_trained=first_trained(placement.layers, study.num_frozen),
     )
-    num_warmup_steps = supply.num_warmup_steps(partition.clouds)
-    before = replace(scenario, hops=_raw_hops(partition, choices)) if num_warmup_steps else scenario
-    wanted = terms.windows or next_windows(scenario, expected(scenario))
-    caps = _caps({scenario, before}, wanted, held)
-    fixed = None if terms.windows is None else _given_windows(scenario, terms.windows, held)
+    warmup = None
+    if study.num_warmup_steps(placement.clouds):
+        raw = [
+            RAW_PAIR if link.bottleneck else pair for link, pair in zip(placement.links, pairs, strict=True)
+        ]
+        warmup = replace(scenario, hops=_hops(study.before_bottlenecks, placement, raw))
+    given = study.strategy.windows
+    wanted = given or next_windows(scenario, expected(scenario))
+    bounds: dict[str, Any] = {
+        "windows": None if given is None else _given_windows(scenario, given, fitting),
+        "max_in_flight": _caps({scenario, warmup or scenario}, wanted, fitting),
+    }
     return Candidate(
-        partition=partition,
+        placement=placement,
         choices=choices,
-        scenario=replace(scenario, windows=fixed, max_in_flight=caps),
-        num_warmup_steps=num_warmup_steps,
-        warmup=replace(before, windows=fixed, max_in_flight=caps) if num_warmup_steps else None,
+        scenario=replace(scenario, **bounds),
+        warmup=None if warmup is None else replace(warmup, **bounds),
         why=why,
-        codec_bytes=tuple(codec_bytes),
+        codec_bytes=codec_bytes,
     )
 
 
-def _raw_hops(partition: Partition, choices: Sequence[Choice]) -> tuple[HopLoad, ...]:
-    """What crosses before bottlenecks begin: raw hidden states there, and elsewhere as chosen."""
-    before, links = partition.supply.before_bottlenecks, partition.supply.links
-    return tuple(
-        before.coded_hop(pair, crossing, choice.pair if links[pair].bottleneck is None else _RAW)
-        for (pair, crossing), choice in zip(partition.crossings(before), choices, strict=True)
-    )
+def _hops(study: Study, placement: Placement, pairs: Sequence[Pair]) -> tuple[HopLoad, ...]:
+    parts = zip(pairwise(placement.clouds), placement.crossings(study), pairs, strict=True)
+    return tuple(study.coded_hop(between, crossing, pair) for between, crossing, pair in parts)
 
 
-def _caps(scenarios: Collection[Scenario], wanted: Sequence[int], held: Sequence[float]) -> Caps | None:
+def _caps(scenarios: Collection[Scenario], wanted: Sequence[int], fitting: Sequence[float]) -> Caps | None:
     """What each stage has memory for, one number where all have the same, and None where that binds no stage.
 
     Workers whose messages meet on the line may ask for more than is expected, and are bound then too; so are
@@ -312,17 +266,17 @@ def _caps(scenarios: Collection[Scenario], wanted: Sequence[int], held: Sequence
     """
     most = [next_windows(one, at_worst(one)) for one in scenarios]
     asked = [max(sizes) for sizes in zip(wanted, *most, strict=True)]
-    if all(one >= size for one, size in zip(held, asked, strict=True)):
+    if all(one >= size for one, size in zip(fitting, asked, strict=True)):
         return None
     number = max(one.num_microbatches for one in scenarios)
-    caps = tuple(int(max(1, min(one, number))) for one in held)
+    caps = tuple(int(max(1, min(one, number))) for one in fitting)
     return caps if len(set(caps)) > 1 else caps[0]
 
 
-def _given_windows(scenario: Scenario, given: Sequence[int], held: Sequence[float]) -> tuple[int, ...]:
+def _given_windows(scenario: Scenario, given: Sequence[int], fitting: Sequence[float]) -> tuple[int, ...]:
     """The job's windows, as far as memory and the stages before allow."""
     sizes: list[int] = []
-    for size, most in zip(given, held, strict=True):
+    for size, most in zip(given, fitting, strict=True):
         bounds = window_bounds(scenario, sizes) if scenario.policy.keeps_order else []
         sizes.append(int(max(1, min(size, most, *bounds))))
     return tuple(sizes)
@@ -332,16 +286,14 @@ def simulated(candidate: Candidate) -> tuple[Plan, int]:
     """The plan of a candidate with the simulator's figures, and how many passes that took."""
     timed = simulate_step(candidate.scenario)
     first = None if candidate.warmup is None else simulate_step(candidate.warmup)
-    partition, step = candidate.partition, candidate.partition.supply.step
-    level = partition.supply.levels[partition.setting.level]
-    stages = planned_stages(candidate, timed, first)
-    links = tuple(_links(candidate))
+    placement, step = candidate.placement, candidate.placement.study.step
+    stages, links = planned_stages(candidate, timed, first), tuple(_links(candidate))
+    number = placement.setting.num_microbatches
     plan = Plan(
         form=Form.PIPELINE if len(stages) > 1 else Form.ALONE,
         stages=stages,
         links=links,
-        savers=level.words(partition.facts),
-        sparing=level.sparing,
+        memory_options=placement.setting.memory,
         estimate=estimated(
             stages,
             links,
@@ -355,15 +307,15 @@ def simulated(candidate: Candidate) -> tuple[Plan, int]:
         ),
         reason="",
         settings=PipelineSettings(
-            num_microbatches=partition.setting.num_microbatches,
-            microbatch_sequences=step.num_sequences // partition.setting.num_microbatches,
-            policy=partition.terms.policy,
+            num_microbatches=number,
+            microbatch_sequences=step.num_sequences // number,
+            policy=placement.study.policy,
             max_in_flight=candidate.scenario.max_in_flight,
         ),
         scenario=candidate.scenario,
         warmup_scenario=candidate.warmup,
         loss=candidate.loss,
-        strength=max(map(_strength, candidate.choices, partition.link_terms), default=0),
+        lossiness=max(map(_lossiness, candidate.choices, placement.links), default=0),
     )
     return plan, timed.num_passes + (0 if first is None else first.num_passes)
 
@@ -377,47 +329,44 @@ def planned_stages(
     windows = scenario.windows or next_windows(scenario, expected(scenario), max_in_flight=caps)
     windows = windows if timed is None else timed.windows
     most = windows if first is None else tuple(map(max, zip(windows, first.windows, strict=True)))
-    halves = candidate.partition.supply.halves(candidate.partition.clouds)
     return tuple(
-        _stage(candidate, index, window=windows[index], most=most[index], halves=halves[index])
-        for index in range(len(windows))
+        _stage(candidate, index, window=windows[index], most=most[index]) for index in range(len(windows))
     )
 
 
-def _stage(
-    candidate: Candidate, index: int, *, window: int, most: int, halves: Sequence[HalfCosts]
-) -> PlannedStage:
-    partition, load = candidate.partition, candidate.scenario.stages[index]
-    cloud, layers = partition.facts[index], partition.layers[index]
-    supply, setting = partition.supply, partition.setting
-    num_rounds = -(-setting.num_microbatches // load.num_ranks)
+def _stage(candidate: Candidate, index: int, *, window: int, most: int) -> PlannedStage:
+    placement, load = candidate.placement, candidate.scenario.stages[index]
+    cloud, layers, setting = placement.facts[index], placement.layers[index], placement.setting
     is_trained = index >= candidate.scenario.first_trained
     pass_s = load.forward_s + (load.backward_s if is_trained else 0.0)
-    memory = supply.memory(
-        cloud, setting, layers, window=most, halves=halves, codec_bytes=candidate.codec_bytes[index]
+    memory = placement.study.memory(
+        placement.clouds[index],
+        setting,
+        layers,
+        window=most,
+        halves=placement.study.halves(placement.clouds)[index],
+        codec_bytes=candidate.codec_bytes[index],
     )
     last = layers.stop - 1
     return PlannedStage(
         cloud=cloud.name,
         holds=f"layer {last}" if len(layers) == 1 else f"layers {layers.start}–{last}",
         num_ranks=load.num_ranks,
-        busy_s=num_rounds * pass_s + load.update_s,
+        busy_s=-(-setting.num_microbatches // load.num_ranks) * pass_s + load.update_s,
         window=window,
         memory=memory_parts(memory),
         capacity_bytes=cloud.capacity_bytes,
         usd_per_hour=cloud.usd_per_hour,
         layers=(layers.start, layers.stop),
-        sharding=supply.levels[setting.level].sharding(cloud),
+        sharding=setting.memory.sharding_at(cloud),
         is_measured=cloud.profile is not None,
     )
 
 
 def _links(candidate: Candidate) -> Iterator[PlannedLink]:
-    partition, number = candidate.partition, candidate.partition.setting.num_microbatches
-    names = [one.name for one in partition.facts]
-    parts = zip(
-        pairwise(names), candidate.scenario.hops, candidate.choices, partition.link_terms, strict=True
-    )
+    placement, number = candidate.placement, candidate.placement.setting.num_microbatches
+    betweens = pairwise(one.name for one in placement.facts)
+    parts = zip(betweens, candidate.scenario.hops, candidate.choices, placement.links, strict=True)
     for between, hop, choice, link in parts:
         codecs = f"{choice.pair.forward} and {choice.pair.backward}"
         yield PlannedLink(
@@ -431,11 +380,11 @@ def _links(candidate: Candidate) -> Iterator[PlannedLink]:
         )
 
 
-def _strength(choice: Choice, link: LinkTerms) -> int:
+def _lossiness(choice: Choice, link: LinkFacts) -> int:
     """How many codec levels are less lossy than that of a link; none where the job has its own."""
     pair = choice.pair
-    levels = enumerate(link.rungs)
-    same = (one for one, rung in levels if rung.forward == pair.forward or rung.backward == pair.backward)
+    levels = enumerate(link.levels)
+    same = (one for one, level in levels if level.forward == pair.forward or level.backward == pair.backward)
     return max(same, default=0)
 
 
@@ -447,6 +396,5 @@ def _warmup(
 ) -> Warmup | None:
     if candidate.warmup is None or timed is None:
         return None
-    return estimated_warmup(
-        candidate.warmup, stages, links, step_s=timed.step_s, num_steps=candidate.num_warmup_steps
-    )
+    num_steps = candidate.placement.study.num_warmup_steps(candidate.placement.clouds)
+    return estimated_warmup(candidate.warmup, stages, links, step_s=timed.step_s, num_steps=num_steps)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.job import CloudSpec, Job, LinkSpec, PipelineStrategy
+from isthmus.job import CloudSpec, Job, LinkSpec, PipelineStrategy, stage_order
 from isthmus.job.codec import BottleneckSpec
 from isthmus.plan.costs import Arithmetic, Precision
 from isthmus.plan.memory import OptimizerState, Savers, Sharding
@@ -45,7 +45,7 @@ class CloudFacts:
     """Of one rank's memory, None where it is unknown."""
     usd_per_hour: float | None
     sharding: Sharding | None = None
-    """What its ranks share out, None where the plan chooses."""
+    """What its ranks shard, None where the plan chooses."""
     inside_bytes_per_s: float = 25e9
     """Between its devices, of each."""
 
@@ -202,21 +202,40 @@ def _accelerator(cloud: CloudSpec, own: Mapping[str, Accelerator], profile: Prof
     )
 
 
-_EIGHT_BITS = 8
+_EIGHT_BITS: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """Memory options of all stages of a plan, as `[train]` of the job has them."""
+    """Memory options of all stages of a plan; later ones in the list of `memory_levels` cost more time."""
 
     recompute: bool = False
     offload_optimizer: bool = False
     optimizer_bits: int = 32
+    sharding: Sharding = Sharding.NONE
+    """What the ranks of a cloud shard, where the job leaves that open."""
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """What a user reads of it."""
+    def sharding_at(self, cloud: CloudFacts) -> Sharding:
+        """What the ranks of a cloud shard; a single rank shards nothing."""
+        if cloud.num_ranks == 1:
+            return Sharding.NONE
+        return self.sharding if cloud.sharding is None else cloud.sharding
+
+    def at(self, cloud: CloudFacts) -> Savers:
+        """The options at one cloud; the memory of a CPU is that of its host."""
+        is_small = self.optimizer_bits == _EIGHT_BITS
+        sharding = self.sharding_at(cloud)
+        return Savers(
+            optimizer=OptimizerState.EIGHT_BIT if is_small else OptimizerState.FLOAT32,
+            sharding=sharding,
+            num_shards=1 if sharding is Sharding.NONE else cloud.num_ranks,
+            offload_optimizer=self.offload_optimizer and not cloud.accelerator.is_cpu,
+        )
+
+    def words(self, shardings: Iterable[Sharding]) -> tuple[str, ...]:
+        """The options as a user reads them, for stages that are sharded like this."""
         found = {
+            "sharding inside the cloud": any(one is not Sharding.NONE for one in shardings),
             "recompute": self.recompute,
             "optimizer on the host": self.offload_optimizer,
             "8-bit optimizer": self.optimizer_bits == _EIGHT_BITS,
@@ -224,67 +243,34 @@ class MemoryOptions:
         return tuple(word for word, is_on in found.items() if is_on)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
-    """One way to spare memory; later ones spare more, and cost more."""
+def asked_options(job: Job) -> MemoryOptions:
+    """The memory options that the job asks for, which are part of every level.
 
-    sparing: MemoryOptions = MemoryOptions()
-    sharing: Sharding = Sharding.NONE
-    """What the ranks of a cloud share out, where the job leaves that open."""
-    is_last_resort: bool = False
-
-    def sharding(self, cloud: CloudFacts) -> Sharding:
-        """What the ranks of a cloud share out; one rank has no one to share with."""
-        if cloud.num_ranks == 1:
-            return Sharding.NONE
-        return self.sharing if cloud.sharding is None else cloud.sharding
-
-    def savers(self, cloud: CloudFacts) -> Savers:
-        """What it means at a cloud; the memory of a CPU is that of its host."""
-        is_small = self.sparing.optimizer_bits == _EIGHT_BITS
-        sharding = self.sharding(cloud)
-        return Savers(
-            optimizer=OptimizerState.EIGHT_BIT if is_small else OptimizerState.FLOAT32,
-            sharding=sharding,
-            num_shards=1 if sharding is Sharding.NONE else cloud.num_ranks,
-            offload_optimizer=self.sparing.offload_optimizer and not cloud.accelerator.is_cpu,
-        )
-
-    def words(self, clouds: Iterable[CloudFacts]) -> tuple[str, ...]:
-        """What a user reads of it, for stages at these clouds."""
-        is_shared = any(self.sharding(cloud) is not Sharding.NONE for cloud in clouds)
-        return (*(("sharding inside the cloud",) if is_shared else ()), *self.sparing.words)
-
-
-def levels(job: Job, clouds: Sequence[CloudFacts], policy: Policy) -> tuple[Level, ...]:
-    """What may be tried at these clouds, from the mildest on; what the job asks for is part of each.
-
-    `recompute = "auto"` asks for nothing: a run then recomputes no more than its memory asks for.
+    `recompute = "auto"` asks for nothing: a run then recomputes no more than its memory needs.
     """
-    asked = MemoryOptions(
+    return MemoryOptions(
         recompute=job.train.recompute is True,
         offload_optimizer=job.train.offload_optimizer,
         optimizer_bits=job.train.optimizer_bits,
     )
-    sharings = _sharings(clouds, policy)
-    found = _all_ways(asked, sharings)
-    if asked.offload_optimizer or asked.optimizer_bits == _EIGHT_BITS:
-        return tuple(found)
-    resorts = (replace(asked, offload_optimizer=True), replace(asked, optimizer_bits=_EIGHT_BITS))
-    rest = [replace(level, is_last_resort=True) for one in resorts for level in _all_ways(one, sharings)]
-    return (*found, *rest)
 
 
-def _all_ways(asked: MemoryOptions, sharings: Sequence[Sharding]) -> list[Level]:
-    return [
-        Level(sparing=replace(asked, recompute=recompute), sharing=sharing)
+def memory_levels(job: Job, clouds: Sequence[CloudFacts], policy: Policy) -> tuple[MemoryOptions, ...]:
+    """The memory options to try at these clouds, those that cost least first and last resorts last."""
+    asked = asked_options(job)
+    resorts = [asked]
+    if not asked.offload_optimizer and asked.optimizer_bits != _EIGHT_BITS:
+        resorts += [replace(asked, offload_optimizer=True), replace(asked, optimizer_bits=_EIGHT_BITS)]
+    return tuple(
+        replace(one, recompute=recompute, sharding=sharding)
+        for one in resorts
         for recompute in ((True,) if asked.recompute else (False, True))
-        for sharing in sharings
-    ]
+        for sharding in _shardings(clouds, policy)
+    )
 
 
-def _sharings(clouds: Sequence[CloudFacts], policy: Policy) -> tuple[Sharding, ...]:
-    """What ranks may share out, from nothing on, where some cloud leaves that open."""
+def _shardings(clouds: Sequence[CloudFacts], policy: Policy) -> tuple[Sharding, ...]:
+    """What ranks may shard, from nothing on, where some cloud leaves that open."""
     if all(cloud.num_ranks == 1 or cloud.sharding is not None for cloud in clouds):
         return (Sharding.NONE,)
     return (Sharding.NONE, Sharding.OPTIMIZER, *((Sharding.FULL,) if policy.keeps_order else ()))
@@ -295,35 +281,35 @@ OPEN: Final = "auto"
 
 
 def policy_of(job: Job, strategy: PipelineStrategy) -> Policy:
-    """As the job says, else lock-step where a cloud shares out all of its stage."""
+    """The policy of the job, else lock-step where a cloud is fully sharded."""
     if strategy.policy != OPEN:
         return Policy(strategy.policy)
-    return Policy.LOCK_STEP if any(_is_shared_out(one) for one in job.cloud) else Policy.WAN_ONE_F_ONE_B
+    return Policy.LOCK_STEP if any(_is_fully_sharded(one) for one in job.cloud) else Policy.WAN_ONE_F_ONE_B
 
 
 def check_lock_step(job: Job, strategy: PipelineStrategy) -> None:
-    """Refuse a cloud that shares all of its stage out where its ranks do not run one sequence of passes."""
+    """Refuse a fully sharded cloud whose ranks do not run the same schedule."""
     for cloud in job.cloud:
-        if _is_shared_out(cloud):
+        if _is_fully_sharded(cloud):
             _check(job, cloud, strategy)
 
 
 def common_ranks(job: Job) -> int:
-    """Of which a step's micro-batches must be a multiple: 1 where no cloud shares out all of its stage."""
-    return max((one.ranks for one in job.cloud if _is_shared_out(one)), default=1)
+    """The number of which a step's micro-batches must be a multiple: 1 where no cloud is fully sharded."""
+    return max((one.ranks for one in job.cloud if _is_fully_sharded(one)), default=1)
 
 
 def check_even(job: Job, *, num_sequences: int, sequence_length: int) -> None:
-    """Refuse a step that ranks in lock-step cannot deal out evenly, however it is divided."""
+    """Refuse a step that cannot be divided evenly among ranks with the same schedule."""
     number = common_ranks(job)
     if num_sequences % number:
         raise UserError(
-            f"the {num_sequences} sequences of a step cannot be dealt out evenly to {number} ranks",
+            f"the {num_sequences} sequences of a step cannot be divided evenly among {number} ranks",
             hint=f"set train.batch_tokens to a multiple of {number * sequence_length}",
         )
 
 
-def _is_shared_out(cloud: CloudSpec) -> bool:
+def _is_fully_sharded(cloud: CloudSpec) -> bool:
     return cloud.ranks > 1 and cloud.sharding == "full"
 
 
@@ -341,6 +327,14 @@ def _check(job: Job, cloud: CloudSpec, strategy: PipelineStrategy) -> None:
             f"{start} as many micro-batches at each of its {cloud.ranks} ranks",
             hint=f"set strategy.microbatches to a multiple of {cloud.ranks}",
         )
+
+
+def run_order(job: Job) -> tuple[str, ...]:
+    """The clouds as a run takes them where the job leaves their order open; none where no row joins them."""
+    try:
+        return stage_order(job)
+    except UserError:
+        return ()
 
 
 def links_along(job: Job, clouds: Sequence[str]) -> tuple[LinkSpec, ...]:

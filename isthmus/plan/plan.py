@@ -2,18 +2,20 @@
 
 import enum
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Final
+
+from pydantic import TypeAdapter
 
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plan.codecs import Loss
 from isthmus.plan.job_facts import MemoryOptions
 from isthmus.plan.memory import Memory, Sharding
-from isthmus.plan.scenario import Caps, Policy, Scenario, caps_from_json, scenario_from_dict, scenario_to_dict
+from isthmus.plan.scenario import Caps, Policy, Scenario, scenario_from_dict, scenario_to_dict
 
 
 class Form(enum.Enum):
@@ -41,7 +43,7 @@ class PlannedStage:
     layers: tuple[int, int] | None = None
     """The first layer, and the one behind the last."""
     sharding: Sharding = Sharding.NONE
-    """What its ranks share out."""
+    """What its ranks shard."""
     is_measured: bool = False
     """Whether its times are those of a profile, and not the catalogue's."""
 
@@ -49,6 +51,11 @@ class PlannedStage:
     def memory_bytes(self) -> int:
         """What a rank needs in all."""
         return sum(self.memory.values())
+
+    @property
+    def memory_share(self) -> float:
+        """The share of a rank's memory that it needs; 0 where that is unknown."""
+        return self.memory_bytes / (self.capacity_bytes or math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +113,9 @@ class Estimate:
     usd_per_million_tokens: float | None
     num_steps: int
     limiting: str
-    """The resource of which no end would shorten a step the most."""
+    """The bottleneck resource: an unlimited supply of it would shorten a step the most."""
     reliefs: Mapping[str, float] = field(default_factory=dict)
-    """By what share no end of each would shorten it, the most first; none where the form has no schedule."""
+    """By what share an unlimited supply of each resource would shorten a step, the most first."""
     is_simulated: bool = False
     warmup: Warmup | None = None
     """None without bottlenecks."""
@@ -153,7 +160,7 @@ class PipelineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """How often and how exactly the clouds' models are made one."""
+    """How often and how exactly the models of the clouds are synchronised."""
 
     inner_steps: int
     num_fragments: int
@@ -170,16 +177,16 @@ class Decisions:
     recompute: bool
     codecs: tuple[tuple[str, str], ...]
     reasons: tuple[str, ...] = ()
-    sharding: tuple[str, ...] = ()
-    """Of each stage; none where nothing is said."""
+    sharding: tuple[Sharding, ...] = ()
+    """The sharding of each stage; none where nothing is said."""
     offload_optimizer: bool = False
     optimizer_bits: int = 32
     policy: str | None = None
     """What stages run by; None where nothing is said."""
 
     @property
-    def sparing(self) -> MemoryOptions:
-        """What spares memory at every stage."""
+    def memory_options(self) -> MemoryOptions:
+        """The memory options of every stage."""
         return MemoryOptions(
             recompute=self.recompute,
             offload_optimizer=self.offload_optimizer,
@@ -196,7 +203,7 @@ class RunnerUp:
     estimate: Estimate
     memory_share: float | None
     why: str
-    savers: tuple[str, ...] = ()
+    memory_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,19 +213,17 @@ class Plan:
     form: Form
     stages: tuple[PlannedStage, ...]
     links: tuple[PlannedLink, ...]
-    savers: tuple[str, ...]
-    """What spares memory, in words."""
+    memory_options: MemoryOptions
     estimate: Estimate
     reason: str
-    sparing: MemoryOptions = MemoryOptions()  # noqa: RUF009 it is frozen
     settings: PipelineSettings | DataSettings | None = None
     scenario: Scenario | None = None
     warmup_scenario: Scenario | None = None
     """The same before bottlenecks begin, None without any."""
     loss: Loss = Loss.NONE
-    """Of codecs and rare synchronisation."""
-    strength: int = 0
-    """Of its strongest codec: how many are milder."""
+    """The loss of codecs and rare synchronisation."""
+    lossiness: int = 0
+    """How many codec levels are less lossy than its most lossy one."""
     notes: tuple[str, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()
     num_tried: int = 0
@@ -229,6 +234,16 @@ class Plan:
         return tuple(stage.cloud for stage in self.stages)
 
     @property
+    def memory_words(self) -> tuple[str, ...]:
+        """Its memory options as a user reads them."""
+        return self.memory_options.words(stage.sharding for stage in self.stages)
+
+    @property
+    def totals(self) -> tuple[float, float | None]:
+        """Time and price of the whole run."""
+        return self.estimate.total_s, self.estimate.total_usd
+
+    @property
     def decisions(self) -> Decisions | None:
         """What a run follows, None where the form is no pipeline."""
         if not isinstance(self.settings, PipelineSettings):
@@ -237,20 +252,19 @@ class Plan:
             layers=tuple(stop - start for start, stop in (one.layers or (0, 0) for one in self.stages)),
             num_microbatches=self.settings.num_microbatches,
             max_in_flight=self.settings.max_in_flight,
-            recompute=self.sparing.recompute,
+            recompute=self.memory_options.recompute,
             codecs=tuple((one.forward_codec, one.backward_codec) for one in self.links),
             reasons=self.notes,
-            sharding=tuple(one.sharding.value for one in self.stages),
-            offload_optimizer=self.sparing.offload_optimizer,
-            optimizer_bits=self.sparing.optimizer_bits,
+            sharding=tuple(one.sharding for one in self.stages),
+            offload_optimizer=self.memory_options.offload_optimizer,
+            optimizer_bits=self.memory_options.optimizer_bits,
             policy=self.settings.policy.value,
         )
 
     @property
     def memory_share(self) -> float | None:
-        """Of the fullest device's memory, None where no memory is known."""
-        known = [(one.memory_bytes, one.capacity_bytes) for one in self.stages if one.capacity_bytes]
-        return max((needed / there for needed, there in known if there), default=None)
+        """The share of the fullest device's memory, None where no memory is known."""
+        return max((one.memory_share for one in self.stages if one.capacity_bytes), default=None)
 
     @property
     def what(self) -> str:
@@ -284,7 +298,6 @@ def estimated(
     num_steps: int,
     bubble: BubbleSplit,
     limiting: str,
-    reliefs: Mapping[str, float] = MappingProxyType({}),
     warmup: Warmup | None = None,
     is_simulated: bool = False,
 ) -> Estimate:
@@ -299,7 +312,6 @@ def estimated(
         usd_per_million_tokens=None if usd is None else usd / num_tokens * 1e6,
         num_steps=num_steps,
         limiting=limiting,
-        reliefs=dict(reliefs),
         is_simulated=is_simulated,
         warmup=warmup,
     )
@@ -380,6 +392,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "form": plan.form.value,
         "loss": plan.loss.name.lower(),
         "what": plan.what,
+        "memory_words": plan.memory_words,
         "decisions": None if plan.decisions is None else asdict(plan.decisions),
         "scenario": None if plan.scenario is None else scenario_to_dict(plan.scenario),
         "warmup_scenario": None if plan.warmup_scenario is None else scenario_to_dict(plan.warmup_scenario),
@@ -416,20 +429,11 @@ def decisions_of(text: str) -> Decisions | None:
 def decisions_from_dict(values: Mapping[str, Any]) -> Decisions:
     """What `asdict` made of decisions, as JSON gives it back."""
     try:
-        return Decisions(
-            layers=tuple(int(one) for one in values["layers"]),
-            num_microbatches=int(values["num_microbatches"]),
-            max_in_flight=caps_from_json(values["max_in_flight"]),
-            recompute=bool(values["recompute"]),
-            codecs=tuple((str(forward), str(backward)) for forward, backward in values["codecs"]),
-            reasons=tuple(str(one) for one in values["reasons"]),
-            # Older plans do not have these.
-            sharding=tuple(Sharding(one).value for one in values.get("sharding", ())),
-            offload_optimizer=bool(values.get("offload_optimizer", False)),
-            optimizer_bits=int(values.get("optimizer_bits", 32)),
-            policy=Policy(values["policy"]).value if values.get("policy") is not None else None,
-        )
-    except (KeyError, TypeError, ValueError):
+        found: Decisions = TypeAdapter(Decisions).validate_python(values)
+        if found.policy is not None:
+            Policy(found.policy)
+        return found
+    except ValueError:
         raise UserError("the decisions of a plan cannot be read", hint=_HOW) from None
 
 
@@ -464,15 +468,17 @@ class Changes:
 
 def planned_changes(job: Job, plan: Plan) -> Changes:
     """What is to be set in a job so that it does as planned."""
-    spared = _spared(job, plan.sparing, {one.cloud: one.sharding.value for one in plan.stages})
-    return replace(spared, strategy=_strategy(plan))
+    changes = _memory_changes(job, plan.memory_options, {one.cloud: one.sharding for one in plan.stages})
+    return replace(changes, strategy=_strategy(plan))
 
 
 def follow(job: Job, clouds: Sequence[str], decisions: Decisions | None) -> Job:
     """The job with nothing left open about memory; `clouds` are those of the stages."""
     wanted = Changes()
     if decisions is not None:
-        wanted = _spared(job, decisions.sparing, dict(zip(clouds, decisions.sharding, strict=False)))
+        wanted = _memory_changes(
+            job, decisions.memory_options, dict(zip(clouds, decisions.sharding, strict=False))
+        )
     copies = {"sharding": Sharding.NONE.value}
     return job.model_copy(
         update={
@@ -514,14 +520,14 @@ def _bound(caps: Caps | None) -> dict[str, object]:
     return {"max_in_flight": list(caps) if isinstance(caps, tuple) else caps}
 
 
-def _spared(job: Job, sparing: MemoryOptions, sharding: Mapping[str, str]) -> Changes:
+def _memory_changes(job: Job, options: MemoryOptions, sharding: Mapping[str, Sharding]) -> Changes:
     train: dict[str, object] = {}
     # "auto" recomputes by itself what memory asks for.
-    if sparing.recompute and job.train.recompute is False:
+    if options.recompute and job.train.recompute is False:
         train["recompute"] = True
-    if sparing.offload_optimizer and not job.train.offload_optimizer:
+    if options.offload_optimizer and not job.train.offload_optimizer:
         train["offload_optimizer"] = True
-    if sparing.optimizer_bits != job.train.optimizer_bits:
-        train["optimizer_bits"] = sparing.optimizer_bits
+    if options.optimizer_bits != job.train.optimizer_bits:
+        train["optimizer_bits"] = options.optimizer_bits
     free = (one for one in job.cloud if one.sharding == _OPEN and one.ranks > 1 and one.name in sharding)
-    return Changes(train=train, clouds={one.name: {"sharding": sharding[one.name]} for one in free})
+    return Changes(train=train, clouds={one.name: {"sharding": sharding[one.name].value} for one in free})

@@ -2,9 +2,8 @@
 
 study the job → search pipelines → keep the limits → explain the best and the runners-up
 
-What limits a pipeline: the bottleneck resource, whose unlimited supply would shorten a step the most.
-
-Each is made unlimited by itself, everywhere at once, and the step simulated again:
+What limits a pipeline is the bottleneck resource, whose unlimited supply would shorten a step the most. Each
+is made unlimited by itself, everywhere at once, and the step simulated again:
 
     bandwidth      messages and their coding take no time on any line
     round trip     nothing is under way, nor handled
@@ -14,7 +13,6 @@ Each is made unlimited by itself, everywhere at once, and the step simulated aga
 The place that is named with it is the one that has least of it.
 """
 
-import enum
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +24,7 @@ from isthmus.job import AutoStrategy, DataStrategy, GeneratorDiscriminatorStrate
 from isthmus.job.sections import why_not_run
 from isthmus.plan.costs import CostSource, nothing_measured
 from isthmus.plan.job_facts import check_cuts, frozen_notes, links_along
-from isthmus.plan.plan import Form, Plan, RunnerUp, Warmup, split_bubble
+from isthmus.plan.plan import Form, Plan, RunnerUp, split_bubble
 from isthmus.plan.refusals import (
     excess,
     keep_limits,
@@ -35,20 +33,9 @@ from isthmus.plan.refusals import (
     nothing_fits,
     unpriced_budget,
 )
-from isthmus.plan.replicated.data import data_plans
-from isthmus.plan.replicated.generator import generator_plans
+from isthmus.plan.replicated import data_plans, generator_plans
 from isthmus.plan.scenario import Scenario, expected, next_windows
-from isthmus.plan.search import (
-    NEARLY,
-    Aim,
-    Pipelines,
-    Progress,
-    aim_of,
-    find,
-    mild_options,
-    pick,
-    pick_tried,
-)
+from isthmus.plan.search import NEARLY, Aim, Pipelines, Progress, find
 from isthmus.plan.step_time import least_passes, simulate_step
 from isthmus.plan.study import LOSSES, Study, study
 from isthmus.units import format_bytes, format_duration, shorten
@@ -59,6 +46,13 @@ _RUNNER_UP_PASSES: Final = 48_000
 _NUM_EXPLAINING: Final = 6
 _MAX_RUNNERS_UP: Final = 6
 _VERBS: Final = ("takes", "costs", "has", "would")
+_NO_LINE_BPS: Final = 1e15
+# Times that are nothing would make windows that are anything.
+_NEXT_TO_NOTHING: Final = 1e-6
+# A resource that would bring this share of the most is named too.
+_NEARLY_AS_MUCH: Final = 0.7
+
+Timed = Callable[[Scenario], float]
 
 
 def plan(
@@ -70,9 +64,8 @@ def plan(
 ) -> Plan:
     """Choose the best plan within the job's limits, or say in one sentence what is in the way of any.
 
-    The source measures the costs of the model where torch is installed.
-
-    With `is_quick` the same plan is chosen, and no other is told of.
+    The source measures the costs of the model where torch is installed. With `is_quick` the same plan is
+    chosen, and no runners-up are told of.
     """
     progress("reading the job")
     ready = study(job, source=source)
@@ -86,10 +79,20 @@ def plan(
             best = explained(best)
             others = [] if is_quick else _losers(ready, found, best, progress)
             num_tried = found.num_bounded
-    runners_up = tuple(_runner_up(one, best, job) for one in others)
+    runners_up = tuple(
+        RunnerUp(
+            form=one.form,
+            what=one.what,
+            estimate=one.estimate,
+            memory_share=one.memory_share,
+            why=_why(one, best, job),
+            memory_words=one.memory_words,
+        )
+        for one in others
+    )
     return replace(
         best,
-        notes=(*best.notes, *filter(None, [ready.model.note]), *_cut_notes(best, ready)),
+        notes=(*best.notes, *filter(None, [ready.model.note]), *_notes(best, ready)),
         reason=_reason(best, runners_up),
         runners_up=runners_up,
         num_tried=num_tried,
@@ -98,9 +101,8 @@ def plan(
 
 def _best_of(plans: Sequence[Plan], job: Job) -> tuple[Plan, list[Plan], int]:
     """The best of plans that have no simulator yet, by formula, and the best of each other set of clouds."""
-    aim = aim_of(job)
     allowed = keep_priced(keep_mild(plans, job), job)
-    best = pick(keep_limits(allowed, job), aim)
+    best = Aim.of(job).pick(keep_limits(allowed, job))
     return best, _first_of_each([*allowed, *plans], best, job), len(plans)
 
 
@@ -110,33 +112,32 @@ def _first_of_each(plans: Sequence[Plan], best: Plan, job: Job) -> list[Plan]:
     for one in sorted(plans, key=lambda one: _rank(one, job)):
         chosen.setdefault((one.form, one.clouds), one)
     chosen.pop((best.form, best.clouds), None)
-    return sorted(chosen.values(), key=lambda one: _rank(one, job))[:_MAX_RUNNERS_UP]
+    return list(chosen.values())[:_MAX_RUNNERS_UP]
 
 
 def _best_pipeline(ready: Study, progress: Progress) -> tuple[Pipelines, Plan]:
     """The best pipeline within the limits, simulated; or why there is none."""
-    job, aim = ready.job, aim_of(ready.job)
-    found = find(ready, aim, progress, needs_price=job.limits.counts_money)
-    best = pick_tried(found.tried, job, aim)
-    if best is None and job.limits.counts_money and not found.has_priced:
-        if job.limits.budget_usd is not None and found.fits:
-            raise unpriced_budget(ready)
-        aim = replace(aim, by_price=False)
-        found = find(ready, aim, progress, needs_price=False)
-        best = pick_tried(found.tried, job, aim)
-    if best is not None:
-        return found, best.plan
+    job, aim = ready.job, Aim.of(ready.job)
+    found = find(ready, aim, progress)
+    if found.best is None and aim.needs_price and not found.has_priced:
+        if job.limits.budget_usd is not None and any(found.orders):
+            raise unpriced_budget(next(one.name for one in ready.clouds if one.usd_per_hour is None))
+        found = find(ready, replace(aim, by_price=False, needs_price=False), progress)
+    if (best := found.best) is not None:
+        return found, best[1]
     raise _refusal(ready, found, progress)
 
 
 def _refusal(ready: Study, found: Pipelines, progress: Progress) -> Exception:
     """What is in the way: memory, loss, time or money."""
-    needs_price = ready.job.limits.counts_money and found.has_priced
-    nearest = [one.plan for one in found.tried]
-    for aim in (Aim(), Aim(by_price=True, deadline_s=ready.job.limits.deadline_s or math.inf)):
-        free = find(ready, aim, progress, needs_price=needs_price)
-        best = pick_tried(free.tried, ready.job, aim)
-        nearest += [explained(best.plan)] if best is not None else [one.plan for one in free.tried]
+    limits = ready.job.limits
+    nearest = [plan for _, plan in found.tried]
+    fastest = Aim(needs_price=limits.counts_money and found.has_priced)
+    cheapest = replace(fastest, by_price=True, deadline_s=limits.deadline_s or math.inf)
+    for aim in (fastest, cheapest):
+        free = find(ready, aim, progress)
+        best = free.best
+        nearest += [explained(best[1])] if best is not None else [plan for _, plan in free.tried]
     if not nearest:
         return nothing_fits(ready)
     try:
@@ -151,8 +152,8 @@ def _losers(ready: Study, found: Pipelines, best: Plan, progress: Progress) -> l
     progress("simulating the runners-up")
     copies: list[Plan] = []
     if isinstance(ready.job.strategy, AutoStrategy):
-        mild = mild_options(ready)
-        every = [one for one in data_plans(ready) if one.sparing in mild or best.sparing not in mild]
+        resorts = ready.is_last_resort(best.memory_options)
+        every = [one for one in data_plans(ready) if resorts or not ready.is_last_resort(one.memory_options)]
         copies = _first_of_each(every, best, ready.job)[:1]
     others: list[Plan] = []
     work = 0
@@ -164,54 +165,33 @@ def _losers(ready: Study, found: Pipelines, best: Plan, progress: Progress) -> l
     return sorted([*others, *copies], key=lambda one: _rank(one, ready.job))
 
 
-def _cut_notes(best: Plan, ready: Study) -> Iterator[str]:
-    """What is to be said of the cuts of a plan, unless they cannot be."""
+def _rank(plan: Plan, job: Job) -> tuple[bool, float, float, float]:
+    """Plans within the limits first; by cost, which is not to be compared where only one has a price."""
+    aim = Aim.of(job)
+    is_unknown = aim.by_price and plan.estimate.total_usd is None
+    return is_unknown, excess(plan, job), *aim.key(*plan.totals)
+
+
+def _notes(best: Plan, ready: Study) -> Iterator[str]:
+    """What is to be said of the cuts of a plan, unless they cannot be, and of its price."""
     layers = tuple(range(*one.layers) for one in best.stages if one.layers is not None)
     if len(layers) == len(best.stages):
         check_cuts(
             links_along(ready.job, best.clouds),
             layers,
-            num_frozen=ready.supply.num_frozen,
+            num_frozen=ready.num_frozen,
             hidden_width=ready.model.width,
             num_steps=ready.step.num_steps,
         )
         yield from frozen_notes(ready.job, best.clouds, layers)
-    if best.estimate.warmup is not None:
-        yield _warmup_note(best.estimate.warmup)
-    if best.estimate.usd_per_step is not None:
-        yield from _price_notes(best)
-
-
-def _price_notes(best: Plan) -> Iterator[str]:
-    """What is left out of the price."""
+    if (warmup := best.estimate.warmup) is not None:
+        first = "step crosses" if warmup.num_steps == 1 else f"{warmup.num_steps} steps cross"
+        size = format_bytes(int(shorten(warmup.wan_bytes)))
+        yield f"the first {first} raw: {_short(warmup.step_s)} and {size} a step"
     for link in best.links:
-        if link.usd_per_gib is None:
+        if best.estimate.usd_per_step is not None and link.usd_per_gib is None:
             ends = "-".join(link.between)
             yield f"without the traffic of {ends}, whose price is not known: set link.{ends}.usd_per_gib"
-
-
-def _warmup_note(warmup: Warmup) -> str:
-    first = "step crosses" if warmup.num_steps == 1 else f"{warmup.num_steps} steps cross"
-    size = format_bytes(int(shorten(warmup.wan_bytes)))
-    return f"the first {first} raw: {_short(warmup.step_s)} and {size} a step"
-
-
-def _rank(plan: Plan, job: Job) -> tuple[bool, float, float, float]:
-    """Plans within the limits first; by cost, which is not to be compared where only one has a price."""
-    aim, estimate = aim_of(job), plan.estimate
-    is_unknown = aim.by_price and estimate.total_usd is None
-    return is_unknown, excess(plan, job), *aim.key(estimate.total_s, estimate.total_usd)
-
-
-def _runner_up(one: Plan, best: Plan, job: Job) -> RunnerUp:
-    return RunnerUp(
-        form=one.form,
-        what=one.what,
-        estimate=one.estimate,
-        memory_share=one.memory_share,
-        why=_why(one, best, job),
-        savers=one.savers,
-    )
 
 
 def _why(other: Plan, best: Plan, job: Job) -> str:
@@ -226,7 +206,8 @@ def _why(other: Plan, best: Plan, job: Job) -> str:
     if limits.deadline_s is not None and its.total_s > limits.deadline_s:
         return f"takes {_short(its.total_s)}, longer than limits.deadline"
     if limits.counts_money and its.total_usd is None and mine.total_usd is not None:
-        return f"has no known price, for want of that of {_unpriced(other)}"
+        unpriced = next(stage.cloud for stage in other.stages if stage.usd_per_hour is None)
+        return f"has no known price, for want of that of {unpriced}"
     if limits.budget_usd is not None and (its.total_usd or 0.0) > limits.budget_usd:
         return f"costs ${shorten(its.total_usd or 0.0):,}, more than limits.budget_usd"
     if limits.deadline_s is not None and its.total_usd is not None and mine.total_usd is not None:
@@ -236,10 +217,6 @@ def _why(other: Plan, best: Plan, job: Job) -> str:
         return "no faster, and dearer or less simple"
     over = " over the run" if mine.warmup is not None or its.warmup is not None else ""
     return f"{slower:.0%} slower{over}: {_cause(other)}"
-
-
-def _unpriced(plan: Plan) -> str:
-    return next(stage.cloud for stage in plan.stages if stage.usd_per_hour is None)
 
 
 def _dearer(usd: float, least_usd: float) -> str:
@@ -278,56 +255,15 @@ def _short(seconds: float) -> str:
     return format_duration(shorten(seconds))
 
 
-_NO_LINE_BPS: Final = 1e15
-# Times that are nothing would make windows that are anything.
-_NEXT_TO_NOTHING: Final = 1e-6
-# One that would bring nearly as much is named too.
-_NEARLY: Final = 0.7
-
-Timed = Callable[[Scenario], float]
-
-
-class Resource(enum.Enum):
-    """What a step may be short of."""
-
-    COMPUTE = "compute of"
-    BANDWIDTH = "bandwidth of"
-    ROUND_TRIP = "round trip of"
-    ROOM = "room in flight at"
-
-
-def reliefs(scenario: Scenario, timed: Timed) -> dict[str, float]:
-    """By what share a step would be shorter with an unlimited supply of each resource, the most first."""
-    relieved = {Resource.COMPUTE: without_compute(scenario)}
-    if scenario.hops:
-        relieved[Resource.BANDWIDTH] = without_bytes(scenario)
-        relieved[Resource.ROUND_TRIP] = without_latency(scenario)
-    if scenario.max_in_flight is not None or scenario.windows is not None:
-        relieved[Resource.ROOM] = replace(scenario, windows=None, max_in_flight=None)
-    step_s = timed(scenario)
-    found = {
-        f"{one.value} {_place(scenario, one)}": max(0.0, 1 - timed(other) / step_s)
-        for one, other in relieved.items()
-    }
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def limiting(found: Mapping[str, float]) -> str:
-    """What would bring most, and what would bring nearly as much."""
-    (first, most), *others = found.items()
-    near = [what for what, share in others[:1] if share >= _NEARLY * most]
-    return " and the ".join([first, *near])
-
-
 def explained(plan: Plan) -> Plan:
     """The same plan with what limits it, and its bubble by cause, each simulated without that cause."""
     if plan.scenario is None:
         return plan
-    timed = functools.cache(_simulated_s)
+    timed = functools.cache(lambda scenario: simulate_step(scenario).step_s)
     step_s = plan.estimate.step_s
-    no_bytes = without_bytes(plan.scenario)
+    no_bytes = _without_bytes(plan.scenario)
     no_bytes_s = timed(no_bytes) if plan.links else step_s
-    no_wan_s = timed(without_latency(no_bytes)) if plan.links else step_s
+    no_wan_s = timed(_without_latency(no_bytes)) if plan.links else step_s
     bubble = split_bubble(
         step_s,
         [stage.busy_s for stage in plan.stages],
@@ -339,12 +275,39 @@ def explained(plan: Plan) -> Plan:
     return replace(plan, estimate=estimate)
 
 
-def _simulated_s(scenario: Scenario) -> float:
-    return simulate_step(scenario).step_s
+def limiting(found: Mapping[str, float]) -> str:
+    """What would bring most, and what would bring nearly as much."""
+    (first, most), *others = found.items()
+    near = [what for what, share in others[:1] if share >= _NEARLY_AS_MUCH * most]
+    return " and the ".join([first, *near])
 
 
-def without_bytes(scenario: Scenario) -> Scenario:
-    """The same over lines that carry anything at once."""
+def reliefs(scenario: Scenario, timed: Timed) -> dict[str, float]:
+    """By what share a step would be shorter with an unlimited supply of each resource, the most first."""
+    step_s = timed(scenario)
+    found = {what: max(0.0, 1 - timed(other) / step_s) for what, other in _relieved(scenario)}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _relieved(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
+    """Each resource with the place that has least of it, and the scenario with an unlimited supply."""
+    slowest = max(scenario.stages, key=lambda stage: stage.interval_s).cloud
+    yield f"compute of {slowest}", _without_compute(scenario)
+    if hops := scenario.hops:
+        links = ["-".join(one.cloud for one in scenario.stages[cut : cut + 2]) for cut in range(len(hops))]
+        on_lines_s = [
+            max(8 * hop.forward_bytes / hop.line.down_bps, 8 * hop.backward_bytes / hop.line.up_bps)
+            for hop in hops
+        ]
+        delays_s = [hop.line.delay_s for hop in hops]
+        yield f"bandwidth of {links[on_lines_s.index(max(on_lines_s))]}", _without_bytes(scenario)
+        yield f"round trip of {links[delays_s.index(max(delays_s))]}", _without_latency(scenario)
+    if scenario.max_in_flight is not None or scenario.windows is not None:
+        roomy = replace(scenario, windows=None, max_in_flight=None)
+        yield f"room in flight at {_tightest(scenario)}", roomy
+
+
+def _without_bytes(scenario: Scenario) -> Scenario:
     hops = tuple(
         replace(
             hop,
@@ -357,8 +320,7 @@ def without_bytes(scenario: Scenario) -> Scenario:
     return replace(scenario, hops=hops)
 
 
-def without_latency(scenario: Scenario) -> Scenario:
-    """The same over lines on which nothing is under way."""
+def _without_latency(scenario: Scenario) -> Scenario:
     hops = tuple(
         replace(hop, line=replace(hop.line, latency_s=0.0, jitter_s=0.0, handling_s=0.0))
         for hop in scenario.hops
@@ -366,8 +328,7 @@ def without_latency(scenario: Scenario) -> Scenario:
     return replace(scenario, hops=hops)
 
 
-def without_compute(scenario: Scenario) -> Scenario:
-    """The same at clouds that compute anything at once."""
+def _without_compute(scenario: Scenario) -> Scenario:
     stages = tuple(
         replace(
             stage,
@@ -380,31 +341,10 @@ def without_compute(scenario: Scenario) -> Scenario:
     return replace(scenario, stages=stages)
 
 
-def _place(scenario: Scenario, resource: Resource) -> str:
-    match resource:
-        case Resource.COMPUTE:
-            return max(scenario.stages, key=lambda stage: stage.interval_s).cloud
-        case Resource.BANDWIDTH:
-            on_lines_s = [
-                max(8 * hop.forward_bytes / hop.line.down_bps, 8 * hop.backward_bytes / hop.line.up_bps)
-                for hop in scenario.hops
-            ]
-            return _link(scenario, on_lines_s.index(max(on_lines_s)))
-        case Resource.ROUND_TRIP:
-            delays_s = [hop.line.delay_s for hop in scenario.hops]
-            return _link(scenario, delays_s.index(max(delays_s)))
-        case Resource.ROOM:
-            return _tightest(scenario)
-
-
-def _link(scenario: Scenario, index: int) -> str:
-    return "-".join(stage.cloud for stage in scenario.stages[index : index + 2])
-
-
 def _tightest(scenario: Scenario) -> str:
     """The cloud that lacks the greatest share of what it would keep in flight."""
     measured = expected(scenario)
     wanted = next_windows(scenario, measured)
-    held = scenario.windows or next_windows(scenario, measured, max_in_flight=scenario.max_in_flight)
-    shares = [size / most for size, most in zip(held, wanted, strict=True)]
+    own = scenario.windows or next_windows(scenario, measured, max_in_flight=scenario.max_in_flight)
+    shares = [size / most for size, most in zip(own, wanted, strict=True)]
     return scenario.stages[shares.index(min(shares))].cloud

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -10,35 +10,36 @@ import numpy as np
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.codec import BottleneckSpec
-from isthmus.plan.candidates import Partition, candidates, planned_stages
+from isthmus.plan.candidates import candidates, planned_stages
 from isthmus.plan.codecs import Loss
 from isthmus.plan.costs import Precision
 from isthmus.plan.job_facts import frozen_bottleneck
 from isthmus.plan.plan import Estimate, Form, Plan, PlannedStage
 from isthmus.plan.scenario import Policy
-from isthmus.plan.space import Space
-from isthmus.plan.stage_tables import MAX_MICROBATCHES, ModelSupply, Setting, divisors
-from isthmus.plan.study import LOSSES, Study
-from isthmus.units import format_bytes, format_duration, join_words, shorten
+from isthmus.plan.search import placement_of
+from isthmus.plan.space import all_orders
+from isthmus.plan.study import LOSSES, Setting, Study, divisors, study
+from isthmus.units import format_bytes, format_duration, join_words
 
 # Memory is searched in steps of this factor, up to so many times what there is.
 _MEMORY_STEP: Final = 1.05
 _MOST_MEMORY: Final = 2.0**30
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """A pipeline that fits: its stages, and the memory options that make it fit."""
-
-    stages: tuple[PlannedStage, ...]
-    savers: tuple[str, ...]
+Fit = Sequence[tuple[PlannedStage, tuple[str, ...]]]
+"""Stages with the memory that they need, and the memory options of each in words."""
 
 
 def keep_mild(plans: Sequence[Plan], job: Job) -> list[Plan]:
     """The plans that cost no more quality than the job allows, or a sentence where none does."""
     mild = [one for one in plans if one.loss <= LOSSES[job.limits.codec_loss]]
     if not mild:
-        raise _too_lossy(plans)
+        least = min(one.loss for one in plans).name.lower()
+        is_data = all(one.form is Form.DATA and one.loss > Loss.NONE for one in plans)
+        raise UserError(
+            f"every plan costs more quality than limits.codec_loss allows; the least lossy costs {least}",
+            hint=f'set limits.codec_loss to "{least}"'
+            + (", or strategy.inner_steps to 1" if is_data else ""),
+        )
     return mild
 
 
@@ -46,15 +47,26 @@ def keep_priced(plans: Sequence[Plan], job: Job) -> list[Plan]:
     """The plans whose price is known where money counts, if any is; or what is missing for a budget."""
     if not job.limits.counts_money:
         return list(plans)
-    _check_prices(plans, job)
-    return [one for one in plans if one.estimate.total_usd is not None] or list(plans)
+    priced = [one for one in plans if one.estimate.total_usd is not None]
+    if not priced and job.limits.budget_usd is not None:
+        stages = (stage for one in plans for stage in one.stages)
+        raise unpriced_budget(next(one.cloud for one in stages if one.usd_per_hour is None))
+    return priced or list(plans)
+
+
+def unpriced_budget(cloud: str) -> UserError:
+    """What is missing for a budget."""
+    return UserError(
+        f"limits.budget_usd is set, but the price of cloud {cloud!r} is not known",
+        hint=f"set cloud.{cloud}.usd_per_hour",
+    )
 
 
 def excess(plan: Plan, job: Job) -> float:
     """By what share a plan goes beyond the job's deadline or budget; 0 where it keeps both."""
     deadline_s, budget_usd = job.limits.deadline_s or math.inf, job.limits.budget_usd or math.inf
-    estimate = plan.estimate
-    return max(0.0, estimate.total_s / deadline_s - 1, (estimate.total_usd or 0.0) / budget_usd - 1)
+    total_s, total_usd = plan.totals
+    return max(0.0, total_s / deadline_s - 1, (total_usd or 0.0) / budget_usd - 1)
 
 
 def keep_limits(plans: Sequence[Plan], job: Job) -> list[Plan]:
@@ -70,184 +82,6 @@ def keep_limits(plans: Sequence[Plan], job: Job) -> list[Plan]:
     if not affordable:
         raise _too_dear(in_time, limits.budget_usd or math.inf, has_deadline=limits.deadline_s is not None)
     return affordable
-
-
-def nothing_fits(study: Study) -> UserError:
-    """Why no pipeline and no single cloud holds the model, and what would help."""
-    if study.terms.constraints.uses_all and not _has_row(study):
-        return UserError(
-            "the links do not join the clouds in a row, which a pipeline needs",
-            hint="give each cloud a [[link]] to the next, or name the clouds to use in strategy.clouds",
-        )
-    study = study.in_lock_step or study
-    factor, plan = _least_memory(study)
-    if plan is None and study.supply.num_frozen:
-        bottlenecks = [link for link in study.job.link if isinstance(link.boundary, BottleneckSpec)]
-        if bottlenecks:
-            return frozen_bottleneck(bottlenecks[0])
-    if plan is None:
-        return UserError(
-            "the model does not fit, however much memory there is: a cut or a micro-batch is not possible",
-            hint="check strategy.layers, strategy.clouds and strategy.microbatches",
-        )
-    worst = max(plan.stages, key=lambda stage: stage.memory_bytes / (stage.capacity_bytes or math.inf))
-    share = study.job.limits.memory_share
-    spared = f"even with {join_words(plan.savers)}" if plan.savers else "with what it may spare"
-    usable = int(share * (worst.capacity_bytes or 0))
-    return UserError(
-        f"nothing fits: {spared}, a rank of {worst.cloud!r} needs {_gib(worst.memory_bytes)} for its "
-        f"{worst.holds}, and limits.memory_share leaves it {_gib(usable)}",
-        hint=_way_out(study, plan, factor),
-    )
-
-
-def _way_out(study: Study, plan: Fit, factor: float) -> str:
-    ways = []
-    if _lock_step_fits(study):
-        ways.append('set strategy.policy to "lock-step": such ranks can share out all of a stage')
-    if study.step.precision is Precision.FLOAT32 and _fits(study, _in_bfloat16(study)):
-        ways.append('set train.precision to "bfloat16"')
-    full = 1 / study.job.limits.memory_share
-    if factor <= full:
-        ways.append(f"set limits.memory_share to {math.ceil(100 * factor / full) / 100:g}")
-    if wanted := _devices_wanted(study, plan):
-        ways.append(f"{join_words(wanted)} would do")
-    return "; or ".join(ways)
-
-
-def _devices_wanted(study: Study, plan: Fit) -> list[str]:
-    """The memory of those clouds whose stage does not fit."""
-    share = study.job.limits.memory_share
-    return [
-        f"devices of {_gib(math.ceil(one.memory_bytes / share))} in {one.cloud!r}"
-        for one in plan.stages
-        if one.memory_bytes > share * (one.capacity_bytes or math.inf)
-    ]
-
-
-def _lock_step_fits(study: Study) -> bool:
-    """Whether the job's policy is in the way: ranks in lock-step can share out all of a stage."""
-    if study.terms.policy.keeps_order:
-        return False
-    changed = study.of(study.job, policy=Policy.LOCK_STEP)
-    return _fits(changed, changed.supply)
-
-
-def _least_memory(study: Study) -> tuple[float, Fit | None]:
-    """The least factor on all memory under which something fits, and what that is."""
-    low, high = 0, math.ceil(math.log(_MOST_MEMORY) / math.log(_MEMORY_STEP))
-    if _first(study, _with_memory(study, _MEMORY_STEP**high)) is None:
-        return math.inf, None
-    while low < high:
-        middle = (low + high) // 2
-        if _first(study, _with_memory(study, _MEMORY_STEP**middle)) is None:
-            low = middle + 1
-        else:
-            high = middle
-    factor = _MEMORY_STEP**high
-    return factor, _first(study, _with_memory(study, factor))
-
-
-def _first(study: Study, supply: ModelSupply) -> Fit | None:
-    """Anything that fits with the smallest micro-batches and every memory option."""
-    space = Space(supply=supply, terms=study.terms)
-    strict = [number for number, one in enumerate(supply.levels) if one.sparing.recompute]
-    settings = [
-        Setting(num_microbatches=number, level=level)
-        for number in _most_microbatches(study)
-        for level in strict
-    ]
-    for group in (group for setting in settings for group in space.groups(setting)):
-        if not math.isfinite(group.slowest_s(fits=True)):
-            continue
-        total_s, _, slowest_s = group.bounds(group.stops, fits=True)
-        row = int(np.lexsort((slowest_s, total_s))[0])
-        if math.isfinite(total_s[row]):
-            stops = tuple(int(one) for one in group.stops[row])
-            partition = Partition(
-                supply=supply, terms=study.terms, setting=group.setting, clouds=group.clouds, stops=stops
-            )
-            savers = supply.levels[group.setting.level].words(partition.facts)
-            if ways := candidates(partition):
-                return Fit(stages=planned_stages(ways[0]), savers=savers)
-    return None
-
-
-def fits(study: Study) -> bool:
-    """Whether any pipeline of the job fits."""
-    return _fits(study, study.supply)
-
-
-def _most_microbatches(study: Study) -> list[int]:
-    """As many as can be; and as many as ranks in lock-step can have."""
-    if (given := study.strategy.microbatches) is not None:
-        return [given]
-    possible = [one for one in divisors(study.step.num_sequences) if one <= MAX_MICROBATCHES]
-    in_step = [one for one in possible if one % math.lcm(*study.supply.num_ranks) == 0]
-    return sorted({*possible[-1:], *in_step[-1:]})
-
-
-def _fits(study: Study, supply: ModelSupply) -> bool:
-    return _first(study, supply) is not None
-
-
-def _with_memory(study: Study, factor: float) -> ModelSupply:
-    supply = study.supply
-    return supply.without_cache(memory_share=supply.memory_share * factor)
-
-
-def _in_bfloat16(study: Study) -> ModelSupply:
-    step = replace(study.step, precision=Precision.BFLOAT16)
-    return study.supply.without_cache(step=step)
-
-
-def _has_row(study: Study) -> bool:
-    """Whether a walk over the links meets every cloud once."""
-    num_clouds, pairs = len(study.clouds), set(study.supply.pairs)
-    if study.terms.constraints.in_row:
-        return all((one, one + 1) in pairs for one in range(num_clouds - 1))
-    walks: list[tuple[int, ...]] = [(start,) for start in range(num_clouds)]
-    for _ in range(num_clouds - 1):
-        ends = {(frozenset(walk), walk[-1]): walk for walk in walks}
-        walks = [
-            (*walk, other)
-            for walk in ends.values()
-            for other in range(num_clouds)
-            if other not in walk and (walk[-1], other) in pairs
-        ]
-    return bool(walks)
-
-
-def unpriced_budget(study: Study) -> UserError:
-    """What is missing for a budget."""
-    return _no_price(next(cloud.name for cloud in study.clouds if cloud.usd_per_hour is None))
-
-
-def _check_prices(plans: Sequence[Plan], job: Job) -> None:
-    if job.limits.budget_usd is None or any(one.estimate.total_usd is not None for one in plans):
-        return
-    raise _no_price(next(stage.cloud for one in plans for stage in one.stages if stage.usd_per_hour is None))
-
-
-def _no_price(cloud: str) -> UserError:
-    return UserError(
-        f"limits.budget_usd is set, but the price of cloud {cloud!r} is not known",
-        hint=f"set cloud.{cloud}.usd_per_hour",
-    )
-
-
-def _too_lossy(plans: Sequence[Plan]) -> UserError:
-    mildest = min(one.loss for one in plans)
-    return UserError(
-        "every plan costs more quality than limits.codec_loss allows; "
-        f"the mildest costs {mildest.name.lower()}",
-        hint=f'set limits.codec_loss to "{mildest.name.lower()}"'
-        + (", or strategy.inner_steps to 1" if _is_data(plans) else ""),
-    )
-
-
-def _is_data(plans: Sequence[Plan]) -> bool:
-    return all(one.form is Form.DATA and one.loss > Loss.NONE for one in plans)
 
 
 def _too_slow(plans: Sequence[Plan], deadline_s: float) -> UserError:
@@ -281,11 +115,134 @@ def _or_fewer_steps(estimate: Estimate, num_too_many: float) -> str:
 
 
 def _up(value: float) -> float:
-    """To three digits, and never less."""
+    """Round up to three digits."""
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
     scale = 10.0**digits
     return math.ceil(round(value * scale, 6)) / scale
 
 
-def _gib(num_bytes: int) -> str:
-    return format_bytes(int(shorten(num_bytes)))
+def no_room(
+    study: Study,
+    fit: Fit,
+    *,
+    claim: str = "nothing fits",
+    cause: str | None = None,
+    ways: Sequence[str] = (),
+) -> UserError:
+    """What is in the way: the stage that lacks the greatest share of its memory, unless there is a cause.
+
+    `fit` is what would need least memory; `ways` are further ways out, known to work.
+    """
+    share, found = study.job.limits.memory_share, list(ways)
+    if fit:
+        wanted_share = math.ceil(100 * max(one.memory_share for one, _ in fit)) / 100
+        found += [f"set limits.memory_share to {wanted_share:g}"] if wanted_share <= 1 else []
+        small = [one for one, _ in fit if one.memory_share > share]
+        # Rounded up, so that what is asked for is enough.
+        sizes = [f"{math.ceil(10 * one.memory_bytes / share / 2**30) / 10:g} GiB" for one in small]
+        wanted = [f"devices of {size} in {one.cloud!r}" for size, one in zip(sizes, small, strict=True)]
+        found += [f"{join_words(wanted)} would do"] if wanted else []
+    if cause is None:
+        worst, words = max(fit, key=lambda one: one[0].memory_share)
+        spared = f"even with {join_words(words)}, " if words else ""
+        usable = int(share * (worst.capacity_bytes or 0))
+        cause = (
+            f"{spared}a rank of {worst.cloud!r} needs {format_bytes(worst.memory_bytes)} for {worst.holds}, "
+            f"and limits.memory_share leaves it {format_bytes(usable)}"
+        )
+    return UserError(f"{claim}: {cause}", hint="; or ".join(found))
+
+
+def nothing_fits(study: Study) -> UserError:
+    """Why no pipeline and no single cloud holds the model, and what would help."""
+    if study.sizes.start > 1 and not _has_row(study):
+        return UserError(
+            "the links do not join the clouds in a row, which a pipeline needs",
+            hint="give each cloud a [[link]] to the next, or name the clouds to use in strategy.clouds",
+        )
+    study = study.in_lock_step or study
+    fit = _least_memory(study)
+    if fit is None:
+        bottlenecks = [link for link in study.job.link if isinstance(link.boundary, BottleneckSpec)]
+        if bottlenecks and study.num_frozen:
+            return frozen_bottleneck(bottlenecks[0])
+        return UserError(
+            "the model does not fit, however much memory there is: a cut or a micro-batch is not possible",
+            hint="check strategy.layers, strategy.clouds and strategy.microbatches",
+        )
+    ways = []
+    if not study.policy.keeps_order and fits(_with_policy(study, Policy.LOCK_STEP)):
+        ways.append('set strategy.policy to "lock-step": with one schedule, ranks can shard all of a stage')
+    if study.step.precision is Precision.FLOAT32 and fits(
+        study.but(step=replace(study.step, precision=Precision.BFLOAT16))
+    ):
+        ways.append('set train.precision to "bfloat16"')
+    return no_room(study, fit, ways=ways)
+
+
+def fits(study: Study) -> bool:
+    """Whether any pipeline of the job fits."""
+    return _first(study) is not None
+
+
+def _with_policy(ready: Study, policy: Policy) -> Study:
+    return study(ready.job, policy=policy, source=ready.source)
+
+
+def _least_memory(study: Study) -> Fit | None:
+    """What fits with the least factor on all memory; None where nothing fits with any."""
+
+    def with_factor(exponent: int) -> Fit | None:
+        return _first(study.but(memory_share=study.memory_share * _MEMORY_STEP**exponent))
+
+    low, high = 0, math.ceil(math.log(_MOST_MEMORY) / math.log(_MEMORY_STEP))
+    best = with_factor(high)
+    while best is not None and low < high:
+        middle = (low + high) // 2
+        found = with_factor(middle)
+        low, high, best = (middle + 1, high, best) if found is None else (low, middle, found)
+    return best
+
+
+def _first(study: Study) -> Fit | None:
+    """Anything that fits with the smallest micro-batches and every memory option."""
+    settings = (
+        Setting(num_microbatches=number, memory=memory)
+        for number in _most_microbatches(study)
+        for memory in study.levels
+        if memory.recompute
+    )
+    for order in (order for setting in settings for order in all_orders(study, setting)):
+        if not math.isfinite(order.slowest_s(fits=True)):
+            continue
+        total_s, _, slowest_s = order.bounds(order.stops, fits=True)
+        row = int(np.lexsort((slowest_s, total_s))[0])
+        if math.isfinite(total_s[row]) and (ways := candidates(placement_of(order, order.stops[row]))):
+            return [(one, ways[0].placement.memory_words) for one in planned_stages(ways[0])]
+    return None
+
+
+def _most_microbatches(study: Study) -> list[int]:
+    """As many micro-batches as can be; and as many as ranks with one schedule can have."""
+    if (given := study.strategy.microbatches) is not None:
+        return [given]
+    possible = divisors(study.step.num_sequences)
+    common = math.lcm(*(one.num_ranks for one in study.clouds))
+    return sorted({*possible[-1:], *[one for one in possible if one % common == 0][-1:]})
+
+
+def _has_row(study: Study) -> bool:
+    """Whether a walk over the links meets every cloud once."""
+    num_clouds = len(study.clouds)
+    if study.is_in_row:
+        return all((one, one + 1) in study.links for one in range(num_clouds - 1))
+    walks: list[tuple[int, ...]] = [(start,) for start in range(num_clouds)]
+    for _ in range(num_clouds - 1):
+        ends = {(frozenset(walk), walk[-1]): walk for walk in walks}
+        walks = [
+            (*walk, other)
+            for walk in ends.values()
+            for other in range(num_clouds)
+            if other not in walk and (walk[-1], other) in study.links
+        ]
+    return bool(walks)

@@ -52,36 +52,41 @@ _SHORTEST_S: Final = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopTimes:
-    """A hop as far as the bound goes: a message's time on the line and from end to end, there and back."""
+    """A hop as far as the bound goes: a message's time on the line and from end to end, there and back.
+
+    `num_bytes` are those of a micro-batch, both ways.
+    """
 
     down_s: Table
     up_s: Table
     there_s: Table
     back_s: Table
+    num_bytes: Table
     latency_s: float
 
     @classmethod
     def of(cls, hop: HopLoad) -> "HopTimes":
-        """The times of one hop."""
+        """Time one hop."""
         down_s, up_s = 8 * hop.forward_bytes / hop.line.down_bps, 8 * hop.backward_bytes / hop.line.up_bps
         there_s = down_s + hop.line.delay_s + hop.forward_coding_s
         back_s = up_s + hop.line.delay_s + hop.backward_coding_s if hop.backward_bytes else 0.0
-        times = (np.asarray(one) for one in (down_s, up_s, there_s, back_s))
-        return cls(**dict(zip(_HOP_FIELDS, times, strict=True)), latency_s=hop.line.latency_s)
+        num_bytes = hop.forward_bytes + hop.backward_bytes
+        found = (np.asarray(one) for one in (down_s, up_s, there_s, back_s, num_bytes))
+        return cls(**dict(zip(_HOP_FIELDS, found, strict=True)), latency_s=hop.line.latency_s)
 
     @classmethod
     def least(cls, hops: Sequence["HopTimes"]) -> "HopTimes":
-        """The least of each time: a hop with any of several codecs takes no less."""
+        """The least of each figure: a hop with any of several codecs takes no less."""
         times = {name: np.minimum.reduce([getattr(one, name) for one in hops]) for name in _HOP_FIELDS}
         return cls(**times, latency_s=min(one.latency_s for one in hops))
 
-    def where(self, is_open: Mask, other: "HopTimes") -> "HopTimes":
-        """These times where it is so, and elsewhere those of another."""
-        times = {name: np.where(is_open, getattr(self, name), getattr(other, name)) for name in _HOP_FIELDS}
+    def where(self, is_own: Mask, other: "HopTimes") -> "HopTimes":
+        """These figures where the mask holds, and elsewhere those of the other hop."""
+        times = {name: np.where(is_own, getattr(self, name), getattr(other, name)) for name in _HOP_FIELDS}
         return HopTimes(**times, latency_s=self.latency_s)
 
 
-_HOP_FIELDS: Final = ("down_s", "up_s", "there_s", "back_s")
+_HOP_FIELDS: Final = ("down_s", "up_s", "there_s", "back_s", "num_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,9 +49,14 @@ def plan_run(job: Job, *, known: Job | None = None, source: CostSource = nothing
     known = known or job
     if _why_not_planned(known, source) is not None:
         return None
-    fixed = strategy.model_copy(update={"clouds": stage_order(job)})
-    chosen = plan(known.model_copy(update={"strategy": fixed}), source=source)
-    return replace(chosen, notes=(*_reasons(job, strategy, chosen), *chosen.notes))
+    chosen, clouds, notes = plan(known, source=source), stage_order(job), list[str]()
+    if chosen.clouds != clouds:
+        # The first cloud has the data, and every cloud of the job takes part.
+        better, fixed = chosen.what.partition(";")[0], strategy.model_copy(update={"clouds": clouds})
+        chosen = plan(known.model_copy(update={"strategy": fixed}), source=source)
+        listed = f"clouds: {', '.join(clouds)}, as the job lists them; better would be {better}"
+        notes.append(f"{listed}: isthmus plan JOB --write puts that into the job")
+    return replace(chosen, notes=(*notes, *_reasons(job, strategy, chosen), *chosen.notes))
 
 
 def decide(job: Job, decisions: Decisions | None = None) -> Decisions:
@@ -132,12 +137,12 @@ def _memory_reasons(job: Job, chosen: Plan) -> Iterator[str]:
     sharded = [one.cloud for one in chosen.stages if one.sharding is not Sharding.NONE]
     if free := [name for name in sharded if job.cloud_named(name).sharding == "auto"]:
         yield f"sharding: the ranks of {' and of '.join(free)} shard a stage: copies are slower or do not fit"
-    if chosen.sparing.recompute and not job.train.recompute:
+    if chosen.memory_options.recompute and not job.train.recompute:
         yield "recompute: on, since activations do not fit otherwise"
-    if chosen.sparing.offload_optimizer and not job.train.offload_optimizer:
+    if chosen.memory_options.offload_optimizer and not job.train.offload_optimizer:
         yield "optimizer: its moments are on the host, since nothing else fits"
-    if chosen.sparing.optimizer_bits != job.train.optimizer_bits:
-        yield f"optimizer: moments of {chosen.sparing.optimizer_bits} bits, since nothing else fits"
+    if chosen.memory_options.optimizer_bits != job.train.optimizer_bits:
+        yield f"optimizer: moments of {chosen.memory_options.optimizer_bits} bits, since nothing else fits"
 
 
 def _by_rule(job: Job, strategy: PipelineStrategy) -> Decisions:

@@ -122,7 +122,7 @@ def test_one_that_cannot_be_dialled_is_to_listen_too() -> None:
 
 def test_ranks_in_lock_step_need_even_shares() -> None:
     alike = ("cloud.west.ranks=8", "cloud.west.sharding=full", "train.batch_tokens=12288")
-    with pytest.raises(UserError, match="lock-step, however much memory there is") as caught:
+    with pytest.raises(UserError, match=r"ranks in lock-step .*, however much memory there is") as caught:
         planned(JUDGE, *alike)
     assert caught.value.hint == 'set cloud.NAME.sharding to "auto" where it is "full"'
     assert planned(JUDGE, *alike, "cloud.west.sharding=auto").clouds == ("east", "west")

@@ -78,7 +78,7 @@ def test_a_budget_makes_codecs_no_stronger_than_it_must() -> None:
     assert [one.forward_codec for one in roomy.links] == [one.forward_codec for one in free.links]
     tight = plan(priced(f"limits.budget_usd={0.7 * usd(free)}"))
     assert usd(tight) <= 0.7 * usd(free)
-    assert tight.strength > free.strength
+    assert tight.lossiness > free.lossiness
     assert "fewer bytes to pay for" in tight.links[0].reason
 
 
@@ -100,7 +100,7 @@ def test_no_codec_beyond_the_allowed_loss_saves_money() -> None:
 def test_levers_of_a_thrifty_plan_keep_its_codecs() -> None:
     job = priced(LONG)
     chosen = plan(job)
-    assert chosen.strength > plan(priced()).strength
+    assert chosen.lossiness > plan(priced()).lossiness
     found = {one.what: one for one in levers(job, chosen)}
     assert found["twice the bandwidth"].usd_change == pytest.approx(0.0, abs=0.2)
     others = [one for what, one in found.items() if what != "int4 on every link"]

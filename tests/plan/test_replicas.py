@@ -1,24 +1,28 @@
 """Copies of a model on several clouds: traffic, shares of the work, and what is sustainable."""
 
+from itertools import combinations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
+from isthmus.job import DataStrategy
 from isthmus.plan.codecs import Loss
-from isthmus.plan.plan import Form
+from isthmus.plan.plan import DataSettings, Form
 from isthmus.plan.planner import plan
-from isthmus.plan.replicated.data import data_plans
-from isthmus.plan.replicated.replicas import (
+from isthmus.plan.replicated import (
     Replica,
-    Sync,
-    Wire,
+    data_plans,
     path,
     share_out,
     sync_choices,
     sync_costs,
+    sync_loss,
+    sync_note,
     sync_traffic,
 )
+from isthmus.plan.scenario import Line
 from isthmus.plan.study import study
 from tests.plan.cures import overrides, tables, ways
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
@@ -27,24 +31,26 @@ BILLION = 10**9
 DATA = "strategy.kind=data"
 
 
-def wire(first: int, second: int, bps: float = 1e9) -> Wire:
-    return Wire(between=(first, second), down_bps=bps, up_bps=bps, rtt_s=0.1)
+def lines(*pairs: tuple[int, int], bps: float = 1e9) -> dict[tuple[int, int], Line]:
+    """The lines between these clouds, both ways."""
+    line = Line(down_bps=bps, up_bps=bps, latency_s=0.05)
+    return {one: line for pair in pairs for one in (pair, pair[::-1])}
 
 
 @given(st.integers(2, 6))
 def test_traffic_is_that_of_a_ring(num_clouds: int) -> None:
-    wires = [wire(one, two) for one in range(num_clouds) for two in range(one + 1, num_clouds)]
-    traffic = sync_traffic(num_clouds, wires, num_bytes=4.0)
+    every = lines(*combinations(range(num_clouds), 2))
+    traffic = sync_traffic(range(num_clouds), every, num_bytes=4.0)
     for cloud in range(num_clouds):
         sent = sum(number for (source, _), number in traffic.items() if source == cloud)
         assert sent == pytest.approx(2 * (num_clouds - 1) / num_clouds * 4.0)
 
 
 def test_what_is_not_linked_goes_through_others() -> None:
-    wires = [wire(0, 1), wire(1, 2)]
-    assert path(0, 2, wires) == (0, 1, 2)
-    assert path(0, 3, wires) == ()
-    traffic = sync_traffic(3, wires, num_bytes=3.0)
+    two = lines((0, 1), (1, 2))
+    assert path(0, 2, two) == (0, 1, 2)
+    assert path(0, 3, two) == ()
+    traffic = sync_traffic(range(3), two, num_bytes=3.0)
     assert traffic[0, 1] == pytest.approx(2 * (1.0 + 1.0))
 
 
@@ -71,51 +77,38 @@ def test_shares_are_the_best_there_are(replicas: list[Replica], number: int) -> 
     assert not is_done(found_s - 1e-3)
 
 
-def costs_s(sync: Sync, *, bps: float = 1e9, num_parameters: int = BILLION) -> float:
-    replicas = [Replica(num_ranks=1, microbatch_s=1.0, update_s=0.0)] * 2
-    found = sync_costs(replicas, [wire(0, 1, bps)], sync, num_parameters=num_parameters, num_microbatches=4)
-    return found.step_s
+def costs_s(sync: DataSettings, *, bps: float = 1e9) -> float:
+    replicas = dict.fromkeys(range(2), Replica(num_ranks=1, microbatch_s=1.0, update_s=0.0))
+    joined = lines((0, 1), bps=bps)
+    return sync_costs(replicas, joined, sync, num_parameters=BILLION, num_microbatches=4).step_s
 
 
 def test_every_step_waits_for_its_traffic() -> None:
     # 4 GB there and back: 2·(1/2)·N·32 bit = 32 Gbit at 1 Gbit/s.
-    assert costs_s(Sync(inner_steps=1, num_fragments=1, bits=32)) == pytest.approx(2.0 + 0.2 + 32)
+    assert costs_s(DataSettings(inner_steps=1, num_fragments=1, bits=32)) == pytest.approx(2.0 + 0.2 + 32)
 
 
 def test_rare_synchronisation_is_hidden_where_it_is_sustainable() -> None:
-    sync = Sync(inner_steps=30, num_fragments=6, bits=4)
+    sync = DataSettings(inner_steps=30, num_fragments=6, bits=4)
     assert costs_s(sync) == pytest.approx(2.0)
     # 4 Gbit each 30 steps at 0.6 of 10 Mbit/s.
     assert costs_s(sync, bps=1e7) == pytest.approx(4e9 / 30 / 0.6e7)
 
 
 def test_quality_is_told() -> None:
-    replicas = [Replica(num_ranks=1, microbatch_s=1.0, update_s=0.0)] * 3
-    wires = [wire(0, 1), wire(1, 2), wire(0, 2)]
-    rare = sync_costs(
-        replicas,
-        wires,
-        Sync(inner_steps=30, num_fragments=6, bits=4),
-        num_parameters=BILLION,
-        num_microbatches=4,
-    )
-    exact = sync_costs(
-        replicas,
-        wires,
-        Sync(inner_steps=1, num_fragments=1, bits=32),
-        num_parameters=BILLION,
-        num_microbatches=4,
-    )
-    assert (rare.loss, exact.loss) == (Loss.SOME, Loss.NONE)
-    assert "1.4" in rare.note
+    rare = DataSettings(inner_steps=30, num_fragments=6, bits=4)
+    exact = DataSettings(inner_steps=1, num_fragments=1, bits=32)
+    assert (sync_loss(3, rare), sync_loss(3, exact)) == (Loss.SOME, Loss.NONE)
+    assert "1.4" in sync_note(3, rare, delay_steps=1)
 
 
 def test_what_is_given_is_tried_alone() -> None:
-    every = list(sync_choices(num_layers=30, inner_steps=None, num_fragments=None, bits=None))
-    assert every[0] == Sync(inner_steps=1, num_fragments=1, bits=32)
+    every = list(sync_choices(DataStrategy(kind="data"), num_layers=30))
+    assert every[0] == DataSettings(inner_steps=1, num_fragments=1, bits=32)
     assert {one.inner_steps for one in every} == {1, 30, 40, 50, 75, 100}
-    given = list(sync_choices(num_layers=30, inner_steps=20, num_fragments=4, bits=8))
-    assert given == [Sync(inner_steps=20, num_fragments=4, bits=8)]
+    given = DataStrategy.model_validate({"kind": "data", "inner_steps": 20, "fragments": 4, "bits": 8})
+    found = list(sync_choices(given, num_layers=30))
+    assert found == [DataSettings(inner_steps=20, num_fragments=4, bits=8)]
 
 
 def refused(*changes: str, more: str = "") -> tuple[str, list[str]]:

@@ -1,7 +1,7 @@
 """The plan is as fast as the fastest of all subsets, orders, cuts, micro-batches and codecs, one by one."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations, product
 from pathlib import Path
 
@@ -9,13 +9,11 @@ import pytest
 
 from isthmus.job import Job
 from isthmus.job.load import parse_job
-from isthmus.plan.codecs import Figures, options
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import HopLoad, Scenario
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.stage_tables import Setting, microbatch_choices
 from isthmus.plan.step_time import scenario_bound_s
-from isthmus.plan.study import Study, study
+from isthmus.plan.study import Setting, Study, study
 
 # The goal is 2 %: three of the 200 jobs miss it, by less than one point. Plans that are nearly as good as the
 # best make way for those with less loss.
@@ -63,37 +61,28 @@ def orders(ready: Study) -> Iterator[tuple[int, ...]]:
     sizes = [num_clouds] if ready.job.strategy.kind == "pipeline" else range(1, num_clouds + 1)
     for size in sizes:
         for order in permutations(range(num_clouds), size):
-            if all(pair in ready.supply.links for pair in pairwise(order)):
+            if all(pair in ready.links for pair in pairwise(order)):
                 yield order
 
 
-def hops(ready: Study, order: Sequence[int], setting: Setting) -> list[list[HopLoad]]:
+def hops(ready: Study, order: tuple[int, ...], setting: Setting) -> list[list[HopLoad]]:
     """Each hop of an order with each of its codecs."""
-    supply, found = ready.supply, []
-    element_bytes = supply.element_bytes(order, setting)
-    for pair, num_bytes in zip(pairwise(order), element_bytes, strict=True):
-        crossing = supply.crossing(pair, setting, has_gradient=True, element_bytes=num_bytes)
-        line, terms = (
-            supply.links[pair].line,
-            ready.terms.links[frozenset(ready.clouds[one].name for one in pair)],
-        )
-        figures = Figures(interval_s=0.0, down_bps=line.down_bps, up_bps=line.up_bps)
-        allowed = options(crossing, figures, levels=terms.rungs, bounds=terms.bounds)
-        found.append([supply.coded_hop(pair, crossing, one.pair) for one in allowed])
+    found = []
+    for cut, pair in enumerate(pairwise(order)):
+        crossing = ready.crossing(order, cut, setting, has_gradient=True)
+        allowed = ready.links[pair].options(crossing)
+        found.append([ready.coded_hop(pair, crossing, one.pair) for one in allowed])
     return found
 
 
 def every_scenario(ready: Study) -> Iterator[Scenario]:
-    numbers = microbatch_choices(
-        ready.step.num_sequences, given=None, most=4096, num_ranks=min(one.num_ranks for one in ready.clouds)
-    )
-    for order, number in product(orders(ready), numbers):
+    for order, number in product(orders(ready), ready.microbatch_choices()):
         setting = Setting(num_microbatches=number)
         coded = list(product(*hops(ready, order, setting)))
         for inner in combinations(range(1, ready.model.num_layers), len(order) - 1):
             ends = pairwise((0, *inner, ready.model.num_layers))
             stages = [
-                ready.supply.stage_load(cloud, setting, range(*layers))
+                ready.stage_load(cloud, setting, range(*layers))
                 for cloud, layers in zip(order, ends, strict=True)
             ]
             for one in coded:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from isthmus.errors import UserError
 from isthmus.job import Job, PipelineStrategy
 from isthmus.job.load import parse_job
-from isthmus.plan.job_facts import MemoryOptions, check_lock_step, cloud_facts, levels
+from isthmus.plan.job_facts import MemoryOptions, check_lock_step, cloud_facts, memory_levels
 from isthmus.plan.memory import Sharding
 from isthmus.plan.plan import Form, PipelineSettings, Plan, decisions_from_dict, follow, planned_changes
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Policy
-from isthmus.plan.stage_tables import Setting, exchange_s
-from isthmus.plan.study import study
+from isthmus.plan.stage_tables import exchange_s
+from isthmus.plan.study import Setting, study
 from isthmus.plan.what_if import levers
 from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 
@@ -42,14 +42,14 @@ def microbatches(chosen: Plan) -> int:
 def test_ranks_hold_copies_where_these_fit() -> None:
     chosen = plan(two_clouds(PIPELINE, *RANKS), is_quick=True)
     assert shardings(chosen) == [Sharding.NONE] * 2
-    assert chosen.savers == ()
-    assert chosen.sparing == MemoryOptions()
+    assert chosen.memory_words == ()
+    assert chosen.memory_options == MemoryOptions()
 
 
 def test_ranks_share_a_stage_out_where_copies_do_not_fit() -> None:
     chosen = plan(with_memory("7 GiB", PIPELINE, *RANKS), is_quick=True)
     assert shardings(chosen) == [Sharding.OPTIMIZER] * 2
-    assert chosen.savers == ("sharding inside the cloud",)
+    assert chosen.memory_words == ("sharding inside the cloud",)
     assert chosen.decisions is not None
     assert chosen.decisions.sharding == ("optimizer", "optimizer")
 
@@ -90,32 +90,30 @@ def test_no_level_is_one_that_a_run_refuses(
     overrides += [f"cloud.{name}.sharding={one}" for name, one in zip(names, sharding, strict=True)]
     job = two_clouds(*overrides, f"train.recompute={recompute}", *saver)
     clouds = cloud_facts(job)
-    found = levels(job, clouds, Policy.WAN_ONE_F_ONE_B)
+    found = memory_levels(job, clouds, Policy.WAN_ONE_F_ONE_B)
     assert len(found) == len(set(found))
     for level in found:
         for cloud, one in zip(clouds, sharding, strict=True):
-            is_kept = one == "auto" or level.sharding(cloud) == one
+            is_kept = one == "auto" or level.sharding_at(cloud) == one
             assert is_kept or cloud.num_ranks == 1
-            assert level.sharding(cloud) is not Sharding.FULL, "ranks are not in lock-step"
-        assert not (level.sparing.offload_optimizer and level.sparing.optimizer_bits == 8)
-        assert level.sparing.recompute or recompute != "true"
-        assert level.sparing.offload_optimizer == job.train.offload_optimizer or level.is_last_resort
-        assert level.sparing.optimizer_bits == job.train.optimizer_bits or level.is_last_resort
-    assert found[0].sparing.recompute == (recompute == "true"), "auto asks for nothing"
+            assert level.sharding_at(cloud) is not Sharding.FULL, "ranks are not in lock-step"
+        assert not (level.offload_optimizer and level.optimizer_bits == 8)
+        assert level.recompute or recompute != "true"
+    assert found[0].recompute == (recompute == "true"), "auto asks for nothing"
 
 
 def test_a_last_resort_is_taken_only_where_nothing_else_fits() -> None:
-    assert plan(with_memory("7 GiB", PIPELINE), is_quick=True).savers == ("recompute",)
+    assert plan(with_memory("7 GiB", PIPELINE), is_quick=True).memory_words == ("recompute",)
     chosen = plan(with_memory("4 GiB", PIPELINE), is_quick=True)
-    assert chosen.sparing == MemoryOptions(recompute=True, offload_optimizer=True)
+    assert chosen.memory_options == MemoryOptions(recompute=True, offload_optimizer=True)
     small = plan(with_memory("4 GiB", PIPELINE, "train.offload_optimizer=false", *RANKS), is_quick=True)
     assert shardings(small) == [Sharding.OPTIMIZER] * 2
 
 
 def test_a_last_resort_may_spare_a_stage() -> None:
     chosen = plan(with_memory("12 GiB"))
-    by_form = {one.form: one.savers for one in reversed(chosen.runners_up)}
-    assert (chosen.form, chosen.savers) == (Form.PIPELINE, ())
+    by_form = {one.form: one.memory_words for one in reversed(chosen.runners_up)}
+    assert (chosen.form, chosen.memory_words) == (Form.PIPELINE, ())
     assert by_form[Form.ALONE] == ("optimizer on the host",)
     assert Form.DATA not in by_form, "as many clouds as the pipeline, which needs no last resort"
 
@@ -124,10 +122,10 @@ def test_the_memory_of_a_cpu_is_not_spared_by_its_host() -> None:
     job = two_clouds("cloud.east.device=cpu", "cloud.east.accelerator=cpu")
     east, west = cloud_facts(job)
     on_host = next(
-        one for one in levels(job, (east, west), Policy.WAN_ONE_F_ONE_B) if one.sparing.offload_optimizer
+        one for one in memory_levels(job, (east, west), Policy.WAN_ONE_F_ONE_B) if one.offload_optimizer
     )
-    assert not on_host.savers(east).offload_optimizer
-    assert on_host.savers(west).offload_optimizer
+    assert not on_host.at(east).offload_optimizer
+    assert on_host.at(west).offload_optimizer
 
 
 def test_ranks_in_lock_step_share_out_everything_where_they_must() -> None:
@@ -194,16 +192,16 @@ def test_a_run_does_what_was_planned_and_what_would_be_written(size: str, ranks:
     assert chosen.decisions is not None
     decisions = decisions_from_dict(asdict(chosen.decisions))
     run = follow(job, chosen.clouds, decisions)
-    assert run.train.recompute == chosen.sparing.recompute
-    assert run.train.optimizer_bits == chosen.sparing.optimizer_bits
-    assert run.train.offload_optimizer == chosen.sparing.offload_optimizer
+    assert run.train.recompute == chosen.memory_options.recompute
+    assert run.train.optimizer_bits == chosen.memory_options.optimizer_bits
+    assert run.train.offload_optimizer == chosen.memory_options.offload_optimizer
     found = {cloud.name: cloud.sharding for cloud in run.cloud}
     assert found == {stage.cloud: stage.sharding.value for stage in chosen.stages}
     changes = planned_changes(job, chosen)
     assert run.train == job.train.model_copy(update=changes.train)
     assert set(changes.clouds) == (set(chosen.clouds) if ranks else set())
     again = plan(run, is_quick=True)
-    assert (again.sparing, shardings(again)) == (chosen.sparing, shardings(chosen))
+    assert (again.memory_words, shardings(again)) == (chosen.memory_words, shardings(chosen))
 
 
 def test_a_run_that_is_not_planned_holds_copies_and_what_the_job_says() -> None:
@@ -216,7 +214,7 @@ def test_recompute_as_memory_asks_for_stays_so() -> None:
     sizes = ("cloud.east.memory=7 GiB", "cloud.west.memory=7 GiB")
     job = parse_job(text, file=Path("two.toml"), overrides=(PIPELINE, *sizes))
     chosen = plan(job, is_quick=True)
-    assert chosen.sparing.recompute
+    assert chosen.memory_options.recompute
     assert planned_changes(job, chosen).train == {}
     assert follow(job, chosen.clouds, chosen.decisions).train.recompute == "auto"
 
@@ -266,16 +264,16 @@ def test_ranks_in_step_grow_together() -> None:
 
 def test_sequences_that_cannot_be_dealt_out_evenly_are_named() -> None:
     shared = ("cloud.east.sharding=full", "train.batch_tokens=103424")
-    with pytest.raises(UserError, match="the 101 sequences of a step cannot be dealt out evenly to 4 ranks"):
+    with pytest.raises(UserError, match="the 101 sequences of a step cannot be divided evenly among 4 ranks"):
         plan(two_clouds(PIPELINE, *RANKS, *shared))
 
 
 def test_gradients_of_a_shared_stage_are_reduced_in_float32() -> None:
     east = cloud_facts(two_clouds("cloud.east.inside_bandwidth=8 Gbps", *RANKS))[0]
     ready = study(two_clouds(PIPELINE, *RANKS), policy=Policy.LOCK_STEP)
-    full = next(number for number, one in enumerate(ready.supply.levels) if one.sharing is Sharding.FULL)
-    costs = ready.supply.costs(ready.clouds[0], Setting(num_microbatches=16, level=full))
+    full = next(one for one in ready.levels if one.sharding is Sharding.FULL)
+    costs = ready.costs(0, Setting(num_microbatches=16, memory=full))
     layer = costs.layers[0]
-    forward_s, backward_s = exchange_s(layer, costs, ready.supply.levels[full].savers(east), east)
+    forward_s, backward_s = exchange_s(layer, costs, full.at(east), east)
     assert forward_s == pytest.approx(3 / 4 * 2 * layer.num_parameters / 1e9)
     assert backward_s == pytest.approx(3 / 4 * (2 + 4) * layer.num_parameters / 1e9)

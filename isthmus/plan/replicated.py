@@ -1,0 +1,634 @@
+"""Plans in which clouds hold whole models: data parallel, and generators with a discriminator.
+
+In data parallel each cloud owns a share of the parameters: the others send it their changes of that share, it
+sums them and sends the sum back to all. That is a ring's traffic, `2(R-1)/R·N·bits` per cloud, and it goes
+along the fewest links. It is sustainable up to 0.6 of a link: the one controlled measurement in the field
+found reality up to 1.92 times worse than the formula.
+
+Generators send token ids and labels to the discriminator, one way, so no cloud waits for a round trip.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, permutations, product
+from typing import Final
+
+from isthmus.errors import UserError
+from isthmus.events import Span
+from isthmus.job import DataStrategy, GeneratorDiscriminatorStrategy, Job, PipelineStrategy
+from isthmus.plan.codecs import Loss
+from isthmus.plan.costs import PlannedModel, Precision, Task
+from isthmus.plan.job_facts import CloudFacts
+from isthmus.plan.memory import Memory, Sharding
+from isthmus.plan.models import load_config, model_config, read_model, with_task
+from isthmus.plan.plan import (
+    BubbleSplit,
+    DataSettings,
+    Form,
+    Plan,
+    PlannedLink,
+    PlannedStage,
+    estimated,
+    memory_parts,
+)
+from isthmus.plan.refusals import excess, fits, no_room
+from isthmus.plan.scenario import Line
+from isthmus.plan.study import Setting, Study, study
+from isthmus.units import join_words
+
+INNER_STEPS: Final = (30, 40, 50, 75, 100)
+"""Streaming DiLoCo's range of inner steps; between 24 and 100 the loss hardly moves."""
+
+_SUSTAINABLE_SHARE: Final = 0.6
+_LAYERS_PER_FRAGMENT: Final = 3
+# A fragment that comes later than this is stale.
+_MAX_DELAY_STEPS: Final = 4
+# Every subset of more clouds than this would be too many; then all that hold the model and are joined count.
+_MAX_SUBSETS: Final = 6
+# XLM-E's generator has 4 layers to the discriminator's 12, of the same width.
+_GENERATOR_SHARE: Final = 3
+
+_COPY, _GENERATOR, _DISCRIMINATOR = "the whole model", "a generator", "the discriminator"
+
+Direction = tuple[int, int]
+"""One direction of a link between two clouds, by their numbers in a study."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """What a micro-batch of a whole model takes a rank of a cloud, and what ends a step."""
+
+    num_ranks: int
+    microbatch_s: float
+    update_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """A cloud with a whole model under a setting."""
+
+    study: Study
+    cloud: int
+    setting: Setting
+    holds: str
+
+    @property
+    def facts(self) -> CloudFacts:
+        return self.study.clouds[self.cloud]
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of a rank."""
+        return self.study.memory(self.cloud, self.setting, range(self.study.model.num_layers))
+
+    @property
+    def memory_words(self) -> tuple[str, ...]:
+        memory = self.setting.memory
+        return memory.words([memory.sharding_at(self.facts)])
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self.study.num_fitting(self.cloud, self.setting)[0, -1] >= 1)
+
+    @property
+    def replica(self) -> Replica:
+        table = self.study.table(self.cloud, self.setting)
+        return Replica(
+            num_ranks=self.facts.num_ranks,
+            microbatch_s=float(table.forward_s[0, -1] + table.backward_s[0, -1]),
+            update_s=float(table.update_s[0, -1]),
+        )
+
+    def stage(self, busy_s: float = 0.0) -> PlannedStage:
+        """Its part of a plan."""
+        return PlannedStage(
+            cloud=self.facts.name,
+            holds=self.holds,
+            num_ranks=self.facts.num_ranks,
+            busy_s=busy_s,
+            window=1,
+            memory=memory_parts(self.memory),
+            capacity_bytes=self.facts.capacity_bytes,
+            usd_per_hour=self.facts.usd_per_hour,
+            sharding=self.setting.memory.sharding_at(self.facts),
+            is_measured=self.facts.profile is not None,
+        )
+
+
+def whole_models(study: Study, holds: str) -> Mapping[int, list[Whole]]:
+    """By number of micro-batches, the clouds that hold the whole model with as few options as they must."""
+    found: dict[int, list[Whole]] = {}
+    for number in study.microbatch_choices():
+        for cloud in range(len(study.clouds)):
+            ways = (_whole(study, cloud, number, level, holds) for level in range(len(study.levels)))
+            first = next((one for one in ways if one.has_room), None)
+            found.setdefault(number, []).extend([] if first is None else [first])
+    return found
+
+
+def _whole(study: Study, cloud: int, number: int, level: int, holds: str) -> Whole:
+    setting = Setting(num_microbatches=number, memory=study.levels[level])
+    return Whole(study=study, cloud=cloud, setting=setting, holds=holds)
+
+
+def _smallest(study: Study, holds: str) -> list[Whole]:
+    """Every cloud with the whole model in as little memory as it can be, whether there is so much or not."""
+    found = []
+    for cloud, facts in enumerate(study.clouds):
+        for number in reversed(study.microbatch_choices()):
+            every = [_whole(study, cloud, number, level, holds) for level in range(len(study.levels))]
+            # Ranks with one schedule have as many micro-batches each.
+            even = [
+                one
+                for one in every
+                if one.setting.memory.sharding_at(facts) is not Sharding.FULL or number % facts.num_ranks == 0
+            ]
+            if even:
+                found.append(min(even, key=lambda one: one.memory.total_bytes))
+                break
+    return found
+
+
+def _lines(study: Study, clouds: Iterable[int]) -> dict[Direction, Line]:
+    chosen = set(clouds)
+    return {pair: one.line for pair, one in study.links.items() if chosen.issuperset(pair)}
+
+
+def share_out(replicas: Iterable[Replica], num_microbatches: int) -> float:
+    """The least time in which the ranks of all clouds together get through a step's micro-batches."""
+    every = list(replicas)
+    ends_s = sorted(
+        {
+            number * one.microbatch_s + one.update_s
+            for one in every
+            for number in range(1, math.ceil(num_microbatches / one.num_ranks) + 1)
+        }
+    )
+    low, high = 0, len(ends_s) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (
+            (low, middle) if _num_done(every, ends_s[middle]) >= num_microbatches else (middle + 1, high)
+        )
+    return ends_s[low]
+
+
+def _num_done(replicas: Sequence[Replica], by_s: float) -> int:
+    rounds = (max(0.0, by_s - one.update_s) / one.microbatch_s for one in replicas)
+    # A quotient that is whole but for its last bits is whole.
+    return sum(
+        one.num_ranks * math.floor(number + 1e-9) for one, number in zip(replicas, rounds, strict=True)
+    )
+
+
+def _plan(
+    study: Study,
+    form: Form,
+    wholes: Mapping[Whole, float],
+    links: Sequence[PlannedLink],
+    *,
+    step_s: float,
+    waits_s: Mapping[str, float],
+    limiting: str,
+    note: str,
+    settings: DataSettings | None = None,
+    loss: Loss = Loss.NONE,
+) -> Plan:
+    """The plan of whole models that are busy for so long in a step, with what clouds wait for."""
+    stages = tuple(one.stage(busy_s) for one, busy_s in wholes.items())
+    shares = {"fill": 0.0, "latency": 0.0, "bandwidth": 0.0, "imbalance": 0.0}
+    shares |= {name: wait_s / step_s for name, wait_s in waits_s.items()}
+    return Plan(
+        form=form,
+        stages=stages,
+        links=tuple(links),
+        memory_options=max(wholes, key=lambda one: len(one.memory_words)).setting.memory,
+        estimate=estimated(
+            stages,
+            links,
+            step_s=step_s,
+            num_tokens=study.step.num_tokens,
+            num_steps=study.step.num_steps,
+            bubble=BubbleSplit(**shares),
+            limiting=limiting,
+        ),
+        reason="",
+        settings=settings,
+        loss=loss,
+        notes=(note,),
+    )
+
+
+def _link(
+    study: Study, direction: Direction, down_bytes: float, up_bytes: float, reason: str = ""
+) -> PlannedLink:
+    first, second = (study.clouds[one].name for one in direction)
+    return PlannedLink(
+        between=(first, second),
+        down_bytes=down_bytes,
+        up_bytes=up_bytes,
+        usd_per_gib=study.links[direction].usd_per_gib,
+        reason=reason,
+    )
+
+
+# Data parallel.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncCosts:
+    """What a step takes and sends; bytes by direction of a link, in a step on average."""
+
+    compute_s: float
+    latency_s: float
+    bandwidth_s: float
+    step_bytes: Mapping[Direction, float]
+    busiest: Direction | None
+    delay_steps: int
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.latency_s + self.bandwidth_s
+
+
+def data_plans(study: Study) -> list[Plan]:
+    """Copies of the model on two clouds or more, synchronised as often as each choice says.
+
+    Where there is none, and the job asks for no other form, why.
+    """
+    given = study.job.strategy if isinstance(study.job.strategy, DataStrategy) else None
+    plans = list(_data_plans(study, given or DataStrategy(kind="data")))
+    if given is not None and not plans:
+        raise _no_data(study)
+    return plans
+
+
+def _data_plans(study: Study, given: DataStrategy) -> Iterator[Plan]:
+    syncs = list(sync_choices(given, num_layers=study.model.num_layers))
+    for wholes in whole_models(study, _COPY).values():
+        for chosen in _joined(study, wholes):
+            for sync in syncs:
+                plan = _data_plan(study, chosen, sync)
+                yield plan
+                # Rarer ones would only cost quality; but traffic has a price, and under a deadline the
+                # cheapest is wanted.
+                limits, is_overlapped = study.job.limits, not plan.estimate.bubble.total
+                if is_overlapped and limits.deadline_s is None and not excess(plan, study.job):
+                    break
+
+
+def sync_choices(given: DataStrategy, *, num_layers: int) -> Iterator[DataSettings]:
+    """How often and how exactly to synchronise, the most exact first, within what the job says."""
+    fragments = given.fragments or math.ceil(num_layers / _LAYERS_PER_FRAGMENT) + 2
+    for steps in (1, *INNER_STEPS) if given.inner_steps is None else (given.inner_steps,):
+        default_bits = (32, 16) if steps == 1 else (8, 4)
+        for bits in default_bits if given.bits is None else (given.bits,):
+            number = 1 if steps == 1 else min(fragments, steps)
+            yield DataSettings(inner_steps=steps, num_fragments=number, bits=bits)
+
+
+def _joined(study: Study, wholes: Sequence[Whole]) -> Iterator[Sequence[Whole]]:
+    """Sets of two clouds or more that links join: all there are, or of many clouds the largest."""
+    if len(wholes) <= _MAX_SUBSETS:
+        for size in range(2, len(wholes) + 1):
+            for chosen in combinations(wholes, size):
+                lines = _lines(study, (one.cloud for one in chosen))
+                if all(path(chosen[0].cloud, one.cloud, lines) for one in chosen):
+                    yield chosen
+        return
+    left, lines = list(wholes), _lines(study, (one.cloud for one in wholes))
+    while left:
+        joined = [one for one in left if path(left[0].cloud, one.cloud, lines)]
+        left = [one for one in left if one not in joined]
+        if len(joined) > 1:
+            yield joined
+
+
+def _data_plan(study: Study, wholes: Sequence[Whole], sync: DataSettings) -> Plan:
+    lines, first = _lines(study, (one.cloud for one in wholes)), wholes[0]
+    costs = sync_costs(
+        {one.cloud: one.replica for one in wholes},
+        lines,
+        sync,
+        num_parameters=study.costs(first.cloud, first.setting).num_trained(range(study.model.num_layers)),
+        num_microbatches=first.setting.num_microbatches,
+    )
+    sent = costs.step_bytes
+    gains_s = {"bandwidth": costs.bandwidth_s, "round trip": costs.latency_s}
+    # Beside rare exchanges all is computed that can be.
+    gains_s["compute"] = costs.compute_s if sync.inner_steps == 1 or not costs.bandwidth_s else 0.0
+    most = max(gains_s, key=lambda one: gains_s[one])
+    limiting = "compute of all clouds"
+    if most != "compute" and costs.busiest is not None:
+        limiting = f"{most} of {'-'.join(study.clouds[one].name for one in costs.busiest)}"
+    return _plan(
+        study,
+        Form.DATA,
+        dict.fromkeys(wholes, costs.compute_s),
+        [_link(study, one, sent[one], sent[one[::-1]]) for one in _written_order(study, lines)],
+        step_s=costs.step_s,
+        waits_s={"latency": costs.latency_s, "bandwidth": costs.bandwidth_s},
+        limiting=limiting,
+        note=sync_note(len(wholes), sync, costs.delay_steps),
+        settings=sync,
+        loss=sync_loss(len(wholes), sync),
+    )
+
+
+def _written_order(study: Study, lines: Mapping[Direction, Line]) -> list[Direction]:
+    """Every link once, in the direction in which the job names its ends."""
+    names = [tuple(study.clouds[one].name for one in pair) for pair in lines]
+    named = {link.between for link in study.job.link}
+    return [pair for pair, between in zip(lines, names, strict=True) if between in named]
+
+
+def sync_costs(
+    replicas: Mapping[int, Replica],
+    lines: Mapping[Direction, Line],
+    sync: DataSettings,
+    *,
+    num_parameters: int,
+    num_microbatches: int,
+) -> SyncCosts:
+    """What a step comes to; every cloud must reach every other over the lines."""
+    compute_s = share_out(replicas.values(), num_microbatches)
+    sync_bytes = sync_traffic(list(replicas), lines, num_bytes=num_parameters * sync.bits / 8)
+    on_line_s = {one: 8 * sync_bytes[one] / lines[one].down_bps for one in lines}
+    busiest = max(on_line_s, key=lambda one: on_line_s[one], default=None)
+    line_s = on_line_s[busiest] if busiest is not None else 0.0
+    rtt_s = max((2 * line.latency_s for line in lines.values()), default=0.0)
+    latency_s, bandwidth_s, delay_steps = 2 * rtt_s, line_s, 0
+    if sync.inner_steps > 1:
+        sustained_s = line_s / (sync.inner_steps * _SUSTAINABLE_SHARE)
+        latency_s, bandwidth_s = 0.0, max(0.0, sustained_s - compute_s)
+        delay_steps = math.ceil((line_s / sync.num_fragments + rtt_s) / (compute_s + bandwidth_s))
+    return SyncCosts(
+        compute_s=compute_s,
+        latency_s=latency_s,
+        bandwidth_s=bandwidth_s,
+        step_bytes={one: value / sync.inner_steps for one, value in sync_bytes.items()},
+        busiest=busiest,
+        delay_steps=delay_steps,
+    )
+
+
+def sync_traffic(
+    clouds: Sequence[int], lines: Mapping[Direction, Line], *, num_bytes: float
+) -> dict[Direction, float]:
+    """Bytes in each direction of each link for one synchronisation of so many bytes of parameters."""
+    traffic = dict.fromkeys(lines, 0.0)
+    for first, second in permutations(clouds, 2):
+        for direction in pairwise(path(first, second, lines)):
+            traffic[direction] += 2 * num_bytes / len(clouds)
+    return traffic
+
+
+def path(first: int, second: int, lines: Mapping[Direction, Line]) -> tuple[int, ...]:
+    """The clouds on the way over the fewest links, the widest first; empty where there is no way."""
+    ways: deque[tuple[int, ...]] = deque([(first,)])
+    seen = {first}
+    widest = sorted(lines, key=lambda one: -min(lines[one].down_bps, lines[one].up_bps))
+    while ways:
+        way = ways.popleft()
+        if way[-1] == second:
+            return way
+        for here, there in widest:
+            if here == way[-1] and there not in seen:
+                seen.add(there)
+                ways.append((*way, there))
+    return ()
+
+
+def sync_loss(num_clouds: int, sync: DataSettings) -> Loss:
+    """What rare or coarse synchronisation costs in quality."""
+    if sync.inner_steps == 1:
+        return Loss.NONE if sync.bits > 16 else Loss.SLIGHT
+    return Loss.SLIGHT if num_clouds <= 2 and sync.bits >= 4 else Loss.SOME
+
+
+def sync_note(num_clouds: int, sync: DataSettings, delay_steps: int) -> str:
+    """What a user should expect of the loss."""
+    if sync.inner_steps == 1:
+        return "every step averages the gradients of all clouds, as one cloud would"
+    # Streaming DiLoCo at 35-300 M parameters.
+    expected = "0.3–0.6 %" if num_clouds <= 2 else "1.4–2.6 %"
+    note = f"expect a loss {expected} higher than with synchronous steps, at published settings"
+    if delay_steps > _MAX_DELAY_STEPS:
+        note += f"; fragments arrive {delay_steps} steps late, and only {_MAX_DELAY_STEPS} are published"
+    return note
+
+
+def _no_data(study: Study) -> UserError:
+    if len(study.clouds) < 2:
+        return UserError(
+            "data parallel between clouds needs two clouds", hint="add a [[cloud]] and a [[link]]"
+        )
+    way = 'set strategy.kind to "pipeline", which gives each cloud some of the layers'
+    return _no_pair(
+        study,
+        lambda one: list(combinations(_smallest(one, _COPY), 2)),
+        claim="the whole model fits on no two linked clouds",
+        ways=[way] if _fits_as_pipeline(study) else [],
+    )
+
+
+def _fits_as_pipeline(ready: Study) -> bool:
+    try:
+        job = ready.job.model_copy(update={"strategy": PipelineStrategy(kind="pipeline")})
+        return fits(study(job, source=ready.source))
+    except UserError:
+        # There may be more clouds than layers.
+        return False
+
+
+# Generators and a discriminator.
+
+
+def generator_plans(study: Study, strategy: GeneratorDiscriminatorStrategy) -> list[Plan]:
+    """One for each cloud that may be the discriminator and each number of micro-batches, or why none is."""
+    if len(study.clouds) < 2:
+        raise UserError("generator and discriminator need two clouds", hint="add a [[cloud]] and a [[link]]")
+    models = small, large = _models(study, strategy)
+    generators = whole_models(study.with_model(small), _GENERATOR)
+    judges = whole_models(study.with_model(large), _DISCRIMINATOR)
+    plans = []
+    for number, candidates in judges.items():
+        for judge in candidates:
+            joined = [one for one in generators[number] if (one.cloud, judge.cloud) in study.links]
+            if joined and judge.facts.name in _judge_names(study.job, strategy):
+                plans.append(_generator_plan(study, joined, judge, small.vocabulary_size))
+    if not plans:
+        raise _no_generator(study, strategy, models)
+    return plans
+
+
+def _judge_names(job: Job, strategy: GeneratorDiscriminatorStrategy) -> list[str]:
+    """The clouds that may be the discriminator."""
+    given = strategy.discriminator_cloud
+    return [cloud.name for cloud in job.cloud] if given is None else [job.cloud_named(given).name]
+
+
+def _models(study: Study, strategy: GeneratorDiscriminatorStrategy) -> tuple[PlannedModel, PlannedModel]:
+    """A generator and the discriminator."""
+    judging, filling = (with_task(study.job, one) for one in (Task.TOKEN_CLASSIFICATION, Task.MASKED_LM))
+    config, given = model_config(study.job), strategy.generator
+    large = read_model(judging, config, source=study.source)
+    if given is not None:
+        own = load_config(given.source) if given.source is not None else given.config or {}
+    else:
+        own = {**config, "num_hidden_layers": max(1, large.num_layers // _GENERATOR_SHARE)}
+    return read_model(filling, own, source=study.source), large
+
+
+def _generator_plan(study: Study, generators: Sequence[Whole], judge: Whole, vocabulary: int) -> Plan:
+    """All clouds work at once, since nothing flows back: the slowest of clouds and links counts."""
+    number = judge.setting.num_microbatches
+    speeds = [one.replica.num_ranks / one.replica.microbatch_s for one in generators]
+    step_bytes = study.step.num_sequences * _sequence_bytes(study.step.sequence_length, vocabulary)
+    sent = {
+        (one.cloud, judge.cloud): step_bytes * speed / sum(speeds)
+        for one, speed in zip(generators, speeds, strict=True)
+    }
+    generate_s = share_out([one.replica for one in generators], number)
+    judge_s = share_out([judge.replica], number)
+    compute_s = max(generate_s, judge_s)
+    step_s = max(compute_s, *(8 * size / study.links[one].line.down_bps for one, size in sent.items()))
+    mean_s = (len(generators) * generate_s + judge_s) / (len(generators) + 1)
+    limiting = f"compute of {judge.facts.name}" if judge_s >= generate_s else "compute of the generators"
+    return _plan(
+        study,
+        Form.GENERATOR_DISCRIMINATOR,
+        {**dict.fromkeys(generators, generate_s), judge: judge_s},
+        [_link(study, one, size, 0.0, "token ids and labels, one way") for one, size in sent.items()],
+        step_s=step_s,
+        waits_s={"bandwidth": step_s - compute_s, "imbalance": compute_s - mean_s},
+        limiting=f"bandwidth towards {judge.facts.name}" if step_s > compute_s else limiting,
+        note="generators run ahead of the discriminator, so nobody waits for a round trip",
+    )
+
+
+def _sequence_bytes(sequence_length: int, vocabulary: int) -> int:
+    """Ids in the smallest type that holds them, and one bit per label."""
+    id_bytes = next(size for size in (1, 2, 4, 8) if vocabulary <= 256**size)
+    return sequence_length * id_bytes + math.ceil(sequence_length / 8)
+
+
+def _no_generator(
+    study: Study, strategy: GeneratorDiscriminatorStrategy, models: tuple[PlannedModel, PlannedModel]
+) -> UserError:
+    def pairs_of(ready: Study, names: Sequence[str]) -> list[tuple[Whole, Whole]]:
+        small, large = (ready.with_model(one) for one in models)
+        every = product(_smallest(large, _DISCRIMINATOR), _smallest(small, _GENERATOR))
+        return [
+            (judge, one) for judge, one in every if judge.facts.name in names and one.cloud != judge.cloud
+        ]
+
+    given = strategy.discriminator_cloud
+    claim, ways = "discriminator and generator fit on no two linked clouds", []
+    if given is not None:
+        claim = f"nothing fits with the discriminator in {given!r}"
+        better = _linked_fit(study, pairs_of(study, [one.name for one in study.clouds]))
+        ways = [f'set strategy.discriminator_cloud to "{better[0].facts.name}"'] if better else []
+    names = _judge_names(study.job, strategy)
+    return _no_pair(study, lambda one: pairs_of(one, names), claim=claim, ways=ways)
+
+
+# What is in the way where no two linked clouds have room.
+
+
+def _linked_fit(study: Study, pairs: Iterable[tuple[Whole, Whole]]) -> tuple[Whole, Whole] | None:
+    """The first two linked clouds that both have room."""
+    return next((pair for pair in pairs if _is_linked(study, pair) and _have_room(pair)), None)
+
+
+def _is_linked(study: Study, pair: tuple[Whole, Whole]) -> bool:
+    return (pair[0].cloud, pair[1].cloud) in study.links
+
+
+def _have_room(pair: tuple[Whole, Whole]) -> bool:
+    return all(one.has_room for one in pair)
+
+
+def _no_pair(
+    study: Study,
+    pairs_of: Callable[[Study], Sequence[tuple[Whole, Whole]]],
+    *,
+    claim: str,
+    ways: Sequence[str],
+) -> UserError:
+    """What is in the way where no linked pair fits; `ways` are further ones out of it, known to work."""
+    pairs, found = pairs_of(study), list(ways)
+    if study.step.precision is Precision.FLOAT32:
+        narrow = study.but(step=replace(study.step, precision=Precision.BFLOAT16))
+        if _linked_fit(narrow, pairs_of(narrow)):
+            found.append('set train.precision to "bfloat16"')
+    cause = None
+    if apart := next((pair for pair in pairs if _have_room(pair)), None):
+        names = [one.facts.name for one in apart]
+        cause = f"{join_words([repr(one) for one in names])} have room, but no link joins them"
+        listens = any(study.job.cloud_named(name).listen for name in names)
+        found.append(
+            f'add a [[link]] with between = ["{names[0]}", "{names[1]}"], bandwidth and rtt'
+            + ("" if listens else f", and set cloud.{names[0]}.listen")
+        )
+    fittings = [
+        [(one.stage(), one.memory_words) for one in pair] for pair in pairs if _is_linked(study, pair)
+    ]
+    nearest = min(
+        fittings, key=lambda fit: sorted((one.memory_share for one, _ in fit), reverse=True), default=None
+    )
+    if nearest is None and cause is None:
+        cause = "ranks in lock-step cannot have as many micro-batches each"
+        return UserError(
+            f"{claim}: {cause}, however much memory there is",
+            hint="; or ".join([*found, 'set cloud.NAME.sharding to "auto" where it is "full"']),
+        )
+    return no_room(study, nearest or (), claim=claim, cause=cause, ways=found)
+
+
+# A sketch of a few steps.
+
+_NUM_SKETCHED: Final = 4
+# The least share of a step that a transfer is drawn with, so that it can be seen.
+_SHOWN_TRAVEL: Final = 0.08
+
+
+def sketch(plan: Plan) -> tuple[Span, ...]:
+    """Spans of a few steps: which cloud computes when, and what is under way meanwhile."""
+    return tuple(_sketch_copies(plan) if plan.form is Form.DATA else _sketch_generators(plan))
+
+
+def _sketch_copies(plan: Plan) -> Iterator[Span]:
+    """All clouds compute; what they exchange is under way beside it, or in between where they wait."""
+    step_s = plan.estimate.step_s
+    waiting_s = plan.estimate.bubble.total * step_s
+    for step in range(_NUM_SKETCHED):
+        start_s, end_s = step * step_s, (step + 1) * step_s
+        for stage in plan.stages:
+            yield _span(stage.cloud, "forward", step, start_s, end_s - waiting_s)
+        sent_s = end_s - waiting_s if waiting_s else start_s
+        for link in plan.links:
+            yield _span("→".join(link.between), "transfer", step, sent_s, end_s)
+            yield _span("→".join(link.between[::-1]), "transfer", step, sent_s, end_s)
+
+
+def _sketch_generators(plan: Plan) -> Iterator[Span]:
+    """Generators run ahead; the discriminator takes batch after batch as they come."""
+    step_s = plan.estimate.step_s
+    *generators, judge = plan.stages
+    travel_s = _SHOWN_TRAVEL * step_s
+    free_s = 0.0
+    for step in range(_NUM_SKETCHED):
+        ready_s = step * step_s + generators[0].busy_s
+        for stage, link in zip(generators, plan.links, strict=True):
+            yield _span(stage.cloud, "forward", step, ready_s - stage.busy_s, ready_s)
+            yield _span("→".join(link.between), "transfer", step, ready_s, ready_s + travel_s)
+        begin_s = max(free_s, ready_s + travel_s)
+        free_s = begin_s + judge.busy_s
+        yield _span(judge.cloud, "backward", step, begin_s, free_s)
+
+
+def _span(track: str, kind: str, step: int, start_s: float, end_s: float) -> Span:
+    return Span(track=track, name=f"{kind} 0.{step}", kind=kind, start_s=start_s, end_s=end_s)
