@@ -15,9 +15,7 @@ The basis of a subspace, which is sent every 100 steps once it is learned, is no
 choice counts it by the steps of the job.
 """
 
-import argparse
 import functools
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,19 +33,17 @@ from auto.trials import (
     cases_of,
     trials_of,
 )
-from machine import machine
+from bench import NOTES, finish, new_folder, options, show
 from predicted.cases import Case
 from predicted.journey import Plans, travel
 from predicted.measuring import Folder, measure
 from predicted.stages import WIDTH
-from rich.console import Console
-from rich.table import Table
 from sleeping import let_sleeps_end_in_time
 
 PLANS = "plans.json"
 
 
-def measure_and_run(cases: Sequence[Case], trials: TrialsByCase, out: Path, notes: Console) -> list[Ran]:
+def measure_and_run(cases: Sequence[Case], trials: TrialsByCase, out: Path) -> list[Ran]:
     """Probe and profile, plan, run; gives every run."""
     folder, path = Folder(path=out), out / PLANS
     plans = Plans(
@@ -59,30 +55,24 @@ def measure_and_run(cases: Sequence[Case], trials: TrialsByCase, out: Path, note
     def write_down() -> None:
         write_plans(cases, trials, folder, path)
 
-    with notes.status("starting") as status:
+    with NOTES.status("starting") as status:
         brought = travel(cases, plans, on_measured=write_down, say=status.update)
     return [one for found in brought for one in found]
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
-    """The table."""
-    table = Table(
-        "line", "trial", "planned", "settled", "loss", "step", "best fixed", "its step", "longer by"
-    )
-    for row in rows:
-        auto = row.auto
-        table.add_row(
-            row.line.rates,
-            auto.trial.name,
-            _short(auto.first),
-            _short(auto.last) + (f", step {auto.since_step}" if auto.since_step else ""),
-            loss_of(auto.last).name.lower(),
-            f"{1e3 * auto.steady_s:.0f} ms",
-            _short(row.best.last),
-            f"{1e3 * row.best.steady_s:.0f} ms",
-            f"{row.excess:+.1%}" if row.is_right else f"[bold]{row.excess:+.1%}[/]",
-        )
-    console.print(table)
+def table_row(row: Row) -> dict[str, str]:
+    auto = row.auto
+    return {
+        "line": row.line.rates,
+        "trial": auto.trial.name,
+        "planned": _short(auto.first),
+        "settled": _short(auto.last) + (f", step {auto.since_step}" if auto.since_step else ""),
+        "loss": loss_of(auto.last).name.lower(),
+        "step": f"{1e3 * auto.steady_s:.0f} ms",
+        "best fixed": _short(row.best.last),
+        "its step": f"{1e3 * row.best.steady_s:.0f} ms",
+        "longer by": f"{row.excess:+.1%}" if row.is_right else f"[bold]{row.excess:+.1%}[/]",
+    }
 
 
 def how() -> str:
@@ -107,46 +97,39 @@ def _short(texts: tuple[str, str]) -> str:
 
 def main() -> None:
     """Measure, plan, run; print the table and a JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few lines")
-    parser.add_argument("--out", type=Path, default=Path("runs/codec-auto"), help="folder of files")
-    parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
-    options = parser.parse_args()
+    given = options(__doc__, quick=False, out=Path("runs/codec-auto"), json=False)
     let_sleeps_end_in_time()
-    out = (options.out / time.strftime("%Y%m%d-%H%M%S")).resolve()
-    out.mkdir(parents=True)
-    grid = QUICK_GRID if options.quick else GRID
+    grid = QUICK_GRID if given.quick else GRID
     cases = cases_of(grid)
     trials = {case.number: trials_of(case, autos) for case, autos in zip(cases, grid.values(), strict=True)}
     started_s = time.monotonic()
-    runs = measure_and_run(cases, trials, out, Console(stderr=True, highlight=False, soft_wrap=True))
+    runs = measure_and_run(cases, trials, new_folder(given.out))
     rows = rows_of(cases, runs)
     monotone = is_monotone(rows)
-    if not options.json:
-        console = Console(width=170)
-        console.print(how())
-        show(console, rows)
+    if not given.json:
+        print(how())
+        show([table_row(row) for row in rows])
         worst = max(row.excess for row in rows)
-        console.print(f"never milder on a narrower line: {_word(monotone)}")
-        console.print(f"the wide direction milder: {_word(all(row.is_wide_milder for row in rows))}")
+        print(f"never milder on a narrower line: {_word(monotone)}")
+        print(f"the wide direction milder: {_word(all(row.is_wide_milder for row in rows))}")
         for row in rows:
             if (way := row.following) is not None:
-                console.print(
+                print(
                     f"a slow-down followed after {way.there_steps} steps, left after {way.back_steps}, in "
                     f"{way.num_changes} changes; goal ≤ {MOST_STEPS} steps each, 2 changes"
                 )
-        console.print(f"at most {worst:+.1%} longer than the best fixed choice; goal ≤ {GOAL:.0%}")
-    line = {
-        "benchmark": "codec_auto",
-        **machine("torch", "grpcio"),
-        "took_s": time.monotonic() - started_s,
-        "is_monotone": monotone,
-        "is_wide_milder": all(row.is_wide_milder for row in rows),
-        "worst_excess": max(row.excess for row in rows),
-        "auto": [row.record() for row in rows],
-        "fixed": [fixed_record(cases[one.number], one) for one in runs if one.trial.rung is not None],
-    }
-    print(json.dumps(line))
+        print(f"at most {worst:+.1%} longer than the best fixed choice; goal ≤ {GOAL:.0%}")
+    finish(
+        "codec_auto",
+        "torch",
+        "grpcio",
+        took_s=time.monotonic() - started_s,
+        is_monotone=monotone,
+        is_wide_milder=all(row.is_wide_milder for row in rows),
+        worst_excess=max(row.excess for row in rows),
+        auto=[row.record() for row in rows],
+        fixed=[fixed_record(cases[one.number], one) for one in runs if one.trial.rung is not None],
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ evaluates the trained model with exact numbers at the cut; a bottleneck, being p
 """
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from functools import partial
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deadline import Deadline
-from machine import machine
+from bench import Choice, Deadline, finish, machine, options
 from mps import shared_gpu
 from quality import language, translation
 from quality.data import read_references
@@ -30,11 +28,10 @@ from quality.language import LanguageTask
 from quality.plot import draw
 from quality.prepare import prepare
 from quality.records import Record, append, is_done, read, record_of
-from quality.report import TASKS, as_json, lines_of, show
+from quality.report import TASKS, as_json, lines_of, show_lines
 from quality.rows import MAIN_ROWS, ROWS
 from quality.translation import TranslationTask
 from quality.workers import Task, train_all
-from rich.console import Console
 
 from isthmus.train.device import Device
 
@@ -54,17 +51,17 @@ def make_task(name: str, folder: Path, device: torch.device, *, is_tiny: bool, w
     return LanguageTask(folder, device, recipe, num_cuts=1 if name == "lm1" else 3)
 
 
-def runs_of(options: argparse.Namespace) -> list[Run]:
+def runs_of(given: argparse.Namespace) -> list[Run]:
     """What is asked for, seed by seed, so that what has ended when time is up is paired."""
-    num_steps = dict.fromkeys(TASKS, NUM_TINY_STEPS) if options.tiny else NUM_STEPS
-    seeds = range(NUM_HEADLINE_SEEDS) if options.seeds is None else options.seeds
-    rows = sorted(options.rows, key=lambda row: "svd" in ROWS[row].forward)  # the slow ones last
+    num_steps = dict.fromkeys(TASKS, NUM_TINY_STEPS) if given.tiny else NUM_STEPS
+    seeds = given.seeds or range(NUM_HEADLINE_SEEDS)
+    rows = sorted(given.rows, key=lambda row: "svd" in ROWS[row].forward)  # the slow ones last
     return [
-        Run(task=task, row=row, seed=seed, num_steps=options.steps or num_steps[task])
+        Run(task=task, row=row, seed=seed, num_steps=given.steps or num_steps[task])
         for seed in seeds
-        for task in options.tasks
+        for task in given.tasks
         for row in rows
-        if _is_wanted(task, row, seed, has_seeds=options.seeds is not None)
+        if _is_wanted(task, row, seed, has_seeds=bool(given.seeds))
     ]
 
 
@@ -75,28 +72,28 @@ def _is_wanted(task: str, row: str, seed: int, *, has_seeds: bool) -> bool:
     return has_seeds or seed < (NUM_HEADLINE_SEEDS if is_headline else NUM_SEEDS)
 
 
-def train(options: argparse.Namespace) -> None:
+def train(given: argparse.Namespace) -> None:
     """Train what is asked for and not yet done, as far as time allows."""
-    started_s, deadline = time.monotonic(), Deadline.after(options.deadline_s)
-    options.out.mkdir(parents=True, exist_ok=True)
-    results, hypotheses = options.out / "quality.jsonl", options.out / "hypotheses.jsonl"
-    done = read([*options.skip_done, *([results] if results.exists() else [])])
-    runs = [run for run in runs_of(options) if not is_done(run, done)]
+    started_s, deadline = time.monotonic(), Deadline.after(given.deadline_s)
+    given.out.mkdir(parents=True, exist_ok=True)
+    results, hypotheses = given.out / "quality.jsonl", given.out / "hypotheses.jsonl"
+    done = read([*given.skip_done, *([results] if results.exists() else [])])
+    runs = [run for run in runs_of(given) if not is_done(run, done)]
     print(f"{len(runs)} trainings to do, {len(done)} done")
     if not runs:
         return
     with (
         results.open("a") as file,
         hypotheses.open("a") as said,
-        shared_gpu(is_wanted=options.mps) as is_shared,
+        shared_gpu(is_wanted=given.mps) as is_shared,
     ):
         about = machine("torch", "transformers") | {"device": Device("auto").name}
-        about |= {"mps": is_shared, "workers": options.workers, "warm_up": options.warm_up}
+        about |= {"mps": is_shared, "workers": given.workers, "warm_up": given.warm_up}
         ended_runs = train_all(
             runs,
-            partial(make_task, is_tiny=options.tiny, warm_up=options.warm_up),
-            options.data,
-            num_workers=options.workers,
+            partial(make_task, is_tiny=given.tiny, warm_up=given.warm_up),
+            given.data,
+            num_workers=given.workers,
             deadline=deadline,
         )
         for count, ended in enumerate(ended_runs, start=1):
@@ -118,68 +115,59 @@ def told(record: Record) -> str:
     )
 
 
-def report(options: argparse.Namespace) -> None:
+def report(given: argparse.Namespace) -> None:
     """Print the tables and a JSON line, and draw the plot."""
-    records = read(options.report)
-    panels = [lines for task in TASKS if (lines := lines_of(records, task, beside=options.beside))]
-    console = Console(width=200)
+    records = read(given.report)
+    panels = [lines for task in TASKS if (lines := lines_of(records, task, beside=given.beside))]
     for lines in panels:
-        show(console, lines)
-    if options.svg is not None and panels:
-        options.svg.write_text(draw(panels), encoding="utf-8")
-    print(json.dumps({"benchmark": "codec_quality", "rows": [as_json(lines) for lines in panels]}))
+        show_lines(lines)
+    if given.svg is not None and panels:
+        given.svg.write_text(draw(panels), encoding="utf-8")
+    finish("codec_quality", rows=[as_json(lines) for lines in panels])
 
 
-def score_files(options: argparse.Namespace) -> None:
+def score_files(given: argparse.Namespace) -> None:
     """Write BLEU beside the hypotheses."""
     from quality.scoring import score  # sacrebleu need not be where the trainings ran
 
-    out = options.score[0].with_name("scores.jsonl")
+    out = given.score[0].with_name("scores.jsonl")
     with out.open("w") as file:
-        for record in score(options.score, read_references(options.data)):
+        for record in score(given.score, read_references(given.data)):
             append(file, record)
             print(f"{record['id']:24} {record['bleu_on']:.2f}  codec off {record['bleu_off']:.2f}")
     print(f"written to {out}")
 
 
-def parse_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of prepared ids")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of results")
-    parser.add_argument("--prepare", type=Path, metavar="CORPORA")
-    parser.add_argument("--score", type=Path, nargs="+", metavar="FILE", help="hypotheses.jsonl")
-    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="quality.jsonl, scores.jsonl")
-    parser.add_argument("--beside", choices=list(ROWS), default="raw", help="the row that others are held to")
-    parser.add_argument("--svg", type=Path)
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(MAIN_ROWS))
-    parser.add_argument("--seeds", nargs="+", type=int, help="instead of 3, and 5 for headline rows")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--warm-up", type=float, help="share of the steps before a bottleneck begins")
-    parser.add_argument("--deadline-s", type=float, help="start no run that would not end by then")
-    parser.add_argument("--skip-done", type=Path, nargs="+", default=[], metavar="FILE")
-    parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument(
-        "--mps", action=argparse.BooleanOptionalAction, default=True, help="share the GPU by MPS"
-    )
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the whole flow")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Do what is asked for."""
-    options = parse_options()
-    if options.prepare is not None:
-        prepare(options.prepare, options.data)
-    elif options.score is not None:
-        score_files(options)
-    elif options.report is not None:
-        report(options)
+    given = options(
+        __doc__,
+        data=Path("data"),
+        out=Path(),
+        prepare=Path,
+        score=[],
+        report=[],
+        beside=Choice("raw", list(ROWS)),
+        svg=Path,
+        tasks=Choice(list(TASKS), list(TASKS)),
+        rows=Choice(list(MAIN_ROWS), list(ROWS)),
+        seeds=Choice([], range(100)),
+        steps=int,
+        warm_up=float,
+        deadline_s=float,
+        skip_done=[],
+        workers=12,
+        mps=True,
+        tiny=False,
+    )
+    if given.prepare is not None:
+        prepare(given.prepare, given.data)
+    elif given.score:
+        score_files(given)
+    elif given.report:
+        report(given)
     else:
-        train(options)
+        train(given)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,7 @@
 python benchmarks/emulator.py
 """
 
-import json
 import multiprocessing
-import os
-import platform
 import selectors
 import socket
 import statistics
@@ -16,12 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from bench import finish, show
 
 from isthmus.job import Address
 from isthmus.wan.relay import Relay
@@ -200,7 +194,7 @@ def measure(mbps: float, rtt_ms: float) -> Row:
 def main() -> None:
     """Measure every combination, print the table and the line of JSON; exit with 1 if any row is outside."""
     rows = [measure(mbps, rtt_ms) for mbps in BANDWIDTHS_MBPS for rtt_ms in RTTS_MS]
-    Console(width=110).print(_table(rows))
+    show([_table_row(row) for row in rows])
     bandwidth_error = max((row.bandwidth_error for row in rows), key=abs)
     rtt_error_ms = max((row.rtt_error_ms for row in rows), key=abs)
     within = all(row.is_within for row in rows)
@@ -208,45 +202,34 @@ def main() -> None:
     round_error = max((row.worst_round_error for row in rows), key=abs)
     print(f"worst row: bandwidth {bandwidth_error:+.2%}, round trip {rtt_error_ms:+.2f} ms; {bounds}")
     print(f"worst single round of {2 * NUM_ROUNDS * len(rows)}: bandwidth {round_error:+.2%}")
-    report = {
-        "benchmark": "emulator",
-        "within": within,
-        "worst_bandwidth_error": round(bandwidth_error, 4),
-        "worst_rtt_error_ms": round(rtt_error_ms, 3),
-        "worst_round_error": round(round_error, 4),
-        "rows": [asdict(row) for row in rows],
-        "num_rounds": NUM_ROUNDS,
-        "num_connections": NUM_CONNECTIONS,
-        "machine": {"cpu": _cpu_name(), "num_cores": os.cpu_count(), "system": platform.platform()},
-        "versions": {"isthmus": version("isthmus"), "python": platform.python_version()},
-        "seed": 0,
-    }
-    print(json.dumps(report))
+    finish(
+        "emulator",
+        "isthmus",
+        within=within,
+        worst_bandwidth_error=round(bandwidth_error, 4),
+        worst_rtt_error_ms=round(rtt_error_ms, 3),
+        worst_round_error=round(round_error, 4),
+        rows=[asdict(row) for row in rows],
+        num_rounds=NUM_ROUNDS,
+        num_connections=NUM_CONNECTIONS,
+        seed=0,
+    )
     sys.exit(0 if within else 1)
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    heads = "Mbit/s", "up", "down", "error", "worst round", "RTT ms", "seen", "error ms", "CPU s/GB", "within"
-    table = Table(*heads, box=None)
-    for row in rows:
-        table.add_row(
-            f"{row.set_mbps:g}",
-            f"{statistics.median(row.up_mbps):.2f}",
-            f"{statistics.median(row.down_mbps):.2f}",
-            f"{row.bandwidth_error:+.2%}",
-            f"{row.worst_round_error:+.2%}",
-            f"{row.set_rtt_ms:g}",
-            f"{row.rtt_ms:.2f}",
-            f"{row.rtt_error_ms:+.2f}",
-            f"{row.cpu_s_per_gb:.1f}",
-            "yes" if row.is_within else "no",
-        )
-    return table
-
-
-def _cpu_name() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0].partition(":")[2].strip() if names else platform.machine()
+def _table_row(row: Row) -> dict[str, str]:
+    return {
+        "Mbit/s": f"{row.set_mbps:g}",
+        "up": f"{statistics.median(row.up_mbps):.2f}",
+        "down": f"{statistics.median(row.down_mbps):.2f}",
+        "error": f"{row.bandwidth_error:+.2%}",
+        "worst round": f"{row.worst_round_error:+.2%}",
+        "RTT ms": f"{row.set_rtt_ms:g}",
+        "seen": f"{row.rtt_ms:.2f}",
+        "error ms": f"{row.rtt_error_ms:+.2f}",
+        "CPU s/GB": f"{row.cpu_s_per_gb:.1f}",
+        "within": "yes" if row.is_within else "no",
+    }
 
 
 def _ask(question: Task, *, of: Connection, while_other: Connection, does: Task) -> float:

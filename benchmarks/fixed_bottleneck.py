@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 torch's own custom
-from machine import machine
+from bench import machine
 from torch import Tensor, nn
 
 from isthmus.codec import CodecEnd, Codecs, Key, cross

@@ -1,6 +1,6 @@
 """Holds the present tree against an older revision: the weights of small jobs to the bit, and what users see.
 
-python benchmarks/freeze.py [--old REV] [--only NAME]… [--list] [--keep DIR]
+python benchmarks/freeze.py [--old REV] [--only NAME…] [--list] [--keep DIR]
 
 Both trees run the same jobs in turns, each as `isthmus run` in processes of their own, over an emulated WAN.
 Compared are the SHA-256 of all exported tensors (name, type, shape, bytes), and an inventory: keys of a job,
@@ -9,8 +9,6 @@ lacks must be named, in backticks, by a line of CHANGELOG.md that the older revi
 not be readable by each other. Exits with 1 if anything differs or fails.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -20,14 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from bench import NOTES, Choice, finish, options, show
 from frozen.inventory import Change, Inventory, compare, new_lines, take_inventory
 from frozen.jobs import JOBS, SOURCE, TEXT
 from frozen.runs import Outcome, run_job
 from frozen.weights import describe_difference
-from machine import machine
 from revisions import FIRST_EDITION, PRESENT, Tree, checked_out, commit_of
-from rich.console import Console
-from rich.table import Table
 
 INVENTORY: Final = "inventory"
 SEEN_JOBS: Final = ("raw", "int4")
@@ -126,51 +122,48 @@ def short_text() -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """The table."""
-    table = Table("job", "old sha256", "new sha256", "equal", "old", "new")
-    for row in rows:
-        table.add_row(
-            row.name,
-            *((one.sha256 or "failed")[:16] for one in (row.old, row.new)),
-            "yes" if row.is_equal else "[bold red]no[/]",
-            *(f"{one.took_s:.0f} s" for one in (row.old, row.new)),
-        )
-    return table
+def table_row(row: Row) -> dict[str, str]:
+    return {
+        "job": row.name,
+        "old sha256": (row.old.sha256 or "failed")[:16],
+        "new sha256": (row.new.sha256 or "failed")[:16],
+        "equal": "yes" if row.is_equal else "[bold red]no[/]",
+        "old": f"{row.old.took_s:.0f} s",
+        "new": f"{row.new.took_s:.0f} s",
+    }
 
 
-def explain(console: Console, row: Row) -> None:
+def explain(row: Row) -> None:
     """Say what differs, or why a side failed."""
     for side, one in (("old", row.old), ("new", row.new)):
         if one.error:
-            console.print(f"{row.name}, {side}: {one.error}", markup=False)
+            print(f"{row.name}, {side}: {one.error}")
     if not row.is_equal and not row.old.error and not row.new.error:
         difference = describe_difference(row.old.digests, row.new.digests)
-        console.print(f"{row.name}: {difference}", markup=False)
+        print(f"{row.name}: {difference}")
 
 
-def show_changes(console: Console, changes: Mapping[str, Change], errors: Sequence[str]) -> None:
+def show_changes(changes: Mapping[str, Change], errors: Sequence[str]) -> None:
     """Say what of the inventory is missing, and what is new."""
     for error in errors:
-        console.print(f"inventory: {error}", markup=False)
+        print(f"inventory: {error}")
     for kind, change in sorted(changes.items()):
         for what, names in asdict(change).items():
             if names:
-                console.print(f"{kind}, {what}: {', '.join(names)}", markup=False)
+                print(f"{kind}, {what}: {', '.join(names)}")
     if not changes and not errors:
-        console.print("inventory: the same")
+        print("inventory: the same")
 
 
 def main() -> None:
     """Run both, print the table and a JSON line."""
-    options = _parser().parse_args()
-    if options.list:
+    given = options(__doc__, old=FIRST_EDITION, only=Choice([], [*JOBS, INVENTORY]), list=False, keep=Path)
+    if given.list:
         print("\n".join([*(f"{name:13} {job.about}" for name, job in JOBS.items()), INVENTORY]))
         return
-    names = options.only or [*JOBS, INVENTORY]
-    console, notes = Console(width=120, highlight=False), Console(stderr=True, highlight=False)
+    names = given.only or [*JOBS, INVENTORY]
     started_s = time.monotonic()
-    with checked_out(options.old) as old, _folder(options.keep) as folder, notes.status("") as status:
+    with checked_out(given.old) as old, _folder(given.keep) as folder, NOTES.status("") as status:
         comparison = Comparison(old, folder)
         rows: list[Row] = []
         for name in (one for one in names if one != INVENTORY):
@@ -179,37 +172,26 @@ def main() -> None:
         hashed_s = time.monotonic() - started_s
         status.update(INVENTORY)
         changes, errors = comparison.inventories() if INVENTORY in names else ({}, [])
-    console.print(table_of(rows))
+    show([table_row(row) for row in rows])
     for row in rows:
-        explain(console, row)
+        explain(row)
     if INVENTORY in names:
-        show_changes(console, changes, errors)
+        show_changes(changes, errors)
     is_missing = bool(errors) or any(one.missing for one in changes.values())
     is_same = all(row.is_equal for row in rows) and not is_missing
-    line = {
-        "benchmark": "freeze",
-        **machine("torch", "transformers"),
-        "old": commit_of(options.old),
-        "is_same": is_same,
-        "hashed_s": round(hashed_s, 1),
-        "took_s": round(time.monotonic() - started_s, 1),
-        "jobs": [row.record() for row in rows],
-        "inventory": {kind: asdict(one) for kind, one in changes.items()},
-        "inventory_errors": errors,
-    }
-    print(json.dumps(line))
-    sys.exit(0 if is_same else 1)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--old", default=FIRST_EDITION, metavar="REV", help="a revision, or a folder with one"
+    finish(
+        "freeze",
+        "torch",
+        "transformers",
+        old=commit_of(given.old),
+        is_same=is_same,
+        hashed_s=round(hashed_s, 1),
+        took_s=round(time.monotonic() - started_s, 1),
+        jobs=[row.record() for row in rows],
+        inventory={kind: asdict(one) for kind, one in changes.items()},
+        inventory_errors=errors,
     )
-    parser.add_argument("--only", action="append", choices=[*JOBS, INVENTORY], metavar="NAME")
-    parser.add_argument("--list", action="store_true", help="name the jobs, and run nothing")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep job files and runs of both here")
-    return parser
+    sys.exit(0 if is_same else 1)
 
 
 @contextmanager

@@ -10,9 +10,7 @@ a gateway.
 import argparse
 import contextlib
 import hashlib
-import json
 import os
-import platform
 import random
 import signal
 import socket
@@ -25,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
+from bench import Choice, finish, options
 
 LIMIT_S = 15.0
 # After a start, over the time that Python takes to import torch and the first steps.
@@ -150,23 +148,22 @@ class Launch:
 
 def main() -> None:
     """Run undisturbed, then disturbed, and compare."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = options(
+        __doc__,
+        kills=10,
+        steps=400,
+        launcher=Choice("here", ["here", "torchrun"]),
+        sharding=Choice("none", ["none", "optimizer"]),
     )
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--launcher", choices=["here", "torchrun"], default="here")
-    parser.add_argument("--sharding", choices=["none", "optimizer"], default="none")
-    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         job = folder / "job.toml"
-        job.write_text(JOB.format(steps=options.steps, sharding=options.sharding, port=_free_port()))
-        if options.launcher == "torchrun":
+        job.write_text(JOB.format(steps=given.steps, sharding=given.sharding, port=_free_port()))
+        if given.launcher == "torchrun":
             _make_certificates(folder)
-        expected = _digest(_undisturbed(folder, job, options.launcher))
-        kills, found = _disturbed(folder, job, options)
-    _show(kills, expected, found, options)
+        expected = _digest(_undisturbed(folder, job, given.launcher))
+        kills, found = _disturbed(folder, job, given)
+    _show(kills, expected, found, given)
 
 
 def _undisturbed(folder: Path, job: Path, launcher: str) -> Path:
@@ -268,27 +265,25 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _show(kills: Sequence[Kill], expected: str, found: Sequence[str], options: argparse.Namespace) -> None:
+def _show(kills: Sequence[Kill], expected: str, found: Sequence[str], given: argparse.Namespace) -> None:
     longest_s = max(one.others_s for one in kills)
     same = all(one == expected for one in found)
     resumed = sum(one.num_resumed for one in kills)
     print(f"\n{len(kills)} kills: {3 * len(kills) - resumed} other processes ended within {longest_s:.1f} s")
     print(f"(limit {LIMIT_S:g} s); {resumed} had not met the lost rank yet, and went on")
     print(f"weights as undisturbed: {'yes' if same else 'NO'} ({expected[:16]}…, {len(found)} runs)")
-    about = {
-        "launcher": options.launcher,
-        "sharding": options.sharding,
-        "num_kills": len(kills),
-        "after_s": [round(one.after_s, 1) for one in kills],
-        "others_s": [round(one.others_s, 2) for one in kills],
-        "num_resumed": [one.num_resumed for one in kills],
-        "same_weights": same,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "seed": SEED,
-    }
-    print(json.dumps(about))
+    finish(
+        "kill_ranks",
+        "torch",
+        launcher=given.launcher,
+        sharding=given.sharding,
+        num_kills=len(kills),
+        after_s=[round(one.after_s, 1) for one in kills],
+        others_s=[round(one.others_s, 2) for one in kills],
+        num_resumed=[one.num_resumed for one in kills],
+        same_weights=same,
+        seed=SEED,
+    )
     if not same or longest_s > LIMIT_S:
         raise SystemExit(1)
 

@@ -5,29 +5,23 @@ python benchmarks/link.py [--quick]
 Every figure is payload that reached the receiver in a steady state, between two processes on this machine.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
-import platform
 import socket
 import ssl
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import grpc
 import grpc.aio
-from rich.console import Console
-from rich.table import Table
+from bench import finish, options, show
 
 from isthmus.job import Address
 from isthmus.job.load import parse_job
@@ -391,25 +385,22 @@ def loopback_rows(duration_s: float, num_rounds: int) -> list[Row]:
 
 def main() -> None:
     """Measure, print the table and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="shorter, rougher")
-    duration_s, num_rounds = (2.0, 1) if parser.parse_args().quick else (6.0, 5)
+    duration_s, num_rounds = (2.0, 1) if options(__doc__, quick=False).quick else (6.0, 5)
     rows = [*line_rows(duration_s), stripe_row(duration_s), *loopback_rows(duration_s / 2, num_rounds)]
-    table = Table("what", "measured", "ratio", "goal", "", title="link")
-    for row in rows:
-        verdict = "" if row.goal is None else "✓" if row.share >= row.goal else "✗"
-        table.add_row(
-            row.what, row.measured, f"{row.share:.3f}", "" if row.goal is None else f"≥ {row.goal:g}", verdict
-        )
-    Console().print(table)
-    facts = {
-        "benchmark": "link",
-        "rows": [{"what": row.what, "measured": row.measured, "ratio": row.share} for row in rows],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "grpcio": version("grpcio"),
-    }
-    sys.stdout.write(json.dumps(facts) + "\n")
+    show(
+        [
+            {
+                "what": row.what,
+                "measured": row.measured,
+                "ratio": f"{row.share:.3f}",
+                "goal": "" if row.goal is None else f"≥ {row.goal:g}",
+                "": "" if row.goal is None else "✓" if row.share >= row.goal else "✗",
+            }
+            for row in rows
+        ]
+    )
+    values = [{"what": row.what, "measured": row.measured, "ratio": row.share} for row in rows]
+    finish("link", "grpcio", rows=values)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,15 @@ optimizer's state is there, is measured. A case that is done is a JSON line; wha
 named.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deadline import Deadline, tell
-from machine import machine
+from bench import Choice, Deadline, finish, options, show, tell
 from memory.cases import LEARNS, MODELS, SHARDINGS, Case, cases
 from memory.measuring import measure, predict
-from rich.console import Console
-from rich.table import Table
 
 from isthmus.plan.memory import Memory
 from isthmus.train.device import Device
@@ -72,57 +68,56 @@ def measure_all(chosen: Sequence[Case], device: Device, deadline: Deadline) -> l
     return found
 
 
-def show(console: Console, rows: Sequence[Found], num_wanted: int) -> None:
-    """The table, and the errors in a line."""
-    header = ("model", "stage", "learns", "sharding", "precision", "recompute", "in flight")
-    table = Table(*header, "predicted", "allocator", "error")
-    for one in rows:
-        case = one.case
-        table.add_row(
-            case.model,
-            case.place,
-            case.learns,
-            case.sharding.value,
-            case.precision.value,
-            "yes" if case.recompute else "no",
-            str(case.window),
-            f"{one.predicted.total_bytes / MIB:.1f} MiB",
-            f"{one.num_bytes / MIB:.1f} MiB",
-            f"{one.error:+.1%}",
-        )
-    console.print(table)
-    errors = [abs(one.error) for one in rows]
-    console.print(f"{len(rows)} cases: mean error {statistics.mean(errors):.1%}, worst {max(errors):.1%}")
-    if len(rows) < num_wanted:
-        console.print(f"cut off by the deadline: {num_wanted} cases were wanted")
+def table_row(one: Found) -> dict[str, str]:
+    case = one.case
+    return {
+        "model": case.model,
+        "stage": case.place,
+        "learns": case.learns,
+        "sharding": case.sharding.value,
+        "precision": case.precision.value,
+        "recompute": "yes" if case.recompute else "no",
+        "in flight": str(case.window),
+        "predicted": f"{one.predicted.total_bytes / MIB:.1f} MiB",
+        "allocator": f"{one.num_bytes / MIB:.1f} MiB",
+        "error": f"{one.error:+.1%}",
+    }
 
 
 def main() -> None:
     """Predict, measure, print the table and a JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL")
-    parser.add_argument("--learns", nargs="+", choices=LEARNS, default=LEARNS, help="what is trained")
-    parser.add_argument(
-        "--sharding", nargs="+", choices=SHARDINGS, default=SHARDINGS, help="what FSDP2 deals out"
+    given = options(
+        __doc__,
+        device="auto",
+        quick=False,
+        models=Choice([], list(MODELS)),
+        learns=Choice(list(LEARNS), LEARNS),
+        sharding=Choice(list(SHARDINGS), SHARDINGS),
+        deadline_s=float,
     )
-    parser.add_argument("--deadline-s", type=float, help="begin no case that would end later than that")
-    options = parser.parse_args()
-    deadline = Deadline.after(options.deadline_s)
-    models = options.models or (["llama", "gpt2", "bert"] if options.quick else list(MODELS))
-    device = Device(options.device)
+    models = given.models or (["llama", "gpt2", "bert"] if given.quick else list(MODELS))
+    device = Device(given.device)
     chosen = [
         case
-        for case in cases(models, is_quick=options.quick, on_accelerator=device.is_accelerator)
-        if case.learns in options.learns and case.sharding in options.sharding
+        for case in cases(models, is_quick=given.quick, on_accelerator=device.is_accelerator)
+        if case.learns in given.learns and case.sharding in given.sharding
     ]
-    found = measure_all(chosen, device, deadline)
-    if found:
-        show(Console(width=120), found, len(chosen))
-    about = {"device": str(device.torch_device), "num_cases_wanted": len(chosen)}
-    line = {**machine("torch", "transformers"), **about, "cases": [one.record() for one in found]}
-    tell({"benchmark": "memory_prediction", **line})
+    found = measure_all(chosen, device, Deadline.after(given.deadline_s))
+    show([table_row(one) for one in found])
+    errors = [abs(one.error) for one in found]
+    if errors:
+        print(
+            f"{len(found)} of {len(chosen)} cases: mean error {statistics.mean(errors):.1%}, "
+            f"worst {max(errors):.1%}"
+        )
+    finish(
+        "memory_prediction",
+        "torch",
+        "transformers",
+        device=str(device.torch_device),
+        num_cases_wanted=len(chosen),
+        cases=[one.record() for one in found],
+    )
 
 
 if __name__ == "__main__":

@@ -13,17 +13,13 @@ import argparse
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from deadline import tell
-from machine import machine
+from bench import NOTES, finish, new_folder, options, show, tell
 from planned_runs import CommandFailed, Commands, Planned, error_of, job_text, middle
-from rich.console import Console
-from rich.table import Table
 
 CLOUDS: Final = ("east", "west")
 GOALS: Final = {"by itself": 0.25, "with isthmus profile": 0.10}
@@ -102,34 +98,32 @@ class Trial:
         return {**asdict(self), "error": self.error}
 
 
-def trials(options: argparse.Namespace, out: Path, notes: Console) -> Iterator[Trial]:
+def trials(given: argparse.Namespace, out: Path) -> Iterator[Trial]:
     """Plan and run each job in each way, as often as was asked for."""
-    texts = jobs(options.steps)
-    for repeat in range(options.repeats):
-        for name in options.jobs.split(",") if options.jobs else texts:
+    texts = jobs(given.steps)
+    for repeat in range(given.repeats):
+        for name in given.jobs.split(",") if given.jobs else texts:
             for how in GOALS:
                 try:
-                    yield _trial(name, texts[name], how, repeat, options, out, notes)
+                    yield _trial(name, texts[name], how, repeat, out, limit_s=given.limit_s)
                 except CommandFailed as failed:
-                    notes.print(f"{name}, {how}: {failed}")
+                    NOTES.print(f"{name}, {how}: {failed}")
 
 
-def _trial(
-    name: str, text: str, how: str, repeat: int, options: argparse.Namespace, out: Path, notes: Console
-) -> Trial:
+def _trial(name: str, text: str, how: str, repeat: int, out: Path, *, limit_s: float) -> Trial:
     folder = out / f"{name}-{how.replace(' ', '-')}-{repeat}"
     folder.mkdir()
     job = folder / "job.toml"
     job.write_text(text)
     # With a cache of its own every trial measures anew, and its run uses what its plan has measured.
-    commands = Commands(cache=folder / "cache", limit_s=options.limit_s)
+    commands = Commands(cache=folder / "cache", limit_s=limit_s)
     given: list[str] = []
     before = os.getloadavg()[0]
     if how == "with isthmus profile":
         for cloud in _profiled(commands, job, folder):
             given += ["--set", cloud]
     planned = commands.plan(job, folder / "prediction.json", *given)
-    notes.print(f"{name}, {how}: predicted, sha256 {planned.sha256}")
+    NOTES.print(f"{name}, {how}: predicted, sha256 {planned.sha256}")
     steps_s = commands.run(job, folder / "runs", *given)
     shutil.rmtree(folder / "runs")
     return Trial(
@@ -152,56 +146,39 @@ def _profiled(commands: Commands, job: Path, folder: Path) -> Iterator[str]:
         yield f"cloud.{cloud}.profile={path}"
 
 
-def show(found: list[Trial]) -> Table:
-    """The table."""
-    table = Table(
-        "job", "times", "repeat", "micro-batches", "layers", "predicted", "measured", "error", "goal", "load"
-    )
-    for one in found:
-        table.add_row(
-            one.job,
-            one.how,
-            str(one.repeat),
-            str(one.planned.num_microbatches),
-            " + ".join(map(str, one.planned.layers)),
-            f"{one.planned.step_s:.3f} s",
-            f"{one.measured_s:.3f} s ({min(one.steps_s):.3f}–{max(one.steps_s):.3f})",
-            f"{one.error:+.0%}",
-            f"± {GOALS[one.how]:.0%}",
-            f"{one.loads[0]:.1f} → {one.loads[1]:.1f}",
-        )
-    return table
+def table_row(one: Trial) -> dict[str, str]:
+    return {
+        "job": one.job,
+        "times": one.how,
+        "repeat": str(one.repeat),
+        "micro-batches": str(one.planned.num_microbatches),
+        "layers": " + ".join(map(str, one.planned.layers)),
+        "predicted": f"{one.planned.step_s:.3f} s",
+        "measured": f"{one.measured_s:.3f} s ({min(one.steps_s):.3f}–{max(one.steps_s):.3f})",
+        "error": f"{one.error:+.0%}",
+        "goal": f"± {GOALS[one.how]:.0%}",
+        "load": f"{one.loads[0]:.1f} → {one.loads[1]:.1f}",
+    }
 
 
 def main() -> None:
     """Plan, run; print the table and a JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--jobs", help="names, separated by commas; llama,gpt2,bert unless given")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument(
-        "--steps", type=int, default=13, help="of a run, the first three of which do not count"
+    given = options(
+        __doc__, jobs=str, repeats=1, steps=13, limit_s=240.0, out=Path("runs/plan-on-cpu"), json=False
     )
-    parser.add_argument("--limit-s", type=float, default=240.0, help="for each command")
-    parser.add_argument("--out", type=Path, default=Path("runs/plan-on-cpu"), help="folder of files")
-    parser.add_argument("--json", action="store_true", help="nothing but JSON lines")
-    options = parser.parse_args()
-    out = (options.out / time.strftime("%Y%m%d-%H%M%S")).resolve()
-    out.mkdir(parents=True)
-    notes = Console(stderr=True, highlight=False, soft_wrap=True)
     found = []
-    for one in trials(options, out, notes):
+    for one in trials(given, new_folder(given.out)):
         found.append(one)
         tell(one.record())
-    if not options.json:
-        Console(width=150).print(show(found))
-    tell(
-        {
-            "benchmark": "plan_on_cpu",
-            **machine("torch", "transformers"),
-            "num_trials": len(found),
-            "num_within_goal": sum(abs(one.error) <= GOALS[one.how] for one in found),
-            "trials": [one.record() for one in found],
-        }
+    if not given.json:
+        show([table_row(one) for one in found])
+    finish(
+        "plan_on_cpu",
+        "torch",
+        "transformers",
+        num_trials=len(found),
+        num_within_goal=sum(abs(one.error) <= GOALS[one.how] for one in found),
+        trials=[one.record() for one in found],
     )
 
 

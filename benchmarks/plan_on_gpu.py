@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from deadline import Deadline, tell
-from machine import machine
+from bench import Deadline, machine, tell
 from mps import shared_gpu
 from planned_runs import CommandFailed, Commands, Planned, error_of, job_text, middle
 from rich.console import Console

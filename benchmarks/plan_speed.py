@@ -3,8 +3,6 @@
 python benchmarks/plan_speed.py [--repeat 3]
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -12,9 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 
-from machine import machine
-from rich.console import Console
-from rich.table import Table
+from bench import finish, options, show
 
 from isthmus.job import Job, PipelineStrategy
 from isthmus.job.load import parse_job
@@ -107,14 +103,19 @@ def measure(repeat: int) -> list[Row]:
 
 def main() -> None:
     """Print the table and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=3)
-    rows = measure(parser.parse_args().repeat)
-    table = Table("", "seconds", "goal", "what came of it", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(row.what, f"{row.seconds:.2f}", f"< {row.goal_s:g}", row.found)
-    Console(highlight=False).print(table)
-    print(json.dumps({**machine("numpy"), "rows": [asdict(row) for row in rows]}))
+    rows = measure(options(__doc__, repeat=3).repeat)
+    show(
+        [
+            {
+                "what": row.what,
+                "seconds": f"{row.seconds:.2f}",
+                "goal": f"< {row.goal_s:g}",
+                "found": row.found,
+            }
+            for row in rows
+        ]
+    )
+    finish("plan_speed", "numpy", rows=[asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

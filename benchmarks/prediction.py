@@ -22,8 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from deadline import Deadline, tell
-from machine import machine
+from bench import NOTES, Choice, Deadline, finish, new_folder, options, show, tell
 from mps import shared_gpu
 from predicted.cases import (
     NUM_CASES,
@@ -40,8 +39,6 @@ from predicted.measuring import PROBE_S, PROFILE_S, Folder, measure
 from predicted.predicting import NUM_STEPS, NUM_WARM_UP_STEPS, Prediction, seal_of, write_predictions
 from predicted.running import Measured, run
 from predicted.scores import Outcome, Score, by_kind, score
-from rich.console import Console
-from rich.table import Table
 from sleeping import let_sleeps_end_in_time
 
 from isthmus.plan.scenario import Policy
@@ -52,7 +49,7 @@ MEAN_GOAL, WORST_GOAL, TAU_GOAL = 0.05, 0.15, 0.9
 CLOUD_PERCENT = 25
 
 
-def measure_and_run(cases: Sequence[Case], out: Path, notes: Console, deadline: Deadline) -> list[Outcome]:
+def measure_and_run(cases: Sequence[Case], out: Path, deadline: Deadline) -> list[Outcome]:
     """Predictions and runs, in the honest order; gives the cases that have run."""
     folder, path = Folder(path=out), out / PREDICTIONS
     predictions: dict[int, Prediction] = {}
@@ -62,7 +59,7 @@ def measure_and_run(cases: Sequence[Case], out: Path, notes: Console, deadline: 
     def write_down() -> None:
         predictions.update(write_predictions(cases, folder, path))
         seal = seal_of(path)
-        notes.print(f"{len(cases)} predictions in {path}, written {seal['written']}, sha256 {seal['sha256']}")
+        NOTES.print(f"{len(cases)} predictions in {path}, written {seal['written']}, sha256 {seal['sha256']}")
 
     def note(values: Mapping[str, Any]) -> None:
         measured = Measured.read(values)
@@ -75,47 +72,38 @@ def measure_and_run(cases: Sequence[Case], out: Path, notes: Console, deadline: 
         run=functools.partial(run, deadline=deadline),
         predictions=path,
     )
-    with notes.status("starting") as status:
+    with NOTES.status("starting") as status:
         travel(cases, plans, on_measured=write_down, say=status.update, on_case=note)
     return outcomes
 
 
-def show_cases(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """The first table; the window is that of the first stage, idle a share of the machine's processors."""
-    columns = ("case", "WAN", "m", "stages", "what crosses", "window", "idle")
-    table = Table(*columns, "predicted", "measured", "error")
-    for one in outcomes:
-        case, idle_share = one.case, one.measured.idle_share
-        windows = one.prediction.windows[0], one.measured.median.windows[0]
-        table.add_row(
-            str(case.number),
-            case.wan.name,
-            str(case.num_microbatches),
-            "equal" if case.stages.is_equal else "unequal",
-            f"{case.stages.size.sequence_length} tokens, {case.codec[0]}",
-            " → ".join(map(str, dict.fromkeys(windows))),
-            "" if idle_share is None else f"{idle_share:.0%}",
-            f"{one.predicted_s:.3f} s",
-            f"{one.measured_s:.3f} s",
-            f"{one.error:+.1%}",
-        )
-    console.print(table)
+def case_row(one: Outcome) -> dict[str, str]:
+    """The window is that of the first stage, idle a share of the machine's processors."""
+    case, idle_share = one.case, one.measured.idle_share
+    windows = one.prediction.windows[0], one.measured.median.windows[0]
+    return {
+        "case": str(case.number),
+        "WAN": case.wan.name,
+        "m": str(case.num_microbatches),
+        "stages": "equal" if case.stages.is_equal else "unequal",
+        "what crosses": f"{case.stages.size.sequence_length} tokens, {case.codec[0]}",
+        "window": " → ".join(map(str, dict.fromkeys(windows))),
+        "idle": "" if idle_share is None else f"{idle_share:.0%}",
+        "predicted": f"{one.predicted_s:.3f} s",
+        "measured": f"{one.measured_s:.3f} s",
+        "error": f"{one.error:+.1%}",
+    }
 
 
-def show_scores(console: Console, total: Score, kinds: dict[str, Score]) -> None:
-    """The second table."""
-    table = Table("kind", "cases", "mean error", "bias", "worst", "Kendall τ")
-    for kind, one in {"all": total, **kinds}.items():
-        table.add_row(
-            kind,
-            str(one.num_cases),
-            f"{one.mean_error:.1%}",
-            f"{one.bias:+.1%}",
-            f"{one.worst_error:.1%}",
-            "" if one.kendall_tau is None else f"{one.kendall_tau:.3f}",
-        )
-    table.add_row("[bold]goal[/]", "", f"≤ {MEAN_GOAL:.0%}", "", f"≤ {WORST_GOAL:.0%}", f"≥ {TAU_GOAL}")
-    console.print(table)
+def score_row(kind: str, one: Score) -> dict[str, str]:
+    return {
+        "kind": kind,
+        "cases": str(one.num_cases),
+        f"mean error (≤ {MEAN_GOAL:.0%})": f"{one.mean_error:.1%}",
+        "bias": f"{one.bias:+.1%}",
+        f"worst (≤ {WORST_GOAL:.0%})": f"{one.worst_error:.1%}",
+        f"Kendall τ (≥ {TAU_GOAL})": "" if one.kendall_tau is None else f"{one.kendall_tau:.3f}",
+    }
 
 
 def how(options: argparse.Namespace, num_cases: int) -> str:
@@ -147,51 +135,49 @@ def _drawn_cases(options: argparse.Namespace) -> list[Case]:
 
 def main() -> None:
     """Measure, predict, run; print the tables and a JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few cases")
-    parser.add_argument("--cases", type=int, metavar="N", help=f"so many cases; {NUM_CASES} unless given")
-    parser.add_argument("--seed", type=int, default=0, help="draws the cases")
-    parser.add_argument("--policy", default="wan-1f1b", choices=[one.value for one in Policy])
-    parser.add_argument("--gpu", action="store_true", help="real compute, all clouds on one device")
-    parser.add_argument("--device", default="auto", help="for --gpu: as in a job; cpu only to try it")
-    parser.add_argument("--deadline-s", type=float, help="run no case that would end later than that")
-    parser.add_argument("--out", type=Path, default=Path("runs/prediction"), help="folder of files")
-    parser.add_argument("--json", action="store_true", help="nothing but JSON lines")
-    options = parser.parse_args()
-    deadline = Deadline.after(options.deadline_s)
+    given = options(
+        __doc__,
+        quick=False,
+        cases=int,
+        seed=0,
+        policy=Choice("wan-1f1b", [one.value for one in Policy]),
+        gpu=False,
+        device="auto",
+        deadline_s=float,
+        out=Path("runs/prediction"),
+        json=False,
+    )
+    deadline = Deadline.after(given.deadline_s)
     let_sleeps_end_in_time()
-    notes = Console(stderr=True, highlight=False, soft_wrap=True)
-    out = options.out / time.strftime("%Y%m%d-%H%M%S")
-    out.mkdir(parents=True)
-    cases = choose_cases(options)
+    out = new_folder(given.out)
+    cases = choose_cases(given)
     started_s = time.monotonic()
-    with shared_gpu(is_wanted=options.gpu, max_percent=CLOUD_PERCENT) as is_shared:
-        outcomes = measure_and_run(cases, out, notes, deadline)
+    with shared_gpu(is_wanted=given.gpu, max_percent=CLOUD_PERCENT) as is_shared:
+        outcomes = measure_and_run(cases, out, deadline)
     missing = sorted({case.number for case in cases} - {one.case.number for one in outcomes})
     if missing:
-        notes.print(f"cut off by the deadline: no time was left for cases {', '.join(map(str, missing))}")
+        NOTES.print(f"cut off by the deadline: no time was left for cases {', '.join(map(str, missing))}")
     if not outcomes:
         return
     total, kinds = score(outcomes), by_kind(outcomes)
-    if not options.json:
-        console = Console(width=150)
-        console.print(how(options, len(outcomes)))
-        show_cases(console, outcomes)
-        show_scores(console, total, kinds)
-    line = {
-        "benchmark": "prediction",
-        **machine("torch", "grpcio"),
-        "device": Device("auto").name,
-        "seed": options.seed,
-        "is_gpu_shared_out": is_shared,
-        "took_s": time.monotonic() - started_s,
-        "predictions": seal_of(out / PREDICTIONS),
-        "score": asdict(total),
-        "kinds": {kind: asdict(one) for kind, one in kinds.items()},
-        "cases": [one.record() for one in outcomes],
-        "missing": missing,
-    }
-    tell(line)
+    if not given.json:
+        print(how(given, len(outcomes)))
+        show([case_row(one) for one in outcomes])
+        show([score_row(kind, one) for kind, one in {"all": total, **kinds}.items()])
+    finish(
+        "prediction",
+        "torch",
+        "grpcio",
+        device=Device("auto").name,
+        seed=given.seed,
+        is_gpu_shared_out=is_shared,
+        took_s=time.monotonic() - started_s,
+        predictions=seal_of(out / PREDICTIONS),
+        score=asdict(total),
+        kinds={kind: asdict(one) for kind, one in kinds.items()},
+        cases=[one.record() for one in outcomes],
+        missing=missing,
+    )
 
 
 if __name__ == "__main__":

@@ -25,11 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deadline import Deadline, tell
-from machine import machine
+from bench import Deadline, finish, options, show, tell
 from memory.measuring import cpu_peak_bytes
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 
 from isthmus.model.blueprint import fresh_blueprint
@@ -276,24 +273,25 @@ def compare(
     return len(steps)
 
 
-def show(ways: Mapping[str, Way], budget_bytes: int, console: Console) -> dict[str, Any]:
+def show_ways(ways: Mapping[str, Way], budget_bytes: int) -> dict[str, Any]:
     """The table, and what is claimed of it."""
     kept, everything, budgeted = ways.values()
-    table = Table("", "time", "slower by", "highest peak", "of the budget", "steps over it", "recomputed")
-    for name, one in ways.items():
-        table.add_row(
-            name,
-            f"{one.total_s:.2f} s",
-            f"{one.total_s / kept.total_s - 1:+.1%}",
-            f"{one.peak_bytes / GIB:.3f} GiB",
-            f"{one.peak_bytes / budget_bytes:.1%}",
-            str(sum(step.peak_bytes > budget_bytes for step in one.steps)),
-            f"{one.counted.share:.1%}",
-        )
-    console.print(table)
+    rows = [
+        {
+            "way": name,
+            "time": f"{one.total_s:.2f} s",
+            "slower by": f"{one.total_s / kept.total_s - 1:+.1%}",
+            "highest peak": f"{one.peak_bytes / GIB:.3f} GiB",
+            "of the budget": f"{one.peak_bytes / budget_bytes:.1%}",
+            "steps over it": str(sum(step.peak_bytes > budget_bytes for step in one.steps)),
+            "recomputed": f"{one.counted.share:.1%}",
+        }
+        for name, one in ways.items()
+    ]
+    show(rows)
     slow_down = budgeted.total_s / kept.total_s - 1
     full_slow_down = everything.total_s / kept.total_s - 1
-    console.print(
+    print(
         f"budget {budget_bytes / GIB:.3f} GiB above weights, gradients and moments; "
         f"{budgeted.counted.num_measured} micro-batches were measured; slower by {slow_down:.1%}, where "
         f"recomputing everything is by {full_slow_down:.1%}"
@@ -307,23 +305,23 @@ def show(ways: Mapping[str, Way], budget_bytes: int, console: Console) -> dict[s
     }
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Find the budget, compare the ways; gives all that was found."""
-    deadline, device = Deadline.after(options.deadline_s), Device("auto")
-    scale = TINY if options.tiny else FULL
-    steps = make_steps(read_lengths(options.data), scale, options.steps)
+    deadline, device = Deadline.after(given.deadline_s), Device("auto")
+    scale = TINY if given.tiny else FULL
+    steps = make_steps(read_lengths(given.data), scale, given.steps)
     started_s = time.monotonic()
-    training = Training(scale, device, window=options.window)
+    training = Training(scale, device, window=given.window)
     training.warm_up(steps[0][:1])
     built_s = time.monotonic()
-    budget_bytes = int(options.budget * find_peak(training, steps))
+    budget_bytes = int(given.budget * find_peak(training, steps))
     found_s = time.monotonic()
-    console.print(f"built in {built_s - started_s:.1f} s, peak found in {found_s - built_s:.1f} s")
+    print(f"built in {built_s - started_s:.1f} s, peak found in {found_s - built_s:.1f} s")
     ways = make_ways(training, scale, device, budget_bytes=budget_bytes)
     num_taken = compare(training, steps, ways, deadline)
     if num_taken < len(steps):
-        console.print(f"cut off by the deadline: {num_taken} of {len(steps)} steps were compared")
-    claims = show(ways, budget_bytes, console) if num_taken > NUM_WARM_UP_STEPS else {}
+        print(f"cut off by the deadline: {num_taken} of {len(steps)} steps were compared")
+    claims = show_ways(ways, budget_bytes) if num_taken > NUM_WARM_UP_STEPS else {}
     return {
         "device": device.name,
         "scale": asdict(scale),
@@ -336,24 +334,13 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main() -> None:
     """Prepare, or run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--prepare", type=Path)
-    parser.add_argument("--budget", type=float, default=0.6)
-    parser.add_argument("--window", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--deadline-s", type=float, help="begin no step that would end later than that")
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
-    if options.prepare is not None:
-        prepare(options.prepare, options.data)
+    given = options(
+        __doc__, data=Path, prepare=Path, budget=0.6, window=2, steps=20, deadline_s=float, tiny=False
+    )
+    if given.prepare is not None:
+        prepare(given.prepare, given.data)
         return
-    about = {
-        **machine("torch", "transformers"),
-        "seed": SEED,
-        "window": options.window,
-    }
-    tell({"benchmark": "recompute", **about, **measure(options, Console(width=120))})
+    finish("recompute", "torch", "transformers", seed=SEED, window=given.window, **measure(given))
 
 
 if __name__ == "__main__":

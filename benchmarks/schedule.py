@@ -6,7 +6,6 @@ Both sides pass the same micro-batches between two processes through the same em
 root, since a foreign program is put behind it by network namespaces.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -22,11 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench import finish, options, show
 from emulated import CLOUDS, MBPS, run_on, wan_of
-from machine import machine
 from member import pipeline_config, prepare_process, run_member
-from rich.console import Console
-from rich.table import Table
 from sleeping import Nap, SleepingStage, let_sleeps_end_in_time, same_tokens
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -222,36 +219,32 @@ def _median(steps: list[Step]) -> Step:
     return sorted(steps, key=lambda step: step.duration_s)[len(steps) // 2]
 
 
-def show_comparison(console: Console, case: Case, found: dict[str, Step]) -> None:
+def comparison_rows(case: Case, found: dict[str, Step]) -> list[dict[str, str]]:
     """The first table; a stage's bubble is the share of the step in which it does not compute."""
-    table = Table("schedule", "step", "of compute alone", "bubble", "closed form", "Schedule1F1B takes")
-    for name, step in found.items():
-        reference = found.get("Schedule1F1B")
-        table.add_row(
-            name,
-            f"{step.duration_s:.3f} s",
-            f"{found['compute alone'].duration_s / step.duration_s:.1%}",
-            f"{1 - step.busy_s / step.duration_s:.1%}",
-            f"{1 - case.compute_s / case.closed_form_s:.1%}" if name == "isthmus" else "",
-            f"{reference.duration_s / step.duration_s:.2f}×" if reference else "",
-        )
-    console.print(table)
+    reference = found.get("Schedule1F1B")
+    return [
+        {
+            "schedule": name,
+            "step": f"{step.duration_s:.3f} s",
+            "of compute alone": f"{found['compute alone'].duration_s / step.duration_s:.1%}",
+            "bubble": f"{1 - step.busy_s / step.duration_s:.1%}",
+            "closed form": f"{1 - case.compute_s / case.closed_form_s:.1%}" if name == "isthmus" else "",
+            "Schedule1F1B takes": f"{reference.duration_s / step.duration_s:.2f}×" if reference else "",
+        }
+        for name, step in found.items()
+    ]
 
 
-def show_sweep(console: Console, rows: list[tuple[Case, Step]]) -> None:
-    """The second table."""
-    table = Table("round trip", "bandwidth", "micro-batches", "step", "closed form", "bubble", "closed form")
-    for case, step in rows:
-        table.add_row(
-            f"{1000 * case.rtt_s:g} ms",
-            f"{case.bandwidth_bps / 1e6:g} Mbit/s",
-            str(case.num_microbatches),
-            f"{step.duration_s:.3f} s",
-            f"{case.closed_form_s:.3f} s",
-            f"{1 - step.busy_s / step.duration_s:.1%}",
-            f"{1 - case.compute_s / case.closed_form_s:.1%}",
-        )
-    console.print(table)
+def sweep_row(case: Case, step: Step) -> dict[str, str]:
+    return {
+        "round trip": f"{1000 * case.rtt_s:g} ms",
+        "bandwidth": f"{case.bandwidth_bps / 1e6:g} Mbit/s",
+        "micro-batches": str(case.num_microbatches),
+        "step": f"{step.duration_s:.3f} s",
+        "its closed form": f"{case.closed_form_s:.3f} s",
+        "bubble": f"{1 - step.busy_s / step.duration_s:.1%}",
+        "closed form": f"{1 - case.compute_s / case.closed_form_s:.1%}",
+    }
 
 
 def sweep(*, is_quick: bool) -> list[tuple[Case, Step]]:
@@ -268,37 +261,25 @@ def sweep(*, is_quick: bool) -> list[tuple[Case, Step]]:
 
 def main() -> None:
     """Measure, print the tables and a JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--schedule", help=argparse.SUPPRESS)
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
+    given = options(__doc__, quick=False, no_torch=False, rank=int, schedule=str, case=str)
+    if given.rank is not None:
         use_the_wan()
-        be_torch_rank(options.rank, options.schedule, Case(**json.loads(options.case)))
+        be_torch_rank(given.rank, given.schedule, Case(**json.loads(given.case)))
         return
     let_sleeps_end_in_time()
-    console = Console(width=120)
-    num_steps, num_rounds = (3, 1) if options.quick else (5, 3)
+    num_steps, num_rounds = (3, 1) if given.quick else (5, 3)
     case = Case(rtt_s=0.040, bandwidth_bps=500e6, num_microbatches=32, num_steps=num_steps)
-    found = compare(case, with_torch=not options.no_torch, num_rounds=num_rounds)
-    show_comparison(console, case, found)
-    rows = sweep(is_quick=options.quick)
-    show_sweep(console, rows)
-    results = [{**asdict(one), **asdict(step), "closed_form_s": one.closed_form_s} for one, step in rows]
-    steps = {name: asdict(step) for name, step in found.items()}
-    print(
-        json.dumps(
-            {
-                "benchmark": "schedule",
-                **machine("torch", "grpcio"),
-                "case": asdict(case),
-                "steps": steps,
-                "sweep": results,
-            }
-        )
+    found = compare(case, with_torch=not given.no_torch, num_rounds=num_rounds)
+    show(comparison_rows(case, found))
+    rows = sweep(is_quick=given.quick)
+    show([sweep_row(*row) for row in rows])
+    finish(
+        "schedule",
+        "torch",
+        "grpcio",
+        case=asdict(case),
+        steps={name: asdict(step) for name, step in found.items()},
+        sweep=[{**asdict(one), **asdict(step), "closed_form_s": one.closed_form_s} for one, step in rows],
     )
 
 

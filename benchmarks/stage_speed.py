@@ -36,12 +36,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from deadline import Deadline, tell
+from bench import Choice, Deadline, finish, options, show, tell
 from emulated import MBPS, MS, wan_of
-from machine import machine
 from one_rank import one_rank
-from rich.console import Console
-from rich.table import Table
 from stages.far_end import FarThread
 from stages.far_process import Served, measure_over
 from stages.loop import SEED, Scale, StageLoop
@@ -305,28 +302,27 @@ def _draw(step: Step, setting: Setting, what: str, path: Path) -> None:
     print(f"{path.name}: {title}", flush=True)
 
 
-def show(scale: Scale, found: Sequence[Timing], console: Console) -> list[dict[str, Any]]:
-    """The table, and the same as plain values."""
-    table = Table(
-        "both sides", "plain", "Isthmus", "of plain", "utilisation", "line, each way", "window", "rounds"
-    )
-    rows = []
+def show_all(scale: Scale, found: Sequence[Timing]) -> list[dict[str, Any]]:
+    """Print the table; returns the same as plain values."""
+    rows, records = [], []
     for timing in found:
         speeds = timing.tokens_per_s(scale)
         shares = {name: speed * scale.flops_per_token / PEAK_FLOPS for name, speed in speeds.items()}
-        table.add_row(
-            timing.setting.words,
-            f"{speeds['plain']:,.0f} tokens/s",
-            f"{speeds['isthmus']:,.0f} tokens/s",
-            f"{timing.ratio:.1%}",
-            f"{shares['plain']:.1%}, {shares['isthmus']:.1%}",
-            f"{timing.needed_bps(scale) / 1e9:.2f} Gbit/s",
-            str(timing.windows[0]),
-            str(len(timing.plain_s)),
+        rows.append(
+            {
+                "both sides": timing.setting.words,
+                "plain": f"{speeds['plain']:,.0f} tokens/s",
+                "Isthmus": f"{speeds['isthmus']:,.0f} tokens/s",
+                "of plain": f"{timing.ratio:.1%}",
+                "utilisation": f"{shares['plain']:.1%}, {shares['isthmus']:.1%}",
+                "line, each way": f"{timing.needed_bps(scale) / 1e9:.2f} Gbit/s",
+                "window": str(timing.windows[0]),
+                "rounds": str(len(timing.plain_s)),
+            }
         )
-        rows.append({**timing.record(scale), "model_flop_utilisation": shares})
-    console.print(table)
-    return rows
+        records.append({**timing.record(scale), "model_flop_utilisation": shares})
+    show(rows)
+    return records
 
 
 def measure_stage(
@@ -346,44 +342,45 @@ def measure_stage(
 
 def main() -> None:
     """Measure every setting, and print one table and a JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--far-end", choices=list(MAX_IN_FLIGHT), default="link")
-    parser.add_argument("--bandwidth", default="15 Gbps", help="of the emulated line, each way")
-    parser.add_argument("--rtt", default="20 ms", help="of the emulated line")
-    parser.add_argument("--max-in-flight", type=int, help="micro-batches; 5 over a link, 2 in memory")
-    parser.add_argument("--codec", action="append", help=f"one or more; {' and '.join(CODECS)} unless given")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--deadline-s", type=float, help="begin nothing that would end later than that")
-    parser.add_argument("--out", type=Path, default=Path("docs"))
-    parser.add_argument("--no-autocast", action="store_true")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
-    options.max_in_flight = options.max_in_flight or MAX_IN_FLIGHT[options.far_end]
-    deadline = Deadline.after(options.deadline_s)
-    scale = TINY if options.tiny else FULL
-    kinds = [True] if options.no_autocast else [True, False]
+    given = options(
+        __doc__,
+        far_end=Choice("link", list(MAX_IN_FLIGHT)),
+        bandwidth="15 Gbps",
+        rtt="20 ms",
+        max_in_flight=int,
+        codec=list(CODECS),
+        rounds=5,
+        deadline_s=float,
+        out=Path("docs"),
+        no_autocast=False,
+        no_compile=False,
+        tiny=False,
+    )
+    given.max_in_flight = given.max_in_flight or MAX_IN_FLIGHT[given.far_end]
+    deadline = Deadline.after(given.deadline_s)
+    scale = TINY if given.tiny else FULL
+    kinds = [True] if given.no_autocast else [True, False]
     found: list[Timing] = []
     for is_sharded in kinds:
         if deadline.leaves():
-            found += measure_stage(scale, options, deadline, is_sharded=is_sharded)
-    num_wanted = len(kinds) * len(settings(options, is_sharded=True))
-    console = Console(width=130)
-    rows = show(scale, found, console)
+            found += measure_stage(scale, given, deadline, is_sharded=is_sharded)
+    num_wanted = len(kinds) * len(settings(given, is_sharded=True))
+    rows = show_all(scale, found)
     if len(found) < num_wanted:
-        console.print(f"cut off by the deadline: {len(found)} of {num_wanted} settings were measured")
-    about = {
-        **machine("torch", "transformers", "grpcio"),
-        "device": Device("auto").name,
-        "seed": SEED,
-        "far_end": options.far_end,
-        "bandwidth": options.bandwidth,
-        "rtt": options.rtt,
-        "max_in_flight": options.max_in_flight,
-        "peak_flops": PEAK_FLOPS,
-        "scale": asdict(scale),
-    }
-    tell({"benchmark": "stage_speed", **about, "settings": rows})
+        print(f"cut off by the deadline: {len(found)} of {num_wanted} settings were measured")
+    about = {key: getattr(given, key) for key in ("far_end", "bandwidth", "rtt", "max_in_flight")}
+    finish(
+        "stage_speed",
+        "torch",
+        "transformers",
+        "grpcio",
+        device=Device("auto").name,
+        seed=SEED,
+        **about,
+        peak_flops=PEAK_FLOPS,
+        scale=asdict(scale),
+        settings=rows,
+    )
 
 
 if __name__ == "__main__":

@@ -21,10 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from machine import machine
+from bench import NOTES, finish, show
 from revisions import FIRST_EDITION, PRESENT, Tree, checked_out, commit_of, last_lines
-from rich.console import Console
-from rich.table import Table
 
 MOST_WORSE: Final = 0.03
 SCRIPTS: Final = (
@@ -201,49 +199,46 @@ def run_in_turns(script: str, old: Tree, *, num_rounds: int) -> tuple[list[Compa
     return compare(found[old.name], found[PRESENT.name]), errors
 
 
-def table_of(script: str, rows: Sequence[Compared]) -> Table:
-    """The table of one script."""
-    table = Table("figure", "better", "old", "new", "ratio", "spread", "", title=script)
-    for row in rows:
-        table.add_row(
-            row.name,
-            "higher" if row.is_higher_better else "lower",
-            *(f"{statistics.median(values):.4g}" if values else "none" for values in (row.old, row.new)),
-            "" if row.ratio is None else f"{row.ratio:.3f}",
-            f"{row.spread:.1%}",
-            f"[bold red]{row.verdict}[/]",
-        )
-    return table
+def table_row(row: Compared) -> dict[str, str]:
+    old, new = (f"{statistics.median(one):.4g}" if one else "none" for one in (row.old, row.new))
+    return {
+        "figure": row.name,
+        "better": "higher" if row.is_higher_better else "lower",
+        "old": old,
+        "new": new,
+        "ratio": "" if row.ratio is None else f"{row.ratio:.3f}",
+        "spread": f"{row.spread:.1%}",
+        "": f"[bold red]{row.verdict}[/]",
+    }
 
 
 def main() -> None:
     """Run both, print the tables and a JSON line."""
     options = _options()
-    console, notes = Console(width=140, highlight=False), Console(stderr=True, highlight=False)
     results: dict[str, list[Compared]] = {}
     errors: list[str] = []
-    with checked_out(options.old) as old, notes.status("") as status:
+    with checked_out(options.old) as old, NOTES.status("") as status:
         for script in options.scripts:
             status.update(script)
             results[script], failed = run_in_turns(script, old, num_rounds=options.rounds)
             errors += failed
             if not options.json:
-                console.print(table_of(script, results[script]))
+                show([table_row(row) for row in results[script]], title=script)
     for error in errors:
-        notes.print(error, markup=False)
+        NOTES.print(error, markup=False)
     marked: dict[str, list[str]] = {"worse": [], "unclear": []}
     for script, row in ((script, row) for script, rows in results.items() for row in rows if row.verdict):
         marked[row.verdict].append(f"{script}: {row.name}")
-    line = {
-        "benchmark": "turns",
-        **machine("torch", "grpcio"),
-        "old": commit_of(options.old),
-        "num_rounds": options.rounds,
+    finish(
+        "turns",
+        "torch",
+        "grpcio",
+        old=commit_of(options.old),
+        num_rounds=options.rounds,
         **marked,
-        "errors": errors,
-        "scripts": {script: [asdict(row) for row in rows] for script, rows in results.items()},
-    }
-    print(json.dumps(line))
+        errors=errors,
+        scripts={script: [asdict(row) for row in rows] for script, rows in results.items()},
+    )
     sys.exit(1 if marked["worse"] or errors else 0)
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from deadline import Deadline
+from bench import Deadline
 from member import pipeline_config, run_member
 
 from isthmus.plan.codecs import Crossing

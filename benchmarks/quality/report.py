@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from rich.console import Console
-from rich.table import Table
+from bench import show
 
 from quality.intervals import Difference, paired_difference
 from quality.records import Record
@@ -58,29 +57,31 @@ def byte_law_s(byte_share: float) -> float:
     return 0.07 + 4.34 * byte_share
 
 
-def show(console: Console, lines: Sequence[Line]) -> None:
-    """One table of a task."""
+def show_lines(lines: Sequence[Line]) -> None:
+    """Print the table of a task."""
     is_translation = lines[0].task == "mt"
-    unit, lost = ("BLEU", "BLEU lost") if is_translation else ("loss", "loss, % more")
-    columns = ["row", "codecs", "bits", "kB", "to fp32", "to bf16", "byte law", unit, f"{unit}, codec off"]
-    columns += [lost, "95 % interval", "codec off", "seeds"]
-    table = Table(*columns, title=TASKS[lines[0].task])
+    unit, lost, digits = ("BLEU", "BLEU lost", 2) if is_translation else ("loss", "loss, % more", 4)
+    rows = []
     for line in lines:
-        table.add_row(
-            line.row,
-            ROWS[line.row].label,
-            f"{line.bits_per_element:.2f}",
-            f"{line.bytes_per_message / 1e3:.1f}",
-            f"{line.ratio_float32:.1f}×",
-            f"{line.ratio_float32 / 2:.1f}×",
-            f"{byte_law_s(1 / line.ratio_float32):.2f} s",
-            f"{line.on:.2f}" if is_translation else f"{line.on:.4f}",
-            f"{line.off:.2f}" if is_translation else f"{line.off:.4f}",
-            *_difference(line.lost),
-            f"{line.lost_off.mean:+.2f}" if line.lost_off else "",
-            str(line.lost.num_seeds) if line.lost else "",
+        mean, interval = _difference(line.lost)
+        rows.append(
+            {
+                "row": line.row,
+                "codecs": ROWS[line.row].label,
+                "bits": f"{line.bits_per_element:.2f}",
+                "kB": f"{line.bytes_per_message / 1e3:.1f}",
+                "to fp32": f"{line.ratio_float32:.1f}×",
+                "to bf16": f"{line.ratio_float32 / 2:.1f}×",
+                "byte law": f"{byte_law_s(1 / line.ratio_float32):.2f} s",
+                unit: f"{line.on:.{digits}f}",
+                f"{unit}, codec off": f"{line.off:.{digits}f}",
+                lost: mean,
+                "95 % interval": interval,
+                "codec off": f"{line.lost_off.mean:+.2f}" if line.lost_off else "",
+                "seeds": str(line.lost.num_seeds) if line.lost else "",
+            }
         )
-    console.print(table)
+    show(rows, title=TASKS[lines[0].task])
 
 
 def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import torch
-from deadline import Deadline
+from bench import Deadline
 
 from quality.fitting import Found, Run
 

@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any, Final, Self
 
 import torch
+from bench import Deadline, tell
 from crossing import activation, coded_both_ways, gradient
-from deadline import Deadline, tell
 from member import pipeline_config
 from quality.intervals import Difference, paired_difference
 from torch import Tensor

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from deadline import Deadline, tell
+from bench import Deadline, tell
 
 
 def test_work_fits_before_a_deadline_or_not() -> None:
