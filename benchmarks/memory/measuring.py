@@ -17,7 +17,7 @@ from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
 from isthmus.plan.costs import Arithmetic, Task, Workload
-from isthmus.plan.memory import Memory, Savers, Sharding, stage_memory
+from isthmus.plan.memory import Memory, Sharding, StageOptions, stage_memory
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import Reduction, World, shard
 from isthmus.train.profiling import AUTOCAST, Rig, Size
@@ -45,8 +45,10 @@ def predict(case: Case, *, on_accelerator: bool) -> Memory:
         recompute=case.recompute,
     )
     model = _model(json.dumps(case.config, sort_keys=True), case.task, case.num_frozen, case.lora)
-    savers = Savers(sharding=case.sharding)
-    return stage_memory(model.costs(workload), case.layers, window=case.window, savers=savers, num_buffered=0)
+    options = StageOptions(sharding=case.sharding)
+    return stage_memory(
+        model.costs(workload), case.layers, window=case.window, options=options, num_buffered=0
+    )
 
 
 def measure(case: Case, device: Device) -> int:

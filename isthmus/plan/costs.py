@@ -387,13 +387,19 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSize:
-    """The parameters of a part."""
+    """The parameters of a part of a model, or of one stage's half of a bottleneck."""
 
     num_parameters: int
     num_trained: int
     """Trained parameters have gradients and moments."""
     largest_trained: int
     """Elements of the largest tensor that is trained."""
+    buffer_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its values, gradients and moments, without any memory option."""
+        return WIDE_BYTES * (self.num_parameters + 3 * self.num_trained) + self.buffer_bytes
 
 
 class PartFigures(NamedTuple):

@@ -19,7 +19,7 @@ from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, LinkSpec, PipelineStrategy, stage_order
 from isthmus.job.codec import BottleneckSpec
 from isthmus.plan.costs import Arithmetic, Precision
-from isthmus.plan.memory import OptimizerState, Savers, Sharding
+from isthmus.plan.memory import OptimizerState, Sharding, StageOptions
 from isthmus.plan.scenario import Line, Policy
 from isthmus.plan.times import (
     CATALOGUE,
@@ -221,11 +221,11 @@ class MemoryOptions:
             return Sharding.NONE
         return self.sharding if cloud.sharding is None else cloud.sharding
 
-    def at(self, cloud: CloudFacts) -> Savers:
+    def at(self, cloud: CloudFacts) -> StageOptions:
         """The options at one cloud; the memory of a CPU is that of its host."""
         is_small = self.optimizer_bits == _EIGHT_BITS
         sharding = self.sharding_at(cloud)
-        return Savers(
+        return StageOptions(
             optimizer=OptimizerState.EIGHT_BIT if is_small else OptimizerState.FLOAT32,
             sharding=sharding,
             num_shards=1 if sharding is Sharding.NONE else cloud.num_ranks,

@@ -14,7 +14,7 @@ import numpy as np
 
 from isthmus.job.codec import BottleneckSpec
 from isthmus.job.codec_steps import Anchor
-from isthmus.plan.costs import WIDE_BYTES, Figures, Mask, ModelCosts, Stages, given
+from isthmus.plan.costs import WIDE_BYTES, Figures, Mask, ModelCosts, PartSize, Stages, given
 
 # As the model has them; a test holds them to it.
 _MAX_ENTRIES: Final = 2**24
@@ -23,31 +23,14 @@ _ROW_NUMBER_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HalfCosts:
-    """One stage's half of a bottleneck."""
-
-    num_parameters: int
-    num_trained: int
-    """Trained parameters have gradients and moments."""
-    largest_parameter: int
-    """Elements of the largest tensor that is trained."""
-    buffer_bytes: int
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of its values, gradients and moments, without any memory option."""
-        return WIDE_BYTES * (self.num_parameters + 3 * self.num_trained) + self.buffer_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
     """The bottleneck of a link; hidden states of full width cross until it begins."""
 
     num_warmup_steps: int
     hidden_width: int
-    down: HalfCosts
+    down: PartSize
     """The half of the sending stage."""
-    up: HalfCosts
+    up: PartSize
     """The half of the receiving stage."""
 
 
@@ -61,16 +44,16 @@ def bottleneck_costs(spec: BottleneckSpec, *, width: int, vocabulary_size: int) 
         num_warmup_steps=spec.num_warmup_steps,
         hidden_width=width,
         # The sender's anchors are not trained.
-        down=HalfCosts(
+        down=PartSize(
             num_parameters=projection + num_anchors,
             num_trained=projection,
-            largest_parameter=projection,
+            largest_trained=projection,
             buffer_bytes=unit_bytes + _observed_bytes(spec, width, vocabulary_size),
         ),
-        up=HalfCosts(
+        up=PartSize(
             num_parameters=projection + num_anchors,
             num_trained=projection + num_anchors,
-            largest_parameter=max(projection, *anchors),
+            largest_trained=max(projection, *anchors),
             buffer_bytes=unit_bytes,
         ),
     )
@@ -102,7 +85,7 @@ _SMALL_STATE_BYTES: Final = 2 * (1 + WIDE_BYTES / 256)
 _NUM_BUFFERED: Final = 2
 
 Bytes = TypeVar("Bytes", int, Figures)
-PlacedHalf: TypeAlias = tuple[HalfCosts, Mask]
+PlacedHalf: TypeAlias = tuple[PartSize, Mask]
 """Half of a bottleneck, and the stages that have it."""
 
 
@@ -124,8 +107,8 @@ class Sharding(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Savers:
-    """What a stage does to need less memory; recomputing is part of the workload.
+class StageOptions:
+    """Memory options of one stage; recomputing is part of the workload.
 
     With any sharding `num_shards` ranks share weights, gradients and optimizer state; what is gathered is in
     the precision of the computation.
@@ -184,8 +167,8 @@ def stage_memory(
     layers: range,
     *,
     window: int,
-    savers: Savers | None = None,
-    halves: Sequence[HalfCosts] = (),
+    options: StageOptions | None = None,
+    halves: Sequence[PartSize] = (),
     codec_bytes: int = 0,
     num_buffered: int = _NUM_BUFFERED,
 ) -> Memory:
@@ -198,7 +181,7 @@ def stage_memory(
         costs,
         Stages.one(layers, num_layers=costs.num_layers),
         window=window,
-        savers=savers or Savers(),
+        options=options or StageOptions(),
         halves=[(half, np.array(True)) for half in halves],
         codec_bytes=codec_bytes,
         num_buffered=num_buffered,
@@ -211,37 +194,39 @@ def stages_memory(
     stages: Stages,
     *,
     window: int,
-    savers: Savers,
+    options: StageOptions,
     halves: Sequence[PlacedHalf] = (),
     codec_bytes: int = 0,
     num_buffered: int = _NUM_BUFFERED,
 ) -> MemoryUse[Figures]:
     """The memory of a rank of each of several stages."""
     arithmetic = costs.workload.arithmetic
-    if savers.is_sharded != arithmetic.is_gathered:
+    if options.is_sharded != arithmetic.is_gathered:
         raise ValueError("a stage is sharded exactly where its weights are gathered")
     num_owned, num_trained = costs.num_owned(stages), costs.num_learned(stages)
-    num_held, num_learning = (np.ceil(one / savers.num_shards) for one in (num_owned, num_trained))
+    num_held, num_learning = (np.ceil(one / options.num_shards) for one in (num_owned, num_trained))
     kept = _kept_bytes(costs, stages)
     own = MemoryUse(
         # Where ranks share, FSDP2 offloads the shares of the weights too.
-        weights=(0 if savers.is_sharded and savers.offload_optimizer else WIDE_BYTES) * num_held,
-        gradients=WIDE_BYTES * (num_trained if savers.sharding is Sharding.OPTIMIZER else num_learning),
-        optimizer=_moment_bytes(costs, stages, savers, num_learning),
-        gathered=_gathered_bytes(costs, stages, savers, num_owned),
+        weights=(0 if options.is_sharded and options.offload_optimizer else WIDE_BYTES) * num_held,
+        gradients=WIDE_BYTES * (num_trained if options.sharding is Sharding.OPTIMIZER else num_learning),
+        optimizer=_moment_bytes(costs, stages, options, num_learning),
+        gathered=_gathered_bytes(costs, stages, options, num_owned),
         activations=window * kept,
         working=_peak_bytes(costs, stages) - kept,
-        update=_update_bytes(costs, stages, savers, halves),
+        update=_update_bytes(costs, stages, options, halves),
         codec=codec_bytes,
         buffers=given(~stages.are_whole, num_buffered * costs.boundary_bytes),
         workspace=_WORKSPACE_BYTES if arithmetic.on_accelerator else 0,
     )
-    return _with_halves(own, halves, savers)
+    return _with_halves(own, halves, options)
 
 
-def _with_halves(own: MemoryUse[Figures], halves: Sequence[PlacedHalf], savers: Savers) -> MemoryUse[Figures]:
+def _with_halves(
+    own: MemoryUse[Figures], halves: Sequence[PlacedHalf], options: StageOptions
+) -> MemoryUse[Figures]:
     """Adds the halves, which every rank has whole; FSDP2 does not offload them."""
-    has_moments = savers.is_sharded or not savers.offload_optimizer
+    has_moments = options.is_sharded or not options.offload_optimizer
     for half, where in halves:
         num_trained = given(where, half.num_trained)
         own = replace(
@@ -254,10 +239,10 @@ def _with_halves(own: MemoryUse[Figures], halves: Sequence[PlacedHalf], savers: 
     return own
 
 
-def _gathered_bytes(costs: ModelCosts, stages: Stages, savers: Savers, num_owned: Figures) -> Figures:
+def _gathered_bytes(costs: ModelCosts, stages: Stages, options: StageOptions, num_owned: Figures) -> Figures:
     """Gathered weights, and where layers are gathered one by one what that adds to the peak of a pass."""
     element_bytes = costs.workload.arithmetic.element_bytes
-    match savers.sharding:
+    match options.sharding:
         case Sharding.NONE:
             return np.zeros(())
         case Sharding.OPTIMIZER:
@@ -265,20 +250,20 @@ def _gathered_bytes(costs: ModelCosts, stages: Stages, savers: Savers, num_owned
         case Sharding.FULL:
             # Embedding and head are gathered as one for the whole of a pass.
             ends = num_owned - stages.total([0, *(layer.num_parameters for layer in costs.layers), 0])
-            peak = _sharded_peak_bytes(costs, stages, num_shards=savers.num_shards)
+            peak = _sharded_peak_bytes(costs, stages, num_shards=options.num_shards)
             plain = _peak_bytes(costs, stages)
             # A stage without layers has no peak.
             added = np.subtract(peak, plain, out=np.zeros(peak.shape), where=stages.starts < stages.stops)
             return element_bytes * ends + np.maximum(0.0, added)
 
 
-def _moment_bytes(costs: ModelCosts, stages: Stages, savers: Savers, num_learning: Figures) -> Figures:
+def _moment_bytes(costs: ModelCosts, stages: Stages, options: StageOptions, num_learning: Figures) -> Figures:
     """Two moments of each number; those of embeddings are float32 in any case."""
-    if savers.offload_optimizer:
+    if options.offload_optimizer:
         return np.zeros(())
-    if savers.optimizer is OptimizerState.FLOAT32:
+    if options.optimizer is OptimizerState.FLOAT32:
         return 2 * WIDE_BYTES * num_learning
-    num_table = np.ceil(costs.embedding.num_trained / savers.num_shards)
+    num_table = np.ceil(costs.embedding.num_trained / options.num_shards)
     num_wide = np.minimum(num_learning, given(stages.are_first, num_table))
     return 2 * WIDE_BYTES * num_wide + np.rint(_SMALL_STATE_BYTES * (num_learning - num_wide))
 
@@ -345,12 +330,14 @@ def _have_backward(costs: ModelCosts, stages: Stages) -> Mask:
     return np.asarray(stages.total(costs.each(lambda part: part.has_backward)) > 0)
 
 
-def _update_bytes(costs: ModelCosts, stages: Stages, savers: Savers, halves: Sequence[PlacedHalf]) -> Figures:
+def _update_bytes(
+    costs: ModelCosts, stages: Stages, options: StageOptions, halves: Sequence[PlacedHalf]
+) -> Figures:
     """Roots of the second moments, parameter by parameter; on an accelerator one kernel does it all."""
     is_fused = costs.workload.arithmetic.on_accelerator
-    if is_fused or savers.offload_optimizer or savers.optimizer is OptimizerState.EIGHT_BIT:
+    if is_fused or options.offload_optimizer or options.optimizer is OptimizerState.EIGHT_BIT:
         return np.zeros(())
     largest = stages.largest(costs.each(lambda part: part.largest_parameter))
     for half, where in halves:
-        largest = np.where(where, np.maximum(largest, half.largest_parameter), largest)
+        largest = np.where(where, np.maximum(largest, half.largest_trained), largest)
     return 2 * WIDE_BYTES * largest

@@ -18,9 +18,9 @@ from isthmus.job.codec_steps import (
     svd_rank,
 )
 from isthmus.plan.codecs import Crossing, Pair
-from isthmus.plan.costs import WIDE_BYTES, ModelCosts, PartCosts, Stages
+from isthmus.plan.costs import WIDE_BYTES, ModelCosts, PartCosts, PartSize, Stages
 from isthmus.plan.job_facts import CloudFacts
-from isthmus.plan.memory import HalfCosts, Savers, Sharding, stages_memory
+from isthmus.plan.memory import Sharding, StageOptions, stages_memory
 from isthmus.plan.step_time import Table
 from isthmus.plan.times import ModelTimes
 
@@ -44,13 +44,18 @@ class MemoryTables:
 
     @classmethod
     def of(
-        cls, costs: ModelCosts, savers: Savers, *, up: HalfCosts | None = None, down: HalfCosts | None = None
+        cls,
+        costs: ModelCosts,
+        options: StageOptions,
+        *,
+        up: PartSize | None = None,
+        down: PartSize | None = None,
     ) -> "MemoryTables":
         """Count the stages of a model, all at once; `up` and `down` lie at their cuts."""
         stages = Stages.every(costs.num_layers)
         ends = ((up, ~stages.are_first), (down, ~stages.are_last))
         halves = [(half, where) for half, where in ends if half is not None]
-        found = stages_memory(costs, stages, window=1, savers=savers, halves=halves)
+        found = stages_memory(costs, stages, window=1, options=options, halves=halves)
         standing, has_layers = found.standing_bytes, stages.starts < stages.stops
         return cls(
             empty=np.where(has_layers, standing + found.working, np.inf),
@@ -77,14 +82,14 @@ class StageTable:
 
 
 def stage_table(
-    costs: ModelCosts, times: ModelTimes, savers: Savers, cloud: CloudFacts, *, num_fitting: Table
+    costs: ModelCosts, times: ModelTimes, options: StageOptions, cloud: CloudFacts, *, num_fitting: Table
 ) -> StageTable:
     """Time every stage at a cloud."""
     overhead_s = _PASS_OVERHEAD_S if cloud.profile is None else 0.0
     return StageTable(
-        forward_s=_pass_s("forward", costs, times, savers, cloud) + overhead_s,
-        backward_s=_pass_s("backward", costs, times, savers, cloud) + overhead_s,
-        update_s=_update_s(costs, times, savers, cloud),
+        forward_s=_pass_s("forward", costs, times, options, cloud) + overhead_s,
+        backward_s=_pass_s("backward", costs, times, options, cloud) + overhead_s,
+        update_s=_update_s(costs, times, options, cloud),
         num_fitting=num_fitting,
     )
 
@@ -93,7 +98,7 @@ def _pass_s(
     kind: Literal["forward", "backward"],
     costs: ModelCosts,
     times: ModelTimes,
-    savers: Savers,
+    options: StageOptions,
     cloud: CloudFacts,
 ) -> Table:
     """Time one pass of every stage.
@@ -102,7 +107,7 @@ def _pass_s(
     """
     parts = (times.embedding, *times.layers, times.head)
     own_s = [float(getattr(one, f"{kind}_s")) for one in parts]
-    gather_s = costs.each(lambda part: exchange_s(part, costs, savers, cloud)[kind == "backward"])
+    gather_s = costs.each(lambda part: exchange_s(part, costs, options, cloud)[kind == "backward"])
     # Beside what moves for a layer another one is computed; for the ends of a model there is none.
     computed_s = [max(one_s, wait_s) if one_s else 0.0 for one_s, wait_s in zip(own_s, gather_s, strict=True)]
     computed_s[0], computed_s[-1] = own_s[0] + gather_s[0], own_s[-1] + gather_s[-1]
@@ -113,13 +118,13 @@ def _pass_s(
     )
 
 
-def _update_s(costs: ModelCosts, times: ModelTimes, savers: Savers, cloud: CloudFacts) -> Table:
+def _update_s(costs: ModelCosts, times: ModelTimes, options: StageOptions, cloud: CloudFacts) -> Table:
     """Time the optimizer on what a rank owns, and the sum of gradients over the ranks."""
-    num_owned = _summed(costs, costs.each(lambda part: part.num_trained)) / savers.num_shards
+    num_owned = _summed(costs, costs.each(lambda part: part.num_trained)) / options.num_shards
     optimizer_s = num_owned * times.update_s_per_parameter
-    if savers.offload_optimizer:
+    if options.offload_optimizer:
         optimizer_s += num_owned * _OFFLOADED_BYTES_PER_PARAMETER / _HOST_BYTES_PER_S
-    exchanged_bytes = _summed(costs, costs.each(lambda part: _exchanged_bytes(part, costs, savers)))
+    exchanged_bytes = _summed(costs, costs.each(lambda part: _exchanged_bytes(part, costs, options)))
     share = (cloud.num_ranks - 1) / cloud.num_ranks
     return np.asarray(optimizer_s + share * exchanged_bytes / cloud.inside_bytes_per_s)
 
@@ -129,9 +134,9 @@ def _summed(costs: ModelCosts, figures: Sequence[float]) -> Table:
     return np.maximum(Stages.every(costs.num_layers).total(figures), 0.0)
 
 
-def _exchanged_bytes(part: PartCosts, costs: ModelCosts, savers: Savers) -> int:
+def _exchanged_bytes(part: PartCosts, costs: ModelCosts, options: StageOptions) -> int:
     """At the end of a step: gradients are summed, then the sums or all weights gathered."""
-    match savers.sharding:
+    match options.sharding:
         case Sharding.NONE:
             return 2 * WIDE_BYTES * part.num_trained
         case Sharding.OPTIMIZER:
@@ -141,14 +146,16 @@ def _exchanged_bytes(part: PartCosts, costs: ModelCosts, savers: Savers) -> int:
             return 0
 
 
-def exchange_s(part: PartCosts, costs: ModelCosts, savers: Savers, cloud: CloudFacts) -> tuple[float, float]:
+def exchange_s(
+    part: PartCosts, costs: ModelCosts, options: StageOptions, cloud: CloudFacts
+) -> tuple[float, float]:
     """Time what moves in a forward and in a backward of a part whose weights are sharded.
 
     Weights are gathered in both as they are computed with, and gradients reduced in float32.
     """
-    if savers.sharding is not Sharding.FULL:
+    if options.sharding is not Sharding.FULL:
         return 0.0, 0.0
-    share = (savers.num_shards - 1) / savers.num_shards
+    share = (options.num_shards - 1) / options.num_shards
     gathered_bytes = share * part.num_parameters * costs.workload.arithmetic.element_bytes
     reduced_bytes = share * part.num_trained * WIDE_BYTES
     rate = cloud.inside_bytes_per_s

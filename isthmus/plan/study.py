@@ -39,6 +39,7 @@ from isthmus.plan.costs import (
     WIDE_BYTES,
     CostSource,
     ModelCosts,
+    PartSize,
     PlannedModel,
     Workload,
     check_length,
@@ -60,7 +61,7 @@ from isthmus.plan.job_facts import (
     run_order,
     step_facts,
 )
-from isthmus.plan.memory import Bottleneck, HalfCosts, Memory, Sharding, bottleneck_costs, stage_memory
+from isthmus.plan.memory import Bottleneck, Memory, Sharding, bottleneck_costs, stage_memory
 from isthmus.plan.models import read_model
 from isthmus.plan.scenario import HopLoad, Line, Policy, StageLoad
 from isthmus.plan.stage_tables import MemoryTables, StageTable, coding_s, stage_table
@@ -241,19 +242,19 @@ class Study:
     def num_fitting(self, cloud: int, setting: Setting, *, codec_bytes: int = 0) -> Table:
         """Micro-batches in flight that a rank has memory for at any stage, beside the state of its codecs."""
         facts, costs = self.clouds[cloud], self.costs(cloud, setting)
-        savers = setting.memory.at(facts)
+        at_stage = setting.memory.at(facts)
         up, down = self._largest_halves(cloud)
         tables = self.once(
-            ("memory", costs.workload, savers, up, down),
-            lambda: MemoryTables.of(costs, savers, up=up, down=down),
+            ("memory", costs.workload, at_stage, up, down),
+            lambda: MemoryTables.of(costs, at_stage, up=up, down=down),
         )
         found = tables.num_fitting(facts.room_bytes(self.memory_share) - codec_bytes)
-        if savers.sharding is Sharding.FULL and setting.num_microbatches % facts.num_ranks:
+        if at_stage.sharding is Sharding.FULL and setting.num_microbatches % facts.num_ranks:
             # Ranks that run the same schedule have as many micro-batches each.
             return np.zeros_like(found)
         return found
 
-    def _largest_halves(self, cloud: int) -> tuple[HalfCosts | None, HalfCosts | None]:
+    def _largest_halves(self, cloud: int) -> tuple[PartSize | None, PartSize | None]:
         """The largest halves of bottlenecks that a cloud may have, whichever clouds are its neighbours."""
         cuts = [(pair, one.bottleneck) for pair, one in self.links.items() if one.bottleneck is not None]
         return (
@@ -279,7 +280,7 @@ class Study:
         layers: range,
         *,
         window: int = 1,
-        halves: Sequence[HalfCosts] = (),
+        halves: Sequence[PartSize] = (),
         codec_bytes: int = 0,
     ) -> Memory:
         """What a rank of one stage needs, with its halves of bottlenecks and the state of its codecs."""
@@ -287,12 +288,12 @@ class Study:
             self.costs(cloud, setting),
             layers,
             window=window,
-            savers=setting.memory.at(self.clouds[cloud]),
+            options=setting.memory.at(self.clouds[cloud]),
             halves=halves,
             codec_bytes=codec_bytes,
         )
 
-    def halves(self, clouds: Clouds) -> tuple[tuple[HalfCosts, ...], ...]:
+    def halves(self, clouds: Clouds) -> tuple[tuple[PartSize, ...], ...]:
         """The halves of bottlenecks that each of these stages has."""
         cuts = [self.links[pair].bottleneck for pair in pairwise(clouds)]
         ups = [() if one is None else (one.up,) for one in cuts]
@@ -378,7 +379,7 @@ class Study:
         return cast("Made", self._made[key])
 
 
-def _largest(halves: Sequence[HalfCosts]) -> HalfCosts | None:
+def _largest(halves: Sequence[PartSize]) -> PartSize | None:
     return max(halves, key=lambda one: one.held_bytes, default=None)
 
 

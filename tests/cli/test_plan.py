@@ -149,7 +149,7 @@ def tight_job(path: Path, *, memory: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("memory", "sharding", "savers"),
+    ("memory", "sharding", "options"),
     [
         ("40 GiB", "none", (False, False, 32)),
         ("7 GiB", "optimizer", (False, False, 32)),
@@ -157,7 +157,7 @@ def tight_job(path: Path, *, memory: str) -> Path:
     ],
 )
 def test_what_spares_memory_is_written_and_runs(
-    tmp_path: Path, memory: str, sharding: str, savers: tuple[bool, bool, int]
+    tmp_path: Path, memory: str, sharding: str, options: tuple[bool, bool, int]
 ) -> None:
     from isthmus.train.run_config import plan_run
 
@@ -167,9 +167,9 @@ def test_what_spares_memory_is_written_and_runs(
     written = load_job(path)
     train = written.train
     assert [cloud.sharding for cloud in written.cloud] == [sharding] * 2
-    assert (train.recompute, train.offload_optimizer, train.optimizer_bits) == savers
+    assert (train.recompute, train.offload_optimizer, train.optimizer_bits) == options
     assert [stage["sharding"] for stage in first["stages"]] == [sharding] * 2
-    assert tuple(first["memory_options"].values())[:3] == savers
+    assert tuple(first["memory_options"].values())[:3] == options
     plan = plan_run(written)
     assert plan is not None
     assert plan.decisions is not None

@@ -12,7 +12,7 @@ from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch
 from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload
-from isthmus.plan.memory import Savers, stage_memory
+from isthmus.plan.memory import StageOptions, stage_memory
 from isthmus.train.pipeline import Passes
 from tests.model.tiny import tiny_blueprint
 
@@ -129,7 +129,7 @@ def test_an_accelerator_keeps_no_scores_and_narrow_masks_of_dropout() -> None:
 
 def test_memory_of_a_stage_grows_with_its_layers_and_its_window() -> None:
     costs = measured(blueprint("llama"), workload())
-    small, large = (stage_memory(costs, range(1, stop), window=1, savers=Savers()) for stop in (2, 4))
+    small, large = (stage_memory(costs, range(1, stop), window=1, options=StageOptions()) for stop in (2, 4))
     assert small.activations < large.activations
     assert stage_memory(costs, range(1, 2), window=3).activations == 3 * small.activations
 

@@ -12,13 +12,12 @@ from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.bottleneck import Down, Half, Up
 from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
-from isthmus.plan.costs import Arithmetic, Precision, Workload
+from isthmus.plan.costs import Arithmetic, PartSize, Precision, Workload
 from isthmus.plan.memory import (
-    HalfCosts,
     Memory,
     OptimizerState,
-    Savers,
     Sharding,
+    StageOptions,
     bottleneck_costs,
     stage_memory,
 )
@@ -58,13 +57,13 @@ def test_halves_are_those_of_the_model(rank: int, anchor: str, width: int, vocab
     assert costs.up == counted(up)
 
 
-def counted(half: Half) -> HalfCosts:
+def counted(half: Half) -> PartSize:
     assert all(one.dtype is torch.float32 for one in half.parameters())
     learning = [one.numel() for one in half.parameters() if one.requires_grad]
-    return HalfCosts(
+    return PartSize(
         num_parameters=sum(one.numel() for one in half.parameters()),
         num_trained=sum(learning),
-        largest_parameter=max(learning),
+        largest_trained=max(learning),
         buffer_bytes=sum(one.nbytes for one in half.buffers()),
     )
 
@@ -94,16 +93,16 @@ def test_the_allocator_agrees(side: str, text: str, precision: Precision, recomp
     assert predicted.total_bytes == pytest.approx(found, rel=0.02)
 
 
-def added(savers: Savers) -> tuple[int, int, int]:
+def added(options: StageOptions) -> tuple[int, int, int]:
     """What two halves add to the memory of a rank: weights, gradients and moments."""
-    arithmetic = Arithmetic(precision=Precision.BFLOAT16, is_gathered=savers.is_sharded)
+    arithmetic = Arithmetic(precision=Precision.BFLOAT16, is_gathered=options.is_sharded)
     workload = Workload(num_sequences=1, sequence_length=512, arithmetic=arithmetic)
     costs = estimated().costs(workload)
 
-    def memory(halves: Sequence[HalfCosts]) -> Memory:
-        return stage_memory(costs, range(8, 16), window=2, savers=savers, halves=halves)
+    def memory(halves: Sequence[PartSize]) -> Memory:
+        return stage_memory(costs, range(8, 16), window=2, options=options, halves=halves)
 
-    half = HalfCosts(num_parameters=10_000, num_trained=2560, largest_parameter=2560, buffer_bytes=77)
+    half = PartSize(num_parameters=10_000, num_trained=2560, largest_trained=2560, buffer_bytes=77)
     without, having = memory(()), memory((half, half))
     assert having.gathered == without.gathered
     return (
@@ -115,14 +114,14 @@ def added(savers: Savers) -> tuple[int, int, int]:
 
 def test_halves_are_whole_on_every_rank() -> None:
     whole = (2 * 40_077, 2 * 4 * 2560, 2 * 8 * 2560)
-    assert added(Savers()) == whole
+    assert added(StageOptions()) == whole
     for sharding in (Sharding.OPTIMIZER, Sharding.FULL):
-        assert added(Savers(sharding=sharding, num_shards=8)) == whole
+        assert added(StageOptions(sharding=sharding, num_shards=8)) == whole
         # What FSDP2 offloads is what it shares out.
-        assert added(Savers(sharding=sharding, num_shards=8, offload_optimizer=True)) == whole
-    assert added(Savers(offload_optimizer=True)) == (*whole[:2], 0)
+        assert added(StageOptions(sharding=sharding, num_shards=8, offload_optimizer=True)) == whole
+    assert added(StageOptions(offload_optimizer=True)) == (*whole[:2], 0)
     # Most of what learns are anchors by token id.
-    assert added(Savers(optimizer=OptimizerState.EIGHT_BIT)) == whole
+    assert added(StageOptions(optimizer=OptimizerState.EIGHT_BIT)) == whole
 
 
 def planned(*overrides: str, more: str = "") -> Plan:

@@ -15,7 +15,7 @@ from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
 from isthmus.plan.costs import Arithmetic, Precision, Task, Workload
-from isthmus.plan.memory import Memory, OptimizerState, Savers, Sharding, stage_memory
+from isthmus.plan.memory import Memory, OptimizerState, Sharding, StageOptions, stage_memory
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import Reduction, World, shard
 from isthmus.train.profiling import AUTOCAST, Rig, Size
@@ -152,8 +152,8 @@ def test_the_allocator_agrees_where_ranks_share(
     task = Task.MASKED_LM if config is BERT else Task.CAUSAL_LM
     workload = small(precision, recompute, is_gathered=True)
     costs = measured(config, workload, task=task)
-    savers = Savers(sharding=sharding)
-    predicted = stage_memory(costs, layers, window=window, savers=savers, num_buffered=0)
+    options = StageOptions(sharding=sharding)
+    predicted = stage_memory(costs, layers, window=window, options=options, num_buffered=0)
     found = allocated_bytes(config, task, layers, workload, window, sharding=sharding)
     assert predicted.total_bytes == pytest.approx(found, rel=0.06)
 
@@ -200,15 +200,15 @@ def test_a_stage_that_does_not_learn_keeps_nothing() -> None:
     assert found.weights == memory().weights
 
 
-def memory(workload: Workload = ON_GPU, *, window: int = 4, savers: Savers | None = None) -> Memory:
-    is_gathered = savers is not None and savers.is_sharded
+def memory(workload: Workload = ON_GPU, *, window: int = 4, options: StageOptions | None = None) -> Memory:
+    is_gathered = options is not None and options.is_sharded
     workload = replace(workload, arithmetic=replace(workload.arithmetic, is_gathered=is_gathered))
-    return stage_memory(BIG.costs(workload), range(8, 16), window=window, savers=savers)
+    return stage_memory(BIG.costs(workload), range(8, 16), window=window, options=options)
 
 
 def test_what_is_shared_out_must_be_gathered() -> None:
     with pytest.raises(ValueError, match="exactly where its weights are gathered"):
-        stage_memory(BIG.costs(ON_GPU), range(8, 16), window=4, savers=Savers(sharding=Sharding.FULL))
+        stage_memory(BIG.costs(ON_GPU), range(8, 16), window=4, options=StageOptions(sharding=Sharding.FULL))
 
 
 def test_float32_training_takes_sixteen_bytes_a_parameter() -> None:
@@ -243,16 +243,16 @@ def test_logits_are_the_largest_thing_of_a_small_last_stage() -> None:
 
 def test_eight_bit_state_and_offload_shrink_the_optimizer() -> None:
     plain = memory()
-    small = memory(savers=Savers(optimizer=OptimizerState.EIGHT_BIT))
+    small = memory(options=StageOptions(optimizer=OptimizerState.EIGHT_BIT))
     assert small.optimizer == pytest.approx(plain.optimizer / 4, rel=0.02)
-    away = memory(savers=Savers(offload_optimizer=True))
+    away = memory(options=StageOptions(offload_optimizer=True))
     assert away.optimizer == 0
     assert away.total_bytes < small.total_bytes
 
 
 def test_shards_divide_the_state_and_add_what_is_gathered() -> None:
     plain = memory()
-    shared = memory(savers=Savers(sharding=Sharding.OPTIMIZER, num_shards=8))
+    shared = memory(options=StageOptions(sharding=Sharding.OPTIMIZER, num_shards=8))
     for part in ("weights", "optimizer"):
         assert getattr(shared, part) == pytest.approx(getattr(plain, part) / 8, rel=1e-6)
     assert shared.gathered == plain.weights // 2, "in bfloat16"
@@ -262,15 +262,15 @@ def test_shards_divide_the_state_and_add_what_is_gathered() -> None:
 
 def test_ranks_in_lock_step_gather_one_layer_and_the_next() -> None:
     plain = memory()
-    shared = memory(savers=Savers(sharding=Sharding.FULL, num_shards=8))
+    shared = memory(options=StageOptions(sharding=Sharding.FULL, num_shards=8))
     for part in ("weights", "gradients", "optimizer"):
         assert getattr(shared, part) == pytest.approx(getattr(plain, part) / 8, rel=1e-6)
     assert 0 < shared.gathered < plain.weights
 
 
 def test_shares_on_the_host_leave_what_is_gathered() -> None:
-    savers = Savers(sharding=Sharding.OPTIMIZER, num_shards=8, offload_optimizer=True)
-    away = memory(savers=savers)
+    options = StageOptions(sharding=Sharding.OPTIMIZER, num_shards=8, offload_optimizer=True)
+    away = memory(options=options)
     assert (away.weights, away.optimizer) == (0, 0)
     assert away.gathered > 0
 
@@ -286,9 +286,9 @@ def test_codecs_and_messages_are_counted() -> None:
 
 def test_moments_of_embeddings_are_float32_in_any_case() -> None:
     costs = BIG.costs(ON_GPU)
-    coarse = Savers(optimizer=OptimizerState.EIGHT_BIT)
+    coarse = StageOptions(optimizer=OptimizerState.EIGHT_BIT)
     stages = (range(1), range(1, 2))
-    first, second = (stage_memory(costs, layers, window=1, savers=coarse) for layers in stages)
+    first, second = (stage_memory(costs, layers, window=1, options=coarse) for layers in stages)
     table = costs.embedding.num_trained
     per_number = 2 * (1 + 4 / 256)
     assert first.optimizer == 8 * table + round(per_number * costs.layers[0].num_trained)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.job.sections import LoraSpec
-from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Stages, Workload
-from isthmus.plan.memory import HalfCosts, OptimizerState, Savers, Sharding, stage_memory
+from isthmus.plan.costs import Arithmetic, ModelCosts, PartSize, Precision, Stages, Workload
+from isthmus.plan.memory import OptimizerState, Sharding, StageOptions, stage_memory
 from isthmus.plan.models import read_model
 from isthmus.plan.stage_tables import MemoryTables
 from tests.plan.jobs import two_clouds
@@ -20,7 +20,7 @@ from tests.plan.sizes import estimated
 SMALL = Workload(num_sequences=1, sequence_length=64)
 FIGURES = st.integers(0, 2**40)
 HALVES = st.none() | st.builds(
-    HalfCosts, num_parameters=FIGURES, num_trained=FIGURES, largest_parameter=FIGURES, buffer_bytes=FIGURES
+    PartSize, num_parameters=FIGURES, num_trained=FIGURES, largest_trained=FIGURES, buffer_bytes=FIGURES
 )
 WORKLOADS = st.builds(
     Workload,
@@ -37,10 +37,10 @@ WORKLOADS = st.builds(
 
 
 @st.composite
-def savers_for(draw: st.DrawFn, workload: Workload) -> Savers:
+def savers_for(draw: st.DrawFn, workload: Workload) -> StageOptions:
     is_sharded = workload.arithmetic.is_gathered
     kinds = [Sharding.OPTIMIZER, Sharding.FULL] if is_sharded else [Sharding.NONE]
-    return Savers(
+    return StageOptions(
         optimizer=draw(st.sampled_from(OptimizerState)),
         sharding=draw(st.sampled_from(kinds)),
         num_shards=draw(st.integers(1, 9)) if is_sharded else 1,
@@ -75,15 +75,15 @@ def mixtures(draw: st.DrawFn, workload: Workload) -> ModelCosts:
 
 
 def check(
-    costs: ModelCosts, savers: Savers, *, up: HalfCosts | None = None, down: HalfCosts | None = None
+    costs: ModelCosts, options: StageOptions, *, up: PartSize | None = None, down: PartSize | None = None
 ) -> None:
     """Every spot of the tables is what the stage there needs, to the byte."""
-    tables, size = MemoryTables.of(costs, savers, up=up, down=down), costs.num_layers + 1
+    tables, size = MemoryTables.of(costs, options, up=up, down=down), costs.num_layers + 1
     expected = np.full((3, size, size), np.inf)
     for start, stop in combinations(range(size), 2):
         ends = up if start > 0 else None, down if stop < size - 1 else None
         halves = [one for one in ends if one is not None]
-        memory = stage_memory(costs, range(start, stop), window=1, savers=savers, halves=halves)
+        memory = stage_memory(costs, range(start, stop), window=1, options=options, halves=halves)
         standing = memory.standing_bytes
         expected[:, start, stop] = (
             standing + memory.working,
@@ -96,7 +96,7 @@ def check(
 @settings(deadline=None)
 @given(st.data(), WORKLOADS, HALVES, HALVES)
 def test_every_spot_is_what_the_stage_there_needs(
-    data: st.DataObject, workload: Workload, up: HalfCosts | None, down: HalfCosts | None
+    data: st.DataObject, workload: Workload, up: PartSize | None, down: PartSize | None
 ) -> None:
     costs = data.draw(models(workload))
     check(costs, data.draw(savers_for(workload)), up=up, down=down)
@@ -123,7 +123,7 @@ def test_an_encoder_and_a_decoder_are_one_model(data: st.DataObject, workload: W
 def test_what_a_stage_keeps_depends_on_its_first_layer() -> None:
     costs = estimated(num_hidden_layers=8).costs(SMALL)
     arrival_bytes = [1000.0 * layer for layer in range(8)]
-    each = MemoryTables.of(replace(costs, arrival_bytes=tuple(arrival_bytes)), Savers()).each
+    each = MemoryTables.of(replace(costs, arrival_bytes=tuple(arrival_bytes)), StageOptions()).each
     assert each[4, 7] == each[1, 4] + 3000
 
 
@@ -156,6 +156,8 @@ def test_a_model_of_any_size_is_too_large_rather_than_small(sharding: Sharding) 
     arithmetic = Arithmetic(is_gathered=sharding is not Sharding.NONE, on_accelerator=False)
     costs = model.costs(replace(SMALL, arithmetic=arithmetic, recompute=True))
     for optimizer in OptimizerState:
-        savers = Savers(sharding=sharding, num_shards=2 if arithmetic.is_gathered else 1, optimizer=optimizer)
-        assert not MemoryTables.of(costs, savers).num_fitting(2**50).any()
-        assert stage_memory(costs, range(2), window=1, savers=savers).total_bytes > 2**140
+        options = StageOptions(
+            sharding=sharding, num_shards=2 if arithmetic.is_gathered else 1, optimizer=optimizer
+        )
+        assert not MemoryTables.of(costs, options).num_fitting(2**50).any()
+        assert stage_memory(costs, range(2), window=1, options=options).total_bytes > 2**140
