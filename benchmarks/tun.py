@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from isthmus.errors import UserError
-from isthmus.wan.loop import LoopThread, precise_loop
 from isthmus.wan.shaping import DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
+from isthmus.wan.sockets import LoopThread, precise_loop
 
 DEFAULT_MTU_BYTES = 9000
 

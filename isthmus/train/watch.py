@@ -41,8 +41,7 @@ from isthmus.wan.frames import Abort, Close, ControlFrame, Frame, Notice
 from isthmus.wan.handshake import EXIT_LOST, RankSpec
 from isthmus.wan.heartbeat import MAX_LINE_BYTES, Channel, Heartbeat
 from isthmus.wan.limits import Complaints, Pending, source_of, why
-from isthmus.wan.loop import LoopThread
-from isthmus.wan.sockets import listen, own_address
+from isthmus.wan.sockets import LoopThread, listen, own_address
 
 log = logging.getLogger(__name__)
 

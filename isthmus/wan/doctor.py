@@ -3,13 +3,12 @@
 import errno
 import importlib.metadata
 import os
+import platform
 import re
-import resource
 import shutil
 import socket
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,7 +19,9 @@ from isthmus.errors import CertificateError, UserError
 from isthmus.job import Address, CloudSpec, Job
 from isthmus.units import format_bytes
 from isthmus.wan.certificates import CertificateFacts, inspect_folder, read_identity
-from isthmus.wan.sockets import own_address
+from isthmus.wan.endpoint import num_connections
+from isthmus.wan.limits import num_files_left
+from isthmus.wan.sockets import own_address, try_to_bind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,6 @@ def require_one_each(cloud: CloudSpec, found: Devices, *, num_ranks: int) -> Non
     )
 
 
-MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)
 MIN_DAYS_LEFT = 30
 MIN_FREE_BYTES = 20 * 2**30
@@ -75,7 +75,6 @@ _MAX_STATUS_LINE_BYTES = 1024
 _NO_ANSWER_BEHIND_PROXY = r"HTTP/1\.[01] 50[234]\b"
 # What a process holds open besides its connections: libraries, logs, checkpoints.
 _OTHER_OPEN_FILES = 256
-_USUAL_STRIPES = 8
 
 
 class CheckVerdict(StrEnum):
@@ -102,7 +101,8 @@ def examine(
 ) -> Iterator[CheckResult]:
     """Yield the findings for one cloud of a job here, or without a cloud for what all of them share."""
     torch_version = _installed_version("torch")
-    yield check_python(sys.version_info[:2])
+    # It is new enough, since this file can be read.
+    yield _ok("python", platform.python_version())
     yield check_torch(torch_version)
     if torch_version is not None:
         yield (check_devices(cloud, find_devices) if cloud else check_devices_of_all(job.cloud, find_devices))
@@ -112,7 +112,7 @@ def examine(
     yield from _examine_certificates(cloud, facts, now=now)
     yield check_clock(facts, is_synchronised=read_is_synchronised(), now=now)
     yield check_disk(runs)
-    yield check_open_files(_open_file_limit(), num_needed=_num_open_files(job, cloud))
+    yield check_open_files(num_files_left(num_reserved=0), num_needed=_num_open_files(job, cloud))
 
 
 def check_by(name: str, look: Callable[[], str]) -> CheckResult:
@@ -121,14 +121,6 @@ def check_by(name: str, look: Callable[[], str]) -> CheckResult:
         return _ok(name, look())
     except UserError as error:
         return _failed(name, str(error), error.hint or "mend that, then run this again")
-
-
-def check_python(version: tuple[int, ...]) -> CheckResult:
-    """Check the interpreter's version."""
-    text = ".".join(map(str, version))
-    if version >= MIN_PYTHON:
-        return _ok("python", text)
-    return _failed("python", f"{text} is too old", "install Python {}.{} or newer".format(*MIN_PYTHON))
 
 
 def check_torch(version: str | None) -> CheckResult:
@@ -174,13 +166,10 @@ def check_devices_of_all(clouds: Sequence[CloudSpec], find_devices: Callable[[],
 def check_port(listen: Address) -> CheckResult:
     """Check that the cloud's gateway can take its port here, and tell where it will be open."""
     host = own_address(listen.host)
-    family = socket.AF_INET6 if ":" in (host or listen.host) else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host or "", listen.port))
-        except OSError as error:
-            return _taken(listen.port, error)
+    try:
+        try_to_bind(host or ("::" if ":" in listen.host else ""), listen.port)
+    except OSError as error:
+        return _taken(listen.port, error)
     return _ok("port", f"{listen.port} is free here, at {host or 'all interfaces'}")
 
 
@@ -267,8 +256,8 @@ def check_disk(runs: Path) -> CheckResult:
 
 def check_open_files(limit: int, *, num_needed: int) -> CheckResult:
     """Check that a gateway of this job may hold all its connections open."""
-    if limit == resource.RLIM_INFINITY or limit >= num_needed:
-        return _ok("open files", "no limit" if limit == resource.RLIM_INFINITY else f"{limit} allowed")
+    if limit >= num_needed:
+        return _ok("open files", f"{limit} allowed")
     what = f"{limit} allowed, a gateway of this job may need {num_needed}"
     return _warning("open files", what, f"ulimit -n {num_needed}")
 
@@ -356,19 +345,9 @@ def _certificate_facts(clouds: Sequence[CloudSpec], *, now: datetime) -> list[Ce
 
 
 def _num_open_files(job: Job, cloud: CloudSpec | None) -> int:
-    """Return how many files a gateway may hold open: two sockets for every connection of every rank."""
-    num_connections = 0
-    for one in (cloud,) if cloud else job.cloud:
-        stripes = [
-            _USUAL_STRIPES if link.stripes == "auto" else link.stripes for link in job.links_of(one.name)
-        ]
-        num_connections += one.ranks * sum(bulk + 1 for bulk in stripes)
-    return 2 * num_connections + _OTHER_OPEN_FILES
-
-
-def _open_file_limit() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft
+    """Return how many files a gateway may hold open: two sockets for every connection to every rank."""
+    clouds = (cloud,) if cloud else job.cloud
+    return _OTHER_OPEN_FILES + sum(2 * one.ranks * num_connections(job, one.name) for one in clouds)
 
 
 def _installed_version(package: str) -> str | None:

@@ -20,7 +20,7 @@ from isthmus.wan.gateway import Entry, Registration
 from isthmus.wan.handshake import Hello, mismatch, name_of, server_name
 from isthmus.wan.limits import ConnectionLimiter
 from isthmus.wan.link import Connection, Dial, Link, LinkSettings
-from isthmus.wan.sockets import own_address
+from isthmus.wan.sockets import own_address, try_to_bind
 from isthmus.wan.transport import Dialer, Listener, process_loop
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,8 @@ class Endpoint:
             return listener, await listener.start(str(bind))
 
         try:
-            _try_to_bind(bind)
+            # gRPC keeps to itself what is wrong.
+            try_to_bind(bind.host, bind.port)
             self._listener, self.port = self._loop.run(start())
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -277,14 +278,6 @@ def _words(error: BaseException) -> str:
         case KeyboardInterrupt():
             return "it was stopped by its user"
     return f"{type(error).__name__}: {error}"
-
-
-def _try_to_bind(address: Address) -> None:
-    """Have the system say what is wrong with an address, which gRPC keeps to itself."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((address.host, address.port))
 
 
 def _host_seen_by(gateway: Address) -> str:

@@ -1,5 +1,9 @@
-"""Who is at the other end, and whether the two belong together; a mismatch is one sentence for both."""
+"""What the two ends of a connection say first: the server name of TLS, then a hello of our own.
 
+A hello says who speaks and to whom; if two ends do not belong together, both are told why in one sentence.
+"""
+
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
@@ -171,3 +175,87 @@ def _number(found: Mapping[str, str | bytes], name: str) -> int:
 def server_name(cloud: str, rank: int) -> str:
     """Return the TLS server name of one rank of a cloud."""
     return f"rank-{rank}.{cloud}.isthmus"
+
+
+MAX_HELLO_BYTES: Final = 16_384
+_RECORD_HEADER_BYTES: Final = 5
+_MAX_NUM_RECORDS: Final = 16
+_VERSION_AND_RANDOM_BYTES: Final = 34
+_HOST_NAME: Final = re.compile(rb"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*")
+
+
+def parse_client_hello(data: bytes | bytearray) -> str | None:
+    """The server name in the TLS hello that begins a connection, in lower case; None if bytes are missing.
+
+    `data` is everything received so far; what follows the hello is not looked at. Whatever is no hello with
+    one server name is a FrameError.
+    """
+    message = _handshake_message(data)
+    if message is None:
+        if len(data) >= MAX_HELLO_BYTES:
+            raise FrameError(f"the TLS hello is longer than {MAX_HELLO_BYTES} bytes")
+        return None
+    hello = _Reader(message)
+    hello.take(_VERSION_AND_RANDOM_BYTES)
+    for num_length_bytes in (1, 2, 1):  # session, cipher suites, compression
+        hello.vector(num_length_bytes)
+    extensions = _Reader(hello.vector(2) if hello else b"")
+    names = []
+    while extensions:
+        kind, body = extensions.number(2), extensions.vector(2)
+        names += [body] if kind == 0 else []
+    if len(names) != 1:
+        raise FrameError(f"the TLS hello carries {'two server names' if names else 'no server name'}")
+    listed = _Reader(_Reader(names[0]).vector(2))
+    kind, name = listed.number(1), listed.vector(2)
+    if kind != 0 or listed or not _HOST_NAME.fullmatch(name):
+        raise FrameError("the server name in the TLS hello is not one host name")
+    return name.decode("ascii").lower()
+
+
+class _Reader:
+    """Takes fields off the front of some bytes; every length is checked against what is there."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __bool__(self) -> bool:
+        return bool(self._data)
+
+    def take(self, num_bytes: int) -> bytes:
+        if num_bytes > len(self._data):
+            raise FrameError("the TLS hello ends in the middle of a field")
+        taken, self._data = self._data[:num_bytes], self._data[num_bytes:]
+        return taken
+
+    def number(self, num_bytes: int) -> int:
+        return int.from_bytes(self.take(num_bytes))
+
+    def vector(self, num_length_bytes: int) -> bytes:
+        return self.take(self.number(num_length_bytes))
+
+
+def _handshake_message(data: bytes | bytearray) -> bytes | None:
+    """The body of the ClientHello, gathered from as many records as it spans; None if bytes are missing."""
+    message = bytearray()
+    place = 0
+    for _ in range(_MAX_NUM_RECORDS):
+        header = data[place : place + _RECORD_HEADER_BYTES]
+        if not b"\x16\x03".startswith(header[:2]):
+            raise FrameError("the first bytes are not TLS")
+        if len(header) < _RECORD_HEADER_BYTES:
+            return None
+        num_bytes = int.from_bytes(header[3:])
+        if not 0 < num_bytes <= MAX_HELLO_BYTES:
+            raise FrameError(f"a TLS record of {num_bytes} bytes is not allowed")
+        place += _RECORD_HEADER_BYTES + num_bytes
+        message += data[place - num_bytes : place]
+        hello_bytes = 4 + int.from_bytes(message[1:4])
+        if message and message[0] != 1:
+            raise FrameError("the first TLS message is not a hello")
+        if len(message) >= 4 and hello_bytes > MAX_HELLO_BYTES:
+            raise FrameError(f"the TLS hello is longer than {MAX_HELLO_BYTES} bytes")
+        if len(message) >= max(hello_bytes, 4):
+            return bytes(message[4:hello_bytes])
+    # Without this bound, a hello that trickles in byte by byte would cost quadratic time.
+    raise FrameError(f"the TLS hello is cut into more than {_MAX_NUM_RECORDS} records")

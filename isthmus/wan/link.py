@@ -48,8 +48,8 @@ from isthmus.wan.frames import (
 from isthmus.wan.handshake import Hello
 from isthmus.wan.heartbeat import Heartbeat
 from isthmus.wan.limits import Complaints
-from isthmus.wan.loop import LoopThread
 from isthmus.wan.packet import Packet
+from isthmus.wan.sockets import LoopThread
 
 log = logging.getLogger(__name__)
 

@@ -2,22 +2,21 @@
 
 import functools
 import itertools
+import math
 import multiprocessing
 import os
-import queue
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from multiprocessing.queues import Queue
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from isthmus.errors import CloudFailed, IsthmusError, LinkError, RankLost
 from isthmus.job import Address, Job, LinkSpec
@@ -28,11 +27,12 @@ from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.handshake import EXIT_LOST, RankSpec, server_name
 from isthmus.wan.relay import Relay
 from isthmus.wan.shaping import Shape
+from isthmus.wan.sockets import Closed
 
 _HOST = "127.0.0.1"
 
 
-class LocalWan:
+class LocalWan(Closed):
     """The emulated WAN of a job; gives each cloud its identity and where it finds the others."""
 
     def __init__(self, job: Job) -> None:
@@ -91,14 +91,6 @@ class LocalWan:
         for reserved in (*self._reserved.values(), *self._meetings.values()):
             reserved.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _bind(self, cloud: str, rank: int) -> Address | None:
         reserved = self._reserved.get((cloud, rank))
         return _address(reserved) if reserved else None
@@ -142,7 +134,6 @@ def _reserve_port() -> socket.socket:
     return reserved
 
 
-_POLL_S = 0.2
 _LAST_WORDS_S = 3.0
 
 STOP_SIGNAL = signal.SIGUSR1
@@ -168,27 +159,20 @@ class Stoppable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Reported:
-    member: Member
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Done:
-    member: Member
     result: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Failed:
-    member: Member
     message: str
-    hint: str | None
-    is_echo: bool
+    hint: str | None = None
+    is_echo: bool = False
     is_crash: bool = False
 
 
-_Told = _Reported | _Done | _Failed
+_Told = str | _Done | _Failed
+"""What a rank tells the first process; text is a report."""
 
 
 def run_ranks(
@@ -212,31 +196,30 @@ def run_ranks(
             all processes. None of them may initialise an accelerator, since processes are forked afterwards.
     """
     context = _fork_context(work, preload)
-    messages: Queue[_Told] = context.Queue()
     processes: dict[Member, BaseProcess] = {}
-    several = {cloud.name for cloud in job.cloud if cloud.ranks > 1}
+    heard: dict[Member, Connection] = {}
     try:
         for cloud in job.cloud:
             for rank in range(cloud.ranks):
-                spec = wan.rank_spec(cloud.name, rank)
-                arguments = (
-                    work,
-                    job,
-                    spec,
-                    wan.identity(cloud.name),
-                    wan.site(cloud.name, rank),
-                    cloud.name,
-                    messages,
-                    dict(os.environ),
-                )
-                process = context.Process(target=_be_rank, args=arguments, daemon=True)
-                process.start()
-                processes[Member(cloud.name, rank)] = process
+                spec, member = wan.rank_spec(cloud.name, rank), Member(cloud.name, rank)
+                heard[member], telling = context.Pipe(duplex=False)
+                ends = (wan.identity(cloud.name), wan.site(cloud.name, rank))
+                arguments = (work, job, spec, *ends, cloud.name, telling, dict(os.environ))
+                processes[member] = context.Process(target=_be_rank, args=arguments, daemon=True)
+                processes[member].start()
+                # Its end here would hide that the process has ended.
+                telling.close()
         first = next(iter(processes.values()))
         with nullcontext() if stop is None else stop.honoured_by(lambda: _ask(first)):
-            return _collect(processes, messages, on_report, several)
+            return _collect(job, processes, heard, on_report)
     finally:
-        _end(list(processes.values()))
+        # Ranks ignore the signals that reach a whole process group.
+        for process in processes.values():
+            process.kill()
+        for process in processes.values():
+            process.join()
+        for connection in heard.values():
+            connection.close()
 
 
 def _fork_context(work: RankWork, preload: Sequence[str]) -> ForkServerContext:
@@ -265,7 +248,7 @@ def _be_rank(
     identity: Identity,
     site: Site,
     cloud: str,
-    messages: "Queue[_Told]",
+    telling: Connection,
     environment: dict[str, str],
 ) -> None:
     # A forked process has the signal mask and the environment that the server was started with.
@@ -273,19 +256,20 @@ def _be_rank(
     os.environ.clear()
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    member = Member(cloud, spec.rank)
+    lock = threading.Lock()
 
-    def report(text: str) -> None:
-        messages.put(_Reported(member, text))
+    def tell(words: _Told) -> None:
+        with lock:
+            telling.send(words)
 
     try:
         with Endpoint(job, cloud=cloud, rank=spec.rank, identity=identity, site=site) as endpoint:
-            result = work(job, endpoint, cloud=cloud, report=report, spec=spec)
-        messages.put(_Done(member, result))
+            result = work(job, endpoint, cloud=cloud, report=tell, spec=spec)
+        tell(_Done(result))
     except IsthmusError as error:
         # A link or a world that ended is mostly the echo of what ended another process.
         is_echo = isinstance(error, LinkError | RankLost)
-        messages.put(_Failed(member, error.message, error.hint, is_echo))
+        tell(_Failed(message=error.message, hint=error.hint, is_echo=is_echo))
 
 
 def _ask(process: BaseProcess) -> None:
@@ -302,64 +286,48 @@ def _end_with_parent() -> None:
 
 
 def _collect(
-    processes: dict[Member, BaseProcess],
-    messages: "Queue[_Told]",
+    job: Job,
+    processes: Mapping[Member, BaseProcess],
+    heard: Mapping[Member, Connection],
     on_report: Callable[[str, str], None],
-    several: set[str],
 ) -> dict[Member, Any]:
     results: dict[Member, Any] = {}
     failures: dict[Member, _Failed] = {}
-    last_words_until_s = float("inf")
-    while len(results) + len(failures) < len(processes) and time.monotonic() < last_words_until_s:
-        match _next_message(messages):
-            case _Reported(member, text):
-                on_report(f"{member.cloud}/{member.rank}" if member.rank else member.cloud, text)
-            case _Done(member, result):
-                results[member] = result
-            case _Failed(member) as failed:
-                failures[member] = failed
-            case None:
-                failures |= _crashed(processes, results.keys() | failures.keys())
-        if failures:
-            last_words_until_s = min(last_words_until_s, time.monotonic() + _LAST_WORDS_S)
+    last_words_until_s = math.inf
+    silent = [*processes]
+    while silent and (left_s := last_words_until_s - time.monotonic()) > 0:
+        ends = [*(heard[one] for one in silent), *(processes[one].sentinel for one in silent)]
+        ready = wait(ends, None if left_s == math.inf else left_s)
+        for member in [one for one in silent if heard[one] in ready or processes[one].sentinel in ready]:
+            match words := _hear(heard[member], processes[member]):
+                case str():
+                    on_report(f"{member.cloud}/{member.rank}" if member.rank else member.cloud, words)
+                    continue
+                case _Done(result):
+                    results[member] = result
+                case _Failed():
+                    failures[member] = words
+                    last_words_until_s = min(last_words_until_s, time.monotonic() + _LAST_WORDS_S)
+            silent.remove(member)
     if failures:
-        raise _first_cause(failures, several)
+        raise _first_cause(failures, job)
     return results
 
 
-def _first_cause(failures: dict[Member, _Failed], several: set[str]) -> CloudFailed:
-    first = min(failures.values(), key=lambda failed: failed.is_echo)
-    rank = first.member.rank if first.member.cloud in several else None
+def _hear(connection: Connection, process: BaseProcess) -> _Told:
+    """What a rank says next; if its process has ended without a word, its traceback is on standard error."""
+    with suppress(EOFError):
+        if connection.poll():
+            words: _Told = connection.recv()
+            return words
+    process.join()
+    message = f"its process ended with exit code {process.exitcode}"
+    return _Failed(message=message, is_echo=process.exitcode == EXIT_LOST, is_crash=True)
+
+
+def _first_cause(failures: Mapping[Member, _Failed], job: Job) -> CloudFailed:
+    member, first = min(failures.items(), key=lambda one: one[1].is_echo)
+    rank = member.rank if job.cloud_named(member.cloud).ranks > 1 else None
     # Where there are only echoes, what they echo is not here, and may be over at another try.
     is_crash = first.is_crash or first.is_echo
-    return CloudFailed(first.member.cloud, first.message, hint=first.hint, rank=rank, is_crash=is_crash)
-
-
-def _next_message(messages: "Queue[_Told]") -> _Told | None:
-    try:
-        return messages.get(timeout=_POLL_S)
-    except queue.Empty:
-        return None
-
-
-def _crashed(processes: dict[Member, BaseProcess], heard: set[Member]) -> dict[Member, _Failed]:
-    """Processes that ended without a word; their traceback is on standard error."""
-    return {
-        member: _Failed(
-            member,
-            f"its process ended with exit code {process.exitcode}",
-            None,
-            is_echo=process.exitcode == EXIT_LOST,
-            is_crash=True,
-        )
-        for member, process in processes.items()
-        if member not in heard and process.exitcode is not None
-    }
-
-
-def _end(processes: Sequence[BaseProcess]) -> None:
-    """End all that still run; ranks ignore the signals that reach a whole process group."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
+    return CloudFailed(member.cloud, first.message, hint=first.hint, rank=rank, is_crash=is_crash)

@@ -14,8 +14,8 @@ from isthmus.errors import Refused
 from isthmus.wan.frames import MAX_FRAME_BYTES
 from isthmus.wan.handshake import Hello, mismatch
 from isthmus.wan.link import Connection, Link, LinkSettings
-from isthmus.wan.loop import LoopThread
 from isthmus.wan.shaping import Direction, Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
+from isthmus.wan.sockets import LoopThread
 
 
 class MemoryLink(Disturbed):

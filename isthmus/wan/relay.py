@@ -12,17 +12,25 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import TypeVar, cast
 
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address
 from isthmus.job.faults import Fault, FaultKind
-from isthmus.wan.client_hello import parse_client_hello
+from isthmus.wan.handshake import parse_client_hello
 from isthmus.wan.limits import Complaints, Pending, source_of, why
-from isthmus.wan.loop import LoopThread, precise_loop
 from isthmus.wan.shaping import Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine, inject
-from isthmus.wan.sockets import Acceptor, ends_at, listen, peer_name, reset_on_close, tune
+from isthmus.wan.sockets import (
+    Acceptor,
+    Closed,
+    LoopThread,
+    ends_at,
+    listen,
+    peer_name,
+    precise_loop,
+    reset_on_close,
+    tune,
+)
 
 _LATE_S = 0.001
 _MAX_LATE_S = 0.5
@@ -307,7 +315,7 @@ class RelayCounters:
     num_dropped: int
 
 
-class Relay(Disturbed):
+class Relay(Disturbed, Closed):
     """Accepts connections, asks `route` for the address behind the server name, and passes bytes both ways.
 
     It runs on a thread of its own. `route`, which is called there, may return None or raise Refused with the
@@ -346,14 +354,6 @@ class Relay(Disturbed):
         self._down = Pipe(down or Shape(), thread.loop, seed=2 * seed + 1)
         super().__init__(thread, self._up, self._down)
         self._acceptor = thread.run(self._listen())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop listening, reset every connection and end the thread; closing twice is fine."""

@@ -19,7 +19,7 @@ from enum import Enum
 
 from isthmus.errors import UserError
 from isthmus.job.faults import Fault, FaultKind
-from isthmus.wan.loop import LoopThread
+from isthmus.wan.sockets import LoopThread
 
 _TURN_S = 0.0005
 _MIN_QUANTUM_BYTES = 1448

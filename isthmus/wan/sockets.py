@@ -1,11 +1,17 @@
-"""TCP sockets as a relay needs them: prompt, watched, and ended by a reset where that is meant."""
+"""Event loops on threads of their own, and TCP sockets as a relay needs them."""
 
 import asyncio
 import ipaddress
 import logging
+import select
+import selectors
 import socket
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from isthmus.errors import UserError
 from isthmus.job import Address
@@ -18,6 +24,89 @@ _KEEPALIVE_NUM_PROBES = 3
 _ACCEPT_PAUSE_S = 0.1
 
 _log = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+
+class Closed:
+    """A thing that is closed at the end of its `with` block."""
+
+    def close(self) -> None:
+        """Release what it has."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LoopThread(Closed):
+    """Runs coroutines for threads that have no event loop."""
+
+    def __init__(self, *, name: str = "isthmus-wan", loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.loop = loop or asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Start a coroutine; the future holds its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Have a function called on the loop, soon; nothing happens once the loop has ended."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(function)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+        """Run a coroutine to its end."""
+        return self.submit(coroutine).result(timeout_s)
+
+    def close(self) -> None:
+        """End the loop and its thread; whatever still runs is cancelled."""
+        if self.loop.is_closed():
+            return
+        self.run(_cancel_all())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+
+async def _cancel_all() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+# The kernel may stretch a wait by a thousandth; a wait that ends early is only begun again.
+_SHORTENED = 0.999
+
+
+class PreciseSelector(selectors.EpollSelector):
+    """Epoll that waits by `select`: epoll alone rounds each time-out up to a whole millisecond."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Return what is ready, at the latest after `timeout` seconds."""
+        if timeout is not None and timeout > 0:
+            ready, _, _ = select.select([self.fileno()], [], [], timeout * _SHORTENED)
+            if not ready:
+                return []
+            timeout = 0
+        return super().select(timeout)
+
+
+def precise_loop() -> asyncio.AbstractEventLoop:
+    """Return a new event loop whose timers are late by microseconds, not by up to a millisecond."""
+    return asyncio.SelectorEventLoop(PreciseSelector())
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -37,6 +126,14 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
     listener.setblocking(False)
     return listener
+
+
+def try_to_bind(host: str, port: int) -> None:
+    """Have the system say what is wrong with an address to listen at, by an OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
 
 
 def own_address(host: str) -> str | None:

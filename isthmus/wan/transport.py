@@ -16,7 +16,7 @@ from isthmus.wan.frames import MAX_FRAME_BYTES
 from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
 from isthmus.wan.limits import Complaints, ConnectionLimiter, place_of
 from isthmus.wan.link import Connection
-from isthmus.wan.loop import LoopThread
+from isthmus.wan.sockets import LoopThread
 
 log = logging.getLogger(__name__)
 

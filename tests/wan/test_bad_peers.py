@@ -27,8 +27,8 @@ from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.frames import PROTOCOL_VERSION, Ack, Ping, Pong, encode, encode_chunk
 from isthmus.wan.handshake import Hello, server_name
 from isthmus.wan.link import Connection, Link, LinkSettings
-from isthmus.wan.loop import LoopThread
 from isthmus.wan.packet import Packet
+from isthmus.wan.sockets import LoopThread
 from isthmus.wan.transport import Dialer, process_loop
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 from tests.wan.test_frames import mutated

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import FrameError
-from isthmus.wan.client_hello import MAX_HELLO_BYTES, parse_client_hello
+from isthmus.wan.handshake import MAX_HELLO_BYTES, parse_client_hello
 
 NUM_FUZZ_SEEDS = 1000
 NUM_MUTATIONS_PER_SEED = 100

@@ -75,13 +75,6 @@ def facts(*, days_left: int, starts: datetime = NOW, kind: str = "cloud") -> Cer
     )
 
 
-def test_python_version() -> None:
-    assert doctor.check_python((3, 11)).verdict is Verdict.OK
-    assert doctor.check_python((4, 0)).verdict is Verdict.OK
-    old = doctor.check_python((3, 10))
-    assert (old.verdict, old.cure) == (Verdict.FAILED, "install Python 3.11 or newer")
-
-
 @pytest.mark.parametrize(
     ("version", "verdict"),
     [
@@ -342,7 +335,6 @@ def test_disk_is_looked_at_where_the_runs_will_be(
 
 def test_open_files() -> None:
     assert doctor.check_open_files(1024, num_needed=1024).verdict is Verdict.OK
-    assert doctor.check_open_files(-1, num_needed=10**9).what == "no limit"
     low = doctor.check_open_files(1024, num_needed=1025)
     assert (low.verdict, low.cure) == (Verdict.WARNING, "ulimit -n 1025")
 
@@ -419,10 +411,10 @@ def test_without_a_cloud_missing_folders_are_no_fault(tmp_path: Path, listening:
     assert list(findings) == ["python", "torch", "devices", "clock", "disk", "open files"]
 
 
-def test_many_ranks_need_many_open_files(
+def test_the_gateway_that_many_ranks_dial_needs_many_open_files(
     tmp_path: Path, listening: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     job = make_job(tmp_path, listening, ranks=1000)
-    assert examine(job, "west", tmp_path)["open files"].cure == "ulimit -n 10256"
-    assert examine(job, "east", tmp_path)["open files"].verdict is Verdict.OK
+    assert examine(job, "east", tmp_path)["open files"].cure == "ulimit -n 8256"
+    assert examine(job, "west", tmp_path)["open files"].verdict is Verdict.OK

@@ -18,11 +18,10 @@ from isthmus.wan.exchange import FIRST_STRIPE
 from isthmus.wan.handshake import Hello, server_name
 from isthmus.wan.link import Connection, Link, LinkSettings
 from isthmus.wan.local import LocalWan
-from isthmus.wan.loop import LoopThread
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
 from isthmus.wan.shaping import Shape
-from isthmus.wan.sockets import listen
+from isthmus.wan.sockets import LoopThread, listen
 from isthmus.wan.transport import Dialer, process_loop
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 
