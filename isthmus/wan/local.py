@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -233,6 +233,8 @@ def _fork_context(work: RankWork, preload: Sequence[str]) -> ForkServerContext:
         inner = inner.func
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([getattr(inner, "__module__", type(inner).__module__), *preload])
+    # First, since the start of the tracker unblocks signals.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -296,7 +298,10 @@ def _collect(
     last_words_until_s = math.inf
     silent = [*processes]
     while silent and (left_s := last_words_until_s - time.monotonic()) > 0:
-        ends = [*(heard[one] for one in silent), *(processes[one].sentinel for one in silent)]
+        ends: list[Connection | int] = [
+            *(heard[one] for one in silent),
+            *(processes[one].sentinel for one in silent),
+        ]
         ready = wait(ends, None if left_s == math.inf else left_s)
         for member in [one for one in silent if heard[one] in ready or processes[one].sentinel in ready]:
             match words := _hear(heard[member], processes[member]):
