@@ -24,6 +24,7 @@ from isthmus.wan.sockets import (
     Acceptor,
     Closed,
     LoopThread,
+    connect,
     ends_at,
     listen,
     peer_name,
@@ -153,11 +154,6 @@ class Side(asyncio.BufferedProtocol):
         self._has_read_all = False
         self._has_written_all = False
 
-    @property
-    def socket(self) -> socket.socket | None:
-        """The socket, once it is connected."""
-        return None if self._transport is None else self._transport.get_extra_info("socket")
-
     def receive_from(self, other: "Side") -> None:
         """Let what `other` reads come out here."""
         self._outward_flow = other.flow
@@ -258,28 +254,30 @@ class Relayed:
 
     def __init__(self, *, up: Pipe, down: Pipe) -> None:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.client = Side(inward=up, outward=down, on_lost=self._lose)
-        self.server = Side(inward=down, outward=up, on_lost=self._lose)
+        self._client = Side(inward=up, outward=down, on_lost=self._lose)
+        self._server = Side(inward=down, outward=up, on_lost=self._lose)
         self._up = up
         self._down = down
         self._num_lost = 0
         self._is_reset = False
 
-    async def start(self, client: socket.socket, hello: bytes) -> None:
+    async def start(self, client: socket.socket, server: socket.socket, hello: bytes) -> None:
         """Pass bytes both ways, the hello first."""
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: self.client, client)
-        self.server.receive_from(self.client)
-        self.client.receive_from(self.server)
-        self._up.start(self.client, hello)
-        self._down.start(self.server, b"")
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: self._client, client)
+        await loop.connect_accepted_socket(lambda: self._server, server)
+        self._server.receive_from(self._client)
+        self._client.receive_from(self._server)
+        self._up.start(self._client, hello)
+        self._down.start(self._server, b"")
         if self._is_reset:
             self.reset()
 
     def reset(self) -> None:
         """End both sockets at once."""
         self._is_reset = True
-        self.client.reset()
-        self.server.reset()
+        self._client.reset()
+        self._server.reset()
 
     def _lose(self) -> None:
         self._num_lost += 1
@@ -445,15 +443,14 @@ class Relay(Disturbed, Closed):
         if address is None:
             raise Refused(f"no route to {name!r}")
         await self._pass_handshake()
-        connection = Relayed(up=self._up, down=self._down)
-        await self._dial(connection.server, address)
-        self._admit(connection, source)
-        await connection.start(client, hello)
+        server = await self._dial(address)
+        await self._admit(source).start(client, server, hello)
 
-    def _admit(self, connection: Relayed, source: str) -> None:
+    def _admit(self, source: str) -> Relayed:
         # From here on a cut goes by way of the connection; cancelling the task would leave a socket open.
         if (task := asyncio.current_task()) is not None:
             self._waiting.discard(task)
+        connection = Relayed(up=self._up, down=self._down)
         self._open.add(connection)
         connection.closed.add_done_callback(lambda _: self._forget(connection))
         self._num_relayed += 1
@@ -463,6 +460,7 @@ class Relay(Disturbed, Closed):
         for late in self._evict_from(self._unproven):
             self._num_dropped += 1
             late.reset()
+        return connection
 
     def _forget(self, connection: Relayed) -> None:
         self._open.discard(connection)
@@ -486,18 +484,19 @@ class Relay(Disturbed, Closed):
         await asyncio.sleep(self._up.line.shape.delay_s + self._down.line.shape.delay_s)
         await asyncio.sleep(max(0.0, self._silent_until_s - self._loop.time()))
 
-    async def _dial(self, server: Side, address: Address) -> None:
+    async def _dial(self, address: Address) -> socket.socket:
         try:
             async with asyncio.timeout(self._limits.dial_timeout_s):
-                await self._loop.create_connection(lambda: server, address.host, address.port)
+                server = await connect(address)
         except TimeoutError:
             raise ConnectionError(f"{address} did not answer in {self._limits.dial_timeout_s:g} s") from None
         except OSError as error:
             raise ConnectionError(f"cannot reach {address}: {why(error)}") from None
-        if server.socket is not None and ends_at(server.socket, self._listener):
-            self._own_ends.add(server.socket.getsockname()[:2])
-            server.reset()
+        if ends_at(server, self._listener):
+            self._own_ends.add(server.getsockname()[:2])
+            server.close()
             raise Refused(f"{address} leads back to this relay")
+        return server
 
     def _drop(self, client: socket.socket, reason: str, *, kind: str, level: int = logging.WARNING) -> None:
         self._num_dropped += 1

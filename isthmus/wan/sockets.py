@@ -210,6 +210,28 @@ class Acceptor:
             self._receive(sock, place[:2])
 
 
+async def connect(address: Address) -> socket.socket:
+    """Return a socket connected to the first of the host's addresses that answers; cancelled, it is reset."""
+    loop = asyncio.get_running_loop()
+    failure: OSError | None = None
+    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, place in found:
+        server = socket.socket(family, kind, protocol)
+        server.setblocking(False)
+        try:
+            await loop.sock_connect(server, place)
+        except OSError as error:
+            server.close()
+            failure = error
+        except asyncio.CancelledError:
+            reset_on_close(server)
+            server.close()
+            raise
+        else:
+            return server
+    raise failure or OSError(f"{address.host} has no address")
+
+
 def ends_at(sock: socket.socket, listener: socket.socket) -> bool:
     """Return whether a connection that was dialled here ends at a listener of this machine."""
     there, here = sock.getpeername(), sock.getsockname()
