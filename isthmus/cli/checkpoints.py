@@ -1,5 +1,6 @@
-"""`isthmus checkpoints`: the checkpoints of a run, whether they restore it, and how much room they take."""
+"""`isthmus checkpoints` and `isthmus export`: what a run has saved, and the model in it."""
 
+import enum
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -7,14 +8,24 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from isthmus.cli.output import JsonOption, print_json, print_tables, size, tabulate
+from isthmus.cli.output import JsonOption, console_for_notes, print_json, print_tables, size, tabulate
 from isthmus.observe.report import find_run
+
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The folder of a run, runs/NAME/ID, or runs/NAME.")
+]
+
+
+class ExportType(enum.StrEnum):
+    """The types in which weights can be exported."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 def checkpoints(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run, runs/NAME/ID, or runs/NAME.")
-    ],
+    run: RunArgument,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every byte and compare the digests.")
     ] = False,
@@ -66,3 +77,35 @@ def checkpoints(
             console.print(f"{folder} has no checkpoints")
     if steps and all(one.problem for one in steps):
         raise typer.Exit(1)
+
+
+def export(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Option(metavar="N", min=1, help="The newest one if absent.")] = None,
+    dtype: Annotated[ExportType | None, typer.Option(help="Type of the weights; as saved if absent.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A new folder; RUN/export-N if absent.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the model of a checkpoint as a folder that `from_pretrained` loads, also before a run has ended.
+
+    The records of all clouds must be in the run directory.
+
+    Example: `isthmus export runs/demo --dtype bfloat16`
+    """
+    import torch
+
+    from isthmus.train.export import export_run, newest_step
+
+    folder = find_run(run)
+    chosen = newest_step(folder, wanted=step)
+    target = out or folder / f"export-{chosen}"
+    of = None if dtype is None else getattr(torch, dtype.value)
+    export_run(folder, target, step=chosen, dtype=of, note=console_for_notes().print)
+    if as_json:
+        print_json({"run": folder, "step": chosen, "model": target})
+    else:
+        Console(highlight=False, soft_wrap=True).print(
+            f"[green]✓[/] wrote the model of step {chosen} to {target}"
+        )

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from isthmus import __version__
-from isthmus.cli.checkpoints import checkpoints
+from isthmus.cli.checkpoints import checkpoints, export
 from isthmus.cli.output import print_json
 from isthmus.cli.plan import plan
 from isthmus.cli.probe import probe, profile
@@ -39,7 +39,7 @@ def schema() -> None:
     print_json(job_schema())
 
 
-for _verb in (run, plan, simulate, probe, profile, gateway, doctor, report, checkpoints, schema):
+for _verb in (run, plan, simulate, probe, profile, gateway, doctor, report, checkpoints, export, schema):
     app.command()(_verb)
 app.add_typer(certs_app, name="certs")
 

@@ -148,6 +148,10 @@ def merge(parts: Sequence[Path], folder: Path, *, companions: Iterable[Path] = (
             write_wrapper(
                 new, boundaries, config=last.config, auto_class=last.auto_class, layers_path=last.layers_path
             )
+        # safetensors writes files that only their owner may read.
+        mode = next(new.rglob("*.json")).stat().st_mode
+        for weights in new.rglob("*.safetensors"):
+            weights.chmod(mode)
     return (_note(boundaries),) if boundaries else ()
 
 

@@ -317,6 +317,17 @@ def _range_of(manifest: Manifest) -> str:
     return f"{start} to {stop - 1}"
 
 
+def load_weights(checkpoints: Checkpoints, stage: Stage, step: int) -> None:
+    """Set the weights of a stage that this process holds alone to what was saved."""
+    values = {_saved_name(name, stage.layers): one for name, one in stage.tensors_by_name().items()}
+    shapes = {name: tuple(one.shape) for name, one in values.items()}
+    _, found = checkpoints.read(step, shapes, layers=stage.layers)
+    with torch.no_grad():
+        for name, value in values.items():
+            tensor = found[name].load()
+            value.copy_(tensor[0] if tensor.ndim > value.ndim else tensor)
+
+
 class Keeper:
     """Saves and loads the state of one rank; all ranks of a cloud call it together."""
 

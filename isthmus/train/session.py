@@ -33,6 +33,7 @@ from isthmus.train.data.samples import Cursor
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, TrainingData, open_data
 from isthmus.train.device import Device
+from isthmus.train.export import write_config
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
@@ -139,6 +140,8 @@ class _Session:
         own = None if data is None or run_id is None else self._config(data, run_id)
         config = self.neighbours.agree_on_config(own)
         run = join_run(self.options.root, self.job, config.run_id)
+        if self._is_leader:
+            write_config(run, config)
         if self._is_first and data is None:
             data = self._open_data(config.run_id)
         checkpoints = Checkpoints(

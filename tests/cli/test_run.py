@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from isthmus.cli.main import app
 from isthmus.cli.run import run
 from isthmus.events import Fact, Span, read_events
 from isthmus.job import load_job
@@ -111,6 +112,21 @@ def test_the_run_directory_tells_what_happened(finished: dict[str, Any]) -> None
     assert AutoTokenizer.from_pretrained(folder / "model").vocab_size <= 300
     assert not list(folder.glob(".parts*"))
     assert len(list((folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}/*/manifest.json"))) == 2
+
+
+def test_the_last_checkpoint_exports_to_the_model_of_the_run(
+    finished: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = Path(finished["run"])
+    out = tmp_path / "exported" / "model"
+    result = CliRunner().invoke(app, ["export", str(folder.parent), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert_equal_weights(weights(out.parent), weights(folder))
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
+    again = CliRunner().invoke(app, ["export", str(folder), "--out", str(out)])
+    assert "exists already" in str(again.exception)
+    missing = CliRunner().invoke(app, ["export", str(folder), "--step", "999"])
+    assert "step 999 cannot be exported: there is none" in str(missing.exception)
 
 
 @pytest.mark.slow

@@ -1,0 +1,106 @@
+"""Exports the model of a run from a checkpoint, also of a run that has not ended."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from isthmus.errors import FrameError, UserError
+from isthmus.job import Job
+from isthmus.job.load import replace_file
+from isthmus.job.rundir import job_of
+from isthmus.model.export import merge, write_part
+from isthmus.plan.types import pack_facts, unpack_facts
+from isthmus.train.build import Build, blueprint_of
+from isthmus.train.checkpoint import Checkpoints, load_weights, saved_steps
+from isthmus.train.device import Device
+from isthmus.train.in_cloud import World
+from isthmus.train.run_config import RunConfig
+from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER
+
+CONFIG_FILE: Final = "config.json"
+_MAX_CONFIG_BYTES: Final = 64 * 2**20
+
+
+def write_config(run: Path, config: RunConfig) -> None:
+    """Keep the run config in the run directory, since the stages of a checkpoint are built from it."""
+    replace_file(run / CONFIG_FILE, pack_facts(config, max_bytes=_MAX_CONFIG_BYTES))
+
+
+def export_run(
+    run: Path,
+    folder: Path,
+    *,
+    step: int,
+    dtype: torch.dtype | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Write the model as the checkpoint of a step has it; stages are built on the host, one at a time."""
+    if folder.exists():
+        raise UserError(f"{folder} exists already", hint="name another folder with --out")
+    job, config = _read(run)
+    scratch = Path(tempfile.mkdtemp(dir=run, prefix=PARTS_PREFIX))
+    try:
+        parts = []
+        for members in config.pipeline.stages:
+            parts.append(scratch / members[0].cloud)
+            _write_stage(run, job, config, parts[-1], step=step, dtype=dtype)
+        companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
+        for text in merge(parts, folder, companions=companions):
+            note(text)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def newest_step(run: Path, *, wanted: int | None = None) -> int:
+    """The newest step that restores the run, or the one that is wanted if it does."""
+    hint = "isthmus checkpoints RUN --verify lists what there is"
+    steps = saved_steps(run, verify=True)
+    whole = [one.step for one in steps if one.problem is None]
+    if wanted is None and whole:
+        return whole[-1]
+    if wanted is None:
+        raise UserError("the run has no checkpoint that restores it", hint=hint)
+    if wanted not in whole:
+        problem = next((one.problem for one in steps if one.step == wanted), "there is none")
+        raise UserError(f"the checkpoint of step {wanted} cannot be exported: {problem}", hint=hint)
+    return wanted
+
+
+def _write_stage(
+    run: Path, job: Job, config: RunConfig, folder: Path, *, step: int, dtype: torch.dtype | None
+) -> None:
+    cloud = folder.name
+    build = Build(
+        job=job.model_copy(update={"train": job.train.model_copy(update={"compile": False})}),
+        config=config,
+        cloud=cloud,
+        blueprint=blueprint_of(job, config=config.model, num_labels=config.num_labels),
+        device=Device("cpu"),
+        world=World(),
+    )
+    stage = build.stage()
+    load_weights(Checkpoints(run, cloud=cloud, job=job.meaning_digest), stage, step)
+    if dtype is not None:
+        stage.model.to(dtype)
+    write_part(stage, folder)
+
+
+def _read(run: Path) -> tuple[Job, RunConfig]:
+    """The job and the run config of a run, for one rank per cloud that computes nothing."""
+    job = job_of(run)
+    try:
+        text = (run / CONFIG_FILE).read_text(encoding="utf-8")
+        config = unpack_facts(text, RunConfig, max_bytes=_MAX_CONFIG_BYTES)
+    except (OSError, FrameError) as error:
+        raise UserError(
+            f"{run / CONFIG_FILE} cannot be read, so the stages of the run are not known: {error}",
+            hint="start the run again with this version: isthmus run JOB; it writes the file",
+        ) from error
+    if job is None:
+        raise UserError(f"{run} holds no job that this version reads", hint="name the folder of a run")
+    return job, replace(config, sharding=tuple("none" for _ in config.sharding), recompute=False)
