@@ -9,11 +9,10 @@ import torch
 
 from isthmus.events import Span
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
-from isthmus.plan.codecs import Crossing, Pair
+from isthmus.plan.codecs import Crossing, Cut, Pair
 from isthmus.plan.end_of_step import StepEnded
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
-from isthmus.plan.steering import Cut
 from isthmus.plan.types import Event, Facts, Member
 from isthmus.train import build
 from isthmus.train.device import Device

@@ -12,9 +12,8 @@ from predicted.journey import Visit
 
 from auto.planning import Prepared, TrialsByCase, read_plan
 from auto.trials import SlowDown, Trial
-from isthmus.plan.codecs import texts_of
+from isthmus.plan.codecs import Cut, texts_of
 from isthmus.plan.end_of_step import Note, StepEnded, Texts, Verdict
-from isthmus.plan.steering import Cut
 from isthmus.plan.types import Event, Sent
 from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device

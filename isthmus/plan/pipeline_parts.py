@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 from pydantic import AliasChoices, Field
 
-from isthmus.plan.codecs import read_pair, texts_of
+from isthmus.plan.codecs import Cut, CutState, Steering, read_pair, texts_of
 from isthmus.plan.end_of_step import (
     Evaluated,
     Read,
@@ -23,7 +23,6 @@ from isthmus.plan.end_of_step import (
     total_norm,
 )
 from isthmus.plan.scenario import Caps, Measured, Policy, first_windows, next_windows
-from isthmus.plan.steering import Cut, CutState, Steering
 from isthmus.plan.types import (
     Facts,
     Member,

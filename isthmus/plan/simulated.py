@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from isthmus.plan.codecs import Crossing, read_pair
+from isthmus.plan.codecs import Crossing, Cut, read_pair
 from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated, Verdict
 from isthmus.plan.lines import Disturbance
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
 from isthmus.plan.scenario import Line, Scenario
 from isthmus.plan.simulate import simulate
-from isthmus.plan.steering import Cut
 from isthmus.plan.timeline import Timeline
 from isthmus.plan.types import Costs, Facts, Member, Message, MessageKind, Ran, Work, WorkKind
 

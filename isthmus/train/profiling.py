@@ -26,10 +26,9 @@ from isthmus.model.blueprint import Blueprint
 from isthmus.model.heads import HEADS, Head
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
-from isthmus.plan.codecs import RAW_PAIR, Crossing, Loss, Pair, codec_levels, texts_of
+from isthmus.plan.codecs import RAW_PAIR, Crossing, Cut, Loss, Pair, codec_levels, texts_of
 from isthmus.plan.costs import Precision
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
-from isthmus.plan.steering import Cut
 from isthmus.plan.times import NO_TIME, CodingTimes, PassTimes, Profile, Sample, fit_line
 from isthmus.plan.types import Member, Message, MessageKind
 from isthmus.train.build import blueprint_of, cut_end

@@ -23,7 +23,7 @@ from isthmus.job import Job, LinkSpec, stage_order
 from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch
-from isthmus.plan.codecs import RAW_PAIR, Crossing, Pair
+from isthmus.plan.codecs import RAW_PAIR, Crossing, Cut, Pair
 from isthmus.plan.costs import Precision
 from isthmus.plan.end_of_step import StepEnded
 from isthmus.plan.job_facts import links_along
@@ -31,7 +31,6 @@ from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.steering import Cut
 from isthmus.plan.times import Profile, Sample, mean_sample
 from isthmus.plan.types import Facts, Member, Message
 from isthmus.train.build import AUTOCAST, pipeline_loop

@@ -13,7 +13,7 @@ from isthmus.job import CloudSpec, CodecSpec, Job, LinkSpec, PipelineStrategy, p
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
 from isthmus.job.sections import why_not_run
 from isthmus.model.blueprint import Blueprint, split_layers
-from isthmus.plan.codecs import RAW, Bounds, Crossing, Loss, Pair, num_learners
+from isthmus.plan.codecs import RAW, Bounds, Crossing, Cut, Loss, Pair, num_learners
 from isthmus.plan.costs import CostSource, nothing_measured
 from isthmus.plan.job_facts import (
     OPEN,
@@ -31,7 +31,6 @@ from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.plan import Decisions, PipelineSettings, Plan, follow
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Caps, Policy
-from isthmus.plan.steering import Cut
 from isthmus.plan.study import check_lists
 from isthmus.plan.types import Facts, Member
 from isthmus.train.data.training_data import Layout, divide_batch

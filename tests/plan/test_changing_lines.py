@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Loss, Pair
+from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Cut, Loss, Pair, Steering
 from isthmus.plan.end_of_step import Cosines, Tally
 from isthmus.plan.scenario import Hop
-from isthmus.plan.steering import Cut, Steering
 
 NUM_MICROBATCHES = 16
 INTERVAL_S = 0.03

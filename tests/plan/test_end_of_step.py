@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.plan.codecs import Crossing
+from isthmus.plan.codecs import Crossing, Cut, CutState
 from isthmus.plan.end_of_step import (
     Cosines,
     Evaluated,
@@ -28,7 +28,6 @@ from isthmus.plan.end_of_step import (
 )
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.scenario import Hop
-from isthmus.plan.steering import Cut, CutState
 from isthmus.plan.types import (
     Arrived,
     Carried,

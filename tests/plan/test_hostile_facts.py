@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from isthmus.errors import FrameError
-from isthmus.plan.codecs import Bounds, Crossing
+from isthmus.plan.codecs import Bounds, Crossing, Cut
 from isthmus.plan.end_of_step import Cosines, Evaluated, Tally, Verdict
 from isthmus.plan.pipeline_parts import FACTS
-from isthmus.plan.steering import Cut
 from isthmus.plan.types import (
     MAX_FACTS_BYTES,
     Action,

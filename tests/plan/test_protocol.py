@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from isthmus.errors import FrameError, IsthmusError
-from isthmus.plan.codecs import Crossing
+from isthmus.plan.codecs import Crossing, Cut
 from isthmus.plan.end_of_step import Cosines, Evaluated, Seen, Verdict
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.scenario import Policy
-from isthmus.plan.steering import Cut
 from isthmus.plan.types import (
     Arrived,
     Done,

@@ -1,11 +1,10 @@
 """Which codecs a scheduler continues with when the job gives some links others than before."""
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.codecs import Crossing, Pair, texts_of
+from isthmus.plan.codecs import Crossing, Cut, CutState, Pair, texts_of
 from isthmus.plan.end_of_step import Note
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline, PipelineState
-from isthmus.plan.steering import Cut, CutState
 from isthmus.plan.types import Action, Member, Started, Tell
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from isthmus.job.codec import parse_codec
-from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Loss, Pair
+from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Cut, Loss, Pair, Steering, guarded
 from isthmus.plan.end_of_step import Cosines, Tally
 from isthmus.plan.scenario import Hop
-from isthmus.plan.steering import Cut, Steering, guarded
 
 CROSSING = Crossing(num_rows=512, width=128)
 

@@ -16,11 +16,10 @@ from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage, StageOutput
-from isthmus.plan.codecs import RAW_PAIR, Crossing, Pair
+from isthmus.plan.codecs import RAW_PAIR, Crossing, Cut, Pair
 from isthmus.plan.end_of_step import Evaluated, StepEnded, Tally
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
-from isthmus.plan.steering import Cut
 from isthmus.plan.types import Action, Event, Facts, Member, Message, Scheduler, Stop
 from isthmus.train.build import pipeline_loop
 from isthmus.train.coding import CodecState

@@ -9,10 +9,9 @@ from isthmus.errors import UserError
 from isthmus.job import Job, PipelineStrategy, stage_order
 from isthmus.job.codec import parse_codec
 from isthmus.job.load import parse_job
-from isthmus.plan.codecs import Pair, texts_of
+from isthmus.plan.codecs import Cut, Pair, texts_of
 from isthmus.plan.plan import Decisions, follow
 from isthmus.plan.scenario import Policy
-from isthmus.plan.steering import Cut
 from isthmus.train.build import blueprint_of, check_fits
 from isthmus.train.run_config import decide, plan_run, run_config, stage_layers
 from isthmus.train.runs import check_job
