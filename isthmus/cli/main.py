@@ -64,7 +64,7 @@ def main() -> None:
     # Errors of TLS and sockets are told in our words; gRPC's own lines would come in between.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
-        app()
+        app(prog_name="isthmus")
     except IsthmusError as error:
         show_error(error)
         sys.exit(2 if isinstance(error, UserError) else 1)

@@ -13,11 +13,10 @@ import isthmus
 from isthmus.cli import output
 from isthmus.cli.output import duration, percent, size, tabulate
 from isthmus.errors import UserError
-from isthmus.events import Span
 from isthmus.job import Job, update_job_file
 from isthmus.job.sections import why_not_run
 from isthmus.observe.draw import Section, Table, draw_chart, draw_text
-from isthmus.observe.timeline import LINE_MARK, Chart, chart_of_step, lay_out, microbatch_of, shifted
+from isthmus.observe.timeline import Chart, chart_of_step, lay_out
 from isthmus.plan.job_facts import run_order
 from isthmus.plan.plan import Estimate, Form, Plan, PlannedStage, RunnerUp, plan_to_dict, planned_changes
 from isthmus.plan.replicated import sketch
@@ -68,7 +67,7 @@ def plan(
     if svg or png or html:
         title = f"{loaded.name}: {chosen.what}"
         section = Section(heading="The plan", parts=(chosen.reason, *tables, *remarks))
-        drawing = draw_chart(_beginning(chosen), title=title)
+        drawing = draw_chart(_chart(chosen, _NUM_DRAWN * chosen.stages[0].num_ranks), title=title)
         output.write_pictures(notes, drawing, title=title, sections=[section], svg=svg, png=png, html=html)
     if write:
         changes = planned_changes(loaded, chosen)
@@ -112,35 +111,13 @@ def _show(console: Console, plan: Plan, tables: Sequence[Table], remarks: Sequen
     console.print(draw_text(_chart(plan), width=console.width))
 
 
-def _chart(plan: Plan) -> Chart:
-    """One step, or a sketch of a few where the form has no scheduler yet."""
+def _chart(plan: Plan, num_microbatches: int | None = None) -> Chart:
+    """Return the chart of a step, of its beginning, or of a sketch where the form has no scheduler yet."""
     if plan.scenario is not None:
-        return chart_of_step(simulate_scenario(plan.scenario, num_steps=2))
+        timeline = simulate_scenario(plan.scenario, num_steps=2)
+        return chart_of_step(timeline, num_microbatches=num_microbatches)
     spans = sketch(plan)
-    end_s = max(span.end_s for span in spans)
-    return lay_out(spans, start_s=0.0, end_s=end_s, order=plan.clouds)
-
-
-def _beginning(plan: Plan) -> Chart:
-    """As much of a step as can be drawn box by box: until the slowest rank has done some micro-batches."""
-    scenario = plan.scenario
-    if scenario is None:
-        return _chart(plan)
-    timeline = simulate_scenario(scenario, num_steps=2)
-    step = timeline.steps[-1]
-    passes_s = [stage.forward_s + stage.backward_s for stage in scenario.stages]
-    travel_s = sum(2 * hop.line.latency_s for hop in scenario.hops)
-    end_s = step.duration_s
-    if scenario.num_microbatches > _NUM_DRAWN * scenario.stages[0].num_ranks:
-        end_s = min(end_s, sum(passes_s) + travel_s + _NUM_DRAWN * max(passes_s))
-    spans = [one for one in shifted(timeline.spans, -step.start_s) if one.end_s > 0 and one.start_s < end_s]
-    return lay_out(_of_first_ranks(spans), start_s=0.0, end_s=end_s, order=plan.clouds)
-
-
-def _of_first_ranks(spans: Sequence[Span]) -> list[Span]:
-    """What the ranks that are drawn compute, and only that on the lines: hundreds of ranks share them."""
-    drawn = {microbatch_of(one) for one in spans if one.track.endswith(("/0", "/1"))}
-    return [one for one in spans if not drawn or LINE_MARK not in one.track or microbatch_of(one) in drawn]
+    return lay_out(spans, start_s=0.0, end_s=max(span.end_s for span in spans), order=plan.clouds)
 
 
 class _Row(NamedTuple):

@@ -17,7 +17,7 @@ from isthmus.errors import UserError
 from isthmus.job.faults import CloudFault, FaultKind, load_script
 from isthmus.job.load import read_text
 from isthmus.observe.draw import Section, Table, draw_chart, draw_text
-from isthmus.observe.timeline import Chart, chart_of_step, clouds_in_order, lay_out, shifted
+from isthmus.observe.timeline import chart_of_step
 from isthmus.plan.lines import Disturbance
 from isthmus.plan.plan import scenario_of
 from isthmus.plan.scenario import Scenario
@@ -59,7 +59,8 @@ def simulate(
     costs = _costs(scenario, steps, seed, script)
     tables = [_steps_table(clouds, found), _traffic_table(found), _faults_table(script, costs)]
     console = Console(highlight=False, stderr=as_json)
-    chart = _chart(found, script)
+    # The step that the first fault falls into, if there is one.
+    chart = chart_of_step(found, at_s=script[0].at_s if script else None)
     if as_json:
         output.print_json(_facts(found, script, costs))
     else:
@@ -103,16 +104,6 @@ def _costs(
     plain_s = isthmus.simulate(scenario, steps=num_steps, seed=seed).steps[-1].end_s
     alone = (isthmus.simulate(scenario, steps=num_steps, seed=seed, faults=[one]) for one in script)
     return [None if one.stopped else one.steps[-1].end_s - plain_s for one in alone]
-
-
-def _chart(found: Timeline, script: Sequence[Disturbance]) -> Chart:
-    """The step that the first fault falls into, else one as most are."""
-    hit = [step for step in found.steps if script and step.start_s <= script[0].at_s < step.end_s]
-    if not hit:
-        return chart_of_step(found)
-    spans = shifted(found.spans, -hit[0].start_s)
-    order = clouds_in_order(found.spans)
-    return lay_out(spans, start_s=0.0, end_s=hit[0].duration_s, order=order)
 
 
 def _steps_table(clouds: Sequence[str], found: Timeline) -> Table:

@@ -1,19 +1,16 @@
 """What the user wrote: one TOML file as frozen, checked models."""
 
 from isthmus.job.codec import CodecSpec, gradient_codec, parse_codec
-from isthmus.job.codec_steps import CodecStep, CodeState
 from isthmus.job.fields import Address, parse_address
 from isthmus.job.load import dump_job, load_job, update_job_file
 from isthmus.job.network import CloudSpec, CodecSpecs, LinkSpec
 from isthmus.job.rundir import create_run_directory
 from isthmus.job.sections import (
-    AcceleratorSpec,
     AutoStrategy,
     CheckpointSpec,
     DataSpec,
     DataStrategy,
     GeneratorDiscriminatorStrategy,
-    LimitsSpec,
     ModelSpec,
     PipelineStrategy,
     TrainSpec,
@@ -21,20 +18,16 @@ from isthmus.job.sections import (
 from isthmus.job.spec import Job, job_schema, stage_order
 
 __all__ = [
-    "AcceleratorSpec",
     "Address",
     "AutoStrategy",
     "CheckpointSpec",
     "CloudSpec",
-    "CodeState",
     "CodecSpec",
     "CodecSpecs",
-    "CodecStep",
     "DataSpec",
     "DataStrategy",
     "GeneratorDiscriminatorStrategy",
     "Job",
-    "LimitsSpec",
     "LinkSpec",
     "ModelSpec",
     "PipelineStrategy",

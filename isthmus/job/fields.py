@@ -67,12 +67,12 @@ def parse_address(text: str) -> Address:
     port = int(found["port"])
     if not 1 <= port <= _MAX_PORT:
         raise FieldError(f"{text!r} has port {port}", cure=f"choose a port from 1 to {_MAX_PORT}")
-    host = found["host"] if found["ipv6"] is None else found["ipv6"]
-    if not (_is_ipv6(host) if found["ipv6"] is not None else _is_host(host)):
+    ipv6, name = found["ipv6"], found["host"]
+    if not (_is_host(name) if ipv6 is None else _is_ip(ipv6, version=6)):
         raise FieldError(
             f"{text!r} has no valid host", cure='write "host:port", such as "east.example.com:7600"'
         )
-    return Address(host=host, port=port)
+    return Address(host=name if ipv6 is None else ipv6, port=port)
 
 
 def parse_public_address(text: str) -> Address:
@@ -99,8 +99,9 @@ def format_proxy(address: Address) -> str:
 
 
 def _address_cure(text: str) -> str:
-    if _is_ipv6(text.strip("[]")):
-        return f'add a port: "[{text.strip("[]")}]:7600"'
+    bare = text.strip("[]")
+    if _is_ip(bare, version=6):
+        return f'add a port: "[{bare}]:7600"'
     if ":" not in text and _is_host(text):
         return f'add a port: "{text}:7600"'
     return 'write "host:port", an IPv6 host in brackets: "[2001:db8::7]:7600"'
@@ -108,20 +109,15 @@ def _address_cure(text: str) -> str:
 
 def _is_host(text: str) -> bool:
     if re.fullmatch(r"[0-9.]+", text):
-        return _is_ip(text, ipaddress.IPv4Address)
+        return _is_ip(text, version=4)
     return _HOST.fullmatch(text) is not None and len(text) <= 253
 
 
-def _is_ipv6(text: str) -> bool:
-    return _is_ip(text, ipaddress.IPv6Address)
-
-
-def _is_ip(text: str, kind: type[ipaddress.IPv4Address | ipaddress.IPv6Address]) -> bool:
+def _is_ip(text: str, *, version: int) -> bool:
     try:
-        kind(text)
+        return ipaddress.ip_address(text).version == version
     except ValueError:
         return False
-    return True
 
 
 _FROM_FILE: Final = "from a file"

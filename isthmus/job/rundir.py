@@ -35,27 +35,31 @@ def create_run_directory(
 
     `fill` puts in what the run needs. The job comes last: a folder without one is no run.
     """
-    try:
+    with _told(root):
         folder = _make_folder(root / job.name, now.astimezone(UTC))
-    except OSError as error:
-        raise UserError(f"no run directory can be made in {root}: {error.strerror}") from None
     fill(folder)
     replace_file(folder / JOB_FILE, dump_job(job))
     return folder
 
 
 @contextmanager
-def choosing(root: Path, job: Job, *, note: Note) -> Iterator[None]:
-    """Be the only command that chooses or makes a run of this name; waits for another one."""
-    folder = root / job.name
+def _told(root: Path) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
+        yield
     except OSError as error:
         raise UserError(
             f"no run directory can be made in {root}: {error.strerror}",
             hint="name a folder that can be written to, with --runs",
         ) from None
+
+
+@contextmanager
+def choosing(root: Path, job: Job, *, note: Note) -> Iterator[None]:
+    """Let no other command choose or make a run of this name meanwhile; waits for one that does."""
+    folder = root / job.name
+    with _told(root):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
     try:
         _wait_for_turn(descriptor, note)
         yield
@@ -73,7 +77,7 @@ def lock_run(run: Path, *, note: Note, is_shared: bool = False) -> Iterator[None
 
 @contextmanager
 def lock_site(root: Path, job: Job, *, cloud: str, rank: int, note: Note) -> Iterator[None]:
-    """Be the only process on this disk that is this rank of this cloud."""
+    """Let no other process on this disk be this rank of this cloud."""
     who = f"rank {rank} of cloud {cloud!r}" if rank else f"cloud {cloud!r}"
     what = f"{who} of job {job.name!r}"
     path = root / job.name / _SITE_LOCKS / f"{cloud}.{rank}"
@@ -94,7 +98,7 @@ def _locked(path: Path, *, what: str, hint: str, note: Note, is_shared: bool = F
         except BlockingIOError:
             raise UserError(f"{what} is already run by {_holder(file)}", hint=hint) from None
         except OSError as error:
-            # A disk without locks; the user is told what is then up to him.
+            # A disk without locks: the user must see to it.
             note(f"{path} cannot be locked ({error.strerror}): start no second command for this run")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -131,17 +135,12 @@ def _make_folder(parent: Path, moment: datetime) -> Path:
 
 
 def join_run(root: Path, job: Job, run_id: str) -> Path:
-    """The directory of a run that the first cloud has named."""
+    """Return the directory of a run that the first cloud has named."""
     if run_id != Path(run_id).name or run_id in {"", ".", ".."}:
         raise UserError(f"{run_id!r} is no name of a run")
     run = root / job.name / run_id
-    try:
+    with _told(root):
         run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"no run directory can be made in {root}: {error.strerror}",
-            hint="name a folder that can be written to, with --runs",
-        ) from None
     there = job_of(run)
     if there is not None and there.meaning_digest != job.meaning_digest:
         raise changed_meaning(f"the run {run}", there, job)
@@ -151,7 +150,7 @@ def join_run(root: Path, job: Job, run_id: str) -> Path:
 
 
 def job_of(run: Path) -> Job | None:
-    """The job of a run directory, None where there is none that this version reads."""
+    """Return the job of a run directory, None where there is none that this version reads."""
     try:
         return load_job(run / JOB_FILE)
     except UserError:
@@ -160,7 +159,7 @@ def job_of(run: Path) -> Job | None:
 
 
 def changed_meaning(run: str, there: Job, here: Job) -> UserError:
-    """The error for a run that started with a job of another meaning."""
+    """Return the error for a run that started with a job of another meaning."""
     changes = tell_changes(here.changes_from(there, KeyRole.MEANING))
     return UserError(
         f"{run} began with another job: {changes}",

@@ -4,7 +4,7 @@ A chart has tracks in the order of the pipeline, boxes in rows, and bubbles betw
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Final
@@ -49,6 +49,7 @@ LINE_MARK: Final = "→"
 
 _RANK_MARK: Final = "/"
 _MAX_ROWS: Final = 6
+_MAX_RANKS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +86,8 @@ class Chart:
         return frozenset(span.kind for span in spans if span.duration_s)
 
 
-def lay_out(
-    spans: Iterable[Span], *, start_s: float, end_s: float, order: Sequence[str] = (), max_ranks: int = 2
-) -> Chart:
-    """Return the chart of what happens between two times, with at most so many ranks of each cloud.
+def lay_out(spans: Iterable[Span], *, start_s: float, end_s: float, order: Sequence[str] = ()) -> Chart:
+    """Return the chart of what happens between two times, with at most two ranks of each cloud.
 
     `order` are the clouds along the pipeline; without it they are sorted by their first forward.
     """
@@ -96,27 +95,51 @@ def lay_out(
     for span in sorted(spans, key=lambda one: (one.start_s, one.end_s)):
         by_track[span.track].append(span)
     ranks = _ranks_by_cloud(by_track, order)
+    num_hidden_ranks = sum(max(0, len(own) - _MAX_RANKS) for own in ranks.values())
+    if num_hidden_ranks:
+        _leave_out(by_track, {name for own in ranks.values() for name in own[:_MAX_RANKS]})
     names: list[str] = []
     for cloud, own in ranks.items():
-        names += own[:max_ranks]
+        names += own[:_MAX_RANKS]
         names += _lines_from(cloud, by_track, names)
     return Chart(
         start_s=start_s,
         end_s=end_s,
         tracks=tuple(_track(name, by_track[name], start_s, end_s) for name in names),
-        num_hidden_ranks=sum(max(0, len(own) - max_ranks) for own in ranks.values()),
+        num_hidden_ranks=num_hidden_ranks,
     )
 
 
-def chart_of_step(timeline: Timeline, *, max_ranks: int = 2) -> Chart:
-    """Return the chart of one simulated step: the second, whose windows are measured, if there is one."""
+def _leave_out(by_track: dict[str, list[Span]], drawn: Collection[str]) -> None:
+    """Leave on the lines only what the drawn ranks compute: hundreds of ranks share a line."""
+    theirs = {microbatch_of(span) for name in drawn for span in by_track[name]}
+    for name in by_track:
+        if LINE_MARK in name:
+            by_track[name] = [span for span in by_track[name] if microbatch_of(span) in theirs]
+
+
+def chart_of_step(
+    timeline: Timeline, *, at_s: float | None = None, num_microbatches: int | None = None
+) -> Chart:
+    """Return the chart of one simulated step: that at a time, else the second, whose windows are measured.
+
+    With `num_microbatches` it ends with the last of so many, so that each can be seen.
+    """
+    order = clouds_in_order(timeline.spans)
     if not timeline.steps:
         end_s = max((span.end_s for span in timeline.spans), default=0.0)
-        return lay_out(timeline.spans, start_s=0.0, end_s=end_s, max_ranks=max_ranks)
-    step = timeline.steps[min(1, len(timeline.steps) - 1)]
-    spans = shifted(timeline.spans, -step.start_s)
-    order = clouds_in_order(timeline.spans)
-    return lay_out(spans, start_s=0.0, end_s=step.duration_s, order=order, max_ranks=max_ranks)
+        return lay_out(timeline.spans, start_s=0.0, end_s=end_s, order=order)
+    hit = [one for one in timeline.steps if at_s is not None and one.start_s <= at_s < one.end_s]
+    step = hit[0] if hit else timeline.steps[min(1, len(timeline.steps) - 1)]
+    spans = [
+        one
+        for one in shifted(timeline.spans, -step.start_s)
+        if one.end_s > 0 and one.start_s < step.duration_s
+    ]
+    names = {f"{step.step}.{number}" for number in range(num_microbatches or 0)}
+    first = [one.end_s for one in spans if one.name.partition(" ")[2] in names]
+    end_s = min(step.duration_s, max(first, default=step.duration_s))
+    return lay_out(spans, start_s=0.0, end_s=end_s, order=order)
 
 
 def shifted(spans: Iterable[Span], by_s: float) -> list[Span]:

@@ -1,5 +1,6 @@
 """Charts of known spans: their order, rows, bubbles and numbers."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,10 +39,33 @@ def test_tracks_follow_the_pipeline_with_the_lines_between_them() -> None:
 
 def test_of_many_ranks_some_are_shown_and_the_rest_counted() -> None:
     timeline = simulate_scenario(pipeline(2, 22, serialise_s=0.1, latency_s=0.5, num_ranks=11))
-    chart = chart_of_step(timeline, max_ranks=3)
+    chart = chart_of_step(timeline)
     names = [track.name for track in chart.tracks if not track.is_line]
-    assert names == [f"cloud{cloud}/{rank}" for cloud in (0, 1) for rank in (0, 1, 2)]
-    assert chart.num_hidden_ranks == 16
+    assert names == [f"cloud{cloud}/{rank}" for cloud in (0, 1) for rank in (0, 1)]
+    assert chart.num_hidden_ranks == 18
+    drawn = {microbatch_of(span) for track in chart.tracks for row in track.rows for span in row}
+    assert drawn == {"0", "1", "11", "12"} | {""}
+
+
+def test_the_beginning_of_a_step_ends_with_the_last_micro_batch_that_is_wanted() -> None:
+    timeline = simulate_scenario(pipeline(2, 22, serialise_s=0.1, latency_s=0.5), num_steps=2)
+    whole, beginning = (chart_of_step(timeline, num_microbatches=number) for number in (None, 3))
+    assert whole.duration_s == pytest.approx(timeline.steps[1].duration_s)
+    ends = [
+        span.end_s - timeline.steps[1].start_s
+        for span in timeline.spans
+        if span.name.partition(" ")[2] in {"1.0", "1.1", "1.2"}
+    ]
+    assert beginning.end_s == pytest.approx(max(ends))
+    assert beginning.duration_s < whole.duration_s / 2
+
+
+def test_the_step_of_a_time_is_drawn() -> None:
+    timeline = simulate_scenario(pipeline(2, 4, serialise_s=0.1, latency_s=0.5), num_steps=3)
+    third = timeline.steps[2]
+    chart = chart_of_step(timeline, at_s=third.start_s + 0.1)
+    assert chart.duration_s == pytest.approx(third.duration_s)
+    assert any(span.name == "forward 2.0" for track in chart.tracks for row in track.rows for span in row)
 
 
 @given(scenarios(max_ranks=2))
