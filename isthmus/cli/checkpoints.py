@@ -8,12 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from isthmus.cli.output import JsonOption, console_for_notes, print_json, print_tables, size, tabulate
+from isthmus.cli import output
+from isthmus.cli.output import JsonOption, print_json, print_tables, size, tabulate
 from isthmus.observe.report import find_run
-
-RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The folder of a run, runs/NAME/ID, or runs/NAME.")
-]
 
 
 class ExportType(enum.StrEnum):
@@ -25,7 +22,7 @@ class ExportType(enum.StrEnum):
 
 
 def checkpoints(
-    run: RunArgument,
+    run: output.RunArgument,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every byte and compare the digests.")
     ] = False,
@@ -80,7 +77,7 @@ def checkpoints(
 
 
 def export(
-    run: RunArgument,
+    run: output.RunArgument,
     step: Annotated[int | None, typer.Option(metavar="N", min=1, help="The newest one if absent.")] = None,
     dtype: Annotated[ExportType | None, typer.Option(help="Type of the weights; as saved if absent.")] = None,
     out: Annotated[
@@ -102,7 +99,7 @@ def export(
     chosen = newest_step(folder, wanted=step)
     target = out or folder / f"export-{chosen}"
     of = None if dtype is None else getattr(torch, dtype.value)
-    export_run(folder, target, step=chosen, dtype=of, note=console_for_notes().print)
+    export_run(folder, target, step=chosen, dtype=of, note=output.console_for_notes().print)
     if as_json:
         print_json({"run": folder, "step": chosen, "model": target})
     else:

@@ -9,34 +9,30 @@ from typing import Annotated, Final, TypeVar
 import rich.table
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from isthmus.errors import UserError
 from isthmus.observe.draw import Drawing, Section, Table, to_html, to_png, to_svg
 from isthmus.units import format_bytes, format_duration, shorten
 
-JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")]
+JobArgument = Annotated[Path, Argument(metavar="JOB", help="The job file.")]
+RunArgument = Annotated[
+    Path, Argument(metavar="RUN", help="The folder of a run, runs/NAME/ID, or runs/NAME.")
+]
 CloudOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Be this one cloud, for real; without it all clouds run here."),
+    str | None, Option(metavar="NAME", help="The cloud of this machine; else all run here.")
 ]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job, such as link.0.rtt='60 ms'."),
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override, such as seed=7.")
 ]
 ProfileOption = Annotated[
-    bool,
-    typer.Option(
-        "--profile/--no-profile",
-        help="Measure clouds on this machine that have no profile, for a few seconds, before planning.",
-    ),
+    bool, Option("--profile/--no-profile", help="Measure clouds on this machine that have no profile.")
 ]
-FaultsOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Faults of the emulated WAN, by time.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-SvgOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as SVG.")]
-PngOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it as PNG; needs Pillow.")]
-HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with all of it.")]
+FaultsOption = Annotated[Path | None, Option(metavar="FILE", help="Faults of the emulated WAN, by time.")]
+JsonOption = Annotated[bool, Option("--json", help="Print JSON.")]
+SvgOption = Annotated[Path | None, Option(metavar="FILE", help="Draw it as SVG.")]
+PngOption = Annotated[Path | None, Option(metavar="FILE", help="Draw it as PNG; needs Pillow.")]
+HtmlOption = Annotated[Path | None, Option(metavar="FILE", help="Write a page with all of it.")]
 
 T = TypeVar("T")
 

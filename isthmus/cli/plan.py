@@ -5,9 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
-import typer
 from rich.console import Console
 from rich.status import Status
+from typer import Option
 
 import isthmus
 from isthmus.cli import output
@@ -30,13 +30,11 @@ _ESTIMATED: Final = "≈"
 
 def plan(
     job: output.JobArgument,
-    write: Annotated[bool, typer.Option("--write", help="Put the choice into the job file.")] = False,
+    write: Annotated[bool, Option("--write", help="Put the choice into the job file.")] = False,
     svg: output.SvgOption = None,
     png: output.PngOption = None,
     html: output.HtmlOption = None,
-    with_levers: Annotated[
-        bool, typer.Option("--levers/--no-levers", help="Also say what one thing changed would bring.")
-    ] = True,
+    with_levers: Annotated[bool, Option("--levers/--no-levers", help="Say what changes would bring.")] = True,
     profile: output.ProfileOption = True,
     overrides: output.SetOption = None,
     as_json: output.JsonOption = False,

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
+from typer import Option
 
 from isthmus.cli import output
 from isthmus.cli.output import duration, tabulate
@@ -30,8 +30,8 @@ Show = Callable[[str, str], None]
 def probe(
     job: output.JobArgument,
     cloud: output.CloudOption = None,
-    seconds: Annotated[float, typer.Option(min=0.5, max=600, help="How long to load each direction.")] = 4.0,
-    write: Annotated[bool, typer.Option("--write", help="Put the figures into the job file.")] = False,
+    seconds: Annotated[float, Option(min=0.5, max=600, help="How long to load each direction.")] = 4.0,
+    write: Annotated[bool, Option("--write", help="Put the figures into the job file.")] = False,
     faults: output.FaultsOption = None,
     overrides: output.SetOption = None,
     as_json: output.JsonOption = False,
@@ -128,15 +128,9 @@ def _figures(one: "Measurement") -> dict[str, object]:
 
 def profile(
     job: output.JobArgument,
-    cloud: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The cloud that this machine stands for; without it all clouds are here."
-        ),
-    ] = None,
+    cloud: output.CloudOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Where to write one cloud's; NAME.profile.json unless given."),
+        Path | None, Option(metavar="FILE", help="Where to write; NAME.profile.json unless given.")
     ] = None,
     overrides: output.SetOption = None,
     as_json: output.JsonOption = False,

@@ -5,11 +5,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import typer
 from rich.console import Console
+from typer import Option
 
 import isthmus
-from isthmus.cli.output import JsonOption, duration, percent, print_json, print_tables, tabulate, write_file
+from isthmus.cli import output
+from isthmus.cli.output import duration, percent, tabulate
 from isthmus.observe.draw import Drawing, Section, Table, draw_chart, draw_curve, to_html
 from isthmus.observe.report import Compared, Comparison
 from isthmus.observe.timeline import Waits
@@ -20,13 +21,9 @@ _WAITS: Final = ("for_data", "saving", "for_activations", "for_gradients", "for_
 
 
 def report(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run, runs/NAME/ID, or runs/NAME.")
-    ],
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write the page; report.html of the run.")
-    ] = None,
-    as_json: JsonOption = False,
+    run: output.RunArgument,
+    html: Annotated[Path | None, Option(metavar="FILE", help="The page; report.html of the run.")] = None,
+    as_json: output.JsonOption = False,
 ) -> None:
     """Tell how a run went: time, bubbles, waiting and bytes, beside what its plan predicted.
 
@@ -37,14 +34,14 @@ def report(
     tables = {heading: table for heading, table in _tables(compared).items() if table.rows}
     console = Console(highlight=False, stderr=as_json)
     if as_json:
-        print_json(_facts(found.run, compared))
+        output.print_json(_facts(found.run, compared))
     else:
-        print_tables(console, tables.values())
+        output.print_tables(console, tables.values())
         console.print()
         if not found.has_plan:
             console.print("[dim]the run has no plan.json, so nothing is predicted[/]")
     page = to_html(f"Run {found.run.parent.name}, {found.run.name}", _sections(compared, tables))
-    write_file(console, html or found.run / REPORT_FILE, page.encode())
+    output.write_file(console, html or found.run / REPORT_FILE, page.encode())
 
 
 def _tables(found: Comparison) -> dict[str, Table]:

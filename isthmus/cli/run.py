@@ -17,6 +17,7 @@ from typing import Annotated, Final, Literal, NoReturn, Self
 
 import typer
 from rich.console import Console
+from typer import Option
 
 import isthmus
 from isthmus.cli import output
@@ -39,17 +40,11 @@ def run(
     job: output.JobArgument,
     cloud: output.CloudOption = None,
     faults: output.FaultsOption = None,
-    resume: Annotated[
-        Literal["auto", "never"],
-        typer.Option(help="Continue an unfinished run of this job, or start a new one."),
-    ] = "auto",
-    runs: Annotated[Path, typer.Option(metavar="FOLDER", help="Where run directories are.")] = Path("runs"),
-    restarts: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Start all ranks here again, up to N times, after a crash."),
-    ] = 0,
+    resume: Annotated[Literal["auto", "never"], Option(help="Continue an unfinished run?")] = "auto",
+    runs: Annotated[Path, Option(metavar="FOLDER", help="Where run directories are.")] = Path("runs"),
+    restarts: Annotated[int, Option(min=0, metavar="N", help="Start again, after up to N crashes.")] = 0,
     track: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="tensorboard, wandb, mlflow or trackio.")
+        list[str] | None, Option(metavar="NAME", help="tensorboard, wandb, mlflow or trackio.")
     ] = None,
     profile: output.ProfileOption = True,
     overrides: output.SetOption = None,

@@ -6,8 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 import isthmus
 from isthmus.cli import output
@@ -29,12 +29,12 @@ _CHANGE: Final = 0.02
 
 
 def simulate(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="The job file, or the plan.json of a plan.")],
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="How many steps.")] = 10,
+    job: Annotated[Path, Argument(metavar="JOB", help="The job file, or the plan.json of a plan.")],
+    steps: Annotated[int, Option(min=1, max=100_000, help="How many steps.")] = 10,
     faults: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Faults of links and clouds, by time.")
+        Path | None, Option(metavar="FILE", help="Faults of links and clouds, by time.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of the jitter.")] = 0,
     svg: output.SvgOption = None,
     png: output.PngOption = None,
     html: output.HtmlOption = None,

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
-from isthmus.cli.output import JobArgument, JsonOption, SetOption, print_json, print_tables, tabulate
+from isthmus.cli import output
+from isthmus.cli.output import print_json
 from isthmus.errors import UserError
 from isthmus.job import Address, CloudSpec, Job, load_job, parse_address, stage_order
 
@@ -32,8 +34,8 @@ certs_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Folder = Annotated[Path, typer.Option(metavar="FOLDER", help="Where keys and certificates are.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace the key that is there.")]
+Folder = Annotated[Path, Option(metavar="FOLDER", help="Where keys and certificates are.")]
+Force = Annotated[bool, Option("--force", help="Replace the key that is there.")]
 
 
 @certs_app.command()
@@ -52,7 +54,7 @@ def authority(folder: Folder = Path("certs"), force: Force = False) -> None:
 
 @certs_app.command()
 def request(
-    cloud: Annotated[str, typer.Argument(metavar="CLOUD", help="The cloud's name in the job.")],
+    cloud: Annotated[str, Argument(metavar="CLOUD", help="The cloud's name in the job.")],
     folder: Folder = Path("certs"),
     force: Force = False,
 ) -> None:
@@ -70,9 +72,9 @@ def request(
 
 @certs_app.command()
 def sign(
-    request: Annotated[Path, typer.Argument(help="The request that the cloud sent.", metavar="REQUEST.csr")],
-    cloud: Annotated[str, typer.Option(metavar="NAME", help="The cloud that you know it came from.")],
-    days: Annotated[int, typer.Option(help="How long the certificate is valid.", min=1, max=3650)] = 365,
+    request: Annotated[Path, Argument(help="The request that the cloud sent.", metavar="REQUEST.csr")],
+    cloud: Annotated[str, Option(metavar="NAME", help="The cloud that you know it came from.")],
+    days: Annotated[int, Option(help="How long the certificate is valid.", min=1, max=3650)] = 365,
     folder: Folder = Path("certs"),
 ) -> None:
     """Sign a cloud's request, at the operator; sign it again to renew.
@@ -91,10 +93,8 @@ def sign(
 
 @certs_app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where keys and certificates are.")] = Path(
-        "certs"
-    ),
-    as_json: JsonOption = False,
+    folder: Annotated[Path, Argument(help="Where keys and certificates are.")] = Path("certs"),
+    as_json: output.JsonOption = False,
 ) -> None:
     """Show what a folder holds, until when it is valid, and what is wrong with it.
 
@@ -119,7 +119,7 @@ def _print_facts(facts: "tuple[CertificateFacts, ...]") -> None:
         "days left": lambda fact: "–" if fact.days_left is None else str(fact.days_left),
         "": lambda fact: "[red]✗[/]" if fact.problem else "[green]✓[/]",
     }
-    print_tables(Console(highlight=False), [tabulate(facts, columns)])
+    output.print_tables(Console(highlight=False), [output.tabulate(facts, columns)])
     for fact in facts:
         if fact.problem:
             typer.echo(f"✗ {fact.name}: {fact.problem}\n  cure: {fact.cure}")
@@ -147,12 +147,10 @@ print(json.dumps([device.type if num_devices else None, num_devices]))
 
 
 def doctor(
-    job: JobArgument,
-    cloud: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The cloud that this machine belongs to.")
-    ] = None,
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
+    job: output.JobArgument,
+    cloud: output.CloudOption = None,
+    overrides: output.SetOption = None,
+    as_json: output.JsonOption = False,
 ) -> None:
     """Check before a run that this machine is ready for the job.
 
@@ -230,16 +228,13 @@ Say = Callable[[str, Mapping[str, object]], None]
 
 
 def gateway(
-    job: JobArgument,
-    cloud: Annotated[str, typer.Option(metavar="NAME", help="The cloud whose port this is.")],
+    job: output.JobArgument,
+    cloud: Annotated[str, Option(metavar="NAME", help="The cloud whose port this is.")],
     bind: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST[:PORT]", help="Where to listen, if not at `listen`; 0.0.0.0 for all interfaces."
-        ),
+        str | None, Option(metavar="HOST[:PORT]", help="Where to listen; 0.0.0.0: everywhere.")
     ] = None,
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
+    overrides: output.SetOption = None,
+    as_json: output.JsonOption = False,
 ) -> None:
     """Hold a cloud's one port: pass what comes for a rank on to it, still encrypted, until stopped.
 

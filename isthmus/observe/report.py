@@ -278,7 +278,6 @@ class Compared:
 class Comparison:
     """A run beside what was predicted for it; without a plan only the measured part is there."""
 
-    clouds: tuple[str, ...]
     step: Compared
     durations: tuple[Compared, ...]
     """Median seconds of one span, by kind and track."""
@@ -306,7 +305,6 @@ def compare(recorded: Recorded) -> Comparison:
     predicted = _counted_spans(timeline.spans) if timeline is not None else []
     split = (recorded.estimate or {}).get("bubble", {})
     return Comparison(
-        clouds=tuple(clouds),
         step=Compared(
             kind="step",
             track="all",

@@ -13,7 +13,7 @@ from isthmus.model.heads import HEADS
 @pytest.mark.parametrize("model_type", MODEL_KEYS)
 def test_they_are_those_of_transformers(model_type: str) -> None:
     own = CONFIG_MAPPING[model_type]
-    assert {*own().to_dict(), *own.attribute_map} <= MODEL_KEYS[model_type]
+    assert {*own().to_dict(), *own.attribute_map} <= set(MODEL_KEYS[model_type])
 
 
 @pytest.mark.parametrize("key", ["hiden_size", "zebra"])
