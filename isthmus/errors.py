@@ -10,7 +10,7 @@ IsthmusError
 │   ├── PeerLost         a cloud has been silent for longer than the heartbeat time-out
 │   ├── Aborted          some cloud ended the run for all
 │   └── LinkClosed       the link was used after its end
-├── RankLost             a rank of this cloud is gone, and its world with it
+├── RankLost             a rank of this cloud is lost, so its world has ended
 ├── Terminated           SIGTERM has come: a launcher ends this process
 └── CloudFailed          the process of one cloud on this machine has failed
 
@@ -31,7 +31,7 @@ class IsthmusError(Exception):
 
 
 class UserError(IsthmusError):
-    """What the user gave is wrong; the command exits with 2."""
+    """The user's input is wrong; the command exits with 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class LinkClosed(LinkError):
 
 
 class RankLost(IsthmusError):
-    """A rank of this cloud is gone, and its world with it."""
+    """A rank of this cloud is lost, so its world has ended."""
 
 
 class Terminated(IsthmusError):

@@ -1,4 +1,4 @@
-"""What happens in a run, simulated or real: spans and facts, one JSON object a line."""
+"""Spans and facts of a run, simulated or real; a file holds one JSON object a line."""
 
 import json
 import os
@@ -27,7 +27,7 @@ CODING_KINDS: Final = frozenset({"encode", "decode"})
 MEASURED_KIND: Final = "measured"
 """The kind of facts that tell what coding has changed of a message."""
 STARTED_KIND: Final = "started"
-"""The kind of facts with which a rank begins, and again where its run goes on after a stop."""
+"""The kind of facts that a rank writes when it starts, or continues after a stop."""
 
 
 _ANCHOR_NS: Final = time.time_ns() - time.monotonic_ns()
@@ -55,7 +55,6 @@ class Span(NamedTuple):
 
     @property
     def duration_s(self) -> float:
-        """How long it took."""
         return self.end_s - self.start_s
 
 
@@ -148,7 +147,7 @@ def _parse(line: str, path: Path, number: int) -> Event:
 
 
 class StopRequest:
-    """A request to stop in order: passed on to whoever can honour it at the time."""
+    """A request to stop in order; calls what can fulfil it at the time."""
 
     def __init__(self) -> None:
         # A signal may come while its own thread registers.

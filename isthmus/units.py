@@ -102,7 +102,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """As in "east, west and north"."""
+    """Return the words as in "east, west and north"."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 

@@ -1,1 +1,1 @@
-"""The door: one verb per function; the only place that prints."""
+"""The commands, one function each. No other room prints."""

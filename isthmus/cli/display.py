@@ -1,4 +1,4 @@
-"""What a user sees of a run: a live table or plain lines, and the figures at the end."""
+"""Shows a run while it trains, as a live table or as lines, and its figures at the end."""
 
 import time
 from collections.abc import Mapping

@@ -220,7 +220,7 @@ def _links_table(plan: Plan) -> Table:
 
 
 def plan_notes(plan: Plan) -> Iterator[str]:
-    """What the tables do not say, one line each."""
+    """Yield remarks for below the tables, one line each."""
     estimate = plan.estimate
     usd = estimate.total_usd
     price = "" if usd is None else f" and ${usd:,.2f}" if usd >= 1 else f" and ${usd:.2g}"
@@ -242,12 +242,12 @@ def plan_notes(plan: Plan) -> Iterator[str]:
 
 
 def why_not_planned_run(plan: Plan) -> str | None:
-    """Why `isthmus run` cannot follow a plan, None where it can."""
+    """Return why `isthmus run` cannot follow a plan, None where it can."""
     return None if plan.form is Form.ALONE else why_not_run(plan.form.value)
 
 
 def plan_advice(job: Job, plan: Plan, path: Path) -> Iterator[str]:
-    """What to do before a run: leave out idle clouds, and measure those that compute."""
+    """Yield what to do before a run: leave out idle clouds, and measure those that compute."""
     idle = [cloud.name for cloud in job.cloud if cloud.name not in plan.clouds]
     if idle:
         yield f"a run uses every cloud of its job: to run this plan, leave {' and '.join(idle)} out"

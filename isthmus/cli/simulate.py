@@ -75,7 +75,7 @@ def simulate(
 
 
 def _scenario(path: Path, overrides: Sequence[str], *, is_profiled: bool) -> tuple[Scenario, float | None]:
-    """What to simulate, and how often it saves."""
+    """Return the scenario to simulate, and the time between two checkpoints."""
     if path.suffix == ".json":
         if overrides:
             raise UserError("--set changes a job, not a plan that is made", hint="give the job file instead")

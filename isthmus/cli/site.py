@@ -1,4 +1,4 @@
-"""What an operator does at one site: `isthmus certs`, `isthmus doctor` and `isthmus gateway`."""
+"""The commands of an operator at one site: `isthmus certs`, `isthmus doctor` and `isthmus gateway`."""
 
 import asyncio
 import json
@@ -47,8 +47,8 @@ def authority(folder: Folder = Path("certs"), force: Force = False) -> None:
     from isthmus.wan.certificates import make_authority
 
     certificate = make_authority(folder, force=force)
-    typer.echo(f"✓ {certificate}, for every cloud to have")
-    typer.echo(f"✓ {folder / 'authority.key'}, to stay here: who has it can pose as any cloud")
+    typer.echo(f"✓ {certificate}, give it to every cloud")
+    typer.echo(f"✓ {folder / 'authority.key'}, keep it here: whoever has it can pose as any cloud")
     _next("in each cloud, isthmus certs request CLOUD")
 
 
@@ -65,7 +65,7 @@ def request(
     from isthmus.wan.certificates import key_fingerprint, make_request
 
     path = make_request(folder, cloud, force=force)
-    typer.echo(f"✓ {folder / f'{cloud}.key'}, to stay here")
+    typer.echo(f"✓ {folder / f'{cloud}.key'}, keep it here")
     typer.echo(f"✓ {path}, with the key {key_fingerprint(path)}")
     _next(f"send {path} to the operator, who runs: isthmus certs sign {path.name} --cloud {cloud}")
 
@@ -175,7 +175,7 @@ def doctor(
 
 
 def _examine_inputs(job: Job, cloud: str | None) -> "Iterator[CheckResult]":
-    """Whether model and data can be had here; all clouds need the model, and the first one the data."""
+    """Check that this machine can read the model, and in the first cloud the data."""
     from isthmus.wan.doctor import check_by
 
     if job.model is None or job.data is None or find_spec("torch") is None:

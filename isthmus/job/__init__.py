@@ -1,4 +1,4 @@
-"""What the user wrote: one TOML file as frozen, checked models."""
+"""Reads the job file, one TOML file, into frozen, checked models."""
 
 from isthmus.job.codec import CodecSpec, gradient_codec, parse_codec
 from isthmus.job.fields import Address, parse_address

@@ -1,4 +1,4 @@
-"""What fails, when, and for how long: a file of faults, for an emulated WAN or a simulated run."""
+"""Reads files of faults (what fails, when, for how long) for an emulated WAN or a simulated run."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

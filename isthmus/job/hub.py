@@ -92,7 +92,7 @@ def _why_unreachable() -> str | None:
 
 
 def _is_known(source: str) -> bool:
-    """Whether the model was fetched before; a file that is not there then, it does not have."""
+    """Whether the model was fetched before; then it has no files but those in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(source, CONFIG_FILE), str)

@@ -1,4 +1,4 @@
-"""From a TOML file to a checked job, with all that is wrong at once, and back to TOML."""
+"""Reads a job from TOML, reports all its mistakes at once with their cures, and writes it back."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def check(
 
 
 def _is_echo(detail: ErrorDetails) -> bool:
-    """Whether something else is told already: a conflict, or a list that is short of its wrong entries."""
+    """Whether another finding tells the same: a conflict, or a list short of its wrong entries."""
     return detail["type"] == CONFLICT or (detail["type"] == "too_short" and bool(detail["input"]))
 
 

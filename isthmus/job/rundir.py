@@ -1,10 +1,10 @@
 """The run directory, `runs/<name>/<id>/`: the interface of everything that looks at a run, and its locks.
 
     runs/<name>/              locked while a run in it is chosen or made
-    runs/<name>/<id>/lock     held by the command that runs all clouds here, or by the first cloud's own
-    runs/<name>/.locks/west.0 held by rank 0 of cloud west, where each site runs its own cloud
+    runs/<name>/<id>/lock     locked by the command that runs all clouds here, or by that of the first cloud
+    runs/<name>/.locks/west.0 locked by rank 0 of cloud west, where each site runs its own cloud
 
-The kernel lets go of a lock when its process ends, however it ends. The file names the process.
+The kernel releases a lock when its process ends, however it ends. The file names the process.
 """
 
 import fcntl
@@ -162,6 +162,6 @@ def changed_meaning(run: str, there: Job, here: Job) -> UserError:
     """Return the error for a run that started with a job of another meaning."""
     changes = tell_changes(here.changes_from(there, KeyRole.MEANING))
     return UserError(
-        f"{run} began with another job: {changes}",
-        hint="set that back to go on there, or start anew with --resume never",
+        f"{run} started with another job: {changes}",
+        hint="set that back to continue the run, or start a new one with --resume never",
     )

@@ -129,7 +129,7 @@ _READERS: Final = {
 
 
 class DataSpec(Frozen):
-    """What is trained on."""
+    """The training data."""
 
     source: Text = Field(examples=["corpus/*.jsonl"])
     """Files, a Hugging Face dataset as "hf:...", or "builtin:...", which the package brings."""
@@ -148,7 +148,7 @@ class DataSpec(Frozen):
     label_column: Text | None = Field(None, examples=["topic"])
     """Column of the label, or of the tags of the words; "label" or "tags"."""
     validation_source: Text | None = Field(None, examples=["corpus/held-out.jsonl"])
-    """What is evaluated on, as source; a share of source unless given."""
+    """Data for evaluations, written as source; a share of source unless given."""
     validation_share: float = Field(0.05, ge=0, le=0.5)
     """Share of source that is never trained on; unused with validation_source."""
 
@@ -236,7 +236,7 @@ def why_not_run(kind: str) -> str | None:
 
 
 class TrainSpec(Frozen):
-    """How long and how fast."""
+    """The length of the run, the batch and the optimizer."""
 
     steps: Count = 1000
     """Optimizer steps."""
@@ -247,7 +247,7 @@ class TrainSpec(Frozen):
     warmup_share: float = Field(0.05, ge=0, le=1)
     """Share of the steps in which the learning rate rises to its peak."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate then falls to a tenth, or does not."""
+    """The shape in which the learning rate then falls to a tenth; constant: it does not fall."""
     weight_decay: float = Field(0.1, ge=0, le=10)
     """Weight decay of AdamW."""
     max_norm: float = Field(1.0, ge=0)
@@ -295,7 +295,7 @@ class CheckpointSpec(Frozen):
 
 
 class LimitsSpec(Frozen):
-    """What the planner must keep to."""
+    """Limits that a plan must keep."""
 
     deadline_s: Deadline | None = Field(None, alias="deadline", examples=["3 d"])
     """The most that the whole run may take."""

@@ -93,7 +93,7 @@ def _dotted(keys: Sequence[str | int]) -> str:
 
 
 class KeyRole(enum.Enum):
-    """What a change of a key means to a run."""
+    """The effect on a run of changing a key."""
 
     MEANING = enum.auto()
     OPERATION = enum.auto()
@@ -130,7 +130,7 @@ _ROLES: Final = {
     """,
 }
 KEY_ROLES: Final = MappingProxyType({key: role for role, keys in _ROLES.items() for key in keys.split()})
-"""Of every key of a job, by the names of the file; a table whose keys have one role is one entry."""
+"""The role of every key of a job, by its name in the file; a table whose keys have one role is one entry."""
 
 
 class Change(NamedTuple):
@@ -165,7 +165,7 @@ def select(tables: Tables, *roles: KeyRole, within: str = "") -> dict[str, Any]:
 
 
 def meaning_of(tables: Tables) -> dict[str, Any]:
-    """What makes a run the one it is; links have no order."""
+    """Return the keys that make a run the one it is; the order of clouds counts, that of links does not."""
     return _named(tables, KeyRole.MEANING) | {
         "order": [entry_name("cloud", one) for one in entries(tables, "cloud")]
     }
@@ -395,7 +395,7 @@ class Job(Frozen):
 
     @property
     def agreement(self) -> str:
-        """What every cloud must agree on, but for defaults, as ASCII text; empty where that is long."""
+        """The keys on which all clouds must agree, without defaults, as ASCII; empty if that is long."""
         given = self.model_dump(mode="json", exclude_defaults=True)
         text = json.dumps(select(given, KeyRole.MEANING, KeyRole.OPERATION), separators=(",", ":"))
         return text if len(text) <= _MAX_AGREEMENT else ""

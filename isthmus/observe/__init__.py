@@ -1,1 +1,1 @@
-"""Seeing it: what a run did, from its events."""
+"""Reads what a run did from its events, compares it with the plan, and draws both."""

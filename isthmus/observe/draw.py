@@ -72,7 +72,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """How one kind of span looks in a picture (colour, hatching) and in a terminal (mark, style)."""
+    """The look of one kind of span in a picture (colour, hatching) and in a terminal (mark, style)."""
 
     word: str
     colour: str
@@ -412,7 +412,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """What stands under one heading."""
+    """A part of a page under one heading."""
 
     heading: str
     parts: tuple[str | Table | Drawing, ...]

@@ -1,4 +1,4 @@
-"""What a run did, read from its directory: its figures, and its times beside those that were predicted."""
+"""Reads a run directory: the figures of the run, and its times beside those that were predicted."""
 
 import json
 import statistics
@@ -68,17 +68,17 @@ class Recorded:
         return [one for events in self.by_rank.values() for one in events if isinstance(one, Fact)]
 
     def values(self, kind: str) -> list[Mapping[str, Any]]:
-        """What facts of a kind say."""
+        """Return the values of all facts of a kind."""
         return [fact.values for fact in self.facts if fact.kind == kind]
 
     @property
     def starts_s(self) -> tuple[float, ...]:
-        """When ranks started, and when they continued after a stop."""
+        """The times at which ranks started, or continued after a stop."""
         return tuple(fact.at_s for fact in self.facts if fact.kind == STARTED_KIND)
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
-        """What was noted of each step, in order; of one that was done again after a stop, the last."""
+        """The facts of each step, in order; of one that was repeated after a stop, the last."""
         return list({values["step"]: values for values in self.values("step")}.values())
 
 
@@ -113,7 +113,7 @@ def _cloud_and_rank(file: Path) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """What a run did, and how that compares with its plan."""
+    """A run, summed up and compared with its plan."""
 
     run: Path
     has_plan: bool
@@ -141,9 +141,9 @@ class CloudSummary:
     overlapped_share: float | None
     received_bytes: int
     coding_share: float = 0.0
-    """Of the time, beside the computation."""
+    """The share of the time in which something was coded, beside the computation."""
     data_share: float = 0.0
-    """Of the time, waiting for data."""
+    """The share of the time in which the rank waited for data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class Summary:
     plain_validation_loss: float | None = None
     """With everything crossing raw."""
     bits_per_element: float | None = None
-    """Of what crossed between stages, with all that goes around it on the line."""
+    """Bits on the line, with all headers, for each number that crossed between stages."""
     ratio_to_float32: float | None = None
     ratio_to_bfloat16: float | None = None
     coding_errors: tuple[CodingError, ...] = ()
@@ -187,7 +187,7 @@ class Summary:
 
     @property
     def num_bytes(self) -> int:
-        """What crossed all links, without headers."""
+        """Bytes that crossed all links, without headers."""
         return sum(one.received_bytes for one in self.clouds)
 
 
@@ -268,7 +268,7 @@ class Compared:
 
     @property
     def error(self) -> float | None:
-        """How much too long, or too short below 0, the prediction was."""
+        """The share by which the prediction was too long, negative if it was too short."""
         if self.predicted is None or not self.measured:
             return None
         return self.predicted / self.measured - 1

@@ -45,7 +45,7 @@ def shared_s(first: Iterable[Interval], second: Iterable[Interval]) -> float:
 
 
 LINE_MARK: Final = "→"
-"""What the track of a line has in its name, between the clouds."""
+"""Stands between two clouds in the name of a line's track."""
 
 _RANK_MARK: Final = "/"
 _MAX_ROWS: Final = 6
@@ -68,7 +68,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What is drawn: tracks between two times, and how many ranks are left out."""
+    """Tracks between two times, and the number of ranks that are left out."""
 
     start_s: float
     end_s: float
@@ -241,7 +241,7 @@ class Waits:
     for_other_stages: float
     """From the last backward to the update."""
     other: float
-    """Of the first stage before a forward, where it waits neither for data nor for a checkpoint."""
+    """Before a forward of the first stage that waits neither for data nor for a checkpoint."""
 
     @property
     def bubble(self) -> float:

@@ -1,4 +1,4 @@
-"""What one cloud notes while it trains: events on disk, and records for the display and for trackers."""
+"""Writes the events of a rank to disk, and sends records to the display and to trackers."""
 
 import json
 import math
@@ -41,7 +41,7 @@ class Journal:
             link.on_state = self.link_state
 
     def span(self, span: Span) -> None:
-        """Write a span; those of this turn are kept for the display."""
+        """Write a span; those of this step are kept for the display."""
         self._log.span(span)
         with self._lock:
             self._spans.append(span)
@@ -109,7 +109,7 @@ class Journal:
         self._track(found.step, {f"{where}/{key}": values[key] for key in ("loss", "accuracy")})
 
     def _traffic(self) -> dict[str, object]:
-        """What crossed this cloud's links so far, and how much of this turn's incoming was hidden."""
+        """Return the bytes sent so far, and the share of this step's transfers that is overlapped."""
         with self._lock:
             spans, self._spans = self._spans, []
         moving = union((one.start_s, one.end_s) for one in spans if one.kind == "transfer")
@@ -134,7 +134,7 @@ class Journal:
 
 
 def _speed(ended: StepEnded) -> dict[str, object]:
-    """What every site shows of a step."""
+    """Return the figures of a step that every site shows."""
     return {
         "loss": ended.loss,
         "duration_s": ended.duration_s,
@@ -143,7 +143,7 @@ def _speed(ended: StepEnded) -> dict[str, object]:
 
 
 def _figures(ended: StepEnded) -> dict[str, object]:
-    """What the first stage alone knows of a step."""
+    """Return the figures of a step that the first stage alone knows."""
     bubbles = [max(0.0, 1 - busy_s / ended.duration_s) for busy_s in ended.busy_s]
     return {
         "norm": ended.norm,

@@ -29,7 +29,7 @@ def _inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_authority_says_what_stays_and_what_comes_next() -> None:
     output = certs("authority")
-    assert "certs/authority.key, to stay here" in output
+    assert "certs/authority.key, keep it here" in output
     assert "next: in each cloud, isthmus certs request CLOUD" in output
     assert Path("certs/authority.crt").exists()
 

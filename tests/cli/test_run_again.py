@@ -141,7 +141,7 @@ def test_a_run_does_not_go_on_with_another_meaning(stopped: Path, job_file: Path
     before = saved(stopped)
     result = start_again(job_file, stopped, "train.learning_rate=0.1")
     assert result.exit_code == 1
-    assert str(result.exception).endswith("began with another job: train.learning_rate 0.0003, now 0.1")
+    assert str(result.exception).endswith("started with another job: train.learning_rate 0.0003, now 0.1")
     assert saved(stopped) == before
 
 

@@ -173,7 +173,7 @@ def test_a_run_that_nothing_was_planned_for_goes_on_without_a_plan(
 def test_a_job_that_means_something_else_starts_no_run_unless_told_to(tmp_path: Path) -> None:
     run = chosen(tiny_job(), tmp_path)
     save(run, 3)
-    with pytest.raises(UserError, match=r"stopped after step 3, began with another job: seed 0, now 5"):
+    with pytest.raises(UserError, match=r"stopped after step 3, started with another job: seed 0, now 5"):
         chosen(tiny_job("seed=5"), tmp_path)
     other = chosen(tiny_job("seed=5"), tmp_path, resume=False)
     assert other != run

@@ -44,7 +44,7 @@ def left(root: Path, job: Job, *, second: int = 0, **steps: tuple[int, ...]) -> 
 def refusal(root: Path, job: Job) -> str:
     with pytest.raises(UserError) as error:
         refuse_changed(root, job)
-    assert error.value.hint == "set that back to go on there, or start anew with --resume never"
+    assert error.value.hint == "set that back to continue the run, or start a new one with --resume never"
     return error.value.message
 
 
@@ -66,7 +66,7 @@ def test_a_job_that_means_something_else_is_refused_with_keys_and_values(tmp_pat
     run = left(tmp_path, before, second=1, east=(8, 16, 24), west=(8, 16))
     assert find_unfinished(tmp_path, tiny_job()) is None
     assert refusal(tmp_path, tiny_job()) == (
-        f"{run}, which was stopped after step 16, began with another job: cloud.east.ranks 2, now 1"
+        f"{run}, which was stopped after step 16, started with another job: cloud.east.ranks 2, now 1"
     )
 
 
@@ -142,7 +142,7 @@ def test_another_site_takes_over_what_is_operated_otherwise_and_refuses_another_
     job = tiny_job("train.steps=9")
     assert join_run(tmp_path, job, run.name) == run
     assert load_job(run / JOB_FILE) == job
-    with pytest.raises(UserError, match=r"the run .* began with another job: seed 0, now 3"):
+    with pytest.raises(UserError, match=r"the run .* started with another job: seed 0, now 3"):
         join_run(tmp_path, tiny_job("seed=3"), run.name)
 
 
