@@ -37,9 +37,9 @@ def find_file(source: str, file: str) -> Path | None:
     except errors.LocalEntryNotFoundError as error:
         if _is_known(source):
             return None
+        why = str(_why_unreachable() or error.__cause__ or error).partition("\n")[0]
         raise UserError(
-            f"the Hugging Face hub cannot be reached ({_why_unreachable() or error.__cause__ or error}), and "
-            f"{source!r} was never fetched here",
+            f"the Hugging Face hub cannot be reached ({why}), and {source!r} was never fetched here",
             hint="give the path of a folder with the model, or copy the hub's cache (HF_HOME) from a machine "
             "that has fetched it",
         ) from error
