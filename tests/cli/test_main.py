@@ -1,5 +1,6 @@
 """What the command itself says, whatever the verb."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from isthmus import __version__
 from isthmus.cli import main as cli
 from isthmus.cli.main import app
+from isthmus.job import job_schema
 
 
 def test_the_release_is_told_and_nothing_is_run() -> None:
@@ -23,6 +25,10 @@ def test_the_release_is_told_and_nothing_is_run() -> None:
 def test_the_first_lines_of_help_say_what_it_is_for() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert "Train one language model on several clouds" in result.output
+
+
+def test_the_schema_is_printed_as_json() -> None:
+    assert json.loads(CliRunner().invoke(app, ["schema"]).stdout) == job_schema()
 
 
 def commands() -> list[list[str]]:

@@ -83,6 +83,8 @@ OPERATION = [
 ]
 SITE = [
     "cloud.west.certificates=elsewhere",
+    "cloud.west.proxy=http://10.0.0.1:3128",
+    "cloud.east.gateway=10.0.0.1:7600",
     "link.0.rtt=3 s",
     "link.0.bandwidth=1 Mbps",
     "limits.budget_usd=5",
