@@ -82,7 +82,9 @@ def test_clouds_are_told_by_name(tmp_path: Path) -> None:
     told = refusal(tmp_path, tiny_job(network=clouds("east")))
     assert told.endswith("cloud.west there, now unset; link.east-west there, now unset")
     turned = clouds("west", "east") + links(("east", "west"))
-    assert refusal(tmp_path, tiny_job(network=turned)).endswith("its clouds come in another order")
+    assert refusal(tmp_path, tiny_job(network=turned)).endswith(
+        "the order of clouds east west, now west east"
+    )
 
 
 def test_what_was_saved_nowhere_finished_or_cannot_be_read_is_not_in_the_way(tmp_path: Path) -> None:
