@@ -7,9 +7,10 @@ import enum
 import importlib
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -32,12 +33,8 @@ ParameterState = dict[str, Tensor]
 """What an optimizer keeps of one parameter, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecayGroup:
-    """Parameters that decay alike."""
-
-    parameters: Sequence[nn.Parameter]
-    weight_decay: float
+ParameterGroup = dict[str, Any]
+"""A parameter group of torch's optimizers: `params` and their `weight_decay`."""
 
 
 class Moments(Protocol):
@@ -54,7 +51,7 @@ class Moments(Protocol):
 class OnDevice:
     """Moments in float32 on the device of the weights."""
 
-    def __init__(self, groups: Sequence[DecayGroup]) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self._adamw = torch_adamw(groups)
 
     def step(self, learning_rate: float) -> None:
@@ -79,15 +76,15 @@ class EightBit:
     is what one rank would have. A parameter whose shards end within a block keeps float32.
     """
 
-    def __init__(self, groups: Sequence[DecayGroup], *, tables: Collection[nn.Parameter] = ()) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], *, tables: Collection[nn.Parameter] = ()) -> None:
         library = _torchao()
         self._tables = set(tables)
         self._moment_class: Any = library.subclass_8bit.OptimState8bit
-        self._parts = {one: _part(one) for group in groups for one in group.parameters}
-        own = [replace(one, parameters=[self._parts[each] for each in one.parameters]) for one in groups]
-        self._adamw: Any = library.AdamW8bit(
-            _torch_groups(own), lr=1.0, betas=_BETAS, eps=_EPSILON, block_size=_BLOCK
-        )
+        self._parts: dict[nn.Parameter, nn.Parameter] = {
+            one: _part(one) for group in groups for one in group["params"]
+        }
+        own = [{**group, "params": [self._parts[one] for one in group["params"]]} for group in groups]
+        self._adamw: Any = library.AdamW8bit(own, lr=1.0, betas=_BETAS, eps=_EPSILON, block_size=_BLOCK)
 
     def step(self, learning_rate: float) -> None:
         for parameter, part in self._parts.items():
@@ -164,27 +161,15 @@ class EightBit:
         return moment
 
 
-def torch_adamw(groups: Sequence[DecayGroup]) -> torch.optim.AdamW:
+def torch_adamw(groups: Sequence[ParameterGroup]) -> torch.optim.AdamW:
     """torch's AdamW; on an accelerator the fused form."""
-    on_accelerator = any(one.device.type != "cpu" for group in groups for one in group.parameters)
-    return torch.optim.AdamW(
-        _torch_groups(groups), lr=1.0, betas=_BETAS, eps=_EPSILON, fused=True if on_accelerator else None
-    )
+    is_fused = any(one.device.type != "cpu" for group in groups for one in group["params"]) or None
+    return torch.optim.AdamW(list(groups), lr=1.0, betas=_BETAS, eps=_EPSILON, fused=is_fused)
 
 
 def set_rate(adamw: torch.optim.AdamW, learning_rate: float) -> None:
     for group in adamw.param_groups:
         group["lr"] = learning_rate
-
-
-def _torch_groups(groups: Sequence[DecayGroup]) -> list[dict[str, Any]]:
-    """torch's parameter groups; it cannot update sharded and unsharded parameters in one call."""
-    return [
-        {"params": members, "weight_decay": group.weight_decay}
-        for group in groups
-        for is_sharded in (True, False)
-        if (members := [one for one in group.parameters if isinstance(one, DTensor) is is_sharded])
-    ]
 
 
 def _part_size(parameter: nn.Parameter) -> int:
@@ -254,10 +239,12 @@ class OnHost:
     The result is that of `OnDevice`, to the bit.
     """
 
-    def __init__(self, groups: Sequence[DecayGroup], *, slice_parameters: int = _SLICE_PARAMETERS) -> None:
+    def __init__(
+        self, groups: Sequence[ParameterGroup], *, slice_parameters: int = _SLICE_PARAMETERS
+    ) -> None:
         slices = [one for group in groups for one in _sliced(group, slice_parameters)]
         self._slices = [torch_adamw([one]) for one in slices]
-        self._members = [list(one.parameters) for one in slices]
+        self._members: list[list[nn.Parameter]] = [one["params"] for one in slices]
         self._host: dict[nn.Parameter, ParameterState] = {}
         self._ferry = _Ferry(self._members[0][0].device)
 
@@ -359,15 +346,15 @@ class _Ferry:
             tensor.record_stream(stream)
 
 
-def _sliced(group: DecayGroup, max_parameters: int) -> Iterator[DecayGroup]:
+def _sliced(group: ParameterGroup, max_parameters: int) -> Iterator[ParameterGroup]:
     """The parameters of a group in order, some at a time; a large one may be alone."""
     taken: list[nn.Parameter] = []
-    for parameter in group.parameters:
+    for parameter in group["params"]:
         if taken and sum(one.numel() for one in taken) + parameter.numel() > max_parameters:
-            yield DecayGroup(parameters=taken, weight_decay=group.weight_decay)
+            yield {**group, "params": taken}
             taken = []
         taken.append(parameter)
-    yield DecayGroup(parameters=taken, weight_decay=group.weight_decay)
+    yield {**group, "params": taken}
 
 
 _NORM_EPSILON = 1e-6
@@ -489,11 +476,12 @@ def total_norm(squared_norms: Sequence[float]) -> float:
     return math.sqrt(math.fsum(squared_norms))
 
 
-def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[DecayGroup]:
-    """Matrices decay, vectors do not."""
-    present = list(parameters)
-    groups = [
-        DecayGroup(parameters=[one for one in present if one.ndim > 1], weight_decay=weight_decay),
-        DecayGroup(parameters=[one for one in present if one.ndim <= 1], weight_decay=0.0),
+def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[ParameterGroup]:
+    """Matrices decay, vectors do not; torch cannot update sharded and other parameters in one call."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = defaultdict(list)
+    for one in parameters:
+        groups[one.ndim > 1, isinstance(one, DTensor)].append(one)
+    return [
+        {"params": members, "weight_decay": weight_decay if decays else 0.0}
+        for (decays, _), members in sorted(groups.items(), reverse=True, key=lambda one: one[0])
     ]
-    return [group for group in groups if group.parameters]
