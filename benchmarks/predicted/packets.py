@@ -103,9 +103,9 @@ class _Cut:
         tensors = {HIDDEN: self._hidden, **(self._integers if sender == HERE else {})}
         started_s = time.perf_counter()
         self._wires[sender].send(message, tensors, self._device.mark())
-        arrived = self._inboxes[_PEER[sender]].take()
+        arrived = self._inboxes[_PEER[sender]].get()
         ended_s = time.perf_counter()
-        sent = self._inboxes[sender].take()
+        sent = self._inboxes[sender].get()
         if not isinstance(arrived, Delivery) or not isinstance(sent, Sent):
             raise TypeError(f"{message.name} does not cross: {arrived}, {sent}")
         num_bytes = sent.facts.num_bytes if isinstance(sent.facts, Carried) else 0

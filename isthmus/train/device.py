@@ -55,9 +55,8 @@ class Device:
     @property
     def name(self) -> str:
         """As its maker calls it, or cpu."""
-        if not self.is_accelerator:
-            return "cpu"
-        return str(torch.get_device_module(self.torch_device).get_device_name(self.torch_device))
+        module = torch.get_device_module(self.torch_device)
+        return str(module.get_device_name(self.torch_device)) if self.is_accelerator else "cpu"
 
     @property
     def identity(self) -> str:

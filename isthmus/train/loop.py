@@ -12,6 +12,7 @@ What arrived while a pass ran is taken in before the next is chosen, so a gradie
 there.
 """
 
+import queue
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -119,11 +120,12 @@ class Loop:
     def _next(self) -> Event:
         """The next event; waits for it, at most until the scheduler wants to be woken."""
         left_s = None if self._wake_s is None else max(0.0, self._wake_s - time.monotonic())
-        item = self.inbox.take(timeout_s=left_s)
+        try:
+            item = self.inbox.get(timeout=left_s)
+        except queue.Empty:
+            self._wake_s = None
+            return Elapsed()
         match item:
-            case None:
-                self._wake_s = None
-                return Elapsed()
             case Delivery():
                 self.actor.take(item.message, item.tensors)
                 return Arrived(item.message, item.travel_s, item.facts)

@@ -70,23 +70,22 @@ class Profiler:
         found = self._kept(job, lambda: measure_together(job, effort=self.effort, report=self.report))
         return self.with_profiles(local, {name: found[name] for name in lacking})
 
-    def one_here(self, job: Job, cloud: str) -> Profile | None:
-        """The profile of the cloud that this machine is; None where the job has one, or none is wanted."""
+    def text_of(self, job: Job, cloud: str) -> str | None:
+        """The profile of the cloud that this machine is, as the text that clouds exchange.
+
+        A profile that the job names is sent, too; None where there is none and none is wanted.
+        """
         spec = job.cloud_named(cloud)
-        if spec.profile is not None or not self.is_wanted:
+        if spec.profile is not None:
+            return write_profile(read_profile(Path(spec.profile)))
+        if not self.is_wanted:
             return None
         alone = job.model_copy(update={"cloud": (spec,), "link": job.links_of(cloud)})
 
         def take() -> dict[str, Profile]:
             return {cloud: measure(alone, spec, effort=self.effort, report=self.report)}
 
-        return self._kept(alone, take, num_threads=torch.get_num_threads())[cloud]
-
-    def text_of(self, job: Job, cloud: str) -> str | None:
-        """The same as the text that clouds exchange; a profile that the job names is sent, too."""
-        given = job.cloud_named(cloud).profile
-        found = self.one_here(job, cloud) if given is None else read_profile(Path(given))
-        return None if found is None else write_profile(found)
+        return write_profile(self._kept(alone, take, num_threads=torch.get_num_threads())[cloud])
 
     def _kept(
         self, job: Job, take: Callable[[], Mapping[str, Profile]], *, num_threads: int | None = None

@@ -79,22 +79,8 @@ class Failure:
     error: BaseException
 
 
-class Inbox:
-    """Everything that a member must take in, in the order of arrival: events, deliveries and failures."""
-
-    def __init__(self) -> None:
-        self._items: queue.SimpleQueue[Event | Delivery | Failure] = queue.SimpleQueue()
-
-    def put(self, item: Event | Delivery | Failure) -> None:
-        """Add an item, from any thread."""
-        self._items.put(item)
-
-    def take(self, *, timeout_s: float | None = None) -> Event | Delivery | Failure | None:
-        """The next item; waits for it, None when the time is over."""
-        try:
-            return self._items.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
+Inbox = queue.SimpleQueue[Event | Delivery | Failure]
+"""Everything that a member must take in, in the order of arrival."""
 
 
 class Observer(Protocol):
@@ -132,11 +118,11 @@ class Wire:
 
     def open(self) -> None:
         """Start to take in what arrives."""
-        self._watch(self._inward.submit(self._receive))
+        self._inward.submit(self._receive).add_done_callback(self._report)
 
     def send(self, message: Message, tensors: Mapping[str, Tensor], ready: Mark) -> None:
         """Code and send a message once its tensors are ready; `Sent` follows when the link has it."""
-        self._watch(self._outward.submit(self._send, message, tensors, ready))
+        self._outward.submit(self._send, message, tensors, ready).add_done_callback(self._report)
 
     def state(self, step: int) -> CodecState | None:
         """The codec state at the start of a step, behind what is still to be coded; None without a cut."""
@@ -287,9 +273,6 @@ class Wire:
             Span(track=track, name=message.name, kind=kind, start_s=start_s, end_s=end_s, num_bytes=num_bytes)
         )
         return track
-
-    def _watch(self, future: "Future[None]") -> None:
-        future.add_done_callback(self._report)
 
     def _report(self, future: "Future[None]") -> None:
         error = None if future.cancelled() else future.exception()

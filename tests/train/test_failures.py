@@ -20,7 +20,7 @@ def test_an_error_on_a_wires_thread_is_reported() -> None:
     with MemoryLink("east", "west") as wan:
         wire = Wire(wan.end("east"), here=here, peer=peer, inbox=inbox, observer=Record(), facts={})
         wire.send(Message(MessageKind.ACTIVATION, 0, 0, here, (peer,)), bad, Mark())
-        found = inbox.take(timeout_s=30)
+        found = inbox.get(timeout=30)
         wire.abandon()
     assert isinstance(found, Failure)
     assert isinstance(found.error, AttributeError)

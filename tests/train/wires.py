@@ -108,7 +108,7 @@ class End:
         return found
 
     def _take(self) -> object:
-        found = self.inbox.take(timeout_s=PATIENCE_S)
+        found = self.inbox.get(timeout=PATIENCE_S)
         if isinstance(found, Failure):
             raise found.error
         assert not isinstance(found, Arrived | None)
