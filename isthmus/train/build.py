@@ -96,7 +96,7 @@ class Build:
             num_frozen_layers=0 if self.job.model is None else self.job.model.frozen_layers,
             lora=None if self.job.model is None else self.job.model.lora,
         ).to(self.device.torch_device)
-        self._spare_memory(stage)
+        self._recompute(stage)
         self._compile(stage)
         stage.notes += tuple(_notes(config, index))
         if self.sharding != "none":
@@ -121,8 +121,8 @@ class Build:
             tables=stage.tables(),
         )
 
-    def _spare_memory(self, stage: Stage) -> None:
-        """Let a stage recompute within its budget, where the run config says so.
+    def _recompute(self, stage: Stage) -> None:
+        """Recompute activations within the memory budget, where the run config says so.
 
         Ranks of a fully sharded stage must all recompute the same, whatever the sizes of their micro-batches.
         """
@@ -174,7 +174,7 @@ def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None)
 
 
 def _notes(config: RunConfig, index: int) -> Iterator[str]:
-    """What a stage does otherwise than its job may lead one to expect."""
+    """Notes on what a stage does not do though its job asks for it."""
     would_cache = config.cache_bytes > 0 and 0 < index == config.pipeline.first_trained
     if would_cache and not config.is_cached:
         yield (

@@ -27,7 +27,7 @@ class Mark:
             self.event.synchronize()
 
     def since_s(self, earlier: "Mark") -> float:
-        """How long after another this was reached; both are timed, and have been."""
+        """The time from an earlier mark to this one; both are timed and reached."""
         if self.event is None or earlier.event is None:
             return self.made_s - earlier.made_s
         return float(earlier.event.elapsed_time(self.event)) / 1e3
@@ -54,7 +54,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """As its maker calls it, or cpu."""
+        """The maker's name of the device, or cpu."""
         module = torch.get_device_module(self.torch_device)
         return str(module.get_device_name(self.torch_device)) if self.is_accelerator else "cpu"
 

@@ -425,7 +425,7 @@ def _halves(stage: Stage) -> dict[str, nn.Parameter]:
 
 
 def _fill_gaps(group: Any) -> None:
-    """A rank without a micro-batch, or a parameter that none of its micro-batches used, adds nothing."""
+    """Give zero gradients to parameters that no micro-batch of this rank has used."""
     for one in group.fsdp_params:
         parameter = one.unsharded_param
         is_empty = one.unsharded_accumulated_grad is None and parameter.grad is None

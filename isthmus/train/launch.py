@@ -47,7 +47,7 @@ _Environment = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a job is to be run, by whichever ranks are started."""
+    """The options of a run, for all ranks on this machine or for one rank of a cloud."""
 
     job: Job
     root: Path
@@ -140,7 +140,7 @@ class Launch:
             )
 
     def _session_options(self, cloud: str, stack: ExitStack, *, chooses: bool) -> "SessionOptions":
-        """Where the run is; the first cloud chooses it, after all have been measured if there is a choice."""
+        """Choose the run at the first cloud, once all are measured if the job leaves choices to the plan."""
         from isthmus.train.profiles import is_open, unpack_profile
         from isthmus.train.run_config import may_plan
         from isthmus.train.runs import check_unplanned, choose_run, find_unfinished

@@ -50,7 +50,7 @@ from isthmus.train.wire import Delivery, Failure, Inbox, Wire
 
 
 class Actor(Protocol):
-    """What a strategy does with tensors."""
+    """Handles the tensors of a strategy."""
 
     def run(self, work: Work) -> Facts | None:
         """Carry out a work; only REDUCE and SCORE may read the device."""

@@ -1,4 +1,4 @@
-"""Forward and backward passes of one stage; what a backward needs is kept from its forward until then."""
+"""The actor of a pipeline: passes of one stage, reductions, updates and evaluations."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -118,7 +118,7 @@ Key = tuple[MessageKind, int, int]
 
 
 class Source(Protocol):
-    """Where the first stage gets its micro-batches from."""
+    """Gives the first stage its micro-batches."""
 
     def training(self, step: int) -> Sequence[Batch]:
         """The micro-batches of a step."""

@@ -1,4 +1,4 @@
-"""What a run or a plan knows of the clouds on this machine: measured times, and their share of its memory.
+"""Measures the clouds on this machine for runs and plans, and caches their profiles and model costs.
 
 Profiles are kept in a folder by a digest of all that they depend on, so that a second start measures nothing.
 """
@@ -161,7 +161,7 @@ def why_not_here(job: Job) -> str | None:
             continue
         if cloud.listen is not None and not is_loopback(cloud.listen.host):
             return f"cloud {cloud.name} is not on this machine but at {cloud.listen}"
-        why_not = _why_no_device(cloud, job)
+        why_not = _why_no_device(cloud)
         if why_not is not None:
             return why_not
     if job.model is None or job.data is None:
@@ -169,7 +169,7 @@ def why_not_here(job: Job) -> str | None:
     return None
 
 
-def _why_no_device(cloud: CloudSpec, job: Job) -> str | None:
+def _why_no_device(cloud: CloudSpec) -> str | None:
     """Why the device of a cloud is not one of this machine; None where it is."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if found is None else found.type
@@ -180,8 +180,8 @@ def _why_no_device(cloud: CloudSpec, job: Job) -> str | None:
         return f"cloud {cloud.name} has the accelerator {cloud.accelerator}, and this machine has {name}"
     if cloud.accelerator is None and cloud.flops is not None:
         return f"cloud {cloud.name} says what its devices reach"
-    if cloud.ranks > 1 and any(one.ranks > 1 for one in job.cloud) and found is not None:
-        return None if torch.accelerator.device_count() >= cloud.ranks else f"{cloud.name} has more devices"
+    if found is not None and 1 < cloud.ranks > torch.accelerator.device_count():
+        return f"cloud {cloud.name} has more devices than this machine"
     return None
 
 

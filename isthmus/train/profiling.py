@@ -96,7 +96,6 @@ class Size:
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole micro-batch."""
         return self.num_sequences * self.sequence_length
 
 
@@ -124,7 +123,7 @@ class Rig:
         self._optimizer = Optimizer(stage.parameters_by_name(), schedule=schedule, max_norm=1.0)
 
     def begin(self) -> None:
-        """Make the parameters ready, where ranks share them."""
+        """Gather the parameters of a sharded stage."""
         self._reduction.begin()
 
     def forward(self, microbatch: int, *, step: int = 0) -> None:
@@ -399,7 +398,7 @@ class _Filler:
                 self._one_s = self._time_one()
 
     def start(self) -> None:
-        """Start it; the host does not wait."""
+        """Start the work; the host does not wait."""
         if self._matrix is not None:
             for _ in range(self._number):
                 torch.mm(self._matrix, self._matrix)

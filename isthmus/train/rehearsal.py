@@ -357,7 +357,7 @@ def _factor(rehearsal: Rehearsal, profiles: Sequence[Profile], clouds: Sequence[
 def rehearsed_scenario(
     rehearsal: Rehearsal, profiles: Sequence[Profile], clouds: Sequence[str]
 ) -> Scenario | None:
-    """A rehearsal as the simulator sees it, with the times of parts; None where one lacks this size."""
+    """The scenario of a rehearsal with the measured times of parts; None where a cloud lacks this size."""
     number = rehearsal.num_sequences
     sized = [{one.num_sequences: one for one in _of_first_precision(profile)} for profile in profiles]
     if not all(number in one for one in sized):

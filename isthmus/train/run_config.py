@@ -1,4 +1,4 @@
-"""The run config: what every member of a run agrees on, from the job and its plan to the worker.
+"""The run config: all that the members of a run agree on, made from the job and its plan.
 
 The first cloud makes it, once it has planned, and sends it to all others, so that no two sites can differ.
 """
@@ -169,7 +169,7 @@ def may_plan(job: Job, source: CostSource = nothing_measured) -> bool:
 
 
 def _why_not_planned(job: Job, source: CostSource) -> str | None:
-    """What the planner would have to know, None where it knows enough."""
+    """The first thing that the planner lacks; None where it knows enough."""
     for cloud in job.cloud:
         is_known = cloud.device == "cpu" or cloud.profile is not None or cloud.accelerator is not None
         if not is_known and (cloud.flops is None or cloud.memory_bytes is None):
@@ -178,7 +178,7 @@ def _why_not_planned(job: Job, source: CostSource) -> str | None:
 
 
 def _why_no_costs(job: Job, source: CostSource) -> str | None:
-    """What the planner lacks of links and model."""
+    """The first figure of a link or of the model that the planner lacks."""
     for link in job.link:
         if link.bandwidth_bps is None or link.rtt_s is None:
             return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"
@@ -267,7 +267,7 @@ class RunConfig(Facts):
 
     @property
     def is_cached(self) -> bool:
-        """Whether what frozen layers give is kept."""
+        """Whether the first trained stage caches the output of frozen layers."""
         # With several ranks a sequence comes to another one every time.
         pipeline = self.pipeline
         return pipeline.first_trained > 0 and self.cache_bytes > 0 and set(pipeline.num_ranks) <= {1}

@@ -171,7 +171,7 @@ def choose_run(
 
 
 def read_decisions(run: Path) -> Decisions | None:
-    """What was planned when the run began, None where nothing was."""
+    """The decisions of the plan that was made when the run started; None without a plan."""
     path = run / PLAN_FILE
     return decisions_of(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -272,7 +272,7 @@ def check_device(cloud: CloudSpec, spec: RankSpec) -> None:
 
 
 def find_devices() -> Devices:
-    """What torch finds on this machine."""
+    """The kind and the number of the devices that torch finds on this machine."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None:
         return Devices()
@@ -280,7 +280,7 @@ def find_devices() -> Devices:
 
 
 def look_at_model(job: Job) -> str:
-    """What the job's model is, without its weights, which a folder must have beside it."""
+    """Describe the job's model without loading it; a folder must have its weights."""
     # A run has the ids of its tokenizer; those that a family assumes may lie beyond a small vocabulary.
     blueprint = blueprint_of(job, config=dict.fromkeys(("bos_token_id", "eos_token_id")), num_labels=None)
     name = None if job.model is None else job.model.source
@@ -290,7 +290,7 @@ def look_at_model(job: Job) -> str:
 
 
 def look_at_data(job: Job) -> str:
-    """Where the job's data is, once a row of it was read."""
+    """Read one row of the job's data; returns where the data is."""
     if job.data is None:
         raise UserError("the job has no [data] section", hint="docs/job.md shows what it holds")
     for source in filter(None, (job.data.source, job.data.validation_source)):
