@@ -1,6 +1,6 @@
 """Builds a member's stage and what trains it: on its device, with its memory options, sharded, reduced."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -43,6 +43,10 @@ AUTOCAST: Final = {"float32": None, "bfloat16": torch.bfloat16}
 _ALIKE: Final = (
     'train.recompute = "auto" recomputes every layer here, as ranks of a fully sharded stage must '
     "compute alike"
+)
+_NOT_CACHED: Final = (
+    "what frozen layers give is not cached: where clouds have several ranks a sequence comes to "
+    "another one every time, so it crosses every time"
 )
 _MOMENT_BYTES: Final = {OptimizerState.FLOAT32: 8, OptimizerState.EIGHT_BIT: 2}
 _HIDDEN: Final = HiddenSpec()
@@ -97,10 +101,21 @@ class Build:
             lora=None if self.job.model is None else self.job.model.lora,
         ).to(self.device.torch_device)
         self._recompute(stage)
-        self._compile(stage)
-        stage.notes += tuple(_notes(config, index))
+        if self.job.train.compile:
+            # Language models get sequences of one length; other tasks pad to the longest of a micro-batch.
+            is_padded = self.job.data is not None and self.job.data.task != "causal-lm"
+            stage.compile_layers(dynamic=True if is_padded else None)
+        if config.cache_bytes > 0 and 0 < index == config.pipeline.first_trained and not config.is_cached:
+            stage.notes += (_NOT_CACHED,)
         if self.sharding != "none":
-            self._shard(stage)
+            shard(
+                stage,
+                device=self.device.torch_device,
+                num_ranks=self.world.num_ranks,
+                compute_dtype=AUTOCAST[self.job.train.precision],
+                keeps_sharded=self.sharding == "full",
+                offload=config.offload_optimizer,
+            )
         return stage
 
     def optimizer(self, stage: Stage) -> Optimizer:
@@ -141,22 +156,6 @@ class Build:
             max_length=None if job.data is None else job.data.sequence_length,
         )
 
-    def _compile(self, stage: Stage) -> None:
-        if self.job.train.compile:
-            # Language models get sequences of one length; other tasks pad to the longest of a micro-batch.
-            is_padded = self.job.data is not None and self.job.data.task != "causal-lm"
-            stage.compile_layers(dynamic=True if is_padded else None)
-
-    def _shard(self, stage: Stage) -> None:
-        shard(
-            stage,
-            device=self.device.torch_device,
-            num_ranks=self.world.num_ranks,
-            compute_dtype=AUTOCAST[self.job.train.precision],
-            keeps_sharded=self.sharding == "full",
-            offload=self.config.offload_optimizer,
-        )
-
 
 def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None) -> Blueprint:
     """The job's model, with what its configuration takes from the data."""
@@ -171,16 +170,6 @@ def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None)
             trust_remote_code=job.model.trust_remote_code,
         )
     return fresh_blueprint({**(job.model.config or {}), **config}, head=head, num_labels=num_labels)
-
-
-def _notes(config: RunConfig, index: int) -> Iterator[str]:
-    """Notes on what a stage does not do though its job asks for it."""
-    would_cache = config.cache_bytes > 0 and 0 < index == config.pipeline.first_trained
-    if would_cache and not config.is_cached:
-        yield (
-            "what frozen layers give is not cached: where clouds have several ranks a sequence comes to "
-            "another one every time, so it crosses every time"
-        )
 
 
 def optimizer_state(config: RunConfig) -> OptimizerState:

@@ -180,7 +180,7 @@ def _why_no_device(cloud: CloudSpec) -> str | None:
         return f"cloud {cloud.name} has the accelerator {cloud.accelerator}, and this machine has {name}"
     if cloud.accelerator is None and cloud.flops is not None:
         return f"cloud {cloud.name} says what its devices reach"
-    if found is not None and 1 < cloud.ranks > torch.accelerator.device_count():
+    if found is not None and cloud.ranks > max(1, torch.accelerator.device_count()):
         return f"cloud {cloud.name} has more devices than this machine"
     return None
 
