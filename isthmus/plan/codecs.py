@@ -179,7 +179,7 @@ def num_learners(num_senders: int, num_receivers: int) -> int:
 
 def codec_levels(width: int, *, shares_ids: bool = False) -> tuple[CodecLevel, ...]:
     """The codecs for cuts of this width, least lossy first; anchors only where token ids may cross."""
-    plain = (
+    separate = (
         _level("raw", "raw", Loss.NONE),
         _level("bf16", "bf16", Loss.SLIGHT),
         _level("rotate | int8", "rotate | int8(stochastic)", Loss.SLIGHT),
@@ -191,7 +191,7 @@ def codec_levels(width: int, *, shares_ids: bool = False) -> tuple[CodecLevel, .
         _level(f"subspace({rank}{anchor}) | int4", "int4(stochastic)", Loss.SOME, is_joint=True)
         for rank in ranks
     )
-    return (*plain, *joint)
+    return (*separate, *joint)
 
 
 def less_lossy(

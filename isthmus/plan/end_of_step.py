@@ -288,7 +288,7 @@ def joined(own: Tally, members: Sequence[Reduced], behind: Tally) -> Tally:
 
 
 def evaluations(step: int, members: Sequence[Scored]) -> list[Evaluated]:
-    """The result of each round of an evaluation over all members of the last stage; the second is plain."""
+    """The result of each round of an evaluation at the last stage; the second is without codecs."""
     found = []
     for number, rounds in enumerate(zip(*(one.rounds for one in members), strict=True)):
         found.append(

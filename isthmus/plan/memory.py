@@ -251,9 +251,9 @@ def _gathered_bytes(costs: ModelCosts, stages: Stages, options: StageOptions, nu
             # Embedding and head are gathered as one for the whole of a pass.
             ends = num_owned - stages.total([0, *(layer.num_parameters for layer in costs.layers), 0])
             peak = _sharded_peak_bytes(costs, stages, num_shards=options.num_shards)
-            plain = _peak_bytes(costs, stages)
+            whole = _peak_bytes(costs, stages)
             # A stage without layers has no peak.
-            added = np.subtract(peak, plain, out=np.zeros(peak.shape), where=stages.starts < stages.stops)
+            added = np.subtract(peak, whole, out=np.zeros(peak.shape), where=stages.starts < stages.stops)
             return element_bytes * ends + np.maximum(0.0, added)
 
 

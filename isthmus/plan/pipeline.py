@@ -122,7 +122,7 @@ class PipelineScheduler:
         self._running: Work | None = None
         self._sending: list[Message] = []
         self._results_due: set[tuple[int, bool]] = set()
-        """Evaluations whose result has not come from behind: the step, and whether it is plain."""
+        """Evaluations whose result has not come from behind: the step, and whether it is without codecs."""
         self._saving: set[int] = set()
         self._wants_stop = False
         self.stopped_at: int | None = None
@@ -233,12 +233,12 @@ class PipelineScheduler:
         if not is_evaluation:
             return share
         number = self._pipeline.num_validation_microbatches
-        rounds = range(1 + self._pipeline.evaluates_plain)
+        rounds = range(self._pipeline.num_rounds)
         return tuple(one * number + microbatch for one in rounds for microbatch in share)
 
     def _expect_results(self, step: int) -> None:
         if self._is_leader and not self._is_last:
-            self._results_due.update((step, bool(one)) for one in range(1 + self._pipeline.evaluates_plain))
+            self._results_due.update((step, bool(one)) for one in range(self._pipeline.num_rounds))
 
     def _end_run(self) -> None:
         """Stop when all is saved, all that was sent is taken over and every evaluation is passed on."""
@@ -402,7 +402,7 @@ class PipelineScheduler:
             self._send(MessageKind.BASIS, current.step, self._index + 1, priority=Priority.NORMAL)
 
     def _scored(self, current: StepState, members: tuple[Scored, ...]) -> None:
-        if any(len(one.rounds) != 1 + self._pipeline.evaluates_plain for one in members):
+        if any(len(one.rounds) != self._pipeline.num_rounds for one in members):
             raise ScheduleError(f"the evaluation of step {current.step} has another number of rounds")
         if self._is_leader:
             for found in evaluations(current.step, members):
@@ -468,7 +468,7 @@ class PipelineScheduler:
         current = self._current
         if current is None or not isinstance(facts, Carried):
             return
-        if message.kind in _TENSORS and not self._pipeline.is_plain(message):
+        if message.kind in _TENSORS and not self._pipeline.is_without_codecs(message):
             current.observed.sent(facts, is_gradient=message.kind is MessageKind.GRADIENT)
 
     # What arrives.
@@ -545,7 +545,9 @@ class PipelineScheduler:
         self._put(Message(kind, work.step, work.item, self._member, to, None, codecs))
 
     def _codecs_of(self, kind: MessageKind, work: Work, cut: int) -> tuple[tuple[str, str], ...]:
-        is_raw = self._pipeline.is_plain(work) or work.step < self._pipeline.cuts[cut].num_warmup_steps
+        is_raw = (
+            self._pipeline.is_without_codecs(work) or work.step < self._pipeline.cuts[cut].num_warmup_steps
+        )
         forward, backward = _RAW if is_raw else self._codecs[cut]
         if kind is MessageKind.GRADIENT:
             return ((HIDDEN, backward),)

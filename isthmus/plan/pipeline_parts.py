@@ -106,7 +106,7 @@ class Pipeline:
     """Stages that are fully sharded, so that every pass is a work of all their ranks."""
     evaluate_every: int | None = None
     num_validation_microbatches: int = 0
-    evaluates_plain: bool = False
+    evaluates_without_codecs: bool = False
     """Whether each evaluation has a second round in which everything crosses raw."""
     fit_step: int | None = None
     """The step with which bottlenecks start."""
@@ -155,7 +155,12 @@ class Pipeline:
                 return index
         raise ValueError(f"{member} is in no stage of this pipeline")
 
-    def is_plain(self, about: Work | Message) -> bool:
+    @property
+    def num_rounds(self) -> int:
+        """The rounds of an evaluation; the second is without codecs."""
+        return 1 + self.evaluates_without_codecs
+
+    def is_without_codecs(self, about: Work | Message) -> bool:
         """Whether something belongs to the second round of an evaluation, in which everything crosses raw."""
         is_evaluation = about.kind in (WorkKind.EVALUATE, MessageKind.EVALUATION)
         return is_evaluation and about.item >= self.num_validation_microbatches
@@ -164,8 +169,7 @@ class Pipeline:
         """Whether there is such an activation."""
         if kind is not MessageKind.EVALUATION:
             return step < self.num_steps and 0 <= item < self.num_microbatches
-        number = (1 + self.evaluates_plain) * self.num_validation_microbatches
-        return step <= self.num_steps and 0 <= item < number
+        return step <= self.num_steps and 0 <= item < self.num_rounds * self.num_validation_microbatches
 
     def first_windows(self) -> tuple[int, ...]:
         """Windows before anything is measured: as if a message took as long as a pass."""

@@ -280,7 +280,7 @@ class PipelineActor:
         pipeline, rank = self._config.pipeline, self._world.rank
         share = pipeline.routing.share(0, rank, step=step, is_evaluation=is_evaluation)
         kind = MessageKind.EVALUATION if is_evaluation else MessageKind.ACTIVATION
-        num_rounds = 1 + (is_evaluation and pipeline.evaluates_plain)
+        num_rounds = pipeline.num_rounds if is_evaluation else 1
         for number in range(num_rounds):
             for microbatch, batch in zip(share, batches, strict=True):
                 item = number * pipeline.num_validation_microbatches + microbatch
@@ -323,7 +323,7 @@ class PipelineActor:
             is_evaluation=is_evaluation,
         )
         if output.loss is not None:
-            is_plain = is_evaluation and self._config.pipeline.is_plain(work)
+            is_plain = is_evaluation and self._config.pipeline.is_without_codecs(work)
             result = _Result(is_plain, found.batch.num_targets, output.loss.detach(), output.num_correct)
             self._results.append(result)
         return None if output.crossing is None else self._carried(found, output.crossing.detach())
@@ -372,7 +372,7 @@ class PipelineActor:
     def _score(self) -> Gathered:
         self._clock.settle()
         rounds = []
-        for is_plain in (False, True)[: 1 + self._config.pipeline.evaluates_plain]:
+        for is_plain in (False, True)[: self._config.pipeline.num_rounds]:
             own = [one for one in self._results if one.is_plain == is_plain]
             rounds.append(
                 Round(

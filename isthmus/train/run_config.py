@@ -308,7 +308,7 @@ def run_config(
         ),
         evaluate_every=job.train.evaluate_every or None,
         num_validation_microbatches=num_validation_microbatches,
-        evaluates_plain=job.train.evaluate_without_codec,
+        evaluates_without_codecs=job.train.evaluate_without_codec,
         fit_step=warmup_of(boundaries) or None,
         bottlenecks=frozenset(
             number for number, one in enumerate(boundaries) if isinstance(one, BottleneckSpec)

@@ -175,7 +175,7 @@ def facts_of(pipeline: Pipeline, work: Work) -> Facts | None:
             return Updated(verdict=work.facts if isinstance(work.facts, Verdict) else None)
         case WorkKind.SCORE:
             one = Round(losses=(1.0,), num_correct=1, num_targets=1)
-            return Scored(rounds=(one,) * (1 + pipeline.evaluates_plain))
+            return Scored(rounds=(one,) * (1 + pipeline.evaluates_without_codecs))
         case WorkKind.FORWARD | WorkKind.BACKWARD:
             return Ran(busy_s=0.1)
         case _:

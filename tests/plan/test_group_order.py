@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn) -> Case:
         first_trained=draw(st.integers(0, num_stages - 1)),
         evaluate_every=draw(st.sampled_from([None, 1, 2])),
         num_validation_microbatches=counts[1],
-        evaluates_plain=draw(st.booleans()),
+        evaluates_without_codecs=draw(st.booleans()),
         save_every_s=draw(st.sampled_from([None, 0.0, 2.0])),
         **changes,
     )

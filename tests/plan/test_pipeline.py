@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn, *, policies: Sequence[Policy] = tuple(Policy)) -> Cas
         first_trained=draw(st.integers(0, num_stages - 1)),
         evaluate_every=draw(st.sampled_from([None, 1, 2])),
         num_validation_microbatches=draw(st.integers(0, 8)),
-        evaluates_plain=draw(st.booleans()),
+        evaluates_without_codecs=draw(st.booleans()),
     )
     return Case(pipeline=pipeline, first_step=first_step, seed=draw(st.integers(0, 2**32)))
 
@@ -79,7 +79,7 @@ def expected_passes(case: Case, stage: int, kind: WorkKind) -> list[tuple[int, i
     """Step and micro-batch of each; the second round of an evaluation has numbers of its own."""
     pipeline = case.pipeline
     if kind is EVALUATE:
-        number = pipeline.num_validation_microbatches * (1 + pipeline.evaluates_plain)
+        number = pipeline.num_validation_microbatches * (1 + pipeline.evaluates_without_codecs)
         return [(step, item) for step, is_evaluation in case.turns if is_evaluation for item in range(number)]
     if kind is BACKWARD and stage < pipeline.first_trained:
         return []
@@ -336,8 +336,10 @@ def test_a_step_is_not_reduced_before_its_gradients_are_coded() -> None:
     assert one.sent(MessageKind.GRADIENT, 0) == [WorkKind.REDUCE]
 
 
-def test_the_plain_round_of_an_evaluation_goes_the_same_ways() -> None:
-    pipeline = pipeline_of((2, 3), evaluate_every=1, num_validation_microbatches=5, evaluates_plain=True)
+def test_the_round_without_codecs_of_an_evaluation_goes_the_same_ways() -> None:
+    pipeline = pipeline_of(
+        (2, 3), evaluate_every=1, num_validation_microbatches=5, evaluates_without_codecs=True
+    )
     found = replay(Case(pipeline=pipeline).drive(), pipeline)
     ways = {one.item: (one.sender, one.to) for seen in found.values() for one in seen.sends if one.step == 1}
     assert ways.keys() == set(range(10))

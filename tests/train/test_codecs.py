@@ -115,7 +115,9 @@ def test_evaluation_is_done_with_codecs_and_without_and_leaves_no_trace() -> Non
     plan = blueprint("llama")
     steps, held_out = batches(plan, 2), batches(plan, 3, num_steps=1)[0]
     cuts = (cut("subspace(6, every=2) | int2", "int8"),)
-    agreed = config(2, 2, cuts=cuts, evaluate_every=2, num_validation_microbatches=3, evaluates_plain=True)
+    agreed = config(
+        2, 2, cuts=cuts, evaluate_every=2, num_validation_microbatches=3, evaluates_without_codecs=True
+    )
     with chain(plan, agreed) as found:
         found.run(Given(steps, held_out))
     with chain(plan, config(2, 2, cuts=cuts)) as without:

@@ -125,7 +125,7 @@ def test_codecs_and_evaluation_go_with_the_cache() -> None:
         "num_steps": 4,
         "evaluate_every": 2,
         "num_validation_microbatches": 2,
-        "evaluates_plain": True,
+        "evaluates_without_codecs": True,
     }
     found = [
         trained_with(plan, agreed_on(2, 1, cache_bytes=size, **options), steps, held_out)

@@ -23,7 +23,8 @@ CASES: dict[str, dict[str, Any]] = {
     "before a bottleneck": {"num_stages": 2, "cuts": (NARROW,)},
     "frozen": {"num_stages": 3, "first_trained": 1},
     "evaluating": {
-        "num_stages": 3, "evaluate_every": 1, "num_validation_microbatches": 2, "evaluates_plain": True,
+        "num_stages": 3, "evaluate_every": 1, "num_validation_microbatches": 2,
+        "evaluates_without_codecs": True,
     },
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ def eventful_run() -> Chain:
         save_every_s=1.0,
         evaluate_every=3,
         num_validation_microbatches=2,
-        evaluates_plain=True,
+        evaluates_without_codecs=True,
     )
     held_out = batches(plan, 2, num_steps=1)[0]
     with chain(plan, agreed, shape=THIN) as found:
