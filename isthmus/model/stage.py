@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isthmus.errors import UserError
-from isthmus.model.anchors import Anchors
-from isthmus.model.bottleneck import Down, Up
+from isthmus.model.bottleneck import Anchors, Down, Up
 from isthmus.model.cut import LayerCall, Passage, Seam
 from isthmus.model.families import Family, Router
 from isthmus.model.heads import Head

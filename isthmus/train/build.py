@@ -28,11 +28,10 @@ from isthmus.train.in_cloud import (
     awaited_gradient_bytes,
     shard,
 )
-from isthmus.train.integers import IDS, MASK
+from isthmus.train.integers import IDS, MASK, mask_of, valid_rows
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Decay, Optimizer, Schedule
 from isthmus.train.pipeline import BuiltStage, PipelineActor, Source, admission
-from isthmus.train.rows import mask_of, valid_rows
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Inbox, Observer, Wire
 from isthmus.units import format_bytes

@@ -25,8 +25,7 @@ from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN
 from isthmus.plan.types import Message, MessageKind
 from isthmus.train.device import Device, Mark, SideStream
 from isthmus.train.frozen_cache import HELD, Cache, held_of
-from isthmus.train.integers import IDS
-from isthmus.train.rows import drop_padding, restore_padding
+from isthmus.train.integers import IDS, drop_padding, restore_padding
 
 _RAW: Final = texts_of(RAW_PAIR)
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from isthmus.errors import FrameError
 from isthmus.train.device import SideStream
-from isthmus.train.integers import IDS, MASK
-from isthmus.train.rows import mask_of, restore_padding, valid_rows
+from isthmus.train.integers import IDS, MASK, mask_of, restore_padding, valid_rows
 from isthmus.units import format_bytes, shorten
 
 HELD: Final = "held"

@@ -11,8 +11,7 @@ from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import BottleneckSpec, HiddenSpec, Init
 from isthmus.job.codec_steps import Anchor
 from isthmus.model import anchors as anchors_module
-from isthmus.model.anchors import FactoredAnchors, MeanAnchors, TableAnchors, make_anchors
-from isthmus.model.bottleneck import Down, Up
+from isthmus.model.bottleneck import Down, FactoredAnchors, MeanAnchors, TableAnchors, Up, make_anchors
 
 WIDTH, VOCABULARY_SIZE, RANK = 12, 20, 4
 FORMS = [

@@ -12,8 +12,7 @@ from isthmus.plan.codecs import Pair, read_pair, texts_of
 from isthmus.plan.types import Member, Message, MessageKind
 from isthmus.train.coding import CodecState, Coded, CutCoding, CutEnd
 from isthmus.train.device import Device, Mark
-from isthmus.train.integers import MASK
-from isthmus.train.rows import drop_padding, restore_padding, valid_rows
+from isthmus.train.integers import MASK, drop_padding, restore_padding, valid_rows
 
 WIDTH = 16
 IDS = torch.arange(12).view(2, 6)
