@@ -20,7 +20,7 @@ _MAX_SQUARED_NORM: Final = 1e30
 _NUM_SPARE_AXES: Final = 8
 _NUM_ITERATIONS: Final = 4
 
-AddUp = Callable[[Tensor], None]
+AllReduce = Callable[[Tensor], None]
 """Sums a tensor over all ranks of a cloud, in place; all of them call it, in one order."""
 
 
@@ -68,17 +68,17 @@ class TokenMeans(nn.Module):
         off_KD = _deviations(self.sum_KD, self.weight_K, mean_D)
         return (off_KD * self.num_K[:, None]).T @ off_KD / self.num_K.sum().clamp(min=1.0)
 
-    def pool(self, add_up: AddUp) -> None:
+    def pool(self, all_reduce: AllReduce) -> None:
         """Count in what all ranks have seen; where rows are too few, the most frequent ids get them."""
         num_V = torch.where(self.row_of_V < self._num_rows, self.num_K[self.row_of_V], 0.0)
         num_all = self.num_K.sum()
         for one in (num_V, num_all):
-            add_up(one)
+            all_reduce(one)
         ids_N = num_V.argsort(descending=True, stable=True)[: min(self._num_rows, int((num_V > 0).sum()))]
         for one in (self.weight_K, self.sum_KD):
             own_N = one[self.row_of_V[ids_N]]
             one.zero_()[: len(ids_N)] = own_N
-            add_up(one)
+            all_reduce(one)
         self.num_K.zero_()[: len(ids_N)] = num_V[ids_N]
         self.num_K[-1] = num_all - num_V[ids_N].sum()
         self.row_of_V.fill_(self._num_rows)[ids_N] = torch.arange(len(ids_N), device=ids_N.device)
@@ -118,12 +118,11 @@ class Observed(nn.Module):
         mask_BT: Tensor | None = None,
         *,
         known_ND: Tensor | None = None,
-        scatter_rows: slice = slice(None),
     ) -> None:
         """Count in the hidden states of a micro-batch, less its padding and rows that are not finite.
 
         The scatter is taken around what is known of each row, where that is given, else around the means so
-        far. It costs most, and may be taken from some of the rows only.
+        far.
         """
         h_ND = h_BTD.detach().float().flatten(0, -2)
         ids_N = ids_BT.flatten()
@@ -136,19 +135,15 @@ class Observed(nn.Module):
             self._add_mean(h_ND, weights_N)
             if self.tokens is not None:
                 self.tokens.add(h_ND, ids_N, weights_N)
-            h_ND, ids_N = h_ND[scatter_rows], ids_N[scatter_rows]
-            if known_ND is None:
-                off_ND = self._surprise(h_ND, ids_N)
-            else:
-                off_ND = torch.where(is_usable_N[scatter_rows, None], h_ND - known_ND[scatter_rows], 0.0)
-            self._add_scatter(off_ND, h_ND, weights_N[scatter_rows])
+            off_ND = self._surprise(h_ND, ids_N) if known_ND is None else h_ND - known_ND
+            self._add_scatter(off_ND, h_ND, weights_N)
 
     @torch.no_grad()
-    def pool(self, add_up: AddUp) -> None:
+    def pool(self, all_reduce: AllReduce) -> None:
         """Count in what all ranks have seen; all of them have the same then, and none observes any more."""
         own_D, sum_D = self.mean_D.clone(), self.mean_D * self.weight
         for one in (sum_D, self.weight):
-            add_up(one)
+            all_reduce(one)
         self.mean_D.copy_(sum_D / self.weight.clamp(min=1.0))
         off_D = own_D - self.mean_D
         self.spread.add_(self.scatter_weight * off_D.square().sum())
@@ -156,9 +151,9 @@ class Observed(nn.Module):
             # By token id, a surprise is measured from the mean of its id, wherever that of all lies.
             self.scatter_DD.add_(self.scatter_weight * off_D.outer(off_D))
         else:
-            self.tokens.pool(add_up)
+            self.tokens.pool(all_reduce)
         for one in (self.spread, self.scatter_DD, self.scatter_weight):
-            add_up(one)
+            all_reduce(one)
 
     @property
     def is_empty(self) -> bool:

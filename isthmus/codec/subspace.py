@@ -51,8 +51,8 @@ _MOST_ANCHOR: Final = 2.0**15
 _ANCHOR_FORMAT: Final = IntegerCoder(Integers(bits=8, group=ANCHOR_GROUP))
 # Only stochastic rounding would look at it.
 _ANY_MESSAGE: Final = CodedMessage(key=Key(step=0, microbatch=0), seed=0)
-# Rows of one message whose scatter is observed: more would teach little and cost much.
-_MAX_SCATTER_ROWS: Final = 128
+# Rows of one message that are observed: more would teach little and cost much.
+_MAX_OBSERVED_ROWS: Final = 256
 # What was seen before a version counts half for the next one, so that the basis follows the training.
 _FADING: Final = 0.5
 _HASH_FACTOR: Final = 2654435761
@@ -138,7 +138,7 @@ class SubspaceCoder(WrappingCoder):
         if "tag" in state:
             self._anchor_SD.copy_(state.pop("anchors"))
             self._version = BasisVersion(
-                tag=state.pop("tag").numpy().tobytes(),
+                tag=state.pop("tag").cpu().numpy().tobytes(),
                 mean_D=state.pop("mean").to(self._site.device),
                 vectors_DR=state.pop("vectors").to(self._site.device).float(),
             )
@@ -148,10 +148,11 @@ class SubspaceCoder(WrappingCoder):
         """Observe rows; return the bytes of a new version where one is due."""
         observed = self._observed = self._observed or self._new_observed()
         # The first version has nothing else to go by. Where rows are left out, not always the same positions.
-        stride = 1 if self._first_step < 0 else max(1, -(-len(x_ND) // _MAX_SCATTER_ROWS))
-        ids_N = torch.zeros(len(x_ND), dtype=torch.long, device=x_ND.device) if slot_N is None else slot_N
-        known_ND = None if self._version is None else self._expected(self._version, slot_N).expand_as(x_ND)
-        observed.add(x_ND, ids_N, known_ND=known_ND, scatter_rows=slice(message.seed % stride, None, stride))
+        stride = 1 if self._version is None else max(1, -(-len(x_ND) // _MAX_OBSERVED_ROWS))
+        rows_N = torch.arange(message.seed % stride, len(x_ND), stride, device=x_ND.device)
+        slot_N = None if slot_N is None else slot_N[rows_N]
+        known_ND = None if self._version is None else self._expected(self._version, slot_N)
+        observed.add(x_ND[rows_N], rows_N if slot_N is None else slot_N, known_ND=known_ND)
         if not self._is_due(message.key.step):
             return None
         packed = self._fit(observed)

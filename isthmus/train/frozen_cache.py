@@ -63,7 +63,7 @@ def _key(planes: Sequence[tuple[int, Tensor]], row: int, valid_T: Tensor) -> byt
 
 
 class Admission:
-    """Which sequences a cache holds, followed by whoever meets the same micro-batches in the same order."""
+    """Which sequences a cache has; the same at every end that meets the same micro-batches in one order."""
 
     def __init__(self, *, max_bytes: int, row_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -1,4 +1,4 @@
-"""Rows and gradients in a subspace: algebra, editions, anchors, state, and what may come over a line."""
+"""Rows and gradients in a subspace: algebra, basis versions, anchors, state, and hostile bytes."""
 
 from dataclasses import dataclass
 
@@ -202,7 +202,7 @@ def test_anchors_take_off_what_the_token_says() -> None:
     assert errors[1] < 0.5 * errors[0]
 
 
-def test_editions_come_with_the_first_message_then_at_doubling_ages_then_regularly() -> None:
+def test_versions_come_with_the_first_message_then_at_doubling_ages_then_regularly() -> None:
     due = [step for step in range(1, 34) if num_due(step, every=10) > num_due(step - 1, every=10)]
     assert due == [1, 2, 4, 8, 10, 20, 30]
     assert [num_due(step, every=1) for step in range(4)] == [0, 1, 2, 3]
@@ -258,7 +258,7 @@ def test_behind_frozen_layers_it_learns_without_waiting_for_gradients() -> None:
         cut.backward(x, key(7))
 
 
-def test_an_evaluation_before_the_first_edition_crosses_almost_exactly() -> None:
+def test_an_evaluation_before_the_first_version_crosses_almost_exactly() -> None:
     cut = ends("subspace(2) | int4")
     x, ids = cut.rows(16)
     _, there = cut.forward(x, ids, key(0), keeps=False)
@@ -380,7 +380,7 @@ def test_sixteen_times_less_than_bf16_with_everything_counted() -> None:
     assert 32 / spec.bits_per_element(256, 768) > 31
 
 
-def test_editions_of_a_run_weigh_what_the_ladder_counts() -> None:
+def test_versions_of_a_run_weigh_what_plans_count() -> None:
     cut, num_steps, num_rows = ends("subspace(6, anchor=tokens, every=7) | int4"), 20, 16
     crossing = Crossing(num_rows=num_rows, width=WIDTH, num_steps=num_steps, num_microbatches=2)
     pair = Pair(forward=cut.codecs.forward, backward=cut.codecs.backward)

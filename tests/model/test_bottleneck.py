@@ -10,7 +10,7 @@ from isthmus.codec.observed import Observed, TokenMeans
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import BottleneckSpec, HiddenSpec, Init
 from isthmus.job.codec_steps import Anchor
-from isthmus.model import anchors as anchors_module
+from isthmus.model import bottleneck as bottleneck_module
 from isthmus.model.bottleneck import Down, FactoredAnchors, MeanAnchors, TableAnchors, Up, make_anchors
 
 WIDTH, VOCABULARY_SIZE, RANK = 12, 20, 4
@@ -155,7 +155,7 @@ def test_a_single_token_of_an_id_does_not_count_as_foreseen() -> None:
 def test_large_vocabularies_have_factored_anchors_that_explain_nearly_as_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(anchors_module, "_MAX_ENTRIES", 8 * VOCABULARY_SIZE)
+    monkeypatch.setattr(bottleneck_module, "_MAX_ENTRIES", 8 * VOCABULARY_SIZE)
     source = Source()
     source.means_VD = 5 + torch.randn(VOCABULARY_SIZE, 3) @ torch.randn(3, WIDTH)
     down, up = begun(BottleneckSpec(rank=2), source)
@@ -170,8 +170,8 @@ def test_large_vocabularies_have_factored_anchors_that_explain_nearly_as_much(
 def test_of_a_large_vocabulary_only_the_ids_that_come_first_have_means(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(anchors_module, "_MAX_ENTRIES", 8)
-    monkeypatch.setattr(anchors_module, "_MIN_OBSERVED_IDS", 5)
+    monkeypatch.setattr(bottleneck_module, "_MAX_ENTRIES", 8)
+    monkeypatch.setattr(bottleneck_module, "_MIN_OBSERVED_IDS", 5)
     down, up = halves(BottleneckSpec(rank=2))
     hidden = torch.arange(8.0)[None, :, None].expand(1, 8, WIDTH)
     down.observe(hidden[:, :4], torch.tensor([[3, 9, 3, 4]]), None)
@@ -242,7 +242,7 @@ def test_anchors_learn_by_the_same_share_of_their_size_whatever_that_is(
     is_factored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_factored:
-        monkeypatch.setattr(anchors_module, "_MAX_ENTRIES", 8 * VOCABULARY_SIZE)
+        monkeypatch.setattr(bottleneck_module, "_MAX_ENTRIES", 8 * VOCABULARY_SIZE)
     moved = []
     for factor in (0.01, 1.0, 100.0):
         source = Source()

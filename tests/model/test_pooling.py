@@ -25,7 +25,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._given: list[Tensor] = []
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         with self._lock:
             self._given.append(tensor.clone())
         self._meeting.wait(10)
@@ -40,7 +40,7 @@ class Ranks:
 def pool(found: Sequence[Observed]) -> None:
     ranks = Ranks(len(found))
     with ThreadPoolExecutor(len(found)) as threads:
-        for future in [threads.submit(one.pool, ranks.add_up) for one in found]:
+        for future in [threads.submit(one.pool, ranks.all_reduce) for one in found]:
             future.result()
 
 
