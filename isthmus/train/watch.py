@@ -32,6 +32,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Final, Protocol, Self
 
@@ -205,10 +206,8 @@ class Watch:
     def await_store(self, *, patience_s: float) -> int:
         """Wait for the port of torch's store, which rank 0 tells once all ranks have come."""
         until_s = time.monotonic() + patience_s
-        while not self._all_met.wait(_LOOK_EVERY_S):
-            self._raise_if_lost()
-            if time.monotonic() > until_s:
-                raise RankLost(f"rank 0 of cloud {self._cloud!r} is silent")
+        while not self._has_met(until_s, f"rank 0 of cloud {self._cloud!r} is silent"):
+            continue
         return self._store_port
 
     def _lead(self, store: LauncherStore | None, until_s: float) -> None:
@@ -217,15 +216,13 @@ class Watch:
         self._loop.run(self._serve(listener))
         note = LateNote()
         published_s = 0.0
-        while not self._all_met.wait(_LOOK_EVERY_S):
-            self._raise_if_lost()
+        in_vain = "the ranks of this cloud have waited in vain for"
+        while not self._has_met(until_s, f"{in_vain} {self._missing()}"):
             if store is not None and time.monotonic() - published_s > _HEARTBEAT_S:
                 # Again and again, since anybody may write there.
                 published_s = time.monotonic()
                 publish_port(store, port, self._secret)
             note.tell(f"waiting for {self._missing()}")
-            if time.monotonic() > until_s:
-                raise RankLost(f"the ranks of this cloud have waited in vain for {self._missing()}")
 
     def _listen(self) -> socket.socket:
         """Listen for the other ranks; an earlier rank 0 may still need a moment to close the port."""
@@ -261,9 +258,13 @@ class Watch:
         numbers = ", ".join(map(str, missing))
         return f"rank{'s' if len(missing) > 1 else ''} {numbers} of cloud {self._cloud!r}"
 
-    def _raise_if_lost(self) -> None:
-        if self._reason is not None:
-            raise RankLost(self._reason)
+    def _has_met(self, until_s: float, problem: str) -> bool:
+        """Whether every rank has come; RankLost if one was lost, or with the problem if the time is over."""
+        if self._all_met.wait(_LOOK_EVERY_S):
+            return True
+        if self._reason is not None or time.monotonic() > until_s:
+            raise RankLost(self._reason or problem)
+        return False
 
     def _await_leaving(self) -> None:
         """The leader stays until every other rank has left."""
@@ -306,17 +307,8 @@ class Watch:
         self._server = await asyncio.start_server(self._receive, sock=listener, limit=MAX_LINE_BYTES)
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take a connection in, until it ends."""
+        """Take a connection in, and follow the rank that it has proved to be."""
         channel = self._channel(reader, writer)
-        try:
-            rank = await self._authenticate(channel)
-            if rank is not None:
-                await self._welcome(rank, channel)
-        finally:
-            channel.close()
-
-    async def _authenticate(self, channel: Channel) -> int | None:
-        """The rank that a peer has proved to be, None if it has not."""
         self._unproven.add(channel, source=source_of(channel.host))
         num_missing = self._spec.num_ranks - 1 - len(self._met)
         for late in self._unproven.evict(
@@ -325,29 +317,29 @@ class Watch:
             late.close()
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
-                return await self._check_proof(channel)
+                rank = await self._check_proof(channel)
+            self._unproven.discard(channel)
+            await self._welcome(rank, channel)
         except (OSError, FrameError):
             text = f"closed a connection from {channel.host} that has not proved to be a rank of this cloud"
             self._complaints.tell(text, about=channel.host, kind="proof")
-            return None
         finally:
             self._unproven.discard(channel)
+            channel.close()
 
     async def _check_proof(self, channel: Channel) -> int:
         match await channel.read():
-            case Notice({"rank": int(rank), "nonce": str(nonce)}) if self._may_claim(rank, nonce):
+            case Notice({"rank": int(rank), "nonce": str(nonce)}) if len(nonce) <= _MAX_NONCE_LENGTH:
                 words = (rank, nonce, secrets.token_hex(_NONCE_BYTES))
             case _:
                 raise FrameError("it does not say which rank it is")
+        if isinstance(rank, bool) or not 0 < rank < self._spec.num_ranks:
+            raise FrameError("there is no such rank")
         channel.write(Notice({"nonce": words[-1], "proof": prove(self._secret, "leader", *words)}))
         match await channel.read():
             case Notice({"proof": str(proof)}) if is_proof(proof, prove(self._secret, "rank", *words)):
                 return rank
         raise FrameError("it does not know the secret")
-
-    def _may_claim(self, rank: int, nonce: str) -> bool:
-        is_rank = not isinstance(rank, bool) and 0 < rank < self._spec.num_ranks
-        return is_rank and len(nonce) <= _MAX_NONCE_LENGTH
 
     async def _welcome(self, rank: int, channel: Channel) -> None:
         if rank in self._peers:
@@ -398,8 +390,8 @@ class Watch:
             channel.write(Abort(self._cloud, reason))
         self._ended.set()
         # A peer that cannot be told keeps nobody here.
-        threading.Thread(target=self._end, args=(reason,), name="last-word", daemon=True).start()
-        threading.Thread(target=self._end_process, name="watch-end", daemon=True).start()
+        for target in (partial(self._end, reason), self._end_process):
+            threading.Thread(target=target, name="watch-end", daemon=True).start()
 
     def _end_process(self) -> None:
         """End the process if it cannot end by itself."""

@@ -43,7 +43,7 @@ def require_kind(cloud: CloudSpec, found: Devices) -> None:
     if found.problem is not None:
         raise UserError(
             f"cloud {cloud.name!r} cannot use torch here: {found.problem}",
-            hint="install torch for this machine anew",
+            hint="install torch for this machine again",
         )
     if cloud.device not in ("auto", found.kind):
         raise UserError(

@@ -64,7 +64,7 @@ class Exchange:
         return next((stream for stream in streams if self._inbox.has(stream)), None)
 
     def wait_up(self, timeout_s: float | None, what: str) -> None:
-        """Wait until the control connection stands."""
+        """Wait until the control connection is open."""
         with self._changed:
             self._wait(lambda: self._is_up, timeout_s, what)
 
@@ -94,7 +94,7 @@ class Exchange:
         with self._changed:
             if self.failure is not None:
                 return False
-            # In this order, for whoever sees the failure without the lock must find the word.
+            # In this order, since a thread that sees the failure without the lock must find the last word.
             self.last_word = last_word
             self.failure = error
             self._changed.notify_all()
@@ -109,7 +109,7 @@ class Exchange:
     # For the event loop.
 
     def opened(self, lane: int) -> None:
-        """A connection stands."""
+        """A connection is open."""
         with self._changed:
             self._num_opened[lane] = self._num_opened.get(lane, 0) + 1
             if lane == CONTROL_LANE:
@@ -121,7 +121,7 @@ class Exchange:
                 self._outbox.open_lane(lane, is_express=lane == EXPRESS_LANE, now_s=time.monotonic())
 
     def closed(self, lane: int) -> None:
-        """A connection is gone; what it carried must go again."""
+        """A connection has ended; what it carried must be sent again."""
         with self._changed:
             if lane == CONTROL_LANE:
                 self._is_up = False
@@ -129,7 +129,6 @@ class Exchange:
                 self._outbox.close_lane(lane)
 
     def next_chunk(self, lane: int) -> bytes | None:
-        """The next chunk for a lane."""
         with self._changed:
             return self._outbox.next_frame(lane, now_s=time.monotonic())
 

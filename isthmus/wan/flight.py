@@ -18,7 +18,6 @@ class StreamCounters:
     queued_s: float = 0.0
 
     def copy(self) -> "StreamCounters":
-        """A snapshot."""
         return replace(self)
 
 
@@ -109,7 +108,6 @@ class Extreme:
         return max((v for v in (self._old, self._new) if v is not None), default=None)
 
     def add(self, value: float, *, now_s: float) -> None:
-        """Take a value in."""
         if self._new is None or now_s - self._turned_s > self._half_s:
             self._old, self._new, self._turned_s = self._new, value, now_s
         else:

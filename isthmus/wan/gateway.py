@@ -15,7 +15,6 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from isthmus.errors import FrameError, Refused
@@ -87,25 +86,11 @@ class Registration:
         if self._task.done():
             self._task.result()
 
-    async def wait_refused(self) -> None:
-        """Wait until the gateway ends the registration for good, and raise its reason as Refused."""
-        if self._task is not None:
-            await asyncio.shield(self._task)
-
     async def close(self) -> None:
         """Leave the gateway."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def _keep(self) -> None:
         context = self._identity.ssl_client_context()
@@ -194,7 +179,7 @@ class Gateway:
     """Relays connections to the registered ranks of one cloud; other clouds are to open `num_expected`.
 
     Of two registrations of a rank the newer one holds: both come from this cloud, by its certificate, and the
-    usual reason is a rank that was started anew before its old connection was known to be dead. The older one
+    usual reason is a rank that was restarted before its old connection was known to be dead. The older one
     is told, so that two living ranks of the same number end in an error and not in a tug of war.
     """
 
@@ -316,7 +301,7 @@ class Gateway:
         if (task := asyncio.current_task()) is not None:
             self._unregistered.discard(task)
         if older is not None:
-            reason = f"rank {holder.entry.rank} has been registered anew, at {holder.entry.address}"
+            reason = f"rank {holder.entry.rank} has been registered again, at {holder.entry.address}"
             older.channel.write(Abort(self._identity.cloud, reason))
             older.channel.close()
         holder.channel.write(Notice({}))

@@ -76,12 +76,10 @@ class Hello:
 
     @property
     def sender(self) -> Member:
-        """Who speaks."""
         return Member(self.cloud, self.rank)
 
     @property
     def peer(self) -> Member:
-        """Whom the speaker means."""
         return Member(self.peer_cloud, self.peer_rank)
 
     @property
@@ -95,7 +93,6 @@ class Hello:
         return name_of(self.peer)
 
     def to(self, peer: Member) -> "Hello":
-        """The same hello to another peer."""
         return replace(self, peer_cloud=peer.cloud, peer_rank=peer.rank)
 
     def on_lane(self, lane: int) -> "Hello":
@@ -103,7 +100,6 @@ class Hello:
         return replace(self, lane=lane)
 
     def to_metadata(self) -> tuple[tuple[str, str], ...]:
-        """As call metadata."""
         return tuple((_PREFIX + field.name, str(getattr(self, field.name))) for field in fields(self))
 
 

@@ -121,7 +121,6 @@ class Pending(Generic[_Kept]):
         return one in self._source
 
     def add(self, one: _Kept, *, source: str) -> None:
-        """Add a connection."""
         self._source[one] = source
         self._by_source.setdefault(source, {})[one] = None
 

@@ -10,8 +10,8 @@ Connection 0 is for control (heartbeats, acknowledgements, abort, close), 1 for 
 are stripes for all chunks. A connection that breaks is dialled again; its unacknowledged chunks go again, and
 the other end drops what it already has. So nothing is lost, doubled or reordered while both ends live.
 
-An end that finishes says a last word, abort or close, and the other end answers with its own. Whoever has not
-heard the other's keeps the control connection up, or goes on trying to get one, until the time is over.
+An end that finishes sends a last word, abort or close, and the other end answers with its own. An end that
+has not heard the other's keeps the control connection up, or keeps dialling it, until the time is over.
 """
 
 import asyncio
@@ -349,11 +349,11 @@ class Link:
             self._complain(number, refused.message)
             return
         self._parted.set()
-        # A new error, for the traceback of this one would keep gRPC's call and channel alive with it.
+        # A new error, because the traceback of this one would keep gRPC's call and channel alive.
         self._fail(Refused(refused.message, hint=refused.hint))
 
     def _complain(self, number: int, reason: str) -> None:
-        """Say why the peer cannot be reached, once for each reason, for it may just not have started yet."""
+        """Log why the peer cannot be reached, once for each reason: it may just not have started yet."""
         is_news = reason != self._complaint
         self._complaint = reason
         log.log(
@@ -440,7 +440,7 @@ class Link:
                 is_stalled = self._exchange.stalled_s(number) > timeout_s
             if is_stalled and not lane.hang_up.is_set():
                 log.warning(
-                    "link to %s, connection %d makes no progress and is opened anew", self._peer, number
+                    "link to %s, connection %d makes no progress and is opened again", self._peer, number
                 )
                 lane.hang_up.set()
 

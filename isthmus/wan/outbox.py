@@ -104,7 +104,6 @@ class Outbox:
         return is_within and self._room.fits(cost, stream_bytes=outstanding_bytes)
 
     def put(self, stream: str, body: Body, priority: Priority, *, now_s: float) -> None:
-        """Queue a packet."""
         outgoing = self._streams.setdefault(stream, _Outgoing())
         self._queues[priority].append(_Queued(stream, outgoing.next_packet, priority, body, now_s))
         cost = cost_bytes(body.num_bytes)
@@ -120,7 +119,7 @@ class Outbox:
         self._lanes[lane] = _Lane(is_express, now_s)
 
     def close_lane(self, lane: int) -> None:
-        """A connection is gone: whatever it carried without acknowledgement goes again, first of all."""
+        """A connection has ended: what it carried without acknowledgement is sent again, before the rest."""
         self._lanes.pop(lane, None)
         lost = [item for item in self._under_way.values() if item.lane == lane]
         for item in lost:

@@ -49,6 +49,15 @@ class Running:
         self.changes = changes
         self.heartbeat = heartbeat
 
+    @asynccontextmanager
+    async def registered(self, rank: int, address: Address) -> AsyncIterator[Registration]:
+        registration = self.registration(rank, address)
+        await registration.start()
+        try:
+            yield registration
+        finally:
+            await registration.close()
+
     def registration(self, rank: int, address: Address, identity: Identity = EAST) -> Registration:
         entry = Entry(rank=rank, address=address)
         return Registration(self.address, identity=identity, entry=entry, heartbeat=self.heartbeat)
@@ -134,7 +143,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 
 def test_a_registered_rank_is_reached_by_name_with_tls_from_end_to_end() -> None:
     async def scenario() -> None:
-        async with running() as here, rank_server() as rank, here.registration(3, rank):
+        async with running() as here, rank_server() as rank, here.registered(3, rank):
             answer = await say(here.address, server_name("east", 3), b"hello\n")
             assert answer == b"west.isthmus said hello\n"
             assert here.changes == [RankChange(rank=3, address=rank, num_registered=1)]
@@ -189,7 +198,7 @@ def test_idle_strangers_do_not_close_the_gateway_to_its_own_ranks_or_to_other_cl
         async with running() as here, rank_server() as rank:
             place = (here.address.host, here.address.port)
             idle = [await asyncio.open_connection(*place) for _ in range(600)]
-            async with here.registration(3, rank):
+            async with here.registered(3, rank):
                 idle += [await asyncio.open_connection(*place) for _ in range(600)]
                 assert await say(here.address, server_name("east", 3), b"hello\n") == (
                     b"west.isthmus said hello\n"
@@ -213,7 +222,7 @@ def test_a_gateway_keeps_descriptors_for_its_own_work(monkeypatch: pytest.Monkey
 def test_a_rank_that_leaves_is_forgotten() -> None:
     async def scenario() -> None:
         async with running() as here, rank_server() as rank:
-            async with here.registration(0, rank):
+            async with here.registered(0, rank):
                 pass
             await here.until(lambda: len(here.changes) == 2)
             assert here.changes[1] == RankChange(rank=0, address=None, num_registered=0)
@@ -238,7 +247,7 @@ def test_a_rank_that_falls_silent_is_forgotten() -> None:
 
 def test_a_rank_stays_registered_while_it_shows_life() -> None:
     async def scenario() -> None:
-        async with running(heartbeat=HASTY) as here, rank_server() as rank, here.registration(1, rank):
+        async with running(heartbeat=HASTY) as here, rank_server() as rank, here.registered(1, rank):
             await asyncio.sleep(2 * HASTY().timeout_s)
             assert here.gateway.route("rank-1.east.isthmus") == rank
             assert len(here.changes) == 1
@@ -249,9 +258,10 @@ def test_a_rank_stays_registered_while_it_shows_life() -> None:
 def test_of_two_registrations_the_newer_holds_and_the_older_is_told() -> None:
     async def scenario() -> None:
         old, new = Address(host="10.0.0.5", port=4000), Address(host="10.0.0.6", port=4000)
-        async with running() as here, here.registration(1, old) as older, here.registration(1, new):
-            with pytest.raises(Refused, match=r"rank 1 has been registered anew, at 10\.0\.0\.6:4000"):
-                await older.wait_refused()
+        async with running() as here, here.registered(1, old) as older, here.registered(1, new):
+            assert older._task is not None
+            with pytest.raises(Refused, match=r"rank 1 has been registered again, at 10\.0\.0\.6:4000"):
+                await older._task
             assert here.gateway.route("rank-1.east.isthmus") == new
             assert [change.address for change in here.changes] == [old, new]
 
@@ -356,7 +366,7 @@ def test_a_caller_without_certificate_is_refused(caplog: pytest.LogCaptureFixtur
 )
 def test_a_bad_registration_is_answered_with_one_sentence(line: bytes, reason: str) -> None:
     async def scenario() -> None:
-        async with running() as here, rank_server() as rank, here.registration(3, rank):
+        async with running() as here, rank_server() as rank, here.registered(3, rank):
             assert await answer_to(here.address, line) == Abort("east", reason)
             assert await say(here.address, server_name("east", 3), b"fine\n") == b"west.isthmus said fine\n"
 

@@ -107,7 +107,7 @@ def test_corrupted_bytes_never_reach_the_user() -> None:
         sent, (received, _) = west.result(), east.result()
         num_relayed = relay.counters().num_relayed
     assert received == sent
-    assert num_relayed > 4, "the spoilt connection was opened anew"
+    assert num_relayed > 4, "the spoilt connection was opened again"
 
 
 def wait_for_traffic(wan: LocalWan) -> None:
