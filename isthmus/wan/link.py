@@ -57,7 +57,7 @@ ACK_INTERVAL_S = 0.005
 FAREWELL_S = 2.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
-# Of the heartbeat time-out; pings come eight times as often as that.
+# Of the heartbeat time-out, in which each end pings eight times or more.
 SILENT_SHARE = 0.25
 
 
@@ -413,12 +413,10 @@ class Link:
         is_news = before is not LinkState.WAITING and self.state is not LinkState.CLOSED
         if self.state is before or not is_news:
             return
-        failure = self._exchange.failure
-        reason = "" if self.state is LinkState.UP else failure.message if failure else self._complaint
-        is_up = self.state is LinkState.UP
-        log.log(
-            logging.INFO if is_up else logging.WARNING, "link to %s: %s %s", self._peer, self.state, reason
-        )
+        failure, is_up = self._exchange.failure, self.state is LinkState.UP
+        reason = "" if is_up else failure.message if failure else self._complaint
+        level = logging.INFO if is_up else logging.WARNING
+        log.log(level, "link to %s is %s%s", self._peer, self.state, f": {reason}" if reason else "")
         if self.on_state is not None:
             self.on_state(self.peer, self.state, reason)
 

@@ -5,6 +5,7 @@ import itertools
 import math
 import multiprocessing
 import os
+import queue
 import signal
 import socket
 import threading
@@ -258,20 +259,24 @@ def _be_rank(
     os.environ.clear()
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    lock = threading.Lock()
-
-    def tell(words: _Told) -> None:
-        with lock:
-            telling.send(words)
-
+    # The first process may be slow to listen, which must not hold up a rank.
+    words: queue.SimpleQueue[_Told | None] = queue.SimpleQueue()
+    threading.Thread(target=_tell, args=(words, telling), name="tell").start()
     try:
         with Endpoint(job, cloud=cloud, rank=spec.rank, identity=identity, site=site) as endpoint:
-            result = work(job, endpoint, cloud=cloud, report=tell, spec=spec)
-        tell(_Done(result))
+            result = work(job, endpoint, cloud=cloud, report=words.put, spec=spec)
+        words.put(_Done(result))
     except IsthmusError as error:
         # A link or a world that ended is mostly the echo of what ended another process.
         is_echo = isinstance(error, LinkError | RankLost)
-        tell(_Failed(message=error.message, hint=error.hint, is_echo=is_echo))
+        words.put(_Failed(message=error.message, hint=error.hint, is_echo=is_echo))
+    finally:
+        words.put(None)
+
+
+def _tell(words: "queue.SimpleQueue[_Told | None]", telling: Connection) -> None:
+    while (one := words.get()) is not None:
+        telling.send(one)
 
 
 def _ask(process: BaseProcess) -> None:
