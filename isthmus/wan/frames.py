@@ -179,16 +179,6 @@ def _decode_chunk(data: memoryview) -> Chunk:
     return Chunk(sequence, stream, packet, packet_bytes, offset, payload)
 
 
-def _decode_ping(data: memoryview) -> Ping:
-    _, sent_ns = _PING.unpack(data)
-    return Ping(sent_ns)
-
-
-def _decode_pong(data: memoryview) -> Pong:
-    _, sent_ns, received_ns, answered_ns = _PONG.unpack(data)
-    return Pong(sent_ns, received_ns, answered_ns)
-
-
 def _decode_ack(data: memoryview) -> Ack:
     _, cumulative, num_ranges, num_streams = _ACK.unpack_from(data)
     if num_ranges > MAX_NUM_RANGES or num_streams > MAX_NUM_STREAMS:
@@ -250,8 +240,8 @@ def check_stream_name(name: str) -> None:
 
 _DECODERS: dict[Kind, Callable[[memoryview], Frame]] = {
     Kind.CHUNK: _decode_chunk,
-    Kind.PING: _decode_ping,
-    Kind.PONG: _decode_pong,
+    Kind.PING: lambda data: Ping(*_PING.unpack(data)[1:]),
+    Kind.PONG: lambda data: Pong(*_PONG.unpack(data)[1:]),
     Kind.ACK: _decode_ack,
     Kind.ABORT: _decode_abort,
     Kind.CLOSE: _decode_close,

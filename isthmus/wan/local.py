@@ -28,12 +28,12 @@ from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.handshake import EXIT_LOST, RankSpec, server_name
 from isthmus.wan.relay import Relay
 from isthmus.wan.shaping import Shape
-from isthmus.wan.sockets import Closed
+from isthmus.wan.sockets import Closing
 
 _HOST = "127.0.0.1"
 
 
-class LocalWan(Closed):
+class LocalWan(Closing):
     """The emulated WAN of a job; gives each cloud its identity and where it finds the others."""
 
     def __init__(self, job: Job) -> None:

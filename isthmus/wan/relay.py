@@ -22,7 +22,7 @@ from isthmus.wan.limits import Complaints, Pending, source_of, why
 from isthmus.wan.shaping import Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine, inject
 from isthmus.wan.sockets import (
     Acceptor,
-    Closed,
+    Closing,
     LoopThread,
     connect,
     ends_at,
@@ -313,7 +313,7 @@ class RelayCounters:
     num_dropped: int
 
 
-class Relay(Disturbed, Closed):
+class Relay(Disturbed, Closing):
     """Accepts connections, asks `route` for the address behind the server name, and passes bytes both ways.
 
     It runs on a thread of its own. `route`, which is called there, may return None or raise Refused with the

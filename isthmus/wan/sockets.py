@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Closed:
+class Closing:
     """A thing that is closed at the end of its `with` block."""
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class Closed:
         self.close()
 
 
-class LoopThread(Closed):
+class LoopThread(Closing):
     """Runs coroutines for threads that have no event loop."""
 
     def __init__(self, *, name: str = "isthmus-wan", loop: asyncio.AbstractEventLoop | None = None) -> None:

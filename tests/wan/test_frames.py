@@ -12,6 +12,8 @@ from isthmus.wan.frames import (
     Ack,
     Chunk,
     Close,
+    ControlFrame,
+    Notice,
     Ping,
     Pong,
     decode,
@@ -35,6 +37,7 @@ control_frames = st.one_of(
     ),
     st.builds(Abort, names, st.text(max_size=100)),
     st.just(Close()),
+    st.builds(Notice, st.dictionaries(names, st.integers() | st.text(max_size=20), max_size=5)),
 )
 
 
@@ -52,7 +55,7 @@ def chunk_frame(
 
 
 @given(control_frames)
-def test_control_frames_come_back_as_they_were(frame: Ping | Pong | Ack | Abort | Close) -> None:
+def test_control_frames_come_back_as_they_were(frame: ControlFrame) -> None:
     assert decode(encode(frame)) == frame
 
 
