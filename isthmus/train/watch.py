@@ -32,6 +32,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import TracebackType
 from typing import Final, Protocol, Self
@@ -126,34 +127,26 @@ def _read_port(store: LauncherStore, secret: bytes) -> int | None:
     return int(port) if is_proof(proof, prove(secret, _KEY, int(port))) else None
 
 
+@dataclass(eq=False)
 class Watch:
     """Watches from meeting to leaving; `end` is told once why the world has ended."""
 
-    def __init__(
-        self,
-        spec: RankSpec,
-        *,
-        cloud: str,
-        secret: bytes,
-        end: Callable[[str], None],
-        timeout_s: float = 60.0,
-        exit_process: Callable[[int], object] = os._exit,
-    ) -> None:
-        self._spec = spec
-        self._cloud = cloud
-        self._secret = secret
-        self._end = end
-        self._timeout_s = timeout_s
-        self._exit_process = exit_process
+    spec: RankSpec
+    _: KW_ONLY
+    cloud: str
+    secret: bytes
+    end: Callable[[str], None]
+    timeout_s: float = 60.0
+    exit_process: Callable[[int], object] = os._exit
+
+    def __post_init__(self) -> None:
+        self._loop = LoopThread(name="watch")
+        self._server: asyncio.Server | None = None
+        self._following: asyncio.Task[None] | None = None
         self._peers: dict[int, Channel] = {}
         self._unproven: Pending[Channel] = Pending()
         self._complaints = Complaints(log)
-        self._thread: LoopThread | None = None
-        self._server: asyncio.Server | None = None
-        self._following: asyncio.Task[None] | None = None
-        self._ended = threading.Event()
-        self._left = threading.Event()
-        self._all_met = threading.Event()
+        self._ended, self._left, self._all_met = (threading.Event() for _ in range(3))
         self._met: set[int] = set()
         self._store_port = 0
         self._num_left = 0
@@ -171,8 +164,8 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._tell_all(Abort(self._cloud, self._reason or first_line(error)))
-        elif self._spec.is_leader:
+            self._tell_all(Abort(self.cloud, self._reason or first_line(error)))
+        elif self.spec.is_leader:
             self._await_leaving()
         else:
             # First of all, since the leader may be gone as soon as it has heard.
@@ -183,18 +176,12 @@ class Watch:
             self._loop.call(self._server.close)
         self._loop.close()
 
-    @property
-    def _loop(self) -> LoopThread:
-        if self._thread is None:
-            self._thread = LoopThread(name="watch")
-        return self._thread
-
     # Meeting.
 
     def meet(self, store: LauncherStore | None, *, patience_s: float) -> None:
         """At rank 0, wait for every other rank; at others, find rank 0, by the launcher's store if given."""
         until_s = time.monotonic() + patience_s
-        if self._spec.is_leader:
+        if self.spec.is_leader:
             self._lead(store, until_s)
         else:
             self._find_leader(store, until_s)
@@ -206,34 +193,33 @@ class Watch:
     def await_store(self, *, patience_s: float) -> int:
         """Wait for the port of torch's store, which rank 0 tells once all ranks have come."""
         until_s = time.monotonic() + patience_s
-        while not self._has_met(until_s, f"rank 0 of cloud {self._cloud!r} is silent"):
+        while not self._has_met(until_s, f"rank 0 of cloud {self.cloud!r} is silent"):
             continue
         return self._store_port
 
     def _lead(self, store: LauncherStore | None, until_s: float) -> None:
         listener = self._listen()
         port = listener.getsockname()[1]
-        self._loop.run(self._serve(listener))
+        serving = asyncio.start_server(self._receive, sock=listener, limit=MAX_LINE_BYTES)
+        self._server = self._loop.run(serving)
         note = LateNote()
-        published_s = 0.0
         in_vain = "the ranks of this cloud have waited in vain for"
         while not self._has_met(until_s, f"{in_vain} {self._missing()}"):
-            if store is not None and time.monotonic() - published_s > _HEARTBEAT_S:
+            if store is not None:
                 # Again and again, since anybody may write there.
-                published_s = time.monotonic()
-                publish_port(store, port, self._secret)
+                publish_port(store, port, self.secret)
             note.tell(f"waiting for {self._missing()}")
 
     def _listen(self) -> socket.socket:
         """Listen for the other ranks; an earlier rank 0 may still need a moment to close the port."""
-        port = 0 if self._spec.is_served else _master(self._spec).port
+        port = 0 if self.spec.is_served else _master(self.spec).port
         until_s = time.monotonic() + _PORT_TAKEN_S
         while True:
             try:
-                return listen(inside_host(self._spec), port)
+                return listen(inside_host(self.spec), port)
             except UserError as error:
                 if time.monotonic() > until_s:
-                    reason = f"rank 0 of cloud {self._cloud!r} {error.message}"
+                    reason = f"rank 0 of cloud {self.cloud!r} {error.message}"
                     raise RankLost(reason, hint=error.hint) from error
                 time.sleep(_LOOK_EVERY_S)
 
@@ -243,20 +229,20 @@ class Watch:
         problem = "it has not come"
         while time.monotonic() < until_s:
             try:
-                port = _master(self._spec).port if store is None else _read_port(store, self._secret)
+                port = _master(self.spec).port if store is None else _read_port(store, self.secret)
                 if port is not None:
                     self._loop.run(self._join(port))
                     return
             except (OSError, FrameError) as error:
                 problem = error.message if isinstance(error, FrameError) else why(error)
-                note.tell(f"rank 0 of cloud {self._cloud!r} cannot be reached: {problem}; trying again")
+                note.tell(f"rank 0 of cloud {self.cloud!r} cannot be reached: {problem}; trying again")
             time.sleep(_LOOK_EVERY_S)
-        raise RankLost(f"rank 0 of cloud {self._cloud!r} cannot be reached: {problem}")
+        raise RankLost(f"rank 0 of cloud {self.cloud!r} cannot be reached: {problem}")
 
     def _missing(self) -> str:
-        missing = sorted({*range(1, self._spec.num_ranks)} - self._met)
-        numbers = ", ".join(map(str, missing))
-        return f"rank{'s' if len(missing) > 1 else ''} {numbers} of cloud {self._cloud!r}"
+        missing = sorted({*range(1, self.spec.num_ranks)} - self._met)
+        ranks = "ranks" if len(missing) > 1 else "rank"
+        return f"{ranks} {', '.join(map(str, missing))} of cloud {self.cloud!r}"
 
     def _has_met(self, until_s: float, problem: str) -> bool:
         """Whether every rank has come; RankLost if one was lost, or with the problem if the time is over."""
@@ -268,8 +254,8 @@ class Watch:
 
     def _await_leaving(self) -> None:
         """The leader stays until every other rank has left."""
-        until_s = time.monotonic() + self._timeout_s
-        while self._num_left < self._spec.num_ranks - 1 and self._reason is None:
+        until_s = time.monotonic() + self.timeout_s
+        while self._num_left < self.spec.num_ranks - 1 and self._reason is None:
             if time.monotonic() > until_s:
                 return
             time.sleep(0.02)
@@ -280,7 +266,7 @@ class Watch:
         """Connect to rank 0 and prove each other."""
         async with asyncio.timeout(_HANDSHAKE_S):
             channel = self._channel(
-                *await asyncio.open_connection(_master(self._spec).host, port, limit=MAX_LINE_BYTES)
+                *await asyncio.open_connection(_master(self.spec).host, port, limit=MAX_LINE_BYTES)
             )
             try:
                 await self._prove_to_leader(channel)
@@ -290,27 +276,24 @@ class Watch:
         self._following = asyncio.create_task(self._follow(0, channel))
 
     async def _prove_to_leader(self, channel: Channel) -> None:
-        rank, nonce = self._spec.rank, secrets.token_hex(_NONCE_BYTES)
+        rank, nonce = self.spec.rank, secrets.token_hex(_NONCE_BYTES)
         channel.write(Notice({"rank": rank, "nonce": nonce}))
         match await channel.read():
             case Notice({"nonce": str(leader_nonce), "proof": str(proof)}):
                 words = (rank, nonce, leader_nonce)
             case _:
                 raise FrameError("another process listens at its port")
-        if not is_proof(proof, prove(self._secret, "leader", *words)):
+        if not is_proof(proof, prove(self.secret, "leader", *words)):
             raise FrameError("another process, or a rank with another key, listens at its port")
-        channel.write(Notice({"proof": prove(self._secret, "rank", *words)}))
+        channel.write(Notice({"proof": prove(self.secret, "rank", *words)}))
         if await channel.read() != Notice({"welcome": True}):
             raise FrameError("it does not answer as a rank of this cloud does")
-
-    async def _serve(self, listener: socket.socket) -> None:
-        self._server = await asyncio.start_server(self._receive, sock=listener, limit=MAX_LINE_BYTES)
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take a connection in, and follow the rank that it has proved to be."""
         channel = self._channel(reader, writer)
         self._unproven.add(channel, source=source_of(channel.host))
-        num_missing = self._spec.num_ranks - 1 - len(self._met)
+        num_missing = self.spec.num_ranks - 1 - len(self._met)
         for late in self._unproven.evict(
             max_num=_NUM_UNPROVEN + num_missing, max_num_per_source=_NUM_UNPROVEN // 2 + num_missing
         ):
@@ -333,22 +316,22 @@ class Watch:
                 words = (rank, nonce, secrets.token_hex(_NONCE_BYTES))
             case _:
                 raise FrameError("it does not say which rank it is")
-        if isinstance(rank, bool) or not 0 < rank < self._spec.num_ranks:
+        if isinstance(rank, bool) or not 0 < rank < self.spec.num_ranks:
             raise FrameError("there is no such rank")
-        channel.write(Notice({"nonce": words[-1], "proof": prove(self._secret, "leader", *words)}))
+        channel.write(Notice({"nonce": words[-1], "proof": prove(self.secret, "leader", *words)}))
         match await channel.read():
-            case Notice({"proof": str(proof)}) if is_proof(proof, prove(self._secret, "rank", *words)):
+            case Notice({"proof": str(proof)}) if is_proof(proof, prove(self.secret, "rank", *words)):
                 return rank
         raise FrameError("it does not know the secret")
 
     async def _welcome(self, rank: int, channel: Channel) -> None:
         if rank in self._peers:
-            self._lose(f"rank {rank} of cloud {self._cloud!r} is lost: it has been started again")
+            self._lose(f"rank {rank} of cloud {self.cloud!r} is lost: it has been started again")
         if rank in self._met:
             return
         channel.write(Notice({"welcome": True}))
         self._met.add(rank)
-        if len(self._met) == self._spec.num_ranks - 1:
+        if len(self._met) == self.spec.num_ranks - 1:
             self._all_met.set()
         await self._follow(rank, channel)
 
@@ -359,9 +342,9 @@ class Watch:
             while self._hear(rank, await channel.read()):
                 continue
         except TimeoutError as error:
-            self._lose(f"rank {rank} of cloud {self._cloud!r} is lost: {error}")
+            self._lose(f"rank {rank} of cloud {self.cloud!r} is lost: {error}")
         except (OSError, FrameError):
-            self._lose(f"rank {rank} of cloud {self._cloud!r} is lost: its process has ended")
+            self._lose(f"rank {rank} of cloud {self.cloud!r} is lost: its process has ended")
         finally:
             del self._peers[rank]
             channel.close()
@@ -387,19 +370,19 @@ class Watch:
         log.error("%s", reason)
         self._reason = reason
         for channel in self._peers.values():
-            channel.write(Abort(self._cloud, reason))
+            channel.write(Abort(self.cloud, reason))
         self._ended.set()
         # A peer that cannot be told keeps nobody here.
-        for target in (partial(self._end, reason), self._end_process):
+        for target in (partial(self.end, reason), self._end_process):
             threading.Thread(target=target, name="watch-end", daemon=True).start()
 
     def _end_process(self) -> None:
         """End the process if it cannot end by itself."""
         if not self._left.wait(_GRACE_S):
-            self._exit_process(EXIT_LOST)
+            self.exit_process(EXIT_LOST)
 
     def _channel(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
-        heartbeat = Heartbeat(interval_s=_HEARTBEAT_S, timeout_s=self._timeout_s)
+        heartbeat = Heartbeat(interval_s=_HEARTBEAT_S, timeout_s=self.timeout_s)
         return Channel(reader, writer, heartbeat)
 
     # From any thread.

@@ -67,7 +67,7 @@ def meet(posts: list[Post], words: Words, *, patience_s: float = PATIENCE_S) -> 
 
 def meet_one(watch: Watch, words: Words, patience_s: float) -> int:
     watch.meet(words, patience_s=patience_s)
-    if not watch._spec.is_leader:
+    if not watch.spec.is_leader:
         return watch.await_store(patience_s=patience_s)
     watch.announce_store(PORT)
     return PORT
