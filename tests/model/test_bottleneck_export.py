@@ -14,7 +14,7 @@ from isthmus.errors import UserError
 from isthmus.job.codec import BottleneckSpec, Init
 from isthmus.job.codec_steps import Anchor
 from isthmus.job.sections import LoraSpec
-from isthmus.model import anchors
+from isthmus.model import bottleneck
 from isthmus.model.blueprint import Blueprint, pretrained_blueprint
 from isthmus.model.export import merge, write_part
 from isthmus.model.exported import describe_exported, exported_loss, load_exported
@@ -90,10 +90,10 @@ def test_every_kind_of_anchor(spec: BottleneckSpec, tmp_path: Path) -> None:
 
 
 def test_anchors_of_a_large_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anchors, "_MAX_ENTRIES", 200)
+    monkeypatch.setattr(bottleneck, "_MAX_ENTRIES", 200)
     plan = blueprint("llama")
     stages = trained(plan, 2, BottleneckSpec(rank=4))
-    assert isinstance(stages[0].down and stages[0].down.anchors, anchors.FactoredAnchors)
+    assert isinstance(stages[0].down and stages[0].down.anchors, bottleneck.FactoredAnchors)
     export(stages, tmp_path)
     found = exported_loss(tmp_path / "model", head=plan.head, batches=held_out(plan), device=CPU)
     assert found == pytest.approx(loss_of(stages, held_out(plan)), rel=1e-5)
