@@ -246,7 +246,7 @@ class _Session:
             cursor=cursor,
             share=functools.partial(config.pipeline.routing.share, 0, self.world.rank),
             first_step=start.step,
-            num_in_step=config.common_ranks,
+            multiple_of=config.common_ranks,
         )
 
     def _note_start(self, journal: Journal, built: BuiltStage, start: Start) -> None:

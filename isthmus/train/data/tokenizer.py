@@ -1,4 +1,4 @@
-"""The tokenizer: the model's own, another one by name, or one trained on the data."""
+"""Chooses the tokenizer: the model's own, another one by name, or one trained on the data."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ _FILES: Final = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-_COUNT_FROM_PADDING: Final = ("roberta", "xlm-roberta")
+_COUNT_FROM_PADDING: Final = ("camembert", "roberta", "xlm-roberta")
 _VOCABULARY: Final = "vocab_size"
 _POSITIONS: Final = "max_position_embeddings"
 _PADDING: Final = "pad_token_id"
@@ -35,13 +35,13 @@ _ID_KEYS: Final = (_PADDING, "bos_token_id", "eos_token_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What a model's configuration says about tokens; None for what it leaves open."""
+    """What a model's configuration says about tokens; None for what it does not say."""
 
     vocab_size: int | None
     pad_id: int | None
     num_positions: int | None
     counts_from_padding: bool
-    """Whether the first position is the one behind the padding token's id, as in RoBERTa."""
+    """Whether the first position follows the padding token's id, as in RoBERTa."""
 
     def max_length(self, pad_id: int) -> int | None:
         """The longest sequence that has positions, given the id of the padding token."""
@@ -71,7 +71,7 @@ def read_limits(model: ModelSpec) -> ModelLimits:
 def choose_tokenizer(
     data: DataSpec, model: ModelSpec, *, texts: Iterable[str], limits: ModelLimits, folder: Path
 ) -> Any:
-    """The run's tokenizer, of transformers: always as it is kept in the folder, new or resumed."""
+    """The run's tokenizer, always loaded from its folder, in a new and in a resumed run."""
     if not _is_kept(folder):
         tokenizer = _new_tokenizer(data, model, texts=texts, limits=limits)
         check_vocabulary(tokenizer, limits)
@@ -135,7 +135,7 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 
 def token_values(tokenizer: Any, given: Mapping[str, object]) -> dict[str, object]:
-    """What a fresh model's configuration takes from the tokenizer, beside what the user has given."""
+    """The values that a fresh model's configuration takes from the tokenizer and the user has not given."""
     values: dict[str, object] = {_VOCABULARY: vocabulary_size(tokenizer)}
     for key in _ID_KEYS:
         own = getattr(tokenizer, key)
@@ -159,7 +159,7 @@ def end_id(tokenizer: Any) -> int:
 
 
 def padding_id(tokenizer: Any, limits: ModelLimits) -> int:
-    """The id that fills short sequences; masks keep it from mattering where model and tokenizer have none."""
+    """The id that fills short sequences; any will do where model and tokenizer have none, as it is masked."""
     for known in (limits.pad_id, tokenizer.pad_token_id, tokenizer.eos_token_id):
         if known is not None:
             return int(known)
@@ -167,7 +167,7 @@ def padding_id(tokenizer: Any, limits: ModelLimits) -> int:
 
 
 def _keep(tokenizer: Any, folder: Path) -> None:
-    """Write all its files, or none; another rank of this machine may be first, with the same."""
+    """Write all files or none; another rank of this machine may have written the same before."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -202,7 +202,7 @@ def _new_tokenizer(data: DataSpec, model: ModelSpec, *, texts: Iterable[str], li
 
 
 def _check_same_vocabulary(tokenizer: Any, model_name: str, *, trust_remote_code: bool) -> None:
-    """Trained weights know the tokens of one vocabulary; a model without tokenizer files says not which."""
+    """Refuse another vocabulary than that of the weights, if the model has tokenizer files."""
     if any(find_file(model_name, file) for file in _FILES):
         own = load_tokenizer(model_name, trust_remote_code=trust_remote_code)
         if own.get_vocab() != tokenizer.get_vocab():
@@ -224,7 +224,7 @@ def _stored_config(name: str, *, trust_remote_code: bool) -> Any:
 
 
 def _fresh_positions(given: Mapping[str, object]) -> object:
-    """How many positions a fresh model has: as given, under its own name for it too, or by default."""
+    """The number of positions of a fresh model: as given, also under the family's own name, or by default."""
     model_type = given.get("model_type")
     if model_type not in CONFIG_MAPPING:
         return None
@@ -239,7 +239,7 @@ def _whole(values: Mapping[str, object], key: str) -> int | None:
 
 
 def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
-    """Texts up to a limit: a vocabulary learns nothing more from a larger corpus."""
+    """Texts up to a limit, since a vocabulary gains nothing from a larger corpus."""
     left = limit
     for text in texts:
         if left <= 0:

@@ -225,7 +225,7 @@ class TrainingData:
 
 
 def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = None) -> TrainingData:
-    """Read and tokenize what the job trains on, or map the tokens that are kept.
+    """Read and tokenize what the job trains on, or map the cached tokens.
 
     The tokenizer's folder is exported with the weights.
     """
@@ -273,7 +273,7 @@ def _keep_generation(model: ModelSpec, folder: Path) -> None:
 
 
 def _finished(samples: Samples, recipe: Recipe, *, seed: int) -> Samples:
-    """The samples, masked anew in every epoch for a masked language model."""
+    """The samples, with other masks in every epoch for a masked language model."""
     tokenizer = recipe.tokenizer
     if recipe.spec.task != "masked-lm":
         return samples
@@ -327,10 +327,10 @@ class Feed:
         cursor: Cursor | None = None,
         share: RankShare | None = None,
         first_step: int = 0,
-        num_in_step: int = 1,
+        multiple_of: int = 1,
     ) -> None:
         self._steps = data.steps(layout, cursor=cursor, share=share, first_step=first_step)
-        batches = data.validation_batches(num_sequences=layout.num_sequences, multiple_of=num_in_step)
+        batches = data.validation_batches(num_sequences=layout.num_sequences, multiple_of=multiple_of)
         own = None if share is None else share(step=0, is_evaluation=True)
         self._validation = tuple(
             batch for number, batch in enumerate(batches) if own is None or number in own
