@@ -114,7 +114,7 @@ def _chart(plan: Plan, num_microbatches: int | None = None) -> Chart:
     if plan.scenario is not None:
         timeline = simulate_scenario(plan.scenario, num_steps=2)
         return chart_of_step(timeline, num_microbatches=num_microbatches)
-    spans = sketch(plan)
+    spans = list(sketch(plan))
     return lay_out(spans, start_s=0.0, end_s=max(span.end_s for span in spans), order=plan.clouds)
 
 

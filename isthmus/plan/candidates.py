@@ -17,6 +17,7 @@ from isthmus.plan.codecs import (
     explained,
 )
 from isthmus.plan.job_facts import CloudFacts, first_trained
+from isthmus.plan.memory import stage_memory
 from isthmus.plan.plan import (
     Form,
     PipelineSettings,
@@ -25,9 +26,9 @@ from isthmus.plan.plan import (
     PlannedStage,
     Warmup,
     estimated,
-    estimated_warmup,
-    idle_only,
-    memory_parts,
+    planned_stage,
+    split_bubble,
+    step_usd,
 )
 from isthmus.plan.scenario import (
     Caps,
@@ -300,7 +301,7 @@ def simulated(candidate: Candidate) -> tuple[Plan, int]:
             step_s=timed.step_s,
             num_tokens=step.num_tokens,
             num_steps=step.num_steps,
-            bubble=idle_only(timed.step_s, [stage.busy_s for stage in stages]),
+            bubble=split_bubble(timed.step_s, [stage.busy_s for stage in stages]),
             limiting="",
             warmup=_warmup(candidate, stages, links, first),
             is_simulated=True,
@@ -339,28 +340,24 @@ def _stage(candidate: Candidate, index: int, *, window: int, most: int) -> Plann
     cloud, layers, setting = placement.facts[index], placement.layers[index], placement.setting
     is_trained = index >= candidate.scenario.first_trained
     pass_s = load.forward_s + (load.backward_s if is_trained else 0.0)
-    memory = placement.study.memory(
-        placement.clouds[index],
-        setting,
+    memory = stage_memory(
+        placement.study.costs(placement.clouds[index], setting),
         layers,
         window=most,
+        options=setting.memory.at(cloud),
         halves=placement.study.halves(placement.clouds)[index],
         codec_bytes=candidate.codec_bytes[index],
     )
     last = layers.stop - 1
-    return PlannedStage(
-        cloud=cloud.name,
-        holds=f"layer {last}" if len(layers) == 1 else f"layers {layers.start}–{last}",
-        num_ranks=load.num_ranks,
+    stage = planned_stage(
+        cloud,
+        f"layer {last}" if len(layers) == 1 else f"layers {layers.start}–{last}",
+        memory,
+        setting.memory.sharding_at(cloud),
         busy_s=-(-setting.num_microbatches // load.num_ranks) * pass_s + load.update_s,
         window=window,
-        memory=memory_parts(memory),
-        capacity_bytes=cloud.capacity_bytes,
-        usd_per_hour=cloud.usd_per_hour,
-        layers=(layers.start, layers.stop),
-        sharding=setting.memory.sharding_at(cloud),
-        is_measured=cloud.profile is not None,
     )
+    return replace(stage, layers=(layers.start, layers.stop))
 
 
 def _links(candidate: Candidate) -> Iterator[PlannedLink]:
@@ -396,5 +393,14 @@ def _warmup(
 ) -> Warmup | None:
     if candidate.warmup is None or timed is None:
         return None
-    num_steps = candidate.placement.study.num_warmup_steps(candidate.placement.clouds)
-    return estimated_warmup(candidate.warmup, stages, links, step_s=timed.step_s, num_steps=num_steps)
+    number = candidate.warmup.num_microbatches
+    raw = [
+        replace(link, down_bytes=number * hop.forward_bytes, up_bytes=number * hop.backward_bytes)
+        for link, hop in zip(links, candidate.warmup.hops, strict=True)
+    ]
+    return Warmup(
+        num_steps=candidate.placement.study.num_warmup_steps(candidate.placement.clouds),
+        step_s=timed.step_s,
+        wan_bytes=sum(one.num_bytes for one in raw),
+        usd_per_step=step_usd(stages, raw, timed.step_s),
+    )

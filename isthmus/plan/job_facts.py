@@ -42,7 +42,7 @@ class CloudFacts:
     accelerator: Accelerator
     profile: Profile | None
     capacity_bytes: int | None
-    """Of one rank's memory, None where it is unknown."""
+    """The memory of one rank, None where it is unknown."""
     usd_per_hour: float | None
     sharding: Sharding | None = None
     """What its ranks shard, None where the plan chooses."""
@@ -66,7 +66,7 @@ class StepFacts:
 
     @property
     def num_tokens(self) -> int:
-        """Of all clouds together."""
+        """The tokens of a step at all clouds together."""
         return self.num_sequences * self.sequence_length
 
     def arithmetic(self, cloud: CloudFacts) -> Arithmetic:
@@ -408,7 +408,7 @@ def frozen_bottleneck(link: LinkSpec) -> UserError:
 
 
 def frozen_notes(job: Job, clouds: Sequence[str], stage_layers: Sequence[range]) -> Iterator[str]:
-    """What frozen layers spare on the WAN with these stages, and which cut would spare more."""
+    """What frozen layers save on the WAN with these stages, and which cut would save more."""
     num_frozen = num_frozen_layers(job)
     if num_frozen == 0 or len(clouds) < 2:
         return
@@ -416,7 +416,7 @@ def frozen_notes(job: Job, clouds: Sequence[str], stage_layers: Sequence[range])
     number = first_trained(stage_layers, num_frozen)
     if number == 0:
         yield (
-            f"{frozen}: they spare the WAN nothing, since {clouds[0]} trains layers above them; "
+            f"{frozen}: they save nothing on the WAN, since {clouds[0]} trains layers above them; "
             f"with strategy.layers = [{num_frozen}, …] nothing would go back, and sequences could be cached"
         )
         return

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plan.codecs import Loss
-from isthmus.plan.job_facts import MemoryOptions
+from isthmus.plan.job_facts import CloudFacts, MemoryOptions
 from isthmus.plan.memory import Memory, Sharding
 from isthmus.plan.scenario import Caps, Policy, Scenario, scenario_from_dict, scenario_to_dict
 
@@ -69,6 +69,11 @@ class PlannedLink:
     backward_codec: str = "raw"
     usd_per_gib: float | None = None
     reason: str = ""
+
+    @property
+    def num_bytes(self) -> float:
+        """The bytes of both directions."""
+        return self.down_bytes + self.up_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,12 +307,12 @@ def estimated(
     is_simulated: bool = False,
 ) -> Estimate:
     """Speed and price of a step; the price is unknown if that of any cloud is."""
-    usd = _usd(stages, links, step_s)
+    usd = step_usd(stages, links, step_s)
     return Estimate(
         step_s=step_s,
         tokens_per_s=num_tokens / step_s,
         bubble=bubble,
-        wan_bytes=_wan_bytes(links),
+        wan_bytes=sum(one.num_bytes for one in links),
         usd_per_step=usd,
         usd_per_million_tokens=None if usd is None else usd / num_tokens * 1e6,
         num_steps=num_steps,
@@ -317,27 +322,8 @@ def estimated(
     )
 
 
-def estimated_warmup(
-    scenario: Scenario,
-    stages: Sequence[PlannedStage],
-    links: Sequence[PlannedLink],
-    *,
-    step_s: float,
-    num_steps: int,
-) -> Warmup:
-    """What a step takes before bottlenecks begin, when more crosses the same links."""
-    number = scenario.num_microbatches
-    raw = [
-        replace(link, down_bytes=number * hop.forward_bytes, up_bytes=number * hop.backward_bytes)
-        for link, hop in zip(links, scenario.hops, strict=True)
-    ]
-    return Warmup(
-        num_steps=num_steps, step_s=step_s, wan_bytes=_wan_bytes(raw), usd_per_step=_usd(stages, raw, step_s)
-    )
-
-
 def split_bubble(
-    step_s: float, busy_s: Sequence[float], *, latency_s: float, bandwidth_s: float
+    step_s: float, busy_s: Sequence[float], *, latency_s: float = 0.0, bandwidth_s: float = 0.0
 ) -> BubbleSplit:
     """What is not busy: unequal stages first, then bandwidth and latency as given; filling is the rest."""
     idle_s = max(0.0, step_s - statistics.fmean(busy_s))
@@ -353,12 +339,25 @@ def split_bubble(
     )
 
 
-def idle_only(step_s: float, busy_s: Sequence[float]) -> BubbleSplit:
-    """The bubble of a step whose causes nobody asked for."""
-    return split_bubble(step_s, busy_s, latency_s=0.0, bandwidth_s=0.0)
+def planned_stage(
+    cloud: CloudFacts, holds: str, memory: Memory, sharding: Sharding, *, busy_s: float, window: int = 1
+) -> PlannedStage:
+    """The part of a cloud in a plan."""
+    return PlannedStage(
+        cloud=cloud.name,
+        holds=holds,
+        num_ranks=cloud.num_ranks,
+        busy_s=busy_s,
+        window=window,
+        memory=_memory_parts(memory),
+        capacity_bytes=cloud.capacity_bytes,
+        usd_per_hour=cloud.usd_per_hour,
+        sharding=sharding,
+        is_measured=cloud.profile is not None,
+    )
 
 
-def memory_parts(memory: Memory) -> dict[str, int]:
+def _memory_parts(memory: Memory) -> dict[str, int]:
     """The memory of a rank at its fullest moment, without the parts that it does not have."""
     is_update = memory.update > memory.activations + memory.working
     names = ["weights", "gradients", "optimizer", "gathered", "codec", "buffers", "workspace"]
@@ -366,16 +365,12 @@ def memory_parts(memory: Memory) -> dict[str, int]:
     return {name: number for name in names if (number := getattr(memory, name)) > 0}
 
 
-def _wan_bytes(links: Sequence[PlannedLink]) -> float:
-    return sum(one.down_bytes + one.up_bytes for one in links)
-
-
-def _usd(stages: Sequence[PlannedStage], links: Sequence[PlannedLink], step_s: float) -> float | None:
+def step_usd(stages: Sequence[PlannedStage], links: Sequence[PlannedLink], step_s: float) -> float | None:
     """The price of a step."""
     prices = [stage.usd_per_hour for stage in stages]
     if None in prices:
         return None
-    traffic_usd = sum((one.down_bytes + one.up_bytes) / _GIB * (one.usd_per_gib or 0.0) for one in links)
+    traffic_usd = sum(one.num_bytes / _GIB * (one.usd_per_gib or 0.0) for one in links)
     return sum(one or 0.0 for one in prices) * step_s / 3600 + traffic_usd
 
 
@@ -479,12 +474,14 @@ def follow(job: Job, clouds: Sequence[str], decisions: Decisions | None) -> Job:
         wanted = _memory_changes(
             job, decisions.memory_options, dict(zip(clouds, decisions.sharding, strict=False))
         )
-    copies = {"sharding": Sharding.NONE.value}
+    unsharded = {"sharding": Sharding.NONE.value}
     return job.model_copy(
         update={
             "train": job.train.model_copy(update=wanted.train),
             "cloud": tuple(
-                one.model_copy(update=wanted.clouds.get(one.name, copies)) if one.sharding == _OPEN else one
+                one.model_copy(update=wanted.clouds.get(one.name, unsharded))
+                if one.sharding == _OPEN
+                else one
                 for one in job.cloud
             ),
         }
@@ -494,6 +491,7 @@ def follow(job: Job, clouds: Sequence[str], decisions: Decisions | None) -> Job:
 def _strategy(plan: Plan) -> dict[str, object]:
     match plan.settings:
         case PipelineSettings() as settings:
+            caps = settings.max_in_flight
             counts = [stop - start for start, stop in (stage.layers or (0, 0) for stage in plan.stages)]
             return {
                 "kind": "pipeline",
@@ -501,7 +499,9 @@ def _strategy(plan: Plan) -> dict[str, object]:
                 "layers": counts,
                 "microbatches": settings.num_microbatches,
                 **({"policy": settings.policy.value} if settings.policy.keeps_order else {}),
-                **_bound(settings.max_in_flight),
+                **(
+                    {} if caps is None else {"max_in_flight": list(caps) if isinstance(caps, tuple) else caps}
+                ),
             }
         case DataSettings() as settings:
             return {
@@ -512,12 +512,6 @@ def _strategy(plan: Plan) -> dict[str, object]:
             }
         case None:
             return {"kind": "generator-discriminator", "discriminator_cloud": plan.clouds[-1]}
-
-
-def _bound(caps: Caps | None) -> dict[str, object]:
-    if caps is None:
-        return {}
-    return {"max_in_flight": list(caps) if isinstance(caps, tuple) else caps}
 
 
 def _memory_changes(job: Job, options: MemoryOptions, sharding: Mapping[str, Sharding]) -> Changes:

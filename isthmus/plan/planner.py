@@ -28,8 +28,6 @@ from isthmus.plan.plan import Form, Plan, RunnerUp, split_bubble
 from isthmus.plan.refusals import (
     excess,
     keep_limits,
-    keep_mild,
-    keep_priced,
     nothing_fits,
     unpriced_budget,
 )
@@ -101,9 +99,8 @@ def plan(
 
 def _best_of(plans: Sequence[Plan], job: Job) -> tuple[Plan, list[Plan], int]:
     """The best of plans that have no simulator yet, by formula, and the best of each other set of clouds."""
-    allowed = keep_priced(keep_mild(plans, job), job)
-    best = Aim.of(job).pick(keep_limits(allowed, job))
-    return best, _first_of_each([*allowed, *plans], best, job), len(plans)
+    best = Aim.of(job).pick(keep_limits(plans, job))
+    return best, _first_of_each(plans, best, job), len(plans)
 
 
 def _first_of_each(plans: Sequence[Plan], best: Plan, job: Job) -> list[Plan]:
@@ -148,21 +145,21 @@ def _refusal(ready: Study, found: Pipelines, progress: Progress) -> Exception:
 
 
 def _losers(ready: Study, found: Pipelines, best: Plan, progress: Progress) -> list[Plan]:
-    """The best of other orders of clouds, simulated and explained, and of copies of the model by formula."""
+    """The best of other orders of clouds, simulated and explained, and of data parallel by formula."""
     progress("simulating the runners-up")
-    copies: list[Plan] = []
+    replicated: list[Plan] = []
     if isinstance(ready.job.strategy, AutoStrategy):
         resorts = ready.is_last_resort(best.memory_options)
         every = [one for one in data_plans(ready) if resorts or not ready.is_last_resort(one.memory_options)]
-        copies = _first_of_each(every, best, ready.job)[:1]
+        replicated = _first_of_each(every, best, ready.job)[:1]
     others: list[Plan] = []
     work = 0
     for one in found.others(best, _MAX_RUNNERS_UP):
         work += 0 if one.scenario is None else _NUM_EXPLAINING * least_passes(one.scenario)
-        if len(others) + len(copies) == _MAX_RUNNERS_UP or work > _RUNNER_UP_PASSES:
+        if len(others) + len(replicated) == _MAX_RUNNERS_UP or work > _RUNNER_UP_PASSES:
             break
         others.append(explained(one))
-    return sorted([*others, *copies], key=lambda one: _rank(one, ready.job))
+    return sorted([*others, *replicated], key=lambda one: _rank(one, ready.job))
 
 
 def _rank(plan: Plan, job: Job) -> tuple[bool, float, float, float]:
@@ -283,7 +280,7 @@ def limiting(found: Mapping[str, float]) -> str:
 
 
 def reliefs(scenario: Scenario, timed: Timed) -> dict[str, float]:
-    """By what share a step would be shorter with an unlimited supply of each resource, the most first."""
+    """The share by which an unlimited supply of each resource would shorten a step, the most first."""
     step_s = timed(scenario)
     found = {what: max(0.0, 1 - timed(other) / step_s) for what, other in _relieved(scenario)}
     return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -29,10 +29,10 @@ Fit = Sequence[tuple[PlannedStage, tuple[str, ...]]]
 """Stages with the memory that they need, and the memory options of each in words."""
 
 
-def keep_mild(plans: Sequence[Plan], job: Job) -> list[Plan]:
+def _keep_loss(plans: Sequence[Plan], job: Job) -> list[Plan]:
     """The plans that cost no more quality than the job allows, or a sentence where none does."""
-    mild = [one for one in plans if one.loss <= LOSSES[job.limits.codec_loss]]
-    if not mild:
+    allowed = [one for one in plans if one.loss <= LOSSES[job.limits.codec_loss]]
+    if not allowed:
         least = min(one.loss for one in plans).name.lower()
         is_data = all(one.form is Form.DATA and one.loss > Loss.NONE for one in plans)
         raise UserError(
@@ -40,10 +40,10 @@ def keep_mild(plans: Sequence[Plan], job: Job) -> list[Plan]:
             hint=f'set limits.codec_loss to "{least}"'
             + (", or strategy.inner_steps to 1" if is_data else ""),
         )
-    return mild
+    return allowed
 
 
-def keep_priced(plans: Sequence[Plan], job: Job) -> list[Plan]:
+def _keep_priced(plans: Sequence[Plan], job: Job) -> list[Plan]:
     """The plans whose price is known where money counts, if any is; or what is missing for a budget."""
     if not job.limits.counts_money:
         return list(plans)
@@ -63,7 +63,7 @@ def unpriced_budget(cloud: str) -> UserError:
 
 
 def excess(plan: Plan, job: Job) -> float:
-    """By what share a plan goes beyond the job's deadline or budget; 0 where it keeps both."""
+    """The share by which a plan goes beyond the job's deadline or budget; 0 where it keeps both."""
     deadline_s, budget_usd = job.limits.deadline_s or math.inf, job.limits.budget_usd or math.inf
     total_s, total_usd = plan.totals
     return max(0.0, total_s / deadline_s - 1, (total_usd or 0.0) / budget_usd - 1)
@@ -72,10 +72,10 @@ def excess(plan: Plan, job: Job) -> float:
 def keep_limits(plans: Sequence[Plan], job: Job) -> list[Plan]:
     """The plans within all limits, or the limit that leaves none."""
     limits = job.limits
-    mild = keep_priced(keep_mild(plans, job), job)
-    in_time = [one for one in mild if one.estimate.total_s <= (limits.deadline_s or math.inf)]
+    allowed = _keep_priced(_keep_loss(plans, job), job)
+    in_time = [one for one in allowed if one.estimate.total_s <= (limits.deadline_s or math.inf)]
     if not in_time:
-        raise _too_slow(mild, limits.deadline_s or math.inf)
+        raise _too_slow(allowed, limits.deadline_s or math.inf)
     affordable = [
         one for one in in_time if (one.estimate.total_usd or 0.0) <= (limits.budget_usd or math.inf)
     ]
@@ -144,10 +144,10 @@ def no_room(
         found += [f"{join_words(wanted)} would do"] if wanted else []
     if cause is None:
         worst, words = max(fit, key=lambda one: one[0].memory_share)
-        spared = f"even with {join_words(words)}, " if words else ""
+        start = f"even with {join_words(words)}, " if words else ""
         usable = int(share * (worst.capacity_bytes or 0))
         cause = (
-            f"{spared}a rank of {worst.cloud!r} needs {format_bytes(worst.memory_bytes)} for {worst.holds}, "
+            f"{start}a rank of {worst.cloud!r} needs {format_bytes(worst.memory_bytes)} for {worst.holds}, "
             f"and limits.memory_share leaves it {format_bytes(usable)}"
         )
     return UserError(f"{claim}: {cause}", hint="; or ".join(found))
@@ -223,7 +223,7 @@ def _first(study: Study) -> Fit | None:
 
 
 def _most_microbatches(study: Study) -> list[int]:
-    """As many micro-batches as can be; and as many as ranks with one schedule can have."""
+    """The most micro-batches that can be, and the most that ranks with one schedule can have."""
     if (given := study.strategy.microbatches) is not None:
         return [given]
     possible = divisors(study.step.num_sequences)

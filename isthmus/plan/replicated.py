@@ -9,6 +9,7 @@ Generators send token ids and labels to the discriminator, one way, so no cloud 
 """
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from isthmus.job import DataStrategy, GeneratorDiscriminatorStrategy, Job, Pipel
 from isthmus.plan.codecs import Loss
 from isthmus.plan.costs import PlannedModel, Precision, Task
 from isthmus.plan.job_facts import CloudFacts
-from isthmus.plan.memory import Memory, Sharding
+from isthmus.plan.memory import Memory, Sharding, stage_memory
 from isthmus.plan.models import load_config, model_config, read_model, with_task
 from isthmus.plan.plan import (
     BubbleSplit,
@@ -31,10 +32,10 @@ from isthmus.plan.plan import (
     PlannedLink,
     PlannedStage,
     estimated,
-    memory_parts,
+    planned_stage,
 )
 from isthmus.plan.refusals import excess, fits, no_room
-from isthmus.plan.scenario import Line
+from isthmus.plan.scenario import Line, StageLoad
 from isthmus.plan.study import Setting, Study, study
 from isthmus.units import join_words
 
@@ -57,15 +58,6 @@ Direction = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """What a micro-batch of a whole model takes a rank of a cloud, and what ends a step."""
-
-    num_ranks: int
-    microbatch_s: float
-    update_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
     """A cloud with a whole model under a setting."""
 
@@ -81,7 +73,8 @@ class Whole:
     @property
     def memory(self) -> Memory:
         """The memory of a rank."""
-        return self.study.memory(self.cloud, self.setting, range(self.study.model.num_layers))
+        costs, options = self.study.costs(self.cloud, self.setting), self.setting.memory.at(self.facts)
+        return stage_memory(costs, range(costs.num_layers), window=1, options=options)
 
     @property
     def memory_words(self) -> tuple[str, ...]:
@@ -93,44 +86,31 @@ class Whole:
         return bool(self.study.num_fitting(self.cloud, self.setting)[0, -1] >= 1)
 
     @property
-    def replica(self) -> Replica:
-        table = self.study.table(self.cloud, self.setting)
-        return Replica(
-            num_ranks=self.facts.num_ranks,
-            microbatch_s=float(table.forward_s[0, -1] + table.backward_s[0, -1]),
-            update_s=float(table.update_s[0, -1]),
-        )
+    def load(self) -> StageLoad:
+        """What a micro-batch takes a rank, and what ends a step."""
+        return self.study.stage_load(self.cloud, self.setting, range(self.study.model.num_layers))
 
     def stage(self, busy_s: float = 0.0) -> PlannedStage:
         """Its part of a plan."""
-        return PlannedStage(
-            cloud=self.facts.name,
-            holds=self.holds,
-            num_ranks=self.facts.num_ranks,
-            busy_s=busy_s,
-            window=1,
-            memory=memory_parts(self.memory),
-            capacity_bytes=self.facts.capacity_bytes,
-            usd_per_hour=self.facts.usd_per_hour,
-            sharding=self.setting.memory.sharding_at(self.facts),
-            is_measured=self.facts.profile is not None,
-        )
+        sharding = self.setting.memory.sharding_at(self.facts)
+        return planned_stage(self.facts, self.holds, self.memory, sharding, busy_s=busy_s)
 
 
 def whole_models(study: Study, holds: str) -> Mapping[int, list[Whole]]:
-    """By number of micro-batches, the clouds that hold the whole model with as few options as they must."""
+    """The clouds that hold the whole model with as few memory options as they can, by micro-batches."""
     found: dict[int, list[Whole]] = {}
     for number in study.microbatch_choices():
         for cloud in range(len(study.clouds)):
-            ways = (_whole(study, cloud, number, level, holds) for level in range(len(study.levels)))
-            first = next((one for one in ways if one.has_room), None)
+            first = next((one for one in _wholes(study, cloud, number, holds) if one.has_room), None)
             found.setdefault(number, []).extend([] if first is None else [first])
     return found
 
 
-def _whole(study: Study, cloud: int, number: int, level: int, holds: str) -> Whole:
-    setting = Setting(num_microbatches=number, memory=study.levels[level])
-    return Whole(study=study, cloud=cloud, setting=setting, holds=holds)
+def _wholes(study: Study, cloud: int, number: int, holds: str) -> Iterator[Whole]:
+    """The whole model on a cloud with each of the memory options."""
+    for memory in study.levels:
+        setting = Setting(num_microbatches=number, memory=memory)
+        yield Whole(study=study, cloud=cloud, setting=setting, holds=holds)
 
 
 def _smallest(study: Study, holds: str) -> list[Whole]:
@@ -138,11 +118,10 @@ def _smallest(study: Study, holds: str) -> list[Whole]:
     found = []
     for cloud, facts in enumerate(study.clouds):
         for number in reversed(study.microbatch_choices()):
-            every = [_whole(study, cloud, number, level, holds) for level in range(len(study.levels))]
             # Ranks with one schedule have as many micro-batches each.
             even = [
                 one
-                for one in every
+                for one in _wholes(study, cloud, number, holds)
                 if one.setting.memory.sharding_at(facts) is not Sharding.FULL or number % facts.num_ranks == 0
             ]
             if even:
@@ -156,31 +135,27 @@ def _lines(study: Study, clouds: Iterable[int]) -> dict[Direction, Line]:
     return {pair: one.line for pair, one in study.links.items() if chosen.issuperset(pair)}
 
 
-def share_out(replicas: Iterable[Replica], num_microbatches: int) -> float:
+def share_out(loads: Iterable[StageLoad], num_microbatches: int) -> float:
     """The least time in which the ranks of all clouds together get through a step's micro-batches."""
-    every = list(replicas)
+    every = list(loads)
     ends_s = sorted(
         {
-            number * one.microbatch_s + one.update_s
+            number * _pass_s(one) + one.update_s
             for one in every
             for number in range(1, math.ceil(num_microbatches / one.num_ranks) + 1)
         }
     )
-    low, high = 0, len(ends_s) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (
-            (low, middle) if _num_done(every, ends_s[middle]) >= num_microbatches else (middle + 1, high)
-        )
-    return ends_s[low]
+    return ends_s[bisect_left(ends_s, num_microbatches, key=lambda by_s: _num_done(every, by_s))]
 
 
-def _num_done(replicas: Sequence[Replica], by_s: float) -> int:
-    rounds = (max(0.0, by_s - one.update_s) / one.microbatch_s for one in replicas)
+def _pass_s(load: StageLoad) -> float:
+    return load.forward_s + load.backward_s
+
+
+def _num_done(loads: Sequence[StageLoad], by_s: float) -> int:
+    rounds = (max(0.0, by_s - one.update_s) / _pass_s(one) for one in loads)
     # A quotient that is whole but for its last bits is whole.
-    return sum(
-        one.num_ranks * math.floor(number + 1e-9) for one, number in zip(replicas, rounds, strict=True)
-    )
+    return sum(one.num_ranks * math.floor(number + 1e-9) for one, number in zip(loads, rounds, strict=True))
 
 
 def _plan(
@@ -309,7 +284,7 @@ def _joined(study: Study, wholes: Sequence[Whole]) -> Iterator[Sequence[Whole]]:
 def _data_plan(study: Study, wholes: Sequence[Whole], sync: DataSettings) -> Plan:
     lines, first = _lines(study, (one.cloud for one in wholes)), wholes[0]
     costs = sync_costs(
-        {one.cloud: one.replica for one in wholes},
+        {one.cloud: one.load for one in wholes},
         lines,
         sync,
         num_parameters=study.costs(first.cloud, first.setting).num_trained(range(study.model.num_layers)),
@@ -345,7 +320,7 @@ def _written_order(study: Study, lines: Mapping[Direction, Line]) -> list[Direct
 
 
 def sync_costs(
-    replicas: Mapping[int, Replica],
+    loads: Mapping[int, StageLoad],
     lines: Mapping[Direction, Line],
     sync: DataSettings,
     *,
@@ -353,8 +328,8 @@ def sync_costs(
     num_microbatches: int,
 ) -> SyncCosts:
     """What a step comes to; every cloud must reach every other over the lines."""
-    compute_s = share_out(replicas.values(), num_microbatches)
-    sync_bytes = sync_traffic(list(replicas), lines, num_bytes=num_parameters * sync.bits / 8)
+    compute_s = share_out(loads.values(), num_microbatches)
+    sync_bytes = sync_traffic(list(loads), lines, num_bytes=num_parameters * sync.bits / 8)
     on_line_s = {one: 8 * sync_bytes[one] / lines[one].down_bps for one in lines}
     busiest = max(on_line_s, key=lambda one: on_line_s[one], default=None)
     line_s = on_line_s[busiest] if busiest is not None else 0.0
@@ -485,14 +460,14 @@ def _models(study: Study, strategy: GeneratorDiscriminatorStrategy) -> tuple[Pla
 def _generator_plan(study: Study, generators: Sequence[Whole], judge: Whole, vocabulary: int) -> Plan:
     """All clouds work at once, since nothing flows back: the slowest of clouds and links counts."""
     number = judge.setting.num_microbatches
-    speeds = [one.replica.num_ranks / one.replica.microbatch_s for one in generators]
+    speeds = [1 / one.load.interval_s for one in generators]
     step_bytes = study.step.num_sequences * _sequence_bytes(study.step.sequence_length, vocabulary)
     sent = {
         (one.cloud, judge.cloud): step_bytes * speed / sum(speeds)
         for one, speed in zip(generators, speeds, strict=True)
     }
-    generate_s = share_out([one.replica for one in generators], number)
-    judge_s = share_out([judge.replica], number)
+    generate_s = share_out([one.load for one in generators], number)
+    judge_s = share_out([judge.load], number)
     compute_s = max(generate_s, judge_s)
     step_s = max(compute_s, *(8 * size / study.links[one].line.down_bps for one, size in sent.items()))
     mean_s = (len(generators) * generate_s + judge_s) / (len(generators) + 1)
@@ -595,39 +570,27 @@ _NUM_SKETCHED: Final = 4
 _SHOWN_TRAVEL: Final = 0.08
 
 
-def sketch(plan: Plan) -> tuple[Span, ...]:
-    """Spans of a few steps: which cloud computes when, and what is under way meanwhile."""
-    return tuple(_sketch_copies(plan) if plan.form is Form.DATA else _sketch_generators(plan))
+def sketch(plan: Plan) -> Iterator[Span]:
+    """Spans of a few steps: which cloud computes when, and what is under way meanwhile.
 
-
-def _sketch_copies(plan: Plan) -> Iterator[Span]:
-    """All clouds compute; what they exchange is under way beside it, or in between where they wait."""
-    step_s = plan.estimate.step_s
-    waiting_s = plan.estimate.bubble.total * step_s
+    Copies exchange beside computing, or in between where they wait. Generators run ahead.
+    """
+    step_s, is_data = plan.estimate.step_s, plan.form is Form.DATA
+    travel_s = max(_SHOWN_TRAVEL, plan.estimate.bubble.bandwidth) * step_s
+    computed_s = plan.stages[0].busy_s
     for step in range(_NUM_SKETCHED):
-        start_s, end_s = step * step_s, (step + 1) * step_s
+        start_s = step * step_s
         for stage in plan.stages:
-            yield _span(stage.cloud, "forward", step, start_s, end_s - waiting_s)
-        sent_s = end_s - waiting_s if waiting_s else start_s
+            is_last = not is_data and stage is plan.stages[-1]
+            begin_s = start_s + (computed_s + travel_s if is_last else 0.0)
+            kind = "backward" if is_last else "forward"
+            yield _span(stage.cloud, kind, step, begin_s, begin_s + stage.busy_s)
+        sent_s, end_s = start_s + computed_s, start_s + computed_s + travel_s
+        if is_data:
+            sent_s, end_s = (sent_s if plan.estimate.bubble.total else start_s), start_s + step_s
         for link in plan.links:
-            yield _span("→".join(link.between), "transfer", step, sent_s, end_s)
-            yield _span("→".join(link.between[::-1]), "transfer", step, sent_s, end_s)
-
-
-def _sketch_generators(plan: Plan) -> Iterator[Span]:
-    """Generators run ahead; the discriminator takes batch after batch as they come."""
-    step_s = plan.estimate.step_s
-    *generators, judge = plan.stages
-    travel_s = _SHOWN_TRAVEL * step_s
-    free_s = 0.0
-    for step in range(_NUM_SKETCHED):
-        ready_s = step * step_s + generators[0].busy_s
-        for stage, link in zip(generators, plan.links, strict=True):
-            yield _span(stage.cloud, "forward", step, ready_s - stage.busy_s, ready_s)
-            yield _span("→".join(link.between), "transfer", step, ready_s, ready_s + travel_s)
-        begin_s = max(free_s, ready_s + travel_s)
-        free_s = begin_s + judge.busy_s
-        yield _span(judge.cloud, "backward", step, begin_s, free_s)
+            for between in (link.between, link.between[::-1]) if is_data else (link.between,):
+                yield _span("→".join(between), "transfer", step, sent_s, end_s)
 
 
 def _span(track: str, kind: str, step: int, start_s: float, end_s: float) -> Span:

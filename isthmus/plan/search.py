@@ -60,7 +60,7 @@ class Aim:
 
     @classmethod
     def of(cls, job: Job) -> "Aim":
-        """With a deadline the price is to be least, else the time."""
+        """The aim of a job: with a deadline the price is to be least, else the time."""
         limits = job.limits
         return cls(
             deadline_s=limits.deadline_s or math.inf,
@@ -314,8 +314,8 @@ class Pipelines:
     def tried(self) -> list[Tried]:
         """All that was simulated; of last resorts only what has fewer stages than anything else."""
         every = [one for search in self.searches for one in search.tried]
-        mild = [len(plan.stages) for _, plan in every if not self._is_last_resort(plan)]
-        fewest = min(mild, default=math.inf)
+        usual = [len(plan.stages) for _, plan in every if not self._is_last_resort(plan)]
+        fewest = min(usual, default=math.inf)
         return [one for one in every if not self._is_last_resort(one[1]) or len(one[1].stages) < fewest]
 
     @property
@@ -359,9 +359,9 @@ class Pipelines:
     def search(self, aim: Aim) -> None:
         """Search under the job's policy, and where memory binds, with fully sharded stages too."""
         study = self.study
-        mild = [one for one in study.levels if not study.is_last_resort(one)]
-        self._search(study, aim, mild)
-        fewest = _fewest_stages(study, mild)
+        usual = [one for one in study.levels if not study.is_last_resort(one)]
+        self._search(study, aim, usual)
+        fewest = _fewest_stages(study, usual)
         if fewest > study.sizes.start:
             # The optimizer on the host or in 8 bits, only where nothing else fits, or where fewer stages do.
             resorts = [one for one in study.levels if study.is_last_resort(one)]
@@ -370,11 +370,11 @@ class Pipelines:
         is_bound = math.isinf(fewest) if best is None else _is_bound(best[1])
         alike = study.in_lock_step if is_bound else None
         if alike is not None:
-            has_mild = best is not None and not self._is_last_resort(best[1])
+            has_usual = best is not None and not self._is_last_resort(best[1])
             full = [
                 one
                 for one in alike.levels
-                if one.sharding is Sharding.FULL and not (has_mild and alike.is_last_resort(one))
+                if one.sharding is Sharding.FULL and not (has_usual and alike.is_last_resort(one))
             ]
             self._search(alike, aim, full)
 

@@ -61,7 +61,7 @@ from isthmus.plan.job_facts import (
     run_order,
     step_facts,
 )
-from isthmus.plan.memory import Bottleneck, Memory, Sharding, bottleneck_costs, stage_memory
+from isthmus.plan.memory import Bottleneck, Sharding, bottleneck_costs
 from isthmus.plan.models import read_model
 from isthmus.plan.scenario import HopLoad, Line, Policy, StageLoad
 from isthmus.plan.stage_tables import MemoryTables, StageTable, coding_s, stage_table
@@ -271,26 +271,6 @@ class Study:
             backward_s=float(table.backward_s[spot]),
             update_s=float(table.update_s[spot]),
             num_ranks=self.clouds[cloud].num_ranks,
-        )
-
-    def memory(
-        self,
-        cloud: int,
-        setting: Setting,
-        layers: range,
-        *,
-        window: int = 1,
-        halves: Sequence[PartSize] = (),
-        codec_bytes: int = 0,
-    ) -> Memory:
-        """What a rank of one stage needs, with its halves of bottlenecks and the state of its codecs."""
-        return stage_memory(
-            self.costs(cloud, setting),
-            layers,
-            window=window,
-            options=setting.memory.at(self.clouds[cloud]),
-            halves=halves,
-            codec_bytes=codec_bytes,
         )
 
     def halves(self, clouds: Clouds) -> tuple[tuple[PartSize, ...], ...]:

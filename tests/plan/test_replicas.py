@@ -12,7 +12,6 @@ from isthmus.plan.codecs import Loss
 from isthmus.plan.plan import DataSettings, Form
 from isthmus.plan.planner import plan
 from isthmus.plan.replicated import (
-    Replica,
     data_plans,
     path,
     share_out,
@@ -22,7 +21,7 @@ from isthmus.plan.replicated import (
     sync_note,
     sync_traffic,
 )
-from isthmus.plan.scenario import Line
+from isthmus.plan.scenario import Line, StageLoad
 from isthmus.plan.study import study
 from tests.plan.cures import overrides, tables, ways
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
@@ -57,9 +56,11 @@ def test_what_is_not_linked_goes_through_others() -> None:
 @given(
     st.lists(
         st.builds(
-            Replica,
+            StageLoad,
+            cloud=st.just("any"),
             num_ranks=st.integers(1, 4),
-            microbatch_s=st.sampled_from([0.5, 1.0, 1.7, 4.0]),
+            forward_s=st.sampled_from([0.25, 0.5, 0.7, 3.0]),
+            backward_s=st.sampled_from([0.25, 0.5, 1.0]),
             update_s=st.sampled_from([0.0, 0.3]),
         ),
         min_size=1,
@@ -67,20 +68,21 @@ def test_what_is_not_linked_goes_through_others() -> None:
     ),
     st.integers(1, 20),
 )
-def test_shares_are_the_best_there_are(replicas: list[Replica], number: int) -> None:
+def test_shares_are_the_best_there_are(loads: list[StageLoad], number: int) -> None:
     def is_done(by_s: float) -> bool:
-        rounds = [int((by_s - one.update_s) / one.microbatch_s + 1e-9) for one in replicas]
-        return sum(max(0, done) * one.num_ranks for done, one in zip(rounds, replicas, strict=True)) >= number
+        rounds = [int((by_s - one.update_s) / (one.forward_s + one.backward_s) + 1e-9) for one in loads]
+        return sum(max(0, done) * one.num_ranks for done, one in zip(rounds, loads, strict=True)) >= number
 
-    found_s = share_out(replicas, number)
+    found_s = share_out(loads, number)
     assert is_done(found_s)
     assert not is_done(found_s - 1e-3)
 
 
 def costs_s(sync: DataSettings, *, bps: float = 1e9) -> float:
-    replicas = dict.fromkeys(range(2), Replica(num_ranks=1, microbatch_s=1.0, update_s=0.0))
+    load = StageLoad(cloud="any", forward_s=0.5, backward_s=0.5)
     joined = lines((0, 1), bps=bps)
-    return sync_costs(replicas, joined, sync, num_parameters=BILLION, num_microbatches=4).step_s
+    loads = dict.fromkeys(range(2), load)
+    return sync_costs(loads, joined, sync, num_parameters=BILLION, num_microbatches=4).step_s
 
 
 def test_every_step_waits_for_its_traffic() -> None:
