@@ -68,6 +68,7 @@ def test_a_goal_is_missed_by_more_and_by_nothing_known() -> None:
 def test_ceilings_are_only_ever_lowered() -> None:
     figures = [Figure(name=name, value=value, goal=1) for name, value in (("x", 5), ("y", 7), ("z", None))]
     assert lowered({"x": 4, "y": 9, "z": 3}, figures) == {"x": 4, "y": 7, "z": 3}
+    assert lowered({"x": 9}, [Figure(name="x", value=5, goal=8)]) == {"x": 8}, "a goal that is met binds"
     assert above_ceiling(figures, {"x": 4, "y": 9, "z": 3}) == ["x: 5, and the ceiling is 4"]
     assert not above_ceiling(figures, {"x": 5, "y": 7, "z": 3})
 
