@@ -47,7 +47,6 @@ from isthmus.plan.membership import (
     DataState,
     Ledger,
     Piece,
-    Primary,
     Report,
     RoundCommit,
     RoundEnded,
@@ -94,10 +93,7 @@ class Rounds:
         self._spec = spec
         self._cloud = cloud
         self._leader = leader
-        needs_majority = spec.on_partition == "wait"
-        self.views = Views(
-            cloud=cloud, num_clouds=len(spec.clouds), needs_majority=needs_majority, report=self._report
-        )
+        self.views = Views(spec, cloud, self._report)
         self.ledger = Ledger(num_clouds=len(spec.clouds), num_fragments=spec.num_fragments)
         self.complete = 0
         self.committed = 0
@@ -139,7 +135,6 @@ class Rounds:
         self._pieces: defaultdict[int, dict[int, Share]] = defaultdict(dict)
         self._closed: dict[int, tuple[int, ...]] = {}
         self._summed: set[int] = set()
-        self._primary = Primary(self.views, quorum=self._spec.quorum, grace_s=self._spec.grace_s)
 
     # Starts, losses, returns.
 
@@ -264,7 +259,7 @@ class Rounds:
 
     def _install(self, ruling: Ruling) -> None:
         """Begin a view: from its base, without anything of rounds that older views have left open."""
-        self.views.is_installed = True
+        self.views.install()
         self._ruling = ruling
         self._forget_open_rounds()
         self._wanting = {one: of for one, of in self._wanting.items() if of.view == ruling.view}
@@ -362,8 +357,8 @@ class Rounds:
             return
         is_open = (one for one in self._pieces if one >= self.committed and one not in self._closed)
         sent = {number: self._pieces[number] for number in sorted(is_open)}
-        ruling = self._primary.rule(self._ruling, sent, now_s)
-        for at_s in self._primary.new_deadlines_s:
+        ruling = self.views.rule(self._ruling, sent, now_s)
+        for at_s in self.views.new_deadlines_s:
             self._leader.act(Wake(at_s))
         if ruling != self._ruling:
             self._broadcast(ruling)

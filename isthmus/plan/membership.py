@@ -227,22 +227,25 @@ class Ruling(Facts):
 class Views:
     """The views as one cloud knows them; `outbox` holds what it has to send to other clouds."""
 
-    def __init__(
-        self, *, cloud: int, num_clouds: int, needs_majority: bool, report: Callable[[], Report]
-    ) -> None:
+    def __init__(self, spec: DataParallel, cloud: int, report: Callable[[], Report]) -> None:
         self._cloud = cloud
-        self._num_clouds = num_clouds
-        self._needs_majority = needs_majority
+        self._num_clouds = len(spec.clouds)
+        self._needs_majority = spec.on_partition == "wait"
+        self._quorum = spec.quorum
+        self._grace_s = spec.grace_s
         self._report = report
-        self._seen = set(range(num_clouds))
+        self._seen = set(range(self._num_clouds))
         self._sees: dict[int, frozenset[int]] = {}
         self._restarts = 0
         self.number = 0
-        self.members = tuple(range(num_clouds))
+        self.members = tuple(range(self._num_clouds))
         self.is_installed = True
         self.reports: dict[int, Report] = {}
         """The newest of each cloud in this view, at its primary."""
         self.outbox: list[tuple[tuple[int, ...], Facts]] = []
+        self._deadlines_s: dict[int, float] = {}
+        self.new_deadlines_s: list[float] = []
+        """The times at which a grace period ends that the last ruling has started."""
 
     @property
     def primary(self) -> int:
@@ -263,6 +266,11 @@ class Views:
     def num_needed(self) -> int:
         """How many clouds must have a round before it is committed."""
         return (self._num_clouds if self._needs_majority else len(self.members)) // 2 + 1
+
+    def install(self) -> None:
+        """Begin this view, with all grace periods still to come."""
+        self.is_installed = True
+        self._deadlines_s = {}
 
     def restart(self, restarts: int) -> None:
         """Begin again, in no view: this cloud may have forgotten what it has accepted and proposed."""
@@ -396,44 +404,33 @@ class Views:
     def _proposal(self) -> Ruling:
         return Ruling(view=self.number, members=self.members)
 
-
-class Primary:
-    """Decides in one view: closes rounds, commits them and ends the run."""
-
-    def __init__(self, views: Views, *, quorum: int, grace_s: float) -> None:
-        self._views = views
-        self._quorum = quorum
-        self._grace_s = grace_s
-        self._deadlines_s: dict[int, float] = {}
-        self.new_deadlines_s: list[float] = []
-        """The times at which a grace period ends that the last call has started."""
+    # What the primary of a view decides.
 
     def rule(self, ruling: Ruling, sent: Mapping[int, Mapping[int, Share]], now_s: float) -> Ruling:
         """The ruling that follows, given the shares that have been sent for each open round."""
         self.new_deadlines_s = []
-        views = self._views
         closes = tuple(
             ClosedRound(number=number, clouds=tuple(sorted(shares)))
             for number, shares in sent.items()
             if self._is_closing(ruling, number, shares, now_s)
         )
         known = tuple(one for one in ruling.closed if one.number >= ruling.committed)
-        reports = [of for of in views.reports.values() if of.current_view == views.number]
+        reports = [of for of in self.reports.values() if of.current_view == self.number]
         counts = sorted((of.complete for of in reports), reverse=True)
-        committed = counts[views.num_needed - 1] if len(counts) >= views.num_needed else 0
+        committed = counts[self.num_needed - 1] if len(counts) >= self.num_needed else 0
         return replace(
             ruling,
-            current=tuple(one for one in views.members if self._is_expected(ruling, one)),
+            current=tuple(one for one in self.members if self._is_expected(ruling, one)),
             closed=known + closes if closes else ruling.closed,
             committed=max(ruling.committed, committed),
-            is_over=len(reports) == len(views.members) and all(of.is_done for of in reports),
+            is_over=len(reports) == len(self.members) and all(of.is_done for of in reports),
         )
 
     def _is_closing(self, ruling: Ruling, number: int, shares: Mapping[int, Share], now_s: float) -> bool:
         """Whether all clouds that are expected have sent, or a quorum has and the grace period is over."""
         if len(shares) < self._quorum:
             return False
-        if all(cloud in shares or not self._is_expected(ruling, cloud) for cloud in self._views.members):
+        if all(cloud in shares or not self._is_expected(ruling, cloud) for cloud in self.members):
             return True
         if not any(share.num_tokens for share in shares.values()):
             return False
@@ -444,11 +441,11 @@ class Primary:
 
     def _is_expected(self, ruling: Ruling, cloud: int) -> bool:
         """Whether a cloud is up to date, or will be when it has heard of this view."""
-        number, report = self._views.number, self._views.reports.get(cloud)
+        report = self.reports.get(cloud)
         if report is None:
-            return number == 0
+            return self.number == 0
         is_like_base = (report.complete, report.digest) == (ruling.base, ruling.digest)
-        return report.current_view == number or is_like_base
+        return report.current_view == self.number or is_like_base
 
 
 _NO_DIGEST: Final = "none"
