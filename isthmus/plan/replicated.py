@@ -302,7 +302,7 @@ def _data_plan(study: Study, wholes: Sequence[Whole], sync: DataSettings) -> Pla
         study,
         Form.DATA,
         dict.fromkeys(wholes, costs.compute_s),
-        [_link(study, one, sent[one], sent[one[::-1]]) for one in _written_order(study, lines)],
+        [_link(study, one, sent[one], sent[one[::-1]]) for one in lines if one[0] < one[1]],
         step_s=costs.step_s,
         waits_s={"latency": costs.latency_s, "bandwidth": costs.bandwidth_s},
         limiting=limiting,
@@ -310,13 +310,6 @@ def _data_plan(study: Study, wholes: Sequence[Whole], sync: DataSettings) -> Pla
         settings=sync,
         loss=sync_loss(len(wholes), sync),
     )
-
-
-def _written_order(study: Study, lines: Mapping[Direction, Line]) -> list[Direction]:
-    """Every link once, in the direction in which the job names its ends."""
-    names = [tuple(study.clouds[one].name for one in pair) for pair in lines]
-    named = {link.between for link in study.job.link}
-    return [pair for pair, between in zip(lines, names, strict=True) if between in named]
 
 
 def sync_costs(

@@ -1,4 +1,4 @@
-"""Memory is spared no more than it must be, only in ways that a run accepts, and runs do as was planned."""
+"""Memory options are taken no more than needed, only those that a run accepts, and runs do as planned."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
