@@ -22,7 +22,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import isthmus
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.costs import MeasuredModel, Training
-from isthmus.model.families import FAMILIES
 from isthmus.model.heads import HEADS
 from isthmus.plan.costs import Arithmetic, Precision, Workload, table_text
 from isthmus.plan.models import NEUTRAL_KEYS
@@ -36,6 +35,8 @@ PRECISIONS: Final = (
     Arithmetic(precision=Precision.BFLOAT16),
     Arithmetic(precision=Precision.BFLOAT16, is_gathered=True),
 )
+# Families that are listed though their configurations have no pipeline plan.
+WITHOUT_PLAN: Final = ("bert", "electra", "gpt2", "roberta", "xlm-roberta")
 # Families whose first position is the one behind the padding token's id.
 STARTS_LATE: Final = ("roberta", "xlm-roberta", "camembert")
 
@@ -151,7 +152,7 @@ def families() -> str:
     """What each family's configuration has where a job leaves it out, and its own spellings of keys."""
     lines = []
     for model_type, own in sorted(CONFIG_MAPPING.items()):
-        if model_type not in FAMILIES and not getattr(own, "base_model_pp_plan", None):
+        if model_type not in WITHOUT_PLAN and not getattr(own, "base_model_pp_plan", None):
             continue
         spellings = {theirs: ours for ours, theirs in own.attribute_map.items()}
         defaults: dict[str, Any] = {

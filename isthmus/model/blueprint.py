@@ -4,7 +4,7 @@ import difflib
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import transformers
@@ -16,7 +16,7 @@ from isthmus.errors import UserError
 from isthmus.job.hub import CONFIG_FILE, code_not_run, find_file, needs_code, no_model
 from isthmus.job.sections import unknown_key
 from isthmus.model.cut import sorts_tokens
-from isthmus.model.families import HOW_TO_ADD, Family, family_of
+from isthmus.model.families import BUILD_ERRORS, HOW_TO_ADD, MISFITS, Family, cannot_cut, family_of
 from isthmus.model.heads import HEADS, Head
 from isthmus.model.transformers_calls import has_head
 
@@ -60,10 +60,7 @@ def layout_of(model: PreTrainedModel, family: Family) -> ParameterLayout:
             index = path.removeprefix(f"{family.layers}.").split(".")[0]
             layers[int(index)][name] = parameter.numel()
         else:
-            raise UserError(
-                f"{type(model).__name__} cannot be cut into stages: {name} belongs to none",
-                hint=HOW_TO_ADD,
-            )
+            raise cannot_cut(type(model).__name__, f"{name} belongs to no stage")
     return ParameterLayout(first=first, layers=tuple(layers), last=last)
 
 
@@ -92,19 +89,6 @@ def _within(path: str, places: tuple[str, ...]) -> bool:
     return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
-# What the classes of transformers raise when a configuration does not fit together.
-_BUILD_ERRORS: Final = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
     """A model that can be cut, and the folder or name of its weights; None for fresh ones."""
@@ -119,6 +103,8 @@ class Blueprint:
     source: str | None
     trust_remote_code: bool = False
     """Whether code that came with the configuration may run."""
+    whole: str | None = None
+    """The class of a configuration of which this model is only the text part."""
 
     @property
     def num_layers(self) -> int:
@@ -142,8 +128,8 @@ class Blueprint:
         model = _empty_model(self.config, self.head, trust_remote_code=self.trust_remote_code)
         try:
             return sorts_tokens(model, self.family)
-        except _BUILD_ERRORS as error:
-            raise _unusable(self.config.model_type, error) from error
+        except BUILD_ERRORS as error:
+            raise _unusable(self.model_class.__name__, error) from error
 
 
 def fresh_blueprint(values: Mapping[str, Any], *, head: Head, num_labels: int | None = None) -> Blueprint:
@@ -181,7 +167,10 @@ def _config_from(values: dict[str, Any]) -> PreTrainedConfig:
         what = "no model_type" if model_type is None else f"an unknown model_type, {model_type!r}"
         hint = _near(str(model_type), CONFIG_MAPPING.keys())
         raise UserError(f"the model's configuration has {what}", hint=hint)
-    known = {*CONFIG_MAPPING[model_type]().to_dict(), *CONFIG_MAPPING[model_type].attribute_map}
+    try:
+        known = {*CONFIG_MAPPING[model_type]().to_dict(), *CONFIG_MAPPING[model_type].attribute_map}
+    except StrictDataclassError:
+        known = set(values)  # no defaults fit together
     if wrong := unknown_key(model_type, values, known):
         what, cure = wrong
         raise UserError(what, hint=cure)
@@ -199,12 +188,18 @@ def _draw(
     source: str | None,
     trust_remote_code: bool = False,
 ) -> Blueprint:
+    if config.model_type in MISFITS:
+        raise cannot_cut(type(config).__name__, MISFITS[config.model_type])
+    config, whole = _text_part(config, head)
     if head is HEADS["question-answering"]:
         num_labels = 2  # where an answer begins, and where it ends
     if num_labels is not None:
         config.num_labels = num_labels
     _check(config, head)
     model = _empty_model(config, head, trust_remote_code=trust_remote_code)
+    if type(model).__module__.startswith("transformers.") and not has_head(head.auto_class, model.config):
+        raise cannot_cut(type(model).__name__, "transformers loads it only together with its other parts")
+    config = model.config
     family = family_of(model)
     if family.router is None and getattr(config, "output_router_logits", False):
         raise UserError(
@@ -226,7 +221,19 @@ def _draw(
         ties=model.get_expanded_tied_weights_keys(all_submodels=True),
         source=source,
         trust_remote_code=trust_remote_code,
+        whole=whole,
     )
+
+
+def _text_part(config: PreTrainedConfig, head: Head) -> tuple[PreTrainedConfig, str | None]:
+    """The text part of a model for pictures or sound as well, and that model's class; else the whole."""
+    text: Any = getattr(config, "text_config", None)
+    if not isinstance(text, PreTrainedConfig) or not has_head(head.auto_class, text):
+        return config, None
+    text.name_or_path = config.name_or_path
+    if getattr(config, "tie_word_embeddings", False):
+        text.tie_word_embeddings = True
+    return text, type(config).__name__
 
 
 def _sees_ahead(model: PreTrainedModel, family: Family) -> bool:
@@ -240,9 +247,7 @@ def _sees_ahead(model: PreTrainedModel, family: Family) -> bool:
 
 def _check(config: PreTrainedConfig, head: Head) -> None:
     if config.is_encoder_decoder:
-        raise UserError(
-            f"{config.model_type} is an encoder with a decoder, and cannot be cut yet", hint=HOW_TO_ADD
-        )
+        raise cannot_cut(type(config).__name__, "it is an encoder with a decoder")
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
             f"{config.name_or_path or config.model_type} holds quantised weights, which cannot be trained",
@@ -251,7 +256,7 @@ def _check(config: PreTrainedConfig, head: Head) -> None:
     if head is HEADS["sequence-classification"]:
         if (config.num_labels or 0) < 2:
             raise UserError("a classifier needs at least two labels", hint="set num_labels to 2 or more")
-        if config.pad_token_id is None:
+        if getattr(config, "pad_token_id", None) is None:
             raise UserError(
                 f"{config.model_type} has no padding token, so the end of a sequence cannot be found",
                 hint="set pad_token_id in the model's configuration",
@@ -264,13 +269,13 @@ def _empty_model(config: PreTrainedConfig, head: Head, *, trust_remote_code: boo
         offered = [other.name for other in HEADS.values() if has_head(other.auto_class, config)]
         raise UserError(
             f"transformers {transformers.__version__} has no {head.name} head for {type(config).__name__}",
-            hint=f"choose one of {', '.join(offered)}" if offered else HOW_TO_ADD,
+            hint=f"choose one of {', '.join(offered)}" if offered else "language models alone can be trained",
         )
     try:
         with torch.device("meta"):
             model: PreTrainedModel = head.auto_class.from_config(config, trust_remote_code=trust_remote_code)
-    except _BUILD_ERRORS as error:
-        raise _unusable(config.model_type, error) from error
+    except BUILD_ERRORS as error:
+        raise _unusable(type(config).__name__, error) from error
     return model
 
 
@@ -280,8 +285,10 @@ def _near(word: str, known: Iterable[str]) -> str:
 
 
 def _unusable(name: str, error: Exception) -> UserError:
-    reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+    reason = (str(error).strip().splitlines() or [""])[-1].strip().removeprefix("ValueError: ")
+    if isinstance(error, LookupError | AttributeError | TypeError):
+        reason = f"transformers fails to build the model from it ({type(error).__name__}: {reason})"
     return UserError(
-        f"the configuration of {name} cannot be used: {reason[0].strip().removeprefix('ValueError: ')}",
+        f"the configuration of {name} cannot be used: {reason}",
         hint="correct it in [model.config], or in the config.json of the model",
     )

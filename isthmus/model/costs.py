@@ -22,7 +22,8 @@ from transformers import PreTrainedModel, initialization
 
 from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint
-from isthmus.model.cut import Absent, LayerCall, Seam, drop_absent, first_input
+from isthmus.model.cut import LayerCall, Seam, drop_absent
+from isthmus.model.families import Absent, first_input
 from isthmus.model.load import assemble, new_adapters
 from isthmus.model.lora import Adapters
 from isthmus.model.random import RngKey
@@ -356,7 +357,10 @@ class MeasuredModel:
         expect_no_padding(model)
         for index in set(layers) - set(indices):
             path = f"{blueprint.family.layers}.{index}"
-            model.base_model.set_submodule(path, Absent(model.base_model.get_submodule(path)))
+            model.base_model.set_submodule(
+                path,
+                Absent(model.base_model.get_submodule(path), returns_tuple=blueprint.family.returns_tuple),
+            )
         stage = assemble(
             blueprint,
             model,

@@ -13,7 +13,7 @@ and positions are rebuilt by the model itself, from integers. Modules of other s
 What the model does between embedding and layers, or behind them, thus touches only its first or last stage.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from isthmus.errors import UserError
-from isthmus.model.families import HOW_TO_ADD, Family
+from isthmus.model.families import (
+    Absent,
+    Family,
+    cannot_cut,
+    first_input,
+    only_hidden_learns,
+    tensors_in,
+)
 from isthmus.model.random import RngKey
 from isthmus.model.recompute import Meter
 from isthmus.model.torch_calls import TorchDispatchMode, storage_id
@@ -64,56 +71,28 @@ class Seam:
 
     def misfit(self, what: str) -> UserError:
         """The error for a model that does what no cut can carry."""
-        return UserError(f"{self.model_class} cannot be cut into stages: {what}", hint=HOW_TO_ADD)
-
-
-class Absent(nn.Module):
-    """Stands for a module of another stage and passes its input on."""
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        # Some forwards look at a layer before they call it, for its kind of attention say.
-        for name, value in vars(original).items():
-            if isinstance(value, str | int | float) and not name.startswith("_"):
-                setattr(self, name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the input."""
-        return first_input(args, kwargs)
+        return cannot_cut(self.model_class, what)
 
 
 class Arrival(Absent):
     """Stands for what precedes the stage, and gives the hidden states that arrived."""
 
-    def __init__(self, original: nn.Module, seam: Seam) -> None:
-        super().__init__(original)
-        self._seam = seam
-
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         """Return the hidden states that arrived."""
-        return self._seam.current().arrived
+        return self.returned(self._seam.current().arrived)
 
 
 class Departure(Absent):
     """Stands for the layer behind the stage, and takes the hidden states that leave."""
 
-    def __init__(self, original: nn.Module, seam: Seam) -> None:
-        super().__init__(original)
-        self._seam = seam
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Keep the input for the next stage, and pass it on."""
-        passage = self._seam.current()
+        passage: Passage = self._seam.current()
         hidden = first_input(args, kwargs)
         if not _same(hidden, passage.left_layer):
             raise self._seam.misfit("it changes the hidden states between its layers")
         passage.departed = hidden
-        return hidden
-
-
-def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The input that a module works on: the hidden states, for a layer."""
-    return args[0] if args else next(iter(kwargs.values()))
+        return self.returned(hidden)
 
 
 def drop_absent(model: PreTrainedModel, family: Family, layers: range, seam: Seam) -> None:
@@ -124,22 +103,16 @@ def drop_absent(model: PreTrainedModel, family: Family, layers: range, seam: Sea
         for path in _present(base, family.first):
             base.set_submodule(path, Arrival(base.get_submodule(path), seam))
     for index in [*range(layers.start), *range(layers.stop, num_layers)]:
+        make = {layers.start - 1: Arrival, layers.stop: Departure}.get(index, Absent)
         path = f"{family.layers}.{index}"
-        base.set_submodule(path, _layer_stand_in(base.get_submodule(path), index, layers, seam))
+        layer = base.get_submodule(path)
+        base.set_submodule(path, make(layer, seam, returns_tuple=family.returns_tuple))
     if layers.stop < num_layers:
         for path in _present(base, family.last):
             base.set_submodule(path, Absent(base.get_submodule(path)))
         for name, child in model.named_children():
             if child is not base and base is not model:
                 model.set_submodule(name, Absent(child))
-
-
-def _layer_stand_in(layer: nn.Module, index: int, layers: range, seam: Seam) -> nn.Module:
-    if index == layers.start - 1:
-        return Arrival(layer, seam)
-    if index == layers.stop:
-        return Departure(layer, seam)
-    return Absent(layer)
 
 
 def _present(base: nn.Module, paths: tuple[str, ...]) -> list[str]:
@@ -179,7 +152,7 @@ class LayerCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
         passage = self._seam.current()
-        if not _only_hidden_learns(args, kwargs):
+        if not only_hidden_learns(args, kwargs):
             raise self._seam.misfit("its layers get more than hidden states and what follows from the ids")
         hidden = first_input(args, kwargs)
         if passage.meter is not None:
@@ -194,7 +167,7 @@ class LayerCall:
             output, router_logits = self._run(*args, **kwargs)
         if router_logits is not None:
             passage.router_logits.append(router_logits)
-        passage.left_layer = output if isinstance(output, Tensor) else None
+        passage.left_layer = output[0] if isinstance(output, tuple) else output
         return output
 
     def _run(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
@@ -227,7 +200,7 @@ class LayerCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        side_inputs = [one for one in _tensors([*args, *kwargs.values()]) if one is not hidden]
+        side_inputs = [one for one in tensors_in([*args, *kwargs.values()]) if one is not hidden]
         meter.run_layer(
             self._index,
             lambda: self._run(*args, **kwargs),
@@ -239,22 +212,6 @@ class LayerCall:
     def _seed(self, rng_key: RngKey | None, device: torch.device) -> None:
         if rng_key is not None:
             rng_key.seed_place(f"layer {self._index}", device)
-
-
-def _only_hidden_learns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether each stage can rebuild all that a layer gets beside hidden states: no gradient flows there."""
-    side_inputs = [*args, *kwargs.values()][1:]
-    return not any(tensor.requires_grad for tensor in _tensors(side_inputs))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
 
 
 _BATCH_SHAPE: Final = (2, 4)
@@ -307,12 +264,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        followed = [one for one in _tensors([args, kwargs]) if storage_id(one) in self._followed]
+        followed = [one for one in tensors_in([args, kwargs]) if storage_id(one) in self._followed]
         if any(_is_integer(one) for one in followed):
             raise _IntegersUsed
         output = func(*args, **(kwargs or {}))
         if followed:
-            for one in _tensors([output]):
+            for one in tensors_in([output]):
                 self.follow(one)
         return output
 

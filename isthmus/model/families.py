@@ -1,18 +1,40 @@
-"""What Isthmus must know of an architecture: where its parts lie, by family, and what a head gives."""
+"""Finds where the parts of a model lie by running its own code once on tensors without values.
 
-from collections.abc import Callable, Mapping
+No table of families is needed: the layers are the base model's one list of modules, what is called before
+them belongs to the first stage, what is called behind them to the last. In the trace each layer returns its
+input, so a model of any size takes well under a second, and a model that does what no cut can carry is found
+out before anything is read or made.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from isthmus.errors import UserError
+from isthmus.model.transformers_calls import expect_no_padding, one_sequence_a_row
+
+HOW_TO_ADD: Final = "docs/adding-a-family.md says what can be cut"
+_BATCH_SHAPE: Final = (2, 4)
+BUILD_ERRORS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+"""What the classes of transformers raise when a configuration does not fit together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +49,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Which modules of a base model belong to the first stage, the layers and the last; dotted paths.
+    """Modules of a base model, as dotted paths, that belong to the first stage, the layers and the last.
 
     Modules outside the base model are the head, and belong to the last stage.
     """
@@ -35,6 +57,8 @@ class Family:
     first: tuple[str, ...]
     layers: str
     last: tuple[str, ...] = ()
+    returns_tuple: bool = False
+    """Whether a layer returns a tuple that begins with the hidden states, not these alone."""
     router: Router | None = None
 
 
@@ -46,45 +70,195 @@ def _mixtral_balance(logits: Tensor, config: PreTrainedConfig, mask: Tensor | No
     return loss
 
 
-# Its balancing loss is taken layer by layer, so that every stage adds its own.
-MIXTRAL: Final = Family(
-    first=("embed_tokens",),
-    layers="layers",
-    last=("norm",),
-    router=Router(path="mlp.gate", balancing_loss=_mixtral_balance),
+# Balancing losses are taken layer by layer, so that every stage adds its own.
+ROUTERS: Final[Mapping[str, Router]] = MappingProxyType(
+    {"mixtral": Router(path="mlp.gate", balancing_loss=_mixtral_balance)}
 )
-BERT: Final = Family(first=("embeddings",), layers="encoder.layer", last=("pooler",))
-ELECTRA: Final = Family(first=("embeddings", "embeddings_project"), layers="encoder.layer")
-GPT2: Final = Family(first=("wte", "wpe", "drop"), layers="h", last=("ln_f",))
 
-HOW_TO_ADD: Final = "docs/adding-a-family.md shows how to add a family"
 
-FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
+def cannot_cut(model_class: str, reason: str) -> UserError:
+    """The error for a model that does what no cut can carry."""
+    return UserError(f"{model_class} cannot be cut into stages: {reason}", hint=HOW_TO_ADD)
+
+
+# What a trace cannot show.
+MISFITS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "bert": BERT,
-        "electra": ELECTRA,
-        "gpt2": GPT2,
-        "mixtral": MIXTRAL,
-        "roberta": BERT,
-        "xlm-roberta": BERT,
+        "ctrl": "it changes its embeddings in place",
+        "falcon_h1": "it looks into its layers for their masks",
+        "gemma4_assistant": "it needs the hidden states of another model",
+        "gemma4_unified_assistant": "it needs the hidden states of another model",
+        "yoso": "padding changes what its attention computes for other tokens",
     }
 )
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """The family of a model: the one listed for its type, else what its own pipeline plan says."""
-    family = FAMILIES.get(model.config.model_type) or _planned_family(model)
-    if family is None:
-        raise UserError(f"{type(model).__name__} cannot be cut into stages yet", hint=HOW_TO_ADD)
-    return family
+    """Find the parts of a model that lies on the meta device; refuses one that cannot be cut."""
+    layers = _find_layers(model)
+    trace = _Trace(model, layers)
+    try:
+        trace.run()
+    except _TakesFirst:
+        trace = _Trace(model, layers, returns_tuple=True)
+        trace.run()
+    return Family(
+        first=tuple(path for path in trace.units if trace.called.get(path) == 0),
+        layers=layers,
+        last=tuple(path for path in trace.units if trace.called.get(path) != 0),
+        returns_tuple=trace.returns_tuple,
+        router=ROUTERS.get(model.config.model_type),
+    )
 
 
-def _planned_family(model: PreTrainedModel) -> Family | None:
-    """Read transformers' plan: what precedes the layers is the first stage's, what follows the last's."""
-    base = model.base_model
-    names = list(model.config.base_model_pp_plan or {})
-    lists = [name for name in names if isinstance(getattr(base, name, None), nn.ModuleList)]
-    if len(lists) != 1:
-        return None
-    position = names.index(lists[0])
-    return Family(first=tuple(names[:position]), layers=lists[0], last=tuple(names[position + 1 :]))
+def _find_layers(model: PreTrainedModel) -> str:
+    """The path of the list of layers; of several lists, the one as long as the configuration says."""
+    lists: dict[str, int] = {
+        path: len(module)
+        for path, module in model.base_model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
+    }
+    outer = {
+        path: size for path, size in lists.items() if not any(path.startswith(f"{one}.") for one in lists)
+    }
+    number = getattr(model.config, "num_hidden_layers", None)
+    found = list(outer) if len(outer) == 1 else [path for path, size in outer.items() if size == number]
+    if len(found) != 1:
+        have = f"has several lists of layers, {', '.join(outer)}" if outer else "has no list of layers"
+        raise cannot_cut(type(model).__name__, f"it {have}")
+    return found[0]
+
+
+class Absent(nn.Module):
+    """Stands for a module of another stage and passes its input on."""
+
+    def __init__(self, original: nn.Module, seam: Any = None, *, returns_tuple: bool = False) -> None:
+        super().__init__()
+        self._seam = seam
+        # Some classes initialise the weight of a part, or ask it for its device.
+        self.register_buffer("weight", torch.empty(0), persistent=False)
+        self.returns_tuple = returns_tuple
+        # Some forwards look at a layer before they call it, for its kind of attention say.
+        for name, value in vars(original).items():
+            if isinstance(value, str | int | float) and not name.startswith("_"):
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the input."""
+        return self.returned(first_input(args, kwargs))
+
+    def returned(self, hidden: Any) -> Any:
+        """Hidden states as the original would return them."""
+        return (hidden,) if self.returns_tuple else hidden
+
+
+class _TakesFirst(Exception):
+    """The model has taken the first row of what a layer returned, as it would of a tuple."""
+
+
+class _Trace:
+    """One forward pass in which layers return their input, to see what runs around them and when."""
+
+    def __init__(self, model: PreTrainedModel, path: str, *, returns_tuple: bool = False) -> None:
+        self.called: dict[str, int] = {}
+        """How many layers had run when a unit was first called."""
+        self.returns_tuple = returns_tuple
+        self._model = model
+        self._base: nn.Module = model.base_model
+        self._path = path
+        self._layers = list(self._base.get_submodule(path).children())
+        self.units = [
+            one for one, module in _beside(self._base, path) if any(True for _ in module.parameters())
+        ]
+        self._num_run = 0
+        self._left: Tensor | None = None
+
+    def run(self) -> None:
+        """Trace; refuses a model that does what no cut can carry."""
+        expect_no_padding(self._model)
+        hooks = [self._watch(path) for path in self.units]
+        for index, layer in enumerate(self._layers):
+            stand_in = Absent(layer)
+            stand_in.forward = partial(self._run_layer, index)  # type: ignore[method-assign]
+            self._base.set_submodule(f"{self._path}.{index}", stand_in)
+        try:
+            ids = torch.zeros(_BATCH_SHAPE, dtype=torch.long, device="meta")
+            with one_sequence_a_row(True):
+                self._base(input_ids=ids, attention_mask=None, use_cache=False)
+        except BUILD_ERRORS as error:
+            raise self._misfit(self._what_it_needs(error)) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for index, layer in enumerate(self._layers):
+                self._base.set_submodule(f"{self._path}.{index}", layer)
+        if self._num_run != len(self._layers):
+            raise self._misfit(f"it runs {self._num_run} of its {len(self._layers)} layers")
+
+    def _misfit(self, reason: str) -> UserError:
+        return cannot_cut(type(self._model).__name__, reason)
+
+    def _what_it_needs(self, error: Exception) -> str:
+        """The reason why a forward fails that gets token ids, without values, and nothing of its layers."""
+        message = (str(error).strip().splitlines() or [""])[-1].strip()
+        if "meta" in message:
+            return f"its forward reads the values of its inputs ({message})"
+        what = "of its layers than hidden states" if self._num_run else "than token ids"
+        return f"its forward needs more {what} ({type(error).__name__}: {message})"
+
+    def _watch(self, path: str) -> Any:
+        def note(_module: nn.Module, _args: Any) -> None:
+            if 0 < self._num_run < len(self._layers):
+                raise self._misfit(f"{path} runs between its layers")
+            self.called.setdefault(path, self._num_run)
+
+        return self._base.get_submodule(path).register_forward_pre_hook(note)
+
+    def _run_layer(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        hidden = first_input(args, kwargs)
+        if index != self._num_run:
+            raise self._misfit("its layers do not run once each, in their order")
+        if self._left is not None and hidden is not self._left:
+            if not self.returns_tuple and isinstance(hidden, Tensor) and hidden.ndim < self._left.ndim:
+                raise _TakesFirst
+            raise self._misfit("it changes the hidden states between its layers")
+        if not only_hidden_learns(args, kwargs):
+            raise self._misfit("its layers get more than hidden states and what follows from the ids")
+        if not isinstance(hidden, Tensor) or hidden.shape[:-1] != _BATCH_SHAPE:
+            raise self._misfit("its layers pass on more than one vector for each token")
+        self._num_run += 1
+        self._left = hidden.view_as(hidden)
+        return (self._left,) if self.returns_tuple else self._left
+
+
+def _beside(base: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that lie beside the list of layers, or beside a module that holds it."""
+    holder = ""
+    for name in path.split("."):
+        prefix = f"{holder}." if holder else ""
+        for child, module in base.get_submodule(holder).named_children():
+            if child != name:
+                yield f"{prefix}{child}", module
+        holder = f"{prefix}{name}"
+
+
+def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The input that a module works on: the hidden states, for a layer."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def only_hidden_learns(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether each stage can rebuild all that a layer gets beside hidden states: no gradient flows there."""
+    side_inputs = [*args, *kwargs.values()][1:]
+    return not any(tensor.requires_grad for tensor in tensors_in(side_inputs))
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and dictionaries."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())

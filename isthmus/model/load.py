@@ -210,17 +210,27 @@ def _prepared_class(
     )
 
 
-def _tensors(blueprint: Blueprint, *, untied: bool) -> "Mapping[str, LazyTensor]":
+def _tensors(blueprint: Blueprint, *, untied: bool) -> "Mapping[str, PretrainedTensor]":
     if blueprint.source is None:
         return {}
     tensors = Checkpoint(blueprint.source).tensors()
+    in_base = f"{blueprint.model_class.base_model_prefix}."
+    if blueprint.whole is not None:
+        tensors = {_name_in_text(name, in_base): one for name, one in tensors.items()}
     if untied:
-        in_base = f"{blueprint.model_class.base_model_prefix}."
         for taker, giver in blueprint.ties.items():
             found = tensors.get(giver) or tensors.get(giver.removeprefix(in_base))
             if taker not in tensors and found is not None:
                 tensors[taker] = found
     return tensors
+
+
+def _name_in_text(name: str, in_base: str) -> str:
+    """The name that a parameter of a composite model has in its text part."""
+    _, is_text, inner = name.partition("language_model.")
+    if not is_text or inner.startswith((in_base, "lm_head.")):
+        return inner or name
+    return f"{in_base}{inner}"
 
 
 def _check_report(blueprint: Blueprint, report: Mapping[str, Any]) -> list[str]:
@@ -247,6 +257,8 @@ def _notes(
     blueprint: Blueprint, *, untied: bool, new_names: list[str], num_frozen_layers: int
 ) -> tuple[str, ...]:
     notes = []
+    if blueprint.whole is not None:
+        notes.append(f"only the text part of {blueprint.whole} is trained and exported")
     if untied:
         notes.append("embedding and head share weights in this model; they are trained and exported untied")
     elif blueprint.is_tied_across_layers and num_frozen_layers:
@@ -265,17 +277,17 @@ class Checkpoint:
         # Loaders ask from several threads at once.
         self._lock = threading.Lock()
 
-    def tensors(self) -> "dict[str, LazyTensor]":
+    def tensors(self) -> "dict[str, PretrainedTensor]":
         """Every tensor by name; none is read, and no shard fetched, before it is asked for."""
         index = find_file(self.source, INDEX_FILE)
         if index is not None:
-            return {name: LazyTensor(self, file, name) for name, file in _read_index(index).items()}
+            return {name: PretrainedTensor(self, file, name) for name, file in _read_index(index).items()}
         if find_file(self.source, WEIGHTS_FILE) is None:
             raise UserError(
                 f"{self.source} has no safetensors weights",
                 hint="pickled weights are never loaded: convert them with transformers' save_pretrained",
             )
-        return {name: LazyTensor(self, WEIGHTS_FILE, name) for name in self.open(WEIGHTS_FILE).keys()}  # noqa: SIM118 not a dict
+        return {name: PretrainedTensor(self, WEIGHTS_FILE, name) for name in self.open(WEIGHTS_FILE).keys()}  # noqa: SIM118 not a dict
 
     def open(self, file: str) -> Any:
         """A file of the checkpoint, opened once."""
@@ -295,7 +307,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class LazyTensor:
+class PretrainedTensor:
     """A tensor in a checkpoint, read when it is indexed, as transformers' loader does."""
 
     checkpoint: Checkpoint

@@ -20,7 +20,7 @@ def plain_model(plan: Blueprint, values: dict[str, Tensor]) -> PreTrainedModel:
     """The model as transformers builds it, without a line of ours in it, untied."""
     config = copy.deepcopy(plan.config)
     config.tie_word_embeddings = False
-    model: PreTrainedModel = plan.head.auto_class.from_config(config)
+    model: PreTrainedModel = plan.model_class(config)
     model.load_state_dict(values, strict=False)
     model.train()
     return model

@@ -16,7 +16,7 @@ from isthmus.job import hub
 from isthmus.job.hub import INDEX_FILE, WEIGHTS_FILE
 from isthmus.model.blueprint import pretrained_blueprint, split_layers
 from isthmus.model.heads import HEADS
-from isthmus.model.load import LazyTensor, build_stage
+from isthmus.model.load import PretrainedTensor, build_stage
 from tests.model.cases import (
     CONFIGS,
     NUM_LABELS,
@@ -115,13 +115,13 @@ def test_no_tensor_of_another_stage_is_read(
     save_model(model_type, tmp_path)
     plan = pretrained_blueprint(str(tmp_path), head=language_head(model_type))
     read: list[str] = []
-    original = LazyTensor.__getitem__
+    original = PretrainedTensor.__getitem__
 
-    def reading(self: LazyTensor, index: Any) -> Tensor:
+    def reading(self: PretrainedTensor, index: Any) -> Tensor:
         read.append(self.name)
         return original(self, index)
 
-    monkeypatch.setattr(LazyTensor, "__getitem__", reading)
+    monkeypatch.setattr(PretrainedTensor, "__getitem__", reading)
     first, middle, last = split_layers(3, 3)
     build(plan, [first])
     assert set(read) == set(plan.layout.owned_by(first))
