@@ -241,7 +241,7 @@ def find_peak(training: Training, steps: Sequence[Sequence[Batch]]) -> int:
     return way.peak_bytes
 
 
-def make_ways(training: Training, scale: Scale, device: Device, *, budget_bytes: int) -> dict[str, Way]:
+def make_ways(training: Training, scale: Scale, *, budget_bytes: int) -> dict[str, Way]:
     """All three."""
     layers = frozenset(training.stage.layers)
     ways: dict[str, Recompute] = {
@@ -250,7 +250,6 @@ def make_ways(training: Training, scale: Scale, device: Device, *, budget_bytes:
         "as the budget asks": Budgeted(
             budget_bytes=training.standing_bytes + budget_bytes,
             standing_bytes=lambda: training.standing_bytes,
-            device=device.torch_device,
             max_length=scale.max_length,
         ),
     }
@@ -317,7 +316,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     budget_bytes = int(given.budget * find_peak(training, steps))
     found_s = time.monotonic()
     print(f"built in {built_s - started_s:.1f} s, peak found in {found_s - built_s:.1f} s")
-    ways = make_ways(training, scale, device, budget_bytes=budget_bytes)
+    ways = make_ways(training, scale, budget_bytes=budget_bytes)
     num_taken = compare(training, steps, ways, deadline)
     if num_taken < len(steps):
         print(f"cut off by the deadline: {num_taken} of {len(steps)} steps were compared")

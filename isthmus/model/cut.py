@@ -156,7 +156,12 @@ class LayerCall:
             raise self._seam.misfit("its layers get more than hidden states and what follows from the ids")
         hidden = first_input(args, kwargs)
         if passage.meter is not None:
-            self._measure(passage.meter, passage.rng_key, hidden, args, kwargs)
+            side_inputs = [one for one in tensors_in([args, kwargs]) if one is not hidden]
+            others = [*side_inputs, *self._layer.parameters(), *self._layer.buffers()]
+            self._seed(passage.rng_key, hidden.device)
+            passage.meter.run_layer(
+                self._index, lambda: self._run(*args, **kwargs), hidden=hidden, others=others
+            )
         self._announce(passage, hidden)
         # Before the checkpoint, which then keeps the state of the generators for the recomputation.
         self._seed(passage.rng_key, hidden.device)
@@ -191,23 +196,6 @@ class LayerCall:
         if self._index == layers[num_left] and hidden.requires_grad:
             # Its gradient is there when all layers but the lowest have run back.
             hidden.register_hook(lambda _gradient: tell())  # type: ignore[no-untyped-call]
-
-    def _measure(
-        self,
-        meter: Meter,
-        rng_key: RngKey | None,
-        hidden: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        side_inputs = [one for one in tensors_in([*args, *kwargs.values()]) if one is not hidden]
-        meter.run_layer(
-            self._index,
-            lambda: self._run(*args, **kwargs),
-            hidden=hidden,
-            others=[*side_inputs, *self._layer.parameters(), *self._layer.buffers()],
-            seed=lambda: self._seed(rng_key, hidden.device),
-        )
 
     def _seed(self, rng_key: RngKey | None, device: torch.device) -> None:
         if rng_key is not None:

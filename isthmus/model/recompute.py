@@ -1,9 +1,8 @@
 """Recomputing only as much as a memory budget asks for, by the size of each micro-batch.
 
-The first micro-batches are measured: what each layer keeps, and how long it takes. From then on a quadratic
-of the input's length says what any micro-batch would keep, and the cheapest set of layers is recomputed that
-makes it fit beside the others in flight. Results do not depend on the choice: recomputed layers draw
-the dropout that they drew before.
+The first micro-batches are measured: what each layer keeps. From then on a quadratic of the input's length
+says what any micro-batch would keep, and as few layers are recomputed as make it fit beside the others in
+flight. Results do not depend on the choice: recomputed layers draw the dropout that they drew before.
 
     budget = standing            weights, gradients, optimizer
            + working             what one pass needs on top, at the largest size
@@ -14,8 +13,7 @@ next to take it always fits, however little is kept in it now.
 """
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,9 +45,6 @@ _LAYER_GRADIENTS: Final = 1.0
 _BESIDE_GRADIENTS: Final = 2.0
 # Growth is a constant, a share per token and one per pair of tokens.
 _NUM_TERMS: Final = 3
-_NUM_RUNS: Final = 2
-# Costs are rounded to this many steps of the dearest; layers of one kind, measured apart, then cost the same.
-_NUM_COST_STEPS: Final = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,36 +69,15 @@ class InputSize:
         return self.num_sequences >= other.num_sequences and self.length >= other.length
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerReading:
-    """One layer: what it keeps for its backward unless it recomputes, and then only its input; its time."""
-
-    kept_bytes: int
-    input_bytes: int
-    duration_s: float
-
-
 class Meter:
-    """Measures one pass of a stage."""
+    """Measures what one pass of a stage keeps for its backward; storages count once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept_bytes: dict[int, int] = {}
-        self._input_bytes: dict[int, int] = {}
-        self._times: dict[int, list[_Stopwatch]] = {}
+    def __init__(self) -> None:
+        self.kept_bytes: dict[int, int] = {}
+        """By layer, unless it recomputes."""
+        self.input_bytes: dict[int, int] = {}
+        """By layer: what it keeps if it recomputes."""
         self._beside = _Saved()
-
-    def layers(self) -> Mapping[int, LayerReading]:
-        """What was measured of each layer; waits for the device."""
-        return {
-            index: LayerReading(
-                kept_bytes=kept_bytes,
-                input_bytes=self._input_bytes[index],
-                # The first run may pay for what is done once, such as choosing a kernel.
-                duration_s=min(watch.elapsed_s() for watch in self._times[index]),
-            )
-            for index, kept_bytes in self._kept_bytes.items()
-        }
 
     @property
     def beside_bytes(self) -> int:
@@ -112,9 +86,9 @@ class Meter:
 
     @contextmanager
     def beside(self, standing: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        """Note what is kept outside the layers within this block; what stands there anyway is not counted.
+        """Note what is kept outside the layers within this block, without weights and buffers.
 
-        It is asked for again and again, as gathered weights come and go.
+        `standing` gives these again and again, as gathered weights come and go.
         """
         self._beside.standing = standing
         with self._beside.noting():
@@ -125,28 +99,16 @@ class Meter:
         self._beside.note(tensor)
 
     def run_layer(
-        self,
-        index: int,
-        run: Callable[[], Any],
-        *,
-        hidden: Tensor,
-        others: Iterable[Tensor],
-        seed: Callable[[], None],
+        self, index: int, run: Callable[[], Any], *, hidden: Tensor, others: Iterable[Tensor]
     ) -> None:
-        """Measure a layer: its input, and what it is given beside that, stand there anyway."""
+        """Measure a layer without its input, and without `others`, which it is given beside that."""
         self._beside.leave_out([hidden])
-        self._input_bytes[index] = hidden.untyped_storage().nbytes()
-        self._times[index] = []
-        for _ in range(_NUM_RUNS):
-            seed()
-            saved = _Saved()
-            saved.leave_out(others)
-            watch = _Stopwatch(self._device)
-            with saved.noting():
-                run()
-            watch.stop()
-            self._times[index].append(watch)
-            self._kept_bytes[index] = saved.num_bytes
+        self.input_bytes[index] = hidden.untyped_storage().nbytes()
+        saved = _Saved()
+        saved.leave_out(others)
+        with saved.noting():
+            run()
+        self.kept_bytes[index] = saved.num_bytes
 
 
 class _Saved:
@@ -176,36 +138,10 @@ class _Saved:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where it lies; of a tensor that ranks share, this one's part."""
+    """Where a tensor lies; of a sharded one, this rank's part."""
     with torch.no_grad():
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.untyped_storage().data_ptr()
-
-
-class _Stopwatch:
-    """Times work on a device without waiting for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start = self._point()
-        self._stop = self._start
-
-    def stop(self) -> None:
-        self._stop = self._point()
-
-    def elapsed_s(self) -> float:
-        start, stop = self._start, self._stop
-        if isinstance(start, torch.Event) and isinstance(stop, torch.Event):
-            stop.synchronize()
-            return start.elapsed_time(stop) / 1000
-        return float(stop) - float(start)
-
-    def _point(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,70 +222,32 @@ def _ratio(size: InputSize, measured: InputSize) -> float:
     return max(size.num_tokens / measured.num_tokens, size.num_pairs / measured.num_pairs, 1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """What recomputing one layer frees, and what it costs in whole units of time."""
+def fewest(freed_bytes: Mapping[int, int], needed_bytes: int) -> frozenset[int]:
+    """The fewest layers that free at least so much; all that free anything if even that is too little.
 
-    layer: int
-    freed_bytes: int
-    cost: int
-
-
-def whole_costs(durations_s: Mapping[int, float]) -> dict[int, int]:
-    """The time of each layer in whole units, at least one."""
-    dearest_s = max(durations_s.values(), default=0.0) or 1.0
-    return {layer: max(1, round(_NUM_COST_STEPS * one / dearest_s)) for layer, one in durations_s.items()}
-
-
-def cheapest(savings: Sequence[Saving], needed_bytes: int) -> frozenset[int]:
-    """The layers that free at least so much at the least cost; all of them if even that is too little.
-
-    Dynamic programming over the total cost: how much can be freed for it. Among equals the earlier layers
+    The largest are taken first, and the last is the smallest that suffices. Among equals the earlier layers
     are taken, whose activations would be kept for longest.
     """
-    useful = [one for one in savings if one.freed_bytes > 0]
-    if needed_bytes <= 0:
-        return frozenset()
-    if sum(one.freed_bytes for one in useful) < needed_bytes:
-        return frozenset(one.layer for one in useful)
-    most = sum(one.cost for one in useful)
-    freed = np.full(most + 1, -1, dtype=np.int64)
-    freed[0] = 0
-    takes = np.zeros((len(useful), most + 1), dtype=bool)
-    for row, one in enumerate(reversed(useful)):
-        reached = freed[: most + 1 - one.cost]
-        offered = np.where(reached >= 0, reached + one.freed_bytes, -1)
-        better = offered >= np.maximum(freed[one.cost :], 0)
-        takes[row, one.cost :] = better
-        freed[one.cost :] = np.where(better, offered, freed[one.cost :])
-    cost = int(np.argmax(freed >= needed_bytes))
-    return _taken(list(reversed(useful)), takes, cost)
-
-
-def _taken(
-    savings: Sequence[Saving], takes: "np.ndarray[tuple[int, int], np.dtype[np.bool_]]", cost: int
-) -> frozenset[int]:
-    chosen = set()
-    for row in range(len(savings) - 1, -1, -1):
-        if takes[row, cost]:
-            chosen.add(savings[row].layer)
-            cost -= savings[row].cost
+    rest = sorted(
+        (layer for layer, freed in freed_bytes.items() if freed > 0), key=lambda one: (-freed_bytes[one], one)
+    )
+    chosen: set[int] = set()
+    while needed_bytes > 0 and rest:
+        enough = [layer for layer in rest if freed_bytes[layer] >= needed_bytes]
+        layer = min(enough, key=lambda one: (freed_bytes[one], one), default=rest[0])
+        rest.remove(layer)
+        chosen.add(layer)
+        needed_bytes -= freed_bytes[layer]
     return frozenset(chosen)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Layer:
     kept: Growth = field(default_factory=Growth)
     input: Growth = field(default_factory=Growth)
-    s_per_token: float = float("inf")
 
     def freed_bytes(self, size: InputSize) -> int:
         return max(0, int(self.kept.at(size) - self.input.at(size)))
-
-    def learn(self, size: InputSize, reading: LayerReading) -> None:
-        self.kept.add(size, reading.kept_bytes)
-        self.input.add(size, reading.input_bytes)
-        self.s_per_token = min(self.s_per_token, reading.duration_s / size.num_tokens)
 
 
 class Budgeted:
@@ -364,12 +262,10 @@ class Budgeted:
         *,
         budget_bytes: int,
         standing_bytes: Callable[[], int],
-        device: torch.device,
         max_length: int | None = None,
     ) -> None:
         self._budget_bytes = budget_bytes
         self._standing_bytes = standing_bytes
-        self._device = device
         self._max_length = max_length
         self._layers: dict[int, _Layer] = {}
         self._beside = Growth()
@@ -389,7 +285,7 @@ class Budgeted:
             self._in_flight[number] = 0
             return ActivationSlot(
                 recomputed=frozenset(self._layers),
-                meter=Meter(self._device),
+                meter=Meter(),
                 measured=partial(self._learn, number, size),
                 end=partial(self._end, number),
             )
@@ -416,8 +312,10 @@ class Budgeted:
         return num_measured < _LEAST_MEASURED or (num_measured < _NUM_MEASURED and size not in self._sizes)
 
     def _learn(self, number: int, size: InputSize, meter: Meter) -> None:
-        for index, reading in meter.layers().items():
-            self._layers.setdefault(index, _Layer()).learn(size, reading)
+        for index, kept_bytes in meter.kept_bytes.items():
+            layer = self._layers.setdefault(index, _Layer())
+            layer.kept.add(size, kept_bytes)
+            layer.input.add(size, meter.input_bytes[index])
         self._beside.add(size, meter.beside_bytes)
         self._sizes.append(size)
         self._plans.clear()
@@ -443,15 +341,9 @@ class Budgeted:
         key = size, max(0, min(room_bytes, everything)) // step if everything > room_bytes else -1
         if key not in self._plans:
             needed = 0 if everything <= room_bytes else everything - key[1] * step
-            self._plans[key] = cheapest(self._savings(size), needed)
+            freed_bytes = {index: layer.freed_bytes(size) for index, layer in self._layers.items()}
+            self._plans[key] = fewest(freed_bytes, needed)
         return self._plans[key]
-
-    def _savings(self, size: InputSize) -> list[Saving]:
-        costs = whole_costs({index: layer.s_per_token for index, layer in self._layers.items()})
-        return [
-            Saving(layer=index, freed_bytes=layer.freed_bytes(size), cost=costs[index])
-            for index, layer in sorted(self._layers.items())
-        ]
 
     def _largest(self) -> InputSize:
         """The largest input to be ready for."""

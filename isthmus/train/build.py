@@ -151,7 +151,6 @@ class Build:
         stage.recompute = Budgeted(
             budget_bytes=job.train.memory_budget_bytes or int(job.limits.memory_share * memory_bytes),
             standing_bytes=lambda: _standing_bytes(stage, self.config, self.device),
-            device=self.device.torch_device,
             max_length=None if job.data is None else job.data.sequence_length,
         )
 

@@ -18,11 +18,8 @@ from isthmus.model.recompute import (
     Fixed,
     Growth,
     InputSize,
-    LayerReading,
     Meter,
-    Saving,
-    cheapest,
-    whole_costs,
+    fewest,
 )
 from isthmus.model.stage import Batch, Stage, StageInput, StageOutput
 from tests.model.cases import (
@@ -35,44 +32,25 @@ from tests.model.cases import (
     run_pass,
 )
 
-CPU = torch.device("cpu")
 
-savings = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=9).map(
-    lambda pairs: [
-        Saving(layer=layer, freed_bytes=freed, cost=cost) for layer, (freed, cost) in enumerate(pairs)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(-5, 400))
+def test_the_fewest_layers_that_free_enough_are_chosen(freed: list[int], needed_bytes: int) -> None:
+    chosen = fewest(dict(enumerate(freed)), needed_bytes)
+    counts = [
+        count
+        for count in range(len(freed) + 1)
+        for some in itertools.combinations(freed, count)
+        if sum(some) >= needed_bytes
     ]
-)
-
-
-def brute_force_cost(given_savings: Sequence[Saving], needed_bytes: int) -> int | None:
-    costs = [
-        sum(one.cost for one in chosen)
-        for count in range(len(given_savings) + 1)
-        for chosen in itertools.combinations(given_savings, count)
-        if sum(one.freed_bytes for one in chosen) >= needed_bytes
-    ]
-    return min(costs, default=None)
-
-
-@given(savings, st.integers(-5, 400))
-def test_the_choice_frees_enough_at_the_least_cost(offered: list[Saving], needed_bytes: int) -> None:
-    chosen = [one for one in offered if one.layer in cheapest(offered, needed_bytes)]
-    least = brute_force_cost(offered, needed_bytes)
-    if least is None:
-        assert sum(one.freed_bytes for one in chosen) == sum(one.freed_bytes for one in offered)
+    if counts:
+        assert sum(freed[layer] for layer in chosen) >= needed_bytes
+        assert len(chosen) == min(counts)
     else:
-        assert sum(one.freed_bytes for one in chosen) >= needed_bytes
-        assert sum(one.cost for one in chosen) == least
+        assert chosen == {layer for layer, one in enumerate(freed) if one}
 
 
 def test_among_equal_layers_the_earlier_recompute() -> None:
-    equal = [Saving(layer=layer, freed_bytes=10, cost=3) for layer in range(6)]
-    assert cheapest(equal, 25) == {0, 1, 2}
-
-
-def test_layers_that_take_about_as_long_cost_the_same() -> None:
-    assert whole_costs({0: 1.00, 1: 0.995, 2: 0.5, 3: 0.0}) == {0: 32, 1: 32, 2: 16, 3: 1}
-    assert whole_costs({}) == {}
+    assert fewest(dict.fromkeys(range(6), 10), 25) == {0, 1, 2}
 
 
 sizes = st.builds(InputSize, st.integers(1, 8), st.integers(1, 512))
@@ -158,20 +136,13 @@ class World:
 
 class GivenMeter(Meter):
     def __init__(self, world: World, size: InputSize) -> None:
-        super().__init__(CPU)
+        super().__init__()
         self.world = world
         self.size = size
-
-    def layers(self) -> dict[int, LayerReading]:
-        inputs = int(self.world.input_bytes(self.size))
-        return {
-            layer: LayerReading(
-                kept_bytes=inputs + int(self.world.own_bytes(layer, self.size)),
-                input_bytes=inputs,
-                duration_s=1e-6 * self.size.num_tokens,
-            )
-            for layer in range(len(self.world.bytes_per_token))
-        }
+        inputs = int(world.input_bytes(size))
+        for layer in range(len(world.bytes_per_token)):
+            self.input_bytes[layer] = inputs
+            self.kept_bytes[layer] = inputs + int(world.own_bytes(layer, size))
 
     @property
     def beside_bytes(self) -> int:
@@ -193,9 +164,7 @@ def train(world: World, recompute: Budgeted | Fixed, lengths: Sequence[int], *, 
 
 
 def budgeted(world: World, budget_bytes: int, **options: int) -> Budgeted:
-    return Budgeted(
-        budget_bytes=budget_bytes, standing_bytes=lambda: world.standing_bytes, device=CPU, **options
-    )
+    return Budgeted(budget_bytes=budget_bytes, standing_bytes=lambda: world.standing_bytes, **options)
 
 
 def worlds() -> st.SearchStrategy[World]:
@@ -278,7 +247,7 @@ class Switching:
 
     def begin(self, size: InputSize, *, window: int) -> ActivationSlot:  # noqa: ARG002
         self.count += 1
-        meter = Meter(CPU) if self.count % 2 else None
+        meter = Meter() if self.count % 2 else None
         layers = frozenset(layer for layer in range(4) if (self.count >> layer) & 1)
         return ActivationSlot(recomputed=layers, meter=meter, measured=self.meters.append, end=self._end)
 
@@ -332,18 +301,17 @@ def test_a_layer_keeps_what_its_graph_holds(model_type: str) -> None:
     measured: list[Meter] = []
     stage.recompute = Measuring(measured)
     stage(StageInput(batch=batch, rng_key=RNG_KEY)).backward()
-    readings = measured[0].layers()
-    assert readings.keys() == {0, 1}
+    (meter,) = measured
+    assert meter.kept_bytes.keys() == meter.input_bytes.keys() == {0, 1}
     standing = [*stage.parameters(), *stage.buffers()]
-    kept = Meter(CPU)
+    kept = Meter()
     stage.recompute = Fixed()
     with kept.beside(lambda: standing):
         stage(StageInput(batch=batch, rng_key=RNG_KEY))
-    inputs = sum(reading.input_bytes for reading in readings.values())
-    total = measured[0].beside_bytes + sum(reading.kept_bytes for reading in readings.values())
+    inputs = sum(meter.input_bytes.values())
+    total = meter.beside_bytes + sum(meter.kept_bytes.values())
     assert total == pytest.approx(kept.beside_bytes, abs=inputs + 0.1 * total)
-    assert all(reading.kept_bytes > reading.input_bytes > 0 for reading in readings.values())
-    assert all(reading.duration_s > 0 for reading in readings.values())
+    assert all(meter.kept_bytes[layer] > meter.input_bytes[layer] > 0 for layer in range(2))
 
 
 def test_what_a_meter_ran_is_freed_at_once() -> None:
@@ -355,16 +323,16 @@ def test_what_a_meter_ran_is_freed_at_once() -> None:
         alive.append(weakref.ref(output))
         return output
 
-    meter = Meter(CPU)
+    meter = Meter()
     gc.disable()
     try:
-        meter.run_layer(0, run, hidden=torch.ones(3), others=[weight], seed=lambda: None)
+        meter.run_layer(0, run, hidden=torch.ones(3), others=[weight])
         with meter.beside(lambda: [weight]):
             run()
     finally:
         gc.enable()
-    assert [one() for one in alive] == [None] * 3
-    assert meter.layers()[0].kept_bytes == meter.beside_bytes == 12
+    assert [one() for one in alive] == [None] * 2
+    assert meter.kept_bytes[0] == meter.beside_bytes == 12
 
 
 @dataclass
@@ -372,14 +340,14 @@ class Measuring:
     meters: list[Meter]
 
     def begin(self, size: InputSize, *, window: int) -> ActivationSlot:  # noqa: ARG002
-        return ActivationSlot(meter=Meter(CPU), measured=self.meters.append)
+        return ActivationSlot(meter=Meter(), measured=self.meters.append)
 
 
 def test_a_budget_drives_a_stage_and_evaluation_takes_no_room() -> None:
     plan = blueprint("llama")
     (plain,) = build(plan, [range(4)], untie=True)
     (stage,) = build(plan, [range(4)], untie=True)
-    budget = Budgeted(budget_bytes=200_000, standing_bytes=lambda: 40_000, device=CPU)
+    budget = Budgeted(budget_bytes=200_000, standing_bytes=lambda: 40_000)
     stage.recompute = budget
     for step in range(8):
         batch = make_batch(plan.head, lengths=(4 + 3 * step, 5), seed=step)

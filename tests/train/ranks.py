@@ -263,7 +263,6 @@ class _Rank:
             self.stage.recompute = Budgeted(
                 budget_bytes=self.case.budget_bytes,
                 standing_bytes=self._standing_bytes,
-                device=self.device.torch_device,
             )
         self.optimizer = make_optimizer(self.stage, 0.5, state=self.case.optimizer_state)
 

@@ -104,9 +104,7 @@ def test_a_pipeline_within_a_budget_and_with_moments_on_the_host_gives_the_same(
         with chain(plan, agreed) as links:
             if is_saving:
                 for index, stage in enumerate(links.stages):
-                    budget = Watched(
-                        budget_bytes=450_000, standing_bytes=lambda: 60_000, device=CPU.torch_device
-                    )
+                    budget = Watched(budget_bytes=450_000, standing_bytes=lambda: 60_000)
                     budget.chosen = chosen
                     budgets.append(budget)
                     stage.recompute = budget
