@@ -89,6 +89,10 @@ def _within(path: str, places: tuple[str, ...]) -> bool:
     return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
+# Every configuration takes them, whether it lists them or not.
+_TOKEN_IDS: Final = {"bos_token_id", "eos_token_id", "pad_token_id"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
     """A model that can be cut, and the folder or name of its weights; None for fresh ones."""
@@ -171,6 +175,7 @@ def _config_from(values: dict[str, Any]) -> PreTrainedConfig:
         known = {*CONFIG_MAPPING[model_type]().to_dict(), *CONFIG_MAPPING[model_type].attribute_map}
     except StrictDataclassError:
         known = set(values)  # no defaults fit together
+    known |= _TOKEN_IDS
     if wrong := unknown_key(model_type, values, known):
         what, cure = wrong
         raise UserError(what, hint=cure)

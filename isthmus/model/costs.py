@@ -3,7 +3,7 @@
 One pass runs the embedding, one or two layers of each kind and the head of the real model, forward and
 backward, as a stage of a run does. A ledger counts what every kernel computes and allocates, part by part, so
 nothing here knows a family of models. The figures are those of a real run on the CPU to the byte; what an
-accelerator does otherwise is emulated by `AsAccelerator`.
+accelerator does otherwise is emulated by `Emulation`.
 
     forward    ── embedding ── layer ── layer ── head ──┐   live bytes at each boundary: what a part keeps
     backward   ── embedding ── layer ── layer ── head ◄─┘   peaks between boundaries: what it needs on top
@@ -12,7 +12,7 @@ accelerator does otherwise is emulated by `AsAccelerator`.
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -24,14 +24,13 @@ from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.cut import LayerCall, Seam, drop_absent
 from isthmus.model.families import Absent, first_input
-from isthmus.model.load import assemble, new_adapters
-from isthmus.model.lora import Adapters
+from isthmus.model.load import assemble
 from isthmus.model.random import RngKey
+from isthmus.model.recompute import Fixed
 from isthmus.model.stage import Batch, Stage, StageInput, StageOutput
 from isthmus.model.torch_calls import (
-    AsAccelerator,
     CostLedger,
-    Experts,
+    Emulation,
     FakeTensorMode,
     PartCount,
     on_gradient,
@@ -84,14 +83,15 @@ class _Runner:
     def __init__(self, stage: Stage, indices: Sequence[int], variant: Variant) -> None:
         self._stage = stage
         self._variant = variant
-        self._ledger = CostLedger(on_accelerator=variant.arithmetic.on_accelerator)
+        on_accelerator = variant.arithmetic.on_accelerator
+        self._ledger = CostLedger(on_accelerator=on_accelerator)
+        self._emulation = Emulation(self._ledger, on_accelerator=on_accelerator)
         self._counts = _PassCounts()
         layers = stage.model.base_model.get_submodule(stage.family.layers)
         modules = [layers.get_submodule(str(index)) for index in indices]
         self._last = modules[-1]
-        for module in modules:
-            _emulate_in(module, self._ledger, on_accelerator=variant.arithmetic.on_accelerator)
         for number, module in enumerate(modules, start=1):
+            _call_of(module).wrap(self._emulation.around)
             module.register_forward_pre_hook(self._enter_layer(number), with_kwargs=True)
         modules[-1].register_forward_hook(self._enter_head)
         self._num_layers = len(modules)
@@ -115,10 +115,7 @@ class _Runner:
                 forward=[PartCount() for _ in range(self._num_layers + 2)],
                 backward=[PartCount() for _ in range(self._num_layers + 2)],
             )
-            with ExitStack() as modes:
-                modes.enter_context(self._ledger)
-                if self._variant.arithmetic.on_accelerator:
-                    modes.enter_context(AsAccelerator(self._ledger))
+            with self._ledger, self._emulation:
                 self._pass(num_sequences, length, arrives)
             if self._has_wide_sums:
                 self._drop_gradients()
@@ -175,23 +172,10 @@ class _Runner:
             parameter.grad = None
 
 
-def _emulate_in(layer: nn.Module, ledger: CostLedger, *, on_accelerator: bool) -> None:
-    """Emulate kernels in a layer's own forward, also where a backward runs it again."""
-    call = layer.forward
-    if not isinstance(call, LayerCall):
+def _call_of(layer: nn.Module) -> LayerCall:
+    if not isinstance(layer.forward, LayerCall):
         raise TypeError("the layer is not part of a stage")
-    call.wrap(lambda forward: _emulated(forward, ledger, on_accelerator=on_accelerator))
-
-
-def _emulated(forward: Callable[..., Any], ledger: CostLedger, *, on_accelerator: bool) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as modes:
-            modes.enter_context(Experts(ledger))
-            if on_accelerator:
-                modes.enter_context(AsAccelerator(ledger))
-            return forward(*args, **kwargs)
-
-    return run
+    return layer.forward
 
 
 @contextmanager
@@ -361,26 +345,21 @@ class MeasuredModel:
                 path,
                 Absent(model.base_model.get_submodule(path), returns_tuple=blueprint.family.returns_tuple),
             )
+        # A head for classes is in no checkpoint, so it is trained beside adapters too.
+        is_fresh = not blueprint.head.name.endswith("lm")
         stage = assemble(
             blueprint,
             model,
             layers,
             seam,
             present=indices,
-            recompute=variant.recompute,
             num_frozen_layers=training.num_frozen_layers,
-            add_lora=None if training.lora is None else lambda modules: self._adapters(model, modules),
+            lora=training.lora,
+            new_names=[*blueprint.layout.last] if is_fresh else [],
         )
+        stage.recompute = Fixed(frozenset(layers if variant.recompute else ()))
         stage.stream_dtype = dtype if dtype == torch.bfloat16 else None
         return stage
-
-    def _adapters(self, model: PreTrainedModel, modules: Sequence[nn.Module]) -> Adapters:
-        """A head for classes is in no checkpoint, so it is trained beside adapters too."""
-        is_fresh = not self._blueprint.head.name.endswith("lm")
-        fresh = [name for name in self._blueprint.layout.last if is_fresh]
-        if self._training.lora is None:
-            raise ValueError("there are no adapters")
-        return new_adapters(self._blueprint, model, modules, self._training.lora, fresh, seed=0)
 
 
 _SMALL: Final = (1, 8)

@@ -26,6 +26,7 @@ from isthmus.errors import UserError
 from isthmus.model.families import (
     Absent,
     Family,
+    Router,
     cannot_cut,
     first_input,
     only_hidden_learns,
@@ -134,10 +135,10 @@ _SHARE_LEFT: Final = 1 / 8
 class LayerCall:
     """Takes the place of a layer's `forward`, so that its name and hooks stay as they are."""
 
-    def __init__(self, layer: nn.Module, *, index: int, seam: Seam, router_path: str | None) -> None:
+    def __init__(self, layer: nn.Module, *, index: int, seam: Seam, router: Router | None) -> None:
         self._layer = layer
         self._forward: Callable[..., Any] = layer.forward
-        self._router = None if router_path is None else layer.get_submodule(router_path)
+        self._router = None if router is None else layer.get_submodule(router.path)
         self._index = index
         self._seam = seam
 

@@ -1,6 +1,11 @@
-"""From stages back to one model: each cloud writes its part, `merge` joins them for `from_pretrained`."""
+"""From stages back to one model: each cloud writes its part, `merge` joins them for `from_pretrained`.
+
+No rank holds the weights of several stages: files of parts are linked or copied, one at a time. The last
+evaluation of a run loads the joined model as anybody would.
+"""
 
 import inspect
+import itertools
 import json
 import os
 import shutil
@@ -8,7 +13,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,23 +27,25 @@ from isthmus.job.hub import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from isthmus.job.load import sync
 from isthmus.model import modeling_bottleneck
 from isthmus.model.bottleneck import Half
-from isthmus.model.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Adapters
+from isthmus.model.heads import Head
+from isthmus.model.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from isthmus.model.modeling_bottleneck import BottleneckConfig, BottleneckModel
-from isthmus.model.stage import Stage
-from isthmus.model.transformers_calls import quiet_transformers
+from isthmus.model.stage import Batch, Stage
+from isthmus.model.transformers_calls import expect_no_padding, quiet_transformers
 
 PART_FILE: Final = "part.json"
 _UP_FILE: Final = "up.safetensors"
 _DOWN_FILE: Final = "down.safetensors"
 _ADAPTER_FOLDER: Final = "adapter"
-_HEADER_LENGTH_BYTES: Final = 8
 _INNER: Final = "inner."
 _CODE: Final = "modeling_bottleneck"
+_ROOM: Final = 1.25
+"""Memory for a model that runs without gradients, by that of its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one stage has written: its layers, and its files of weights with the tensors in each."""
+    """What one stage has written."""
 
     folder: Path
     layers: range
@@ -47,7 +53,8 @@ class Part:
     layers_path: str
     auto_class: str
     config: Mapping[str, Any]
-    files: Mapping[str, tuple[str, ...]]
+    files: Mapping[str, Mapping[str, int]]
+    """By file: the bytes of each tensor in it, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +112,15 @@ def write_part(
     `tensors` are its weights by their names in `stage.model`, where several ranks hold them.
     """
     with _all_or_nothing(folder) as new, quiet_transformers():
-        if stage.adapters is None:
-            stage.model.save_pretrained(
-                new, state_dict=None if tensors is None else dict(tensors), max_shard_size=max_file_bytes
-            )
+        weights = dict(stage.model.state_dict() if tensors is None else tensors)
+        adapters = stage.adapters
+        if adapters is not None:
+            adapters.write(weights, new)
+            weights = adapters.merged(weights) if adapters.spec.merge else {}
+        if weights:
+            stage.model.save_pretrained(new, state_dict=weights, max_shard_size=max_file_bytes)
         else:
-            weights = tensors if tensors is not None else stage.model.state_dict()
-            _write_adapted(stage.model, stage.adapters, weights, new, max_file_bytes)
+            stage.model.config.save_pretrained(new)
         for half, file in ((stage.up, _UP_FILE), (stage.down, _DOWN_FILE)):
             if half is not None and half.has_begun:
                 _write_half(half, new / file)
@@ -144,10 +153,7 @@ def merge(parts: Sequence[Path], folder: Path, *, companions: Iterable[Path] = (
         for companion in companions:
             shutil.copyfile(companion, new / companion.name)
         if boundaries:
-            last = read[-1]
-            write_wrapper(
-                new, boundaries, config=last.config, auto_class=last.auto_class, layers_path=last.layers_path
-            )
+            _write_wrapper(new, boundaries, read[-1])
         # safetensors writes files that only their owner may read.
         mode = next(new.rglob("*.json")).stat().st_mode
         for weights in new.rglob("*.safetensors"):
@@ -167,7 +173,7 @@ def _read_part(folder: Path) -> Part:
             layers_path=str(about["layers_path"]),
             auto_class=str(about["auto_class"]),
             config=json.loads((folder / CONFIG_FILE).read_bytes()),
-            files={file.name: _tensor_names(file) for file in files},
+            files={file.name: _tensor_sizes(file) for file in files},
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(
@@ -176,9 +182,12 @@ def _read_part(folder: Path) -> Part:
         ) from error
 
 
-def _tensor_names(file: Path) -> tuple[str, ...]:
-    with safe_open(file, framework="pt") as weights:
-        return tuple(weights.keys())
+def _tensor_sizes(file: Path) -> dict[str, int]:
+    """The bytes of each tensor in a file of safetensors, from its header."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    offsets = {name: one["data_offsets"] for name, one in header.items() if name != "__metadata__"}
+    return {name: stop - start for name, (start, stop) in offsets.items()}
 
 
 def _check_whole(parts: Sequence[Part]) -> None:
@@ -208,45 +217,33 @@ def _essence(part: Part) -> tuple[int, Mapping[str, Any]]:
 
 
 def _join_weights(parts: Sequence[Part], boundaries: Sequence[TrainedBoundary], folder: Path) -> None:
-    """Give the files of all parts numbers of one row, and write the index over them."""
+    """Number the files of all parts in one row, and write the index over them."""
     files = [(part.folder / name, tensors) for part in parts for name, tensors in part.files.items()]
     num_files = len(files) + bool(boundaries)
     prefix = _INNER if boundaries else ""
     weight_map: dict[str, str] = {}
+    total_bytes = 0
     for number, (file, tensors) in enumerate(files, start=1):
         name = _weights_name(number, num_files)
-        for tensor in tensors:
+        for tensor, num_bytes in tensors.items():
             if f"{prefix}{tensor}" in weight_map:
                 raise UserError(f"{tensor} is in more than one part", hint="name each cloud's part once")
             weight_map[f"{prefix}{tensor}"] = name
+            total_bytes += num_bytes
         _place(file, folder / name, prefix=prefix)
     if boundaries:
         name = _weights_name(num_files, num_files)
         extra = {key: one for boundary in boundaries for key, one in boundary.tensors().items()}
         save_file(extra, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(extra, name)
+        total_bytes += sum(one.nbytes for one in extra.values())
     if num_files > 1:
-        total_bytes = sum(_tensor_bytes(folder / name) for name in set(weight_map.values()))
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _weights_name(number: int, num_files: int) -> str:
     return WEIGHTS_FILE if num_files == 1 else f"model-{number:05d}-of-{num_files:05d}.safetensors"
-
-
-def _write_adapted(
-    model: PreTrainedModel,
-    adapters: Adapters,
-    weights: Mapping[str, Tensor],
-    folder: Path,
-    max_file_bytes: int,
-) -> None:
-    adapters.write(weights, folder)
-    if adapters.spec.merge:
-        model.save_pretrained(folder, state_dict=adapters.merged(weights), max_shard_size=max_file_bytes)
-    else:
-        model.config.save_pretrained(folder)
 
 
 def _is_adapted(part: Part) -> bool:
@@ -271,7 +268,7 @@ def _write_half(half: Half, file: Path) -> None:
 def _boundaries(parts: Sequence[Part]) -> list[TrainedBoundary]:
     """The bottlenecks between the parts, in order."""
     found = []
-    for before, behind in pairwise(parts):
+    for before, behind in itertools.pairwise(parts):
         down, up = before.folder / _DOWN_FILE, behind.folder / _UP_FILE
         if not (down.is_file() and up.is_file()):
             continue
@@ -309,12 +306,6 @@ def _place(file: Path, target: Path, *, prefix: str) -> None:
         shutil.copyfile(file, target)
 
 
-def _tensor_bytes(file: Path) -> int:
-    with file.open("rb") as opened:
-        header_bytes = int.from_bytes(opened.read(_HEADER_LENGTH_BYTES), "little")
-    return file.stat().st_size - _HEADER_LENGTH_BYTES - header_bytes
-
-
 @contextmanager
 def _all_or_nothing(folder: Path) -> Iterator[Path]:
     """A new folder that takes the place of the old one once it is whole and on disk."""
@@ -334,36 +325,110 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
         raise UserError(f"{folder} cannot be written: {error}") from error
 
 
-def write_wrapper(
-    folder: Path,
-    boundaries: list[TrainedBoundary],
-    *,
-    config: Mapping[str, Any],
-    auto_class: str,
-    layers_path: str,
-) -> None:
+def _write_wrapper(folder: Path, boundaries: Sequence[TrainedBoundary], last: Part) -> None:
     """Write the configuration and the code of a model with these bottlenecks, but none of its weights."""
     wrapper = BottleneckConfig(
-        text_config=config,
-        auto_class=auto_class,
-        layers=layers_path,
+        text_config=last.config,
+        auto_class=last.auto_class,
+        layers=last.layers_path,
         boundaries=[one.entry for one in boundaries],
         architectures=[BottleneckModel.__name__],
         auto_map={
             "AutoConfig": f"{_CODE}.{BottleneckConfig.__name__}",
-            auto_class: f"{_CODE}.{BottleneckModel.__name__}",
+            last.auto_class: f"{_CODE}.{BottleneckModel.__name__}",
         },
-        dtype=config.get("dtype"),
+        dtype=last.config.get("dtype"),
     )
     wrapper.save_pretrained(folder)
     (folder / f"{_CODE}.py").write_text(inspect.getsource(modeling_bottleneck), encoding="utf-8")
 
 
-def is_wrapped(folder: Path) -> bool:
+def _scaled(half: Mapping[str, Tensor], name: str) -> Tensor:
+    return half["anchors.unit"].double() * half[f"anchors.{name}"].double()
+
+
+# The model as anybody would load it.
+
+
+def _is_wrapped(folder: Path) -> bool:
     """Whether a folder holds a model with bottlenecks."""
     values = json.loads((folder / CONFIG_FILE).read_bytes())
     return bool(values.get("model_type") == BottleneckConfig.model_type)
 
 
-def _scaled(half: Mapping[str, Tensor], name: str) -> Tensor:
-    return half["anchors.unit"].double() * half[f"anchors.{name}"].double()
+def load_exported(folder: Path, head: Head, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model in a folder that `merge` has written, and that brings no code of its own unless trusted."""
+    with quiet_transformers():
+        if _is_wrapped(folder):
+            model: PreTrainedModel = BottleneckModel.from_pretrained(folder)
+        else:
+            model = head.auto_class.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    expect_no_padding(model)
+    return model.eval()
+
+
+def describe_exported(
+    folder: Path,
+    *,
+    head: Head,
+    batches: Iterator[Batch],
+    device: torch.device,
+    autocast: torch.dtype | None,
+    trust_remote_code: bool,
+) -> str | None:
+    """Says what the model in a folder gives for held-out data, or why nobody knows; None without data."""
+    first = next(batches, None)
+    if first is None:
+        return None
+    if reason := _why_not_loaded(folder, device):
+        return f"the exported model was not evaluated: {reason}"
+    held_out = itertools.chain((first,), batches)
+    loss = exported_loss(
+        folder,
+        head=head,
+        batches=held_out,
+        device=device,
+        autocast=autocast,
+        trust_remote_code=trust_remote_code,
+    )
+    return f"the exported model has a validation loss of {loss:.4f}, without codecs"
+
+
+def exported_loss(
+    folder: Path,
+    *,
+    head: Head,
+    batches: Iterable[Batch],
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> float:
+    """The loss per target over these micro-batches of the model in a folder, run whole on one device."""
+    model = load_exported(folder, head, trust_remote_code=trust_remote_code).to(device)
+    loss_sum, num_targets = 0.0, 0
+    for batch in (one.to(device) for one in batches):
+        with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            scores = head.scores(model(**batch.arguments()))
+        if batch.labels is not None:
+            loss_sum += float(head.loss(scores, batch.labels))
+            num_targets += batch.num_targets
+    return loss_sum / max(num_targets, 1)
+
+
+def _why_not_loaded(folder: Path, device: torch.device) -> str | None:
+    if not (folder / CONFIG_FILE).is_file():
+        return "it is an adapter, and the model that it belongs to lies elsewhere"
+    needed_bytes = _ROOM * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if needed_bytes > _free_bytes(device):
+        return "it does not fit into the memory that is free in the first cloud"
+    return None
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What is free on the device, and on the host, which the weights pass through."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    (host_bytes,) = (1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    if device.type == "cpu":
+        return host_bytes
+    free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
+    return min(host_bytes, int(free_bytes))

@@ -25,9 +25,9 @@ class Head:
 
     name: str
     auto_class: Any
-    scores: Callable[[Any], Tensor]
+    scores: Callable[[Any], Tensor] = lambda output: output.logits
     """Of the model's output: one row of class scores per target, the classes last."""
-    targets: Callable[[Tensor], Tensor]
+    targets: Callable[[Tensor], Tensor] = lambda labels: labels
     """Of the labels: one class per row of scores, or IGNORED."""
 
     def num_targets(self, labels: Tensor) -> int:
@@ -46,17 +46,8 @@ class Head:
         return (scores.argmax(-1) == self.targets(labels)).sum()
 
 
-def _logits(output: Any) -> Tensor:
-    logits: Tensor = output.logits
-    return logits
-
-
 def _span_logits(output: Any) -> Tensor:
     return torch.stack((output.start_logits, output.end_logits), dim=1)
-
-
-def _unchanged(labels: Tensor) -> Tensor:
-    return labels
 
 
 def _next_tokens(labels: Tensor) -> Tensor:
@@ -64,30 +55,11 @@ def _next_tokens(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-HEADS: Final[Mapping[str, Head]] = MappingProxyType(
-    {
-        head.name: head
-        for head in (
-            Head(name="causal-lm", auto_class=AutoModelForCausalLM, scores=_logits, targets=_next_tokens),
-            Head(name="masked-lm", auto_class=AutoModelForMaskedLM, scores=_logits, targets=_unchanged),
-            Head(
-                name="sequence-classification",
-                auto_class=AutoModelForSequenceClassification,
-                scores=_logits,
-                targets=_unchanged,
-            ),
-            Head(
-                name="token-classification",
-                auto_class=AutoModelForTokenClassification,
-                scores=_logits,
-                targets=_unchanged,
-            ),
-            Head(
-                name="question-answering",
-                auto_class=AutoModelForQuestionAnswering,
-                scores=_span_logits,
-                targets=_unchanged,
-            ),
-        )
-    }
+_HEADS: Final = (
+    Head(name="causal-lm", auto_class=AutoModelForCausalLM, targets=_next_tokens),
+    Head(name="masked-lm", auto_class=AutoModelForMaskedLM),
+    Head(name="sequence-classification", auto_class=AutoModelForSequenceClassification),
+    Head(name="token-classification", auto_class=AutoModelForTokenClassification),
+    Head(name="question-answering", auto_class=AutoModelForQuestionAnswering, scores=_span_logits),
 )
+HEADS: Final[Mapping[str, Head]] = MappingProxyType({head.name: head for head in _HEADS})

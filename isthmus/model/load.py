@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from isthmus.errors import UserError
@@ -19,9 +19,9 @@ from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
 from isthmus.job.hub import INDEX_FILE, WEIGHTS_FILE, find_file
 from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint, check_layers
-from isthmus.model.bottleneck import Down, Up
+from isthmus.model.bottleneck import Down, Half, Up
 from isthmus.model.cut import LayerCall, Seam, drop_absent
-from isthmus.model.lora import Adapters, add_adapters
+from isthmus.model.lora import add_adapters
 from isthmus.model.random import CPU, generators_kept, seed_from
 from isthmus.model.recompute import Fixed
 from isthmus.model.stage import Stage, freeze_below
@@ -61,20 +61,23 @@ def build_stage(
     untied = blueprint.is_tied_across_layers and (untie or not is_whole)
     seam = Seam(model_class=blueprint.model_class.__name__)
     model, new_names = _load(blueprint, layers, seam=seam, seed=seed, dtype=dtype, untied=untied)
-    return assemble(
+    stage = assemble(
         blueprint,
         model,
         layers,
         seam,
-        recompute=recompute,
         num_frozen_layers=num_frozen_layers,
-        add_lora=None
-        if lora is None
-        else lambda modules: new_adapters(blueprint, model, modules, lora, new_names, seed=seed),
+        lora=lora,
+        new_names=new_names,
+        seed=seed,
         notes=_notes(blueprint, untied=untied, new_names=new_names, num_frozen_layers=num_frozen_layers),
-        up=_up(blueprint, layers, inbound),
-        down=_down(blueprint, layers, outbound, seed=seed),
+        up=_half(blueprint, inbound, Up, at_layer=layers.start),
+        down=_half(
+            blueprint, outbound, Down, at_layer=layers.stop, seed=seed_from("bottleneck", seed, layers.stop)
+        ),
     )
+    stage.recompute = Fixed(frozenset(layers if recompute else ()))
+    return stage
 
 
 def assemble(
@@ -84,84 +87,43 @@ def assemble(
     seam: Seam,
     *,
     present: Sequence[int] | None = None,
-    recompute: bool = False,
     num_frozen_layers: int = 0,
-    add_lora: Callable[[Sequence[nn.Module]], Adapters] | None = None,
-    notes: tuple[str, ...] = (),
-    up: Up | None = None,
-    down: Down | None = None,
+    lora: LoraSpec | None = None,
+    new_names: Sequence[str] = (),
+    seed: int = 0,
+    **parts: Any,
 ) -> Stage:
-    """A stage around a model whose other parts are stand-ins; `present` are its layers, all unless given."""
-    router = blueprint.family.router if getattr(model.config, "output_router_logits", False) else None
-    indices = layers if present is None else present
-    modules = [model.base_model.get_submodule(f"{blueprint.family.layers}.{index}") for index in indices]
-    adapters = None if add_lora is None else add_lora(modules)
-    for index, layer in zip(indices, modules, strict=True):
-        layer.forward = LayerCall(layer, index=index, seam=seam, router_path=router.path if router else None)
-    stage = Stage(
-        model.train(),
-        head=blueprint.head,
-        layers=layers,
-        num_layers=blueprint.num_layers,
-        seam=seam,
-        family=blueprint.family,
-        router=router,
-        notes=notes,
-        up=up,
-        down=down,
-        recompute=Fixed(frozenset(layers if recompute else ())),
-        adapters=adapters,
-    )
+    """A stage around a model whose other parts are stand-ins; `present` are its layers, all unless given.
+
+    With `lora` parameters with new names, such as a new head's, are trained beside the adapters.
+    """
+    in_base = "" if model.base_model is model else f"{model.base_model_prefix}."
+    paths = {index: f"{in_base}{blueprint.family.layers}.{index}" for index in present or layers}
+    adapters = None
+    if lora is not None:
+        fresh = [name for name, _ in model.named_parameters() if name in new_names]
+        adapters = add_adapters(
+            model, lora, layer_paths=[*paths.values()], head=blueprint.head, fresh_names=fresh, seed=seed
+        )
+    stage = Stage(model.train(), blueprint, layers=layers, seam=seam, adapters=adapters, **parts)
+    for index, path in paths.items():
+        layer = model.get_submodule(path)
+        layer.forward = LayerCall(layer, index=index, seam=seam, router=stage.router)
     freeze_below(stage, num_frozen_layers)
     return stage
 
 
-def new_adapters(
-    blueprint: Blueprint,
-    model: PreTrainedModel,
-    layers: Sequence[nn.Module],
-    lora: LoraSpec,
-    new_names: Sequence[str],
-    *,
-    seed: int,
-) -> Adapters:
-    """Adapters in these layers; parameters with fresh names, such as a new head's, are trained with them."""
-    names = {module: name for name, module in model.named_modules()}
-    present = {name for name, _ in model.named_parameters()}
-    return add_adapters(
-        model,
-        lora,
-        layer_paths=[names[layer] for layer in layers],
-        head=blueprint.head,
-        fresh_names=[name for name in new_names if name in present],
-        seed=seed,
-    )
-
-
-def _up(blueprint: Blueprint, layers: range, spec: BoundarySpec) -> Up | None:
+def _half(
+    blueprint: Blueprint, spec: BoundarySpec, make: Callable[..., Half], *, at_layer: int, **more: Any
+) -> Any:
+    """A stage's half of the bottleneck before a layer, or None where hidden states cross as they are."""
     if not isinstance(spec, BottleneckSpec):
         return None
-    _check_cut(blueprint, spec, at_layer=layers.start)
-    config = blueprint.config
-    return Up(spec, width=config.hidden_size, vocabulary_size=config.vocab_size)
-
-
-def _down(blueprint: Blueprint, layers: range, spec: BoundarySpec, *, seed: int) -> Down | None:
-    if not isinstance(spec, BottleneckSpec):
-        return None
-    _check_cut(blueprint, spec, at_layer=layers.stop)
-    return Down(
-        spec,
-        width=blueprint.config.hidden_size,
-        vocabulary_size=blueprint.config.vocab_size,
-        seed=seed_from("bottleneck", seed, layers.stop),
-    )
-
-
-def _check_cut(blueprint: Blueprint, spec: BottleneckSpec, *, at_layer: int) -> None:
     if not 0 < at_layer < blueprint.num_layers:
         raise ValueError("a bottleneck lies between two stages, not at an end of the model")
-    spec.check_width(blueprint.config.hidden_size)
+    config = blueprint.config
+    spec.check_width(config.hidden_size)
+    return make(spec, width=config.hidden_size, vocabulary_size=config.vocab_size, **more)
 
 
 def _load(

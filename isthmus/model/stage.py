@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from isthmus.errors import UserError
+from isthmus.model.blueprint import Blueprint
 from isthmus.model.bottleneck import Anchors, Down, Up
 from isthmus.model.cut import LayerCall, Passage, Seam
-from isthmus.model.families import Family, Router
-from isthmus.model.heads import Head
 from isthmus.model.lora import Adapters
 from isthmus.model.random import RngKey, generators_kept
 from isthmus.model.recompute import ActivationSlot, Fixed, InputSize, Recompute
@@ -134,35 +133,32 @@ class Stage(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
+        blueprint: Blueprint,
         *,
-        head: Head,
         layers: range,
-        num_layers: int,
         seam: Seam,
-        family: Family,
-        router: Router | None,
-        notes: tuple[str, ...],
+        notes: tuple[str, ...] = (),
         up: Up | None = None,
         down: Down | None = None,
-        recompute: Recompute | None = None,
         adapters: Adapters | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.up = up
         self.down = down
-        self.head = head
+        self.head = blueprint.head
+        self.family = blueprint.family
         self.layers = layers
-        self.num_layers = num_layers
+        self.num_layers = blueprint.num_layers
         self.num_frozen_layers = 0
-        self.family = family
         self.notes = notes
-        self.recompute: Recompute = recompute or Fixed()
+        self.recompute: Recompute = Fixed()
         self.adapters = adapters
         self.stream_dtype: torch.dtype | None = None
+        balances = getattr(model.config, "output_router_logits", False)
+        self.router = self.family.router if balances else None
         self._frozen: tuple[nn.Module, ...] = ()
         self._seam = seam
-        self._router = router
 
     @property
     def is_first(self) -> bool:
@@ -318,14 +314,14 @@ class Stage(nn.Module):
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
         # The model's own balancing loss spans all layers, which no stage has.
-        without_balance = {} if self._router is None else {"output_router_logits": False}
+        without_balance = {} if self.router is None else {"output_router_logits": False}
         return batch.arguments() | without_balance
 
     def _balance(self, batch: Batch, router_logits: list[Tensor]) -> Tensor | None:
-        if self._router is None or not router_logits:
+        if self.router is None or not router_logits:
             return None
         config = self.model.config
-        losses = [self._router.balancing_loss(logits, config, batch.mask) for logits in router_logits]
+        losses = [self.router.balancing_loss(logits, config, batch.mask) for logits in router_logits]
         return torch.stack(losses).sum() * (batch.num_targets / self.num_layers)
 
 

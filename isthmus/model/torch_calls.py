@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
-    "AsAccelerator",
     "CostLedger",
-    "Experts",
+    "Emulation",
     "FakeTensorMode",
     "PartCount",
     "TorchDispatchMode",
@@ -153,8 +152,12 @@ class _Attention(torch.autograd.Function):
 
 
 # What autocast computes in float32 on CUDA devices, by torch's documentation, as far as models use it.
+_WIDE_NAMES: Final = ["softmax", "log_softmax", "pow", "exp", "log", "rsqrt", "cumsum", "sum", "norm"]
 _WIDE_OPERATIONS: Final = frozenset(
     {
+        *(getattr(place, name) for name in _WIDE_NAMES for place in (torch, Tensor)),
+        Tensor.__pow__,
+        torch.layer_norm,
         functional.layer_norm,
         functional.group_norm,
         functional.normalize,
@@ -163,26 +166,6 @@ _WIDE_OPERATIONS: Final = frozenset(
         functional.softplus,
         functional.cross_entropy,
         functional.mse_loss,
-        torch.layer_norm,
-        torch.softmax,
-        torch.log_softmax,
-        torch.pow,
-        torch.exp,
-        torch.log,
-        torch.rsqrt,
-        torch.cumsum,
-        torch.sum,
-        torch.norm,
-        Tensor.softmax,
-        Tensor.log_softmax,
-        Tensor.pow,
-        Tensor.__pow__,
-        Tensor.exp,
-        Tensor.log,
-        Tensor.rsqrt,
-        Tensor.cumsum,
-        Tensor.sum,
-        Tensor.norm,
     }
 )
 
@@ -206,41 +189,36 @@ class _GroupedProduct(torch.autograd.Function):
         )
 
 
-class Experts(TorchFunctionMode):
-    """Multiplies the rows of experts in any precision."""
+class Emulation(TorchFunctionMode):
+    """Lets fake tensors of the CPU do what fake tensors cannot, or those of a CUDA device would.
 
-    def __init__(self, ledger: CostLedger) -> None:
-        super().__init__()
-        self._ledger = ledger
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func not in (functional.grouped_mm, torch._grouped_mm):
-            return func(*args, **(kwargs or {}))
-        rows, weight = args[:2]
-        flops, is_wide = 2.0 * rows.numel() * weight.shape[-1], rows.dtype == torch.float32
-        self._ledger.add_flops(flops, is_wide=is_wide)
-        output: Tensor = _GroupedProduct.apply(rows, weight)  # type: ignore[no-untyped-call]
-        on_gradient(output, lambda: self._ledger.add_flops(2 * flops, is_wide=is_wide))
-        return output
-
-
-class AsAccelerator(TorchFunctionMode):
-    """Lets fake tensors of the CPU do what those of a CUDA device would.
-
-    Attention is fused, also with dropout; dropout keeps a mask of one byte per element; under autocast norms,
-    softmax and powers are computed in float32.
+    The rows of experts are multiplied in any precision. On an accelerator attention is fused, also with
+    dropout; dropout keeps a mask of one byte per element; under autocast norms, softmax and powers are
+    computed in float32.
     """
 
-    def __init__(self, ledger: CostLedger) -> None:
+    def __init__(self, ledger: CostLedger, *, on_accelerator: bool) -> None:
         super().__init__()
         self._ledger = ledger
+        self._on_accelerator = on_accelerator
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that emulates wherever it runs, also where a backward pass runs it again."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return forward(*args, **kwargs)
+
+        return run
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in (functional.grouped_mm, torch._grouped_mm):
+            return self._grouped_product(*args[:2])
+        if not self._on_accelerator:
+            return func(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
@@ -249,6 +227,17 @@ class AsAccelerator(TorchFunctionMode):
             args = tuple(_widened(one) for one in args)
             kwargs = {name: _widened(one) for name, one in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _grouped_product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        flops = 2.0 * rows.numel() * weight.shape[-1]
+        output: Tensor = _GroupedProduct.apply(rows, weight)  # type: ignore[no-untyped-call]
+        return self._counted(output, flops, backward_ratio=2, is_wide=rows.dtype == torch.float32)
+
+    def _counted(self, output: Tensor, flops: float, *, backward_ratio: float, is_wide: bool) -> Tensor:
+        """Count the operations of a pass and, when its gradient is there, of its backward."""
+        self._ledger.add_flops(flops, is_wide=is_wide)
+        on_gradient(output, lambda: self._ledger.add_flops(backward_ratio * flops, is_wide=is_wide))
+        return output
 
     def _attention(
         self,
@@ -273,10 +262,8 @@ class AsAccelerator(TorchFunctionMode):
         # A causal mask halves the products; a backward pass recomputes one and has four more.
         share = 0.5 if is_causal and attn_mask is None else 1.0
         flops = 4.0 * share * query.numel() * key.shape[-2]
-        self._ledger.add_flops(flops, is_wide=is_wide)
         output: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
-        on_gradient(output, lambda: self._ledger.add_flops(2.5 * flops, is_wide=is_wide))
-        return output
+        return self._counted(output, flops, backward_ratio=2.5, is_wide=is_wide)
 
 
 def _dropout(hidden: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

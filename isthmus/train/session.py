@@ -19,8 +19,7 @@ from isthmus.errors import UserError
 from isthmus.events import EVENTS_FOLDER, STARTED_KIND, EventLog, StopRequest
 from isthmus.job import Job, stage_order
 from isthmus.job.rundir import join_run
-from isthmus.model.export import merge, write_part
-from isthmus.model.exported import describe_exported
+from isthmus.model.export import describe_exported, merge, write_part
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.job_facts import common_ranks
 from isthmus.plan.pipeline import PipelineScheduler

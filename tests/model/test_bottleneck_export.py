@@ -16,8 +16,7 @@ from isthmus.job.codec_steps import Anchor
 from isthmus.job.sections import LoraSpec
 from isthmus.model import bottleneck
 from isthmus.model.blueprint import Blueprint, pretrained_blueprint
-from isthmus.model.export import merge, write_part
-from isthmus.model.exported import describe_exported, exported_loss, load_exported
+from isthmus.model.export import describe_exported, exported_loss, load_exported, merge, write_part
 from isthmus.model.heads import HEADS
 from isthmus.model.modeling_bottleneck import BottleneckModel
 from isthmus.model.stage import Batch, Stage, StageInput
@@ -211,5 +210,5 @@ def test_what_the_end_of_a_run_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     assert say(tmp_path / "model", []) is None
     assert "adapter" in str(say(tmp_path, held_out(plan)))
-    monkeypatch.setattr("isthmus.model.exported._free_bytes", lambda _: 1000)
+    monkeypatch.setattr("isthmus.model.export._free_bytes", lambda _: 1000)
     assert "does not fit" in str(say(tmp_path / "model", held_out(plan)))

@@ -9,8 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from isthmus.errors import UserError
 from isthmus.model.blueprint import pretrained_blueprint, split_layers
-from isthmus.model.export import merge
-from isthmus.model.exported import exported_loss
+from isthmus.model.export import exported_loss, merge
 from isthmus.model.heads import HEADS
 from tests.model.cases import COMMON, GATED, build, make_batch
 from tests.model.test_export import write_parts

@@ -180,7 +180,7 @@ def test_learnt_side_inputs_of_layers_are_noticed() -> None:
             return hidden + side[0]
 
     seam = Seam(model_class="OddForCausalLM", passage=Passage(arrived=None, rng_key=None))
-    call = LayerCall(Layer(), index=0, seam=seam, router_path=None)
+    call = LayerCall(Layer(), index=0, seam=seam, router=None)
     call(torch.ones(1), side=(torch.ones(1),))
     with pytest.raises(UserError, match="OddForCausalLM cannot be cut"):
         call(torch.ones(1), side=(torch.ones(1, requires_grad=True),))
