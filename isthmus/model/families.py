@@ -6,6 +6,7 @@ input, so a model of any size takes well under a second, and a model that does w
 out before anything is read or made.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -103,9 +104,9 @@ def family_of(model: PreTrainedModel) -> Family:
         trace = _Trace(model, layers, returns_tuple=True)
         trace.run()
     return Family(
-        first=tuple(path for path in trace.units if trace.called.get(path) == 0),
+        first=tuple(path for path in trace.units if trace.called[path] == {0}),
         layers=layers,
-        last=tuple(path for path in trace.units if trace.called.get(path) != 0),
+        last=tuple(path for path in trace.units if 0 not in trace.called[path]),
         returns_tuple=trace.returns_tuple,
         router=ROUTERS.get(model.config.model_type),
     )
@@ -160,16 +161,15 @@ class _Trace:
     """One forward pass in which layers return their input, to see what runs around them and when."""
 
     def __init__(self, model: PreTrainedModel, path: str, *, returns_tuple: bool = False) -> None:
-        self.called: dict[str, int] = {}
-        """How many layers had run when a unit was first called."""
+        self.called: dict[str, set[int]] = defaultdict(set)
+        """By unit: how many layers had run when it was called."""
         self.returns_tuple = returns_tuple
         self._model = model
         self._base: nn.Module = model.base_model
         self._path = path
         self._layers = list(self._base.get_submodule(path).children())
-        self.units = [
-            one for one, module in _beside(self._base, path) if any(True for _ in module.parameters())
-        ]
+        self.units = [one for one, module in _beside(self._base, path) if _counts(module)]
+        """Modules that belong to one end of the model: they have parameters, or draw dropout."""
         self._num_run = 0
         self._left: Tensor | None = None
 
@@ -208,9 +208,9 @@ class _Trace:
 
     def _watch(self, path: str) -> Any:
         def note(_module: nn.Module, _args: Any) -> None:
-            if 0 < self._num_run < len(self._layers):
-                raise self._misfit(f"{path} runs between its layers")
-            self.called.setdefault(path, self._num_run)
+            self.called[path].add(self._num_run)
+            if len(self.called[path]) > 1 or 0 < self._num_run < len(self._layers):
+                raise self._misfit(f"{path} does not run at one end of its layers")
 
         return self._base.get_submodule(path).register_forward_pre_hook(note)
 
@@ -229,6 +229,11 @@ class _Trace:
         self._num_run += 1
         self._left = hidden.view_as(hidden)
         return (self._left,) if self.returns_tuple else self._left
+
+
+def _counts(module: nn.Module) -> bool:
+    draws = any(isinstance(one, nn.Dropout) for one in module.modules())
+    return draws or any(True for _ in module.parameters())
 
 
 def _beside(base: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -123,6 +123,6 @@ def test_a_model_of_real_size_needs_no_memory(model_type: str, expected: bool) -
 def test_a_configuration_that_no_layer_can_run_is_refused() -> None:
     """Transformers builds this model, but its router asks for a number of experts that is missing."""
     plan = tiny_blueprint("deepseek_v2", num_experts_per_tok=None)
-    with pytest.raises(UserError, match="the configuration of deepseek_v2 cannot be used") as refused:
+    with pytest.raises(UserError, match="configuration of DeepseekV2ForCausalLM cannot be used") as refused:
         _ = plan.mixes_tokens
     assert refused.value.hint

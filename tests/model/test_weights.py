@@ -9,12 +9,13 @@ import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from isthmus.errors import UserError
 from isthmus.job import hub
 from isthmus.job.hub import INDEX_FILE, WEIGHTS_FILE
 from isthmus.model.blueprint import pretrained_blueprint, split_layers
+from isthmus.model.export import merge, write_part
 from isthmus.model.heads import HEADS
 from isthmus.model.load import PretrainedTensor, build_stage
 from tests.model.cases import (
@@ -28,7 +29,16 @@ from tests.model.cases import (
     parameters,
     run_pass,
 )
+from tests.model.tiny import tiny_values
 
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -53,6 +63,27 @@ def test_pretrained_weights_arrive_where_they_belong(model_type: str, tmp_path: 
     plan = pretrained_blueprint(str(tmp_path), head=language_head(model_type))
     stages = build(plan, split_layers(plan.num_layers, 3))
     assert_identical(parameters(stages), expected_values(model))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "llama4", "mistral3", "qwen3_5"])
+def test_the_text_part_of_a_composite_model_is_loaded_and_exported(model_type: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**tiny_values(model_type), vision_config=VISION)
+    torch.manual_seed(1)
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.save_pretrained(tmp_path / "whole")
+    plan = pretrained_blueprint(str(tmp_path / "whole"), head=HEADS["causal-lm"])
+    stages = build(plan, split_layers(plan.num_layers, 2))
+    assert any("only the text part" in note for note in stages[0].notes)
+    text = {name.partition("language_model.")[2]: one for name, one in whole.named_parameters()}
+    for name, one in parameters(stages).items():
+        assert torch.equal(one, text.get(name.removeprefix("model."), whole.get_input_embeddings().weight)), (
+            name
+        )
+    for number, stage in enumerate(stages):
+        write_part(stage, tmp_path / f"part{number}")
+    merge([tmp_path / "part0", tmp_path / "part1"], tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert_identical(expected_values(loaded), parameters(stages))
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
