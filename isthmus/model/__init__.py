@@ -2,7 +2,7 @@
 
 The way through the room: `families` (where a model's parts lie) → `blueprint` (which model, which head) →
 `cut` (stand-ins for other stages' parts) → `load` (one stage with its weights) → `stage` (forward) → `export`
-(parts, and the model joined from them) → `exported` (its loss). Beside it: `bottleneck` (a trained boundary
+(parts, the model joined from them, and its loss). Beside it: `bottleneck` (a trained boundary
 between two stages), `lora` (adapters), `recompute` (layers that keep no activations), `costs` (what a model
 costs, measured on fake tensors), `random`, and all private calls in `torch_calls` and `transformers_calls`.
 """
@@ -17,12 +17,18 @@ from isthmus.errors import UserError
 TESTED: Final = {"torch": "2.11 to 2.13", "transformers": "5.22"}
 """The versions that the private names below were tested with."""
 PRIVATE_NAMES: Final = (
+    "torch:_foreach_mul_",
     "torch:_grouped_mm",
     "torch:_C.FunctionSchema",
     "torch:UntypedStorage._cdata",
     "torch:ops.aten._scaled_dot_product_attention_math",
     "torch:ops.aten._softmax_backward_data",
     "torch._subclasses:FakeTensorMode",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext",
     "torch.utils._python_dispatch:TorchDispatchMode",
     "torch.utils._pytree:tree_leaves",
     "transformers:AutoModelForMaskedLM._model_mapping",

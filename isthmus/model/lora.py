@@ -23,6 +23,9 @@ _NAME: Final = "default"
 _BASE: Final = ".base_layer"
 # What peft puts before the names of the model that it wraps.
 _WRAPPED: Final = "base_model.model."
+# Where experts are one tensor, peft takes these names for theirs, also in dense layers and shared experts.
+_EXPERT_NAMES: Final = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
+_EXPERT_DIMENSIONS: Final = 3
 _TASKS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "causal-lm": "CAUSAL_LM",
@@ -89,6 +92,11 @@ def add_adapters(
         peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, **shared), model)
         for target in targets:
             module: Any = model.get_submodule(target)
+            if not hasattr(module, "reset_lora_parameters"):
+                raise UserError(
+                    f"peft gives {target} of {type(model).__name__} no adapter, since its experts have that name",
+                    hint="leave model.lora.targets out, or name modules of attention",
+                )
             seed_generators(seed_from("adapter", seed, target), CPU)
             module.reset_lora_parameters(_NAME, init_lora_weights=True)
     fresh = frozenset(fresh_names)
@@ -107,14 +115,18 @@ def add_adapters(
 
 def _targets(model: PreTrainedModel, spec: LoraSpec, layer_paths: Sequence[str]) -> list[str]:
     """The full names of the modules that get an adapter; every name that the job gives must be one."""
+    layers = {path: model.get_submodule(path) for path in layer_paths}
     linear = [
         f"{path}.{name}"
-        for path in layer_paths
-        for name, module in model.get_submodule(path).named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
+        for path, layer in layers.items()
+        for name, module in layer.named_modules()
+        if type(module) in (nn.Linear, Conv1D)  # some routers are subclasses that return tuples
     ]
     if spec.targets is None:
-        return linear
+        has_experts = any(
+            one.ndim == _EXPERT_DIMENSIONS for layer in layers.values() for one in layer.parameters()
+        )
+        return [name for name in linear if not (has_experts and name.endswith(_EXPERT_NAMES))]
     for target in spec.targets:
         if not any(name.endswith(f".{target}") for name in linear):
             known = sorted({name.rpartition(".")[2] for name in linear})

@@ -1,17 +1,18 @@
 """Counts what kernels compute and allocate, and lets fake tensors of the CPU do what an accelerator would.
 
-All private parts of torch that the room calls stand here; `isthmus.model` checks their names when it is
-imported. Tested with torch 2.11 to 2.13.
+All private parts of torch that the package calls stand here, those of training at the end; `isthmus.model`
+checks their names when it is imported. Tested with torch 2.11 to 2.13.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +26,10 @@ __all__ = [
     "PartCount",
     "TorchDispatchMode",
     "on_gradient",
+    "prepare_shards",
+    "reduce_shards",
+    "scale_all",
+    "shard_groups",
     "storage_id",
 ]
 
@@ -274,3 +279,48 @@ def _dropout(hidden: Tensor, p: float = 0.5, training: bool = True, inplace: boo
 def _widened(value: Any) -> Any:
     is_narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if is_narrow else value
+
+
+# Private calls of training.
+
+
+def scale_all(tensors: list[Tensor], factor: float) -> None:
+    """Multiply all tensors in place, in few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def prepare_shards(stage: nn.Module) -> None:
+    """Let the whole stage be FSDP2's root, before one of its layers runs or is gathered by itself."""
+    _shard_state(stage)._lazy_init()
+
+
+def shard_groups(stage: nn.Module) -> Iterator[Any]:
+    """FSDP2's groups of parameters that are gathered and reduced together."""
+    for state in _shard_state(stage)._state_ctx.all_states:
+        several = getattr(state, "_fsdp_param_groups", None)
+        yield from several if several is not None else filter(None, [state._fsdp_param_group])
+
+
+def reduce_shards(stage: nn.Module) -> None:
+    """Reduce the gradients that backwards without synchronisation have left, on all ranks."""
+    for group in shard_groups(stage):
+        _fill_gaps(group)
+        group.post_backward()
+    _shard_state(stage)._root_post_backward_final_callback()
+
+
+def _fill_gaps(group: Any) -> None:
+    """Give zero gradients to parameters that no micro-batch of this rank has used."""
+    for one in group.fsdp_params:
+        parameter = one.unsharded_param
+        is_empty = one.unsharded_accumulated_grad is None and parameter.grad is None
+        if is_empty and parameter.requires_grad:
+            # As backwards leave theirs: in the type that is reduced, which all of a group must share.
+            if one.reduce_dtype is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                one.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=one.reduce_dtype)
+
+
+def _shard_state(stage: nn.Module) -> Any:
+    return fully_shard.state(stage)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -31,6 +31,7 @@ from isthmus.errors import RankLost, UserError
 from isthmus.model.bottleneck import Down, Up
 from isthmus.model.cut import LayerCall
 from isthmus.model.stage import Stage
+from isthmus.model.torch_calls import prepare_shards, reduce_shards, shard_groups
 from isthmus.train.device import Device
 from isthmus.train.watch import Watch, first_line, inside_host
 from isthmus.wan.handshake import RankSpec
@@ -375,7 +376,7 @@ def shard(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     stage.stream_dtype = compute_dtype
-    _prepare(stage)
+    prepare_shards(stage)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -392,11 +393,7 @@ def reduce_now(stage: Stage) -> None:
     root.set_is_last_backward(True)
     root.set_reshard_after_backward(True)
     root.set_requires_gradient_sync(True)
-    state = _state(stage)
-    for group in _groups(stage):
-        _fill_gaps(group)
-        group.post_backward()
-    state._root_post_backward_final_callback()
+    reduce_shards(stage)
     root.set_reshard_after_backward(False)
     root.set_requires_gradient_sync(False)
 
@@ -407,7 +404,7 @@ def awaited_gradient_bytes(stage: Stage) -> int:
         return sum(one.nbytes for one in stage.parameters() if one.requires_grad and one.grad is None)
     awaited = [
         one.sharded_param.numel()
-        for group in _groups(stage)
+        for group in shard_groups(stage)
         for one in group.fsdp_params
         if one.sharded_param.requires_grad and one.unsharded_accumulated_grad is None
     ]
@@ -422,43 +419,6 @@ def _halves(stage: Stage) -> dict[str, nn.Parameter]:
         if half is not None
         for name, parameter in half.named_parameters()
     }
-
-
-def _fill_gaps(group: Any) -> None:
-    """Give zero gradients to parameters that no micro-batch of this rank has used."""
-    for one in group.fsdp_params:
-        parameter = one.unsharded_param
-        is_empty = one.unsharded_accumulated_grad is None and parameter.grad is None
-        if is_empty and parameter.requires_grad:
-            # As backwards leave theirs: in the type that is reduced, which all of a group must share.
-            if one.reduce_dtype is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                one.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=one.reduce_dtype)
-
-
-def _prepare(stage: Stage) -> None:
-    """Let the whole stage be the root, before one of its layers runs or is gathered by itself."""
-    _state(stage)._lazy_init()
-
-
-def _groups(stage: Stage) -> Iterator[Any]:
-    for state in _state(stage)._state_ctx.all_states:
-        several = getattr(state, "_fsdp_param_groups", None)
-        yield from several if several is not None else filter(None, [state._fsdp_param_group])
-
-
-_PRIVATE: Final = ("_lazy_init", "_state_ctx", "_root_post_backward_final_callback")
-
-
-def _state(stage: Stage) -> Any:
-    state = fully_shard.state(stage)  # type: ignore[attr-defined]
-    if not all(hasattr(state, name) for name in _PRIVATE):
-        raise UserError(
-            f"sharding does not know its way around torch {torch.__version__}",
-            hint='set the cloud\'s sharding to "none", or use torch 2.11 to 2.13',
-        )
-    return state
 
 
 def _root(stage: Stage) -> FSDPModule:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from isthmus.errors import UserError
+from isthmus.model.torch_calls import scale_all
 from isthmus.plan.memory import OptimizerState
 
 _BETAS: Final = (0.9, 0.95)
@@ -438,7 +439,7 @@ class Optimizer:
         """Take a step with the gradients, of which `norm` is the norm over all stages, and clear them."""
         grads = self._gradients()
         if grads and self._max_norm is not None and norm > self._max_norm:
-            torch._foreach_mul_(grads, self._max_norm / (norm + _NORM_EPSILON))
+            scale_all(grads, self._max_norm / (norm + _NORM_EPSILON))
         if self._moments is not None:
             self._moments.step(self.schedule.at(step))
         for parameter in self._parameters.values():

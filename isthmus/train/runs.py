@@ -192,6 +192,7 @@ def check_job(
     """
     plan, known = plan_run(job, source=source) if plans else None, job
     decisions = decide(job, decisions if plan is None else plan.decisions)
+    look_at_model(job)  # before tokens are made, which takes longer
     data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
     if learn is not None and plans and may_plan(job, source):
@@ -282,7 +283,8 @@ def find_devices() -> Devices:
 def look_at_model(job: Job) -> str:
     """Describe the job's model without loading it; a folder must have its weights."""
     # A run has the ids of its tokenizer; those that a family assumes may lie beyond a small vocabulary.
-    blueprint = blueprint_of(job, config=dict.fromkeys(("bos_token_id", "eos_token_id")), num_labels=None)
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    blueprint = blueprint_of(job, config=ids, num_labels=None)
     name = None if job.model is None else job.model.source
     if name is not None and Path(name).is_dir():
         Checkpoint(name).tensors()

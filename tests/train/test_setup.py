@@ -164,6 +164,15 @@ def test_every_mistake_has_a_cure(override: str, what: str, tmp_path: Path) -> N
     assert caught.value.hint
 
 
+def test_a_model_that_cannot_be_cut_is_refused_before_tokens_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isthmus.train.runs.open_data", lambda *_args, **_options: pytest.fail("tokens"))
+    job = tiny_job('model.config={model_type="cpmant", vocab_size=300}')
+    with pytest.raises(UserError, match="CpmAntForCausalLM cannot be cut into stages: its layers get more"):
+        check_job(job, tokenizer_folder=tmp_path, plans=False)
+
+
 def test_a_job_for_probing_only_is_refused() -> None:
     network = clouds("east", "west") + links(("east", "west"))
     with pytest.raises(UserError, match=r"no \[data\]"):
