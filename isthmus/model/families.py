@@ -60,6 +60,8 @@ class Family:
     last: tuple[str, ...] = ()
     returns_tuple: bool = False
     """Whether a layer returns a tuple that begins with the hidden states, not these alone."""
+    has_experts: bool = False
+    """Whether some layer keeps the weights of its experts in one tensor."""
     router: Router | None = None
 
 
@@ -108,6 +110,7 @@ def family_of(model: PreTrainedModel) -> Family:
         layers=layers,
         last=tuple(path for path in trace.units if 0 not in trace.called[path]),
         returns_tuple=trace.returns_tuple,
+        has_experts=any(one.ndim > 2 and ".experts." in name for name, one in model.named_parameters()),
         router=ROUTERS.get(model.config.model_type),
     )
 

@@ -103,7 +103,13 @@ def assemble(
     if lora is not None:
         fresh = [name for name, _ in model.named_parameters() if name in new_names]
         adapters = add_adapters(
-            model, lora, layer_paths=[*paths.values()], head=blueprint.head, fresh_names=fresh, seed=seed
+            model,
+            lora,
+            layer_paths=[*paths.values()],
+            head=blueprint.head,
+            has_experts=blueprint.family.has_experts,
+            fresh_names=fresh,
+            seed=seed,
         )
     stage = Stage(model.train(), blueprint, layers=layers, seam=seam, adapters=adapters, **parts)
     for index, path in paths.items():

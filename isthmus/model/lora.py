@@ -25,7 +25,6 @@ _BASE: Final = ".base_layer"
 _WRAPPED: Final = "base_model.model."
 # Where experts are one tensor, peft takes these names for theirs, also in dense layers and shared experts.
 _EXPERT_NAMES: Final = (".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
-_EXPERT_DIMENSIONS: Final = 3
 _TASKS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "causal-lm": "CAUSAL_LM",
@@ -80,12 +79,13 @@ def add_adapters(
     *,
     layer_paths: Sequence[str],
     head: Head,
+    has_experts: bool,
     fresh_names: Iterable[str],
     seed: int,
 ) -> Adapters:
     """Put adapters into these layers, and let nothing else learn but what started fresh."""
     peft = _peft()
-    targets = _targets(model, spec, layer_paths)
+    targets = _targets(model, spec, layer_paths, has_experts=has_experts)
     is_transposed = any(isinstance(model.get_submodule(target), Conv1D) for target in targets)
     shared = {"r": spec.r, "lora_alpha": spec.alpha, "fan_in_fan_out": is_transposed}
     with generators_kept(CPU):
@@ -94,7 +94,7 @@ def add_adapters(
             module: Any = model.get_submodule(target)
             if not hasattr(module, "reset_lora_parameters"):
                 raise UserError(
-                    f"peft gives {target} of {type(model).__name__} no adapter, since its experts have that name",
+                    f"peft gives {target} of {type(model).__name__} no adapter: its experts have that name",
                     hint="leave model.lora.targets out, or name modules of attention",
                 )
             seed_generators(seed_from("adapter", seed, target), CPU)
@@ -113,19 +113,17 @@ def add_adapters(
     return Adapters(spec=spec, config=exported, fresh_names=fresh, is_transposed=is_transposed)
 
 
-def _targets(model: PreTrainedModel, spec: LoraSpec, layer_paths: Sequence[str]) -> list[str]:
+def _targets(
+    model: PreTrainedModel, spec: LoraSpec, layer_paths: Sequence[str], *, has_experts: bool
+) -> list[str]:
     """The full names of the modules that get an adapter; every name that the job gives must be one."""
-    layers = {path: model.get_submodule(path) for path in layer_paths}
     linear = [
         f"{path}.{name}"
-        for path, layer in layers.items()
-        for name, module in layer.named_modules()
+        for path in layer_paths
+        for name, module in model.get_submodule(path).named_modules()
         if type(module) in (nn.Linear, Conv1D)  # some routers are subclasses that return tuples
     ]
     if spec.targets is None:
-        has_experts = any(
-            one.ndim == _EXPERT_DIMENSIONS for layer in layers.values() for one in layer.parameters()
-        )
         return [name for name in linear if not (has_experts and name.endswith(_EXPERT_NAMES))]
     for target in spec.targets:
         if not any(name.endswith(f".{target}") for name in linear):

@@ -17,6 +17,7 @@ from isthmus.model.stage import Stage
 from tests.model.cases import NUM_LABELS, assert_identical, build, language_head, make_batch, run_pass
 from tests.model.test_export import loaded_scores, stage_scores, write_parts
 from tests.model.test_weights import save_model
+from tests.model.tiny import tiny_blueprint
 
 LORA = LoraSpec(r=2, alpha=8.0)
 
@@ -45,6 +46,27 @@ def base_values(stages: Sequence[Stage]) -> dict[str, Tensor]:
         for name, one in stage.model.named_parameters()
         if not one.requires_grad
     }
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "llama4_text", "mixtral"])
+def test_models_with_experts_are_adapted_as_peft_reads_it_back(model_type: str, tmp_path: Path) -> None:
+    plan = tiny_blueprint(model_type)
+    # The first stage has dense layers alone, where the family has some.
+    stages = build(plan, [range(1), range(1, plan.num_layers)], lora=LORA)
+    learn(stages, plan)
+    names = {name for stage in stages for name in stage.parameters_by_name()}
+    assert all("self_attn" in name for name in names)
+    for number, stage in enumerate(stages):
+        write_part(stage, tmp_path / f"part{number}")
+    merge([tmp_path / "part0", tmp_path / "part1"], tmp_path / "model")
+    base = plan.model_class(plan.config)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "model" / "adapter")
+    trained = {
+        f"base_model.model.{name}": one
+        for stage in stages
+        for name, one in stage.parameters_by_name().items()
+    }
+    assert_identical({name: one for name, one in loaded.named_parameters() if ".lora_" in name}, trained)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert"])
