@@ -137,9 +137,11 @@ class _Runner:
 
     def _forward(self, batch: Batch, hidden: Tensor | None) -> StageOutput:
         inputs = StageInput(batch=batch, crossing=hidden, rng_key=RngKey(seed=0, step=0, microbatch=0))
+        is_mixed = self._variant.arithmetic.is_mixed or self.always_autocasts
         with (
             torch.set_grad_enabled(self._stage.is_trained),
-            _autocast(self._variant, always=self.always_autocasts),
+            # Without its cache, as a run has it.
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed, cache_enabled=False),
         ):
             output: StageOutput = self._stage(inputs)
         return output
@@ -176,16 +178,6 @@ def _call_of(layer: nn.Module) -> LayerCall:
     if not isinstance(layer.forward, LayerCall):
         raise TypeError("the layer is not part of a stage")
     return layer.forward
-
-
-@contextmanager
-def _autocast(variant: Variant, *, always: bool) -> Iterator[None]:
-    if not variant.arithmetic.is_mixed and not always:
-        yield
-        return
-    # Without its cache, as a run has it.
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        yield
 
 
 def _batch(stage: Stage, ids: Tensor) -> Batch:

@@ -32,9 +32,6 @@ _log = logging.getLogger(__name__)
 
 _NUM_MEASURED: Final = 6
 _LEAST_MEASURED: Final = 2
-# Plans are kept for sizes rounded up to a multiple, and for room rounded down to a share of the budget.
-_ROUNDED_TOKENS: Final = 32
-_ROOM_STEPS: Final = 64
 # Of the budget, for what is not counted: rounding by the allocator, messages that wait.
 _SPARE_SHARE: Final = 0.03
 # A new longest input is expected to be this much longer than the longest so far.
@@ -273,7 +270,6 @@ class Budgeted:
         self._in_flight: dict[int, int] = {}
         self._num_begun = 0
         self._standing = 0
-        self._plans: dict[tuple[InputSize, int], frozenset[int]] = {}
         self._has_warned = False
 
     def begin(self, size: InputSize, *, window: int) -> ActivationSlot:
@@ -289,9 +285,10 @@ class Budgeted:
                 measured=partial(self._learn, number, size),
                 end=partial(self._end, number),
             )
-        rounded = self._rounded(size)
-        recomputed = self._choose(rounded, self._room_bytes(window))
-        self._in_flight[number] = self.kept_bytes(rounded, recomputed)
+        excess_bytes = self.kept_bytes(size, frozenset()) - self._room_bytes(window)
+        freed_bytes = {index: layer.freed_bytes(size) for index, layer in self._layers.items()}
+        recomputed = fewest(freed_bytes, excess_bytes)
+        self._in_flight[number] = self.kept_bytes(size, recomputed)
         return ActivationSlot(recomputed=recomputed, end=partial(self._end, number))
 
     def kept_bytes(self, size: InputSize, recomputed: frozenset[int]) -> int:
@@ -318,7 +315,6 @@ class Budgeted:
             layer.input.add(size, meter.input_bytes[index])
         self._beside.add(size, meter.beside_bytes)
         self._sizes.append(size)
-        self._plans.clear()
         if number in self._in_flight:
             self._in_flight[number] = self.kept_bytes(size, frozenset(self._layers))
 
@@ -335,27 +331,11 @@ class Budgeted:
         taken = sum(max(kept, least) for kept in self._in_flight.values())
         return (room - taken) // max(1, window - len(self._in_flight))
 
-    def _choose(self, size: InputSize, room_bytes: int) -> frozenset[int]:
-        step = max(1, self._budget_bytes // _ROOM_STEPS)
-        everything = self.kept_bytes(size, frozenset())
-        key = size, max(0, min(room_bytes, everything)) // step if everything > room_bytes else -1
-        if key not in self._plans:
-            needed = 0 if everything <= room_bytes else everything - key[1] * step
-            freed_bytes = {index: layer.freed_bytes(size) for index, layer in self._layers.items()}
-            self._plans[key] = fewest(freed_bytes, needed)
-        return self._plans[key]
-
     def _largest(self) -> InputSize:
         """The largest input to be ready for."""
         longest = max(size.length for size in self._sizes)
         length = max(longest, min(int(_HEADROOM * longest), self._max_length or int(_HEADROOM * longest)))
         return InputSize(max(size.num_sequences for size in self._sizes), length)
-
-    def _rounded(self, size: InputSize) -> InputSize:
-        """A size that stands for all that are little smaller, so that there are few plans."""
-        multiple = max(1, _ROUNDED_TOKENS // size.num_sequences)
-        length = -(-size.length // multiple) * multiple
-        return InputSize(size.num_sequences, length) if length <= self._largest().length else size
 
     def _warn(self, missing_bytes: int) -> None:
         if missing_bytes > 0 and not self._has_warned:

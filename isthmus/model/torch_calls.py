@@ -11,27 +11,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-
-__all__ = [
-    "CostLedger",
-    "Emulation",
-    "FakeTensorMode",
-    "PartCount",
-    "TorchDispatchMode",
-    "on_gradient",
-    "prepare_shards",
-    "reduce_shards",
-    "scale_all",
-    "shard_groups",
-    "storage_id",
-]
 
 
 def storage_id(tensor: Tensor) -> int:

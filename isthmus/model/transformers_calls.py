@@ -40,7 +40,6 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-_PACKING_QUESTION: Final = "find_packed_sequence_indices"
 _PADDING_QUESTION: Final = "warn_if_padding_and_no_attention_mask"
 _one_sequence_a_row: ContextVar[bool] = ContextVar("one_sequence_a_row", default=False)
 
@@ -59,11 +58,7 @@ def expect_no_padding(model: PreTrainedModel) -> None:
     """Let this model look for no padding where it gets no mask."""
     for module in model.modules():
         if hasattr(module, _PADDING_QUESTION):
-            setattr(module, _PADDING_QUESTION, _ask_nothing)
-
-
-def _ask_nothing(*_args: Any, **_kwargs: Any) -> None:
-    return None
+            setattr(module, _PADDING_QUESTION, lambda *_args, **_options: None)
 
 
 def _answering(ask: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
@@ -73,12 +68,7 @@ def _answering(ask: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Ten
     return answer
 
 
-def _install(module: Any) -> None:
-    if hasattr(module, _PACKING_QUESTION):
-        setattr(module, _PACKING_QUESTION, _answering(getattr(module, _PACKING_QUESTION)))
-
-
-_install(masking_utils)
+masking_utils.find_packed_sequence_indices = _answering(masking_utils.find_packed_sequence_indices)
 
 
 def seed_initialisation(model: PreTrainedModel, seed: int) -> None:

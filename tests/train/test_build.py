@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import BottleneckSpec
-from isthmus.model.recompute import Budgeted, Fixed
+from isthmus.model.recompute import ActivationSlot, Budgeted, Fixed, InputSize
 from isthmus.plan.memory import OptimizerState
 from isthmus.plan.types import pack_facts, unpack_facts
 from isthmus.train import in_cloud
@@ -125,10 +125,11 @@ def test_a_pipeline_within_a_budget_and_with_moments_on_the_host_gives_the_same(
 class Watched(Budgeted):
     chosen: list[int]
 
-    def _choose(self, *args: Any) -> frozenset[int]:
-        layers = super()._choose(*args)
-        self.chosen.append(len(layers))
-        return layers
+    def begin(self, size: InputSize, *, window: int) -> ActivationSlot:
+        slot = super().begin(size, window=window)
+        if slot.meter is None:
+            self.chosen.append(len(slot.recomputed))
+        return slot
 
 
 @pytest.mark.parametrize("offloads", [False, True])
