@@ -31,7 +31,7 @@ class ParameterLayout:
 
     @property
     def num_layers(self) -> int:
-        """How many layers can be dealt out to stages."""
+        """How many layers can be split over stages."""
         return len(self.layers)
 
     def owned_by(self, layers: range) -> Mapping[str, int]:
@@ -65,7 +65,7 @@ def layout_of(model: PreTrainedModel, family: Family) -> ParameterLayout:
 
 
 def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Deal layers out to stages as evenly as can be, the earlier stages taking one more."""
+    """Split layers over stages as evenly as possible; the earlier stages take one more."""
     if not 1 <= num_stages <= num_layers:
         raise UserError(
             f"a model of {num_layers} layers cannot be cut into {num_stages} stages",
@@ -112,7 +112,7 @@ class Blueprint:
 
     @property
     def num_layers(self) -> int:
-        """How many layers can be dealt out to stages."""
+        """How many layers can be split over stages."""
         return self.layout.num_layers
 
     @property
@@ -193,8 +193,7 @@ def _draw(
     source: str | None,
     trust_remote_code: bool = False,
 ) -> Blueprint:
-    if config.model_type in MISFITS:
-        raise cannot_cut(type(config).__name__, MISFITS[config.model_type])
+    _check_whole(config)
     config, whole = _text_part(config, head)
     if head is HEADS["question-answering"]:
         num_labels = 2  # where an answer begins, and where it ends
@@ -250,14 +249,19 @@ def _sees_ahead(model: PreTrainedModel, family: Family) -> bool:
     return fills_gaps or any(getattr(module, "is_causal", True) is False for module in modules)
 
 
-def _check(config: PreTrainedConfig, head: Head) -> None:
-    if config.is_encoder_decoder:
-        raise cannot_cut(type(config).__name__, "it is an encoder with a decoder")
+def _check_whole(config: PreTrainedConfig) -> None:
+    if config.model_type in MISFITS:
+        raise cannot_cut(type(config).__name__, MISFITS[config.model_type])
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
             f"{config.name_or_path or config.model_type} holds quantised weights, which cannot be trained",
             hint="start from the model in bfloat16 or float32",
         )
+
+
+def _check(config: PreTrainedConfig, head: Head) -> None:
+    if config.is_encoder_decoder:
+        raise cannot_cut(type(config).__name__, "it is an encoder with a decoder")
     if head is HEADS["sequence-classification"]:
         if (config.num_labels or 0) < 2:
             raise UserError("a classifier needs at least two labels", hint="set num_labels to 2 or more")

@@ -376,7 +376,7 @@ def describe_exported(
     autocast: torch.dtype | None,
     trust_remote_code: bool,
 ) -> str | None:
-    """Says what the model in a folder gives for held-out data, or why nobody knows; None without data."""
+    """Says the loss of the model in a folder on held-out data, or why it is not known; None without data."""
     first = next(batches, None)
     if first is None:
         return None
