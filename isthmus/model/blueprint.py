@@ -1,8 +1,7 @@
 """What is to be trained, before any weight is in memory: configuration, class, head and where layers lie."""
 
-import difflib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from isthmus.model.cut import sorts_tokens
 from isthmus.model.families import BUILD_ERRORS, HOW_TO_ADD, MISFITS, Family, cannot_cut, family_of
 from isthmus.model.heads import HEADS, Head
 from isthmus.model.transformers_calls import has_head
+from isthmus.units import closest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,8 @@ def _config_from(values: dict[str, Any]) -> PreTrainedConfig:
     model_type = values.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
         what = "no model_type" if model_type is None else f"an unknown model_type, {model_type!r}"
-        hint = _near(str(model_type), CONFIG_MAPPING.keys())
+        meant = closest(str(model_type), CONFIG_MAPPING.keys())
+        hint = f"did you mean {meant!r}?" if meant else "transformers' documentation lists them"
         raise UserError(f"the model's configuration has {what}", hint=hint)
     try:
         known = {*CONFIG_MAPPING[model_type]().to_dict(), *CONFIG_MAPPING[model_type].attribute_map}
@@ -286,11 +287,6 @@ def _empty_model(config: PreTrainedConfig, head: Head, *, trust_remote_code: boo
     except BUILD_ERRORS as error:
         raise _unusable(type(config).__name__, error) from error
     return model
-
-
-def _near(word: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {matches[0]!r}?" if matches else "transformers' documentation lists them"
 
 
 def _unusable(name: str, error: Exception) -> UserError:

@@ -442,7 +442,7 @@ def _estimated(job: Job, config: Mapping[str, object]) -> PlannedModel:
         meant = closest(str(model_type), _families())
         raise UserError(
             f"the costs of model_type {model_type!r} are not known",
-            hint=f"did you mean {meant!r}?" if meant else f"{_INSTALL}, which measures them",
+            hint=f"{_INSTALL}, which measures them" + (f"; or did you mean {meant!r}?" if meant else ""),
         )
     if family is not None and task.value not in family["tasks"]:
         hint = 'set data.task to "causal-lm", or take an encoder such as BERT'
