@@ -34,7 +34,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     told: list[Options] = []
     monkeypatch.setattr(in_cloud, "init_device_mesh", lambda kind, shape: (kind, shape))
     monkeypatch.setattr(in_cloud, "fully_shard", lambda _, **options: told.append(options))
-    monkeypatch.setattr(in_cloud, "_prepare", lambda _: None)
+    monkeypatch.setattr(in_cloud, "prepare_shards", lambda _: None)
     return told
 
 
