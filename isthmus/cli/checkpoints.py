@@ -38,11 +38,11 @@ def checkpoints(
 
     Example: `isthmus checkpoints runs/demo --verify`
     """
+    folder = find_run(run)
     # These import torch, and mistakes in options are told without it.
     from isthmus.job.rundir import lock_run
     from isthmus.train.checkpoint import prune_steps, saved_steps
 
-    folder = find_run(run)
     console = Console(highlight=False, stderr=as_json)
     removed = []
     if prune is not None:
@@ -91,11 +91,11 @@ def export(
 
     Example: `isthmus export runs/demo --dtype bfloat16`
     """
+    folder = find_run(run)
     import torch
 
     from isthmus.train.export import export_run, newest_step
 
-    folder = find_run(run)
     chosen = newest_step(folder, wanted=step)
     target = out or folder / f"export-{chosen}"
     of = None if dtype is None else getattr(torch, dtype.value)

@@ -83,6 +83,8 @@ profile job.toml --cloud moon
 gateway job.toml --cloud west
 doctor bad.toml
 report nowhere
+checkpoints nowhere
+export nowhere
 certs show nowhere
 """
 
