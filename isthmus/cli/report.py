@@ -87,7 +87,8 @@ def _waits_table(found: Comparison) -> Table:
         *(_waits_row(one, "measured", names) for one in found.measured_waits),
         *(_waits_row(one, "predicted", names) for one in found.predicted_waits),
     ]
-    header = ("cloud", "", "computes", "bubble, waiting", *(name.replace("_", " ") for name in names))
+    reasons = (name.removeprefix("for_").replace("_", " ") for name in names)
+    header = ("cloud", "waiting for", "computes", "bubble", *reasons)
     return Table(header=header, rows=tuple(rows))
 
 
