@@ -88,7 +88,7 @@ def _waits_table(found: Comparison) -> Table:
         *(_waits_row(one, "predicted", names) for one in found.predicted_waits),
     ]
     reasons = (name.removeprefix("for_").replace("_", " ") for name in names)
-    header = ("cloud", "waiting for", "computes", "bubble", *reasons)
+    header = ("cloud", "", "busy", "bubble", *reasons)
     return Table(header=header, rows=tuple(rows))
 
 

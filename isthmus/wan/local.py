@@ -206,10 +206,10 @@ def run_ranks(
                 heard[member], telling = context.Pipe(duplex=False)
                 ends = (wan.identity(cloud.name), wan.site(cloud.name, rank))
                 arguments = (work, job, spec, *ends, cloud.name, telling, dict(os.environ))
-                process = context.Process(target=_be_rank, args=arguments, daemon=True)
-                process.start()
+                started = context.Process(target=_be_rank, args=arguments, daemon=True)
+                started.start()
                 # Not before, since a process whose start Ctrl-C interrupts cannot be killed.
-                processes[member] = process
+                processes[member] = started
                 # Its end here would hide that the process has ended.
                 telling.close()
         first = next(iter(processes.values()))
