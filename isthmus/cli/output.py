@@ -56,7 +56,7 @@ def print_tables(console: Console, tables: Iterable[Table]) -> None:
         is_first = False
         shown = rich.table.Table(box=None, pad_edge=False, show_header=any(table.header))
         for place, word in enumerate(table.header):
-            shown.add_column(word, justify="left" if place == 0 else "right")
+            shown.add_column(word, justify="left" if place == 0 else "right", overflow="fold")
         for row in table.rows:
             shown.add_row(*row)
         console.print(shown)
