@@ -37,6 +37,7 @@ bench: $(INSTALLED)  ## every claim of docs/results.md, measured again; those of
 	$(BIN)/python benchmarks/plan_on_cpu.py
 	$(BIN)/python benchmarks/memory_prediction.py --device cpu
 	$(BIN)/python benchmarks/codec_speed.py --no-stage
+	$(BIN)/python benchmarks/fixed_bottleneck.py
 	$(BIN)/python benchmarks/codec_auto.py
 	$(BIN)/python benchmarks/kill_ranks.py
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; \

@@ -138,9 +138,9 @@ JOBS: Final[Mapping[str, FrozenJob]] = {
         link={"codec": _INT4, "guard_every": 1, "guard_cosine": 0.0},
     ),
     "stochastic": FrozenJob(about="gradients rounded stochastically", link={"codec": _STOCHASTIC}),
-    "subspace": FrozenJob(
-        about="a codec with a state of its own",
-        link={"codec": {"forward": "subspace(8) | int4", "backward": "int4(stochastic)"}},
+    "state": FrozenJob(
+        about="codecs with a state of their own",
+        link={"codec": {"forward": "svd(0.5) | int8", "backward": "feedback(0.9) | topk(0.2) | int8"}},
         changes={"train": {"steps": 12}},
     ),
     "dropout": FrozenJob(about="dropout everywhere", changes=_model(_GPT2)),

@@ -196,3 +196,22 @@ def test_state_that_is_not_of_its_codec_is_refused_with_a_cure() -> None:
     with pytest.raises(UserError) as caught:
         Cut().sending.load(state)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(("guard_every", "expected"), [(5, [0, 5, 10]), (0, [])])
+def test_every_so_many_messages_are_measured_by_their_own_number(
+    guard_every: int, expected: list[int]
+) -> None:
+    cut = Cut(guard_every=guard_every, num_microbatches=4)
+    measured: dict[str, list[int]] = {"down": [], "up": []}
+    for number in range(12):
+        step, item = divmod(number, 4)
+        message = activation(INT8, step=step, item=item)
+        coded = cut.sending.encode(message, HIDDEN, {"ids": IDS}, after=Mark())
+        cut.receiving.decode(message, coded, {"ids": IDS})
+        back = cut.receiving.encode(gradient(INT8, step=step, item=item), HIDDEN, {}, after=Mark())
+        for way, one in (("down", coded), ("up", back)):
+            if one.fidelity is not None:
+                assert one.fidelity.cosine > 0.99
+                measured[way].append(number)
+    assert measured == {"down": expected, "up": expected}
