@@ -31,7 +31,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import TracebackType
@@ -142,7 +142,7 @@ class Watch:
     def __post_init__(self) -> None:
         self._loop = LoopThread(name="watch")
         self._server: asyncio.Server | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[int, Channel] = {}
         self._unproven: Pending[Channel] = Pending()
         self._complaints = Complaints(log)
@@ -200,7 +200,7 @@ class Watch:
     def _lead(self, store: LauncherStore | None, until_s: float) -> None:
         listener = self._listen()
         port = listener.getsockname()[1]
-        serving = asyncio.start_server(self._receive, sock=listener, limit=MAX_LINE_BYTES)
+        serving = asyncio.start_server(self._accept, sock=listener, limit=MAX_LINE_BYTES)
         self._server = self._loop.run(serving)
         note = LateNote()
         in_vain = "the ranks of this cloud have waited in vain for"
@@ -273,7 +273,7 @@ class Watch:
             except (OSError, FrameError, asyncio.CancelledError):
                 channel.close()
                 raise
-        self._following = asyncio.create_task(self._follow(0, channel))
+        self._start(self._follow(0, channel))
 
     async def _prove_to_leader(self, channel: Channel) -> None:
         rank, nonce = self.spec.rank, secrets.token_hex(_NONCE_BYTES)
@@ -288,6 +288,15 @@ class Watch:
         channel.write(Notice({"proof": prove(self.secret, "rank", *words)}))
         if await channel.read() != Notice({"welcome": True}):
             raise FrameError("it does not answer as a rank of this cloud does")
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Not a coroutine: the task that asyncio makes of one logs a traceback when it is cancelled.
+        self._start(self._receive(reader, writer))
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take a connection in, and follow the rank that it has proved to be."""
