@@ -5,30 +5,19 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import torch
 
-from isthmus.errors import FrameError, UserError
+from isthmus.errors import UserError
 from isthmus.job import Job
-from isthmus.job.load import replace_file
 from isthmus.job.rundir import job_of
 from isthmus.model.export import merge, write_part
-from isthmus.plan.types import pack_facts, unpack_facts
 from isthmus.train.build import Build, blueprint_of
 from isthmus.train.checkpoint import Checkpoints, load_weights, saved_steps
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
-from isthmus.train.run_config import RunConfig
+from isthmus.train.run_config import RunConfig, read_config
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER
-
-CONFIG_FILE: Final = "config.json"
-_MAX_CONFIG_BYTES: Final = 64 * 2**20
-
-
-def write_config(run: Path, config: RunConfig) -> None:
-    """Keep the run config in the run directory, since the stages of a checkpoint are built from it."""
-    replace_file(run / CONFIG_FILE, pack_facts(config, max_bytes=_MAX_CONFIG_BYTES))
 
 
 def export_run(
@@ -92,15 +81,7 @@ def _write_stage(
 
 def _read(run: Path) -> tuple[Job, RunConfig]:
     """The job and the run config of a run, for one rank per cloud that computes nothing."""
-    job = job_of(run)
-    try:
-        text = (run / CONFIG_FILE).read_text(encoding="utf-8")
-        config = unpack_facts(text, RunConfig, max_bytes=_MAX_CONFIG_BYTES)
-    except (OSError, FrameError) as error:
-        raise UserError(
-            f"{run / CONFIG_FILE} cannot be read, so the stages of the run are not known: {error}",
-            hint="start the run again with this version: isthmus run JOB; it writes the file",
-        ) from error
+    job, config = job_of(run), read_config(run)
     if job is None:
         raise UserError(f"{run} holds no job that this version reads", hint="name the folder of a run")
     return job, replace(config, sharding=tuple("none" for _ in config.sharding), recompute=False)

@@ -6,11 +6,13 @@ The first cloud makes it, once it has planned, and sends it to all others, so th
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, Final, Literal
 
-from isthmus.errors import UserError
+from isthmus.errors import FrameError, UserError
 from isthmus.job import CloudSpec, CodecSpec, Job, LinkSpec, PipelineStrategy, parse_codec, stage_order
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
+from isthmus.job.load import replace_file
 from isthmus.job.sections import why_not_run
 from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.plan.codecs import RAW, Bounds, Crossing, Cut, Loss, Pair, num_learners
@@ -32,10 +34,12 @@ from isthmus.plan.plan import Decisions, PipelineSettings, Plan, follow
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Caps, Policy
 from isthmus.plan.study import check_lists
-from isthmus.plan.types import Facts, Member
+from isthmus.plan.types import Facts, Member, pack_facts, unpack_facts
 from isthmus.train.data.training_data import Layout, divide_batch
 
+CONFIG_FILE: Final = "config.json"
 _MICROBATCHES_PER_STAGE: Final = 8
+_MAX_CONFIG_BYTES: Final = 64 * 2**20
 
 
 def plan_run(job: Job, *, known: Job | None = None, source: CostSource = nothing_measured) -> Plan | None:
@@ -392,3 +396,20 @@ def _bandwidths(link: LinkSpec, sender: str) -> tuple[float, float] | None:
         return None
     there, back = link.bandwidth_bps
     return (there, back) if link.between[0] == sender else (back, there)
+
+
+def write_config(run: Path, config: RunConfig) -> None:
+    """Keep the run config in the run directory, since the stages of a checkpoint are built from it."""
+    replace_file(run / CONFIG_FILE, pack_facts(config, max_bytes=_MAX_CONFIG_BYTES))
+
+
+def read_config(run: Path) -> RunConfig:
+    """The run config of a run directory."""
+    try:
+        text = (run / CONFIG_FILE).read_text(encoding="utf-8")
+        return unpack_facts(text, RunConfig, max_bytes=_MAX_CONFIG_BYTES)
+    except (OSError, FrameError) as error:
+        raise UserError(
+            f"{run / CONFIG_FILE} cannot be read, so the stages of the run are not known: {error}",
+            hint="start the run again with this version: isthmus run JOB; it writes the file",
+        ) from error

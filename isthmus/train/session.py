@@ -32,12 +32,11 @@ from isthmus.train.data.samples import Cursor
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, TrainingData, open_data
 from isthmus.train.device import Device
-from isthmus.train.export import write_config
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
 from isthmus.train.pipeline import BuiltStage
-from isthmus.train.run_config import RunConfig, decide, layout_of, run_config
+from isthmus.train.run_config import RunConfig, decide, layout_of, run_config, write_config
 from isthmus.train.runs import MODEL_FOLDER, PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
 from isthmus.train.wire import Wire
 from isthmus.wan.endpoint import Endpoint
