@@ -90,7 +90,8 @@ def test_the_allocator_agrees(side: str, text: str, precision: Precision, recomp
     half = both.up if side == "inbound" else both.down
     predicted = stage_memory(costs, layers, window=window, num_buffered=0, halves=[half])
     found = most_bytes(rig, window) + half.buffer_bytes
-    assert predicted.total_bytes == pytest.approx(found, rel=0.02)
+    # What kernels in bfloat16 take for themselves on a CPU grows with its threads.
+    assert predicted.total_bytes == pytest.approx(found, rel=0.03)
 
 
 def added(options: StageOptions) -> tuple[int, int, int]:
