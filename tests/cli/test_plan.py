@@ -29,6 +29,7 @@ def invoke(*arguments: str | Path) -> Any:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
 
 
+@pytest.mark.slow
 def test_tables_levers_and_a_picture_are_shown(job_file: Path) -> None:
     result = invoke(job_file, "--set", "strategy.kind=pipeline")
     assert result.exit_code == 0, result.output

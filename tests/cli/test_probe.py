@@ -51,6 +51,7 @@ def test_the_demo_measures_what_was_set_and_writes_it(tmp_path: Path) -> None:
     assert link.handling_s == pytest.approx(found["handling_s"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_faults_and_overrides_reach_the_emulated_wan(tmp_path: Path) -> None:
     faults = tmp_path / "faults.toml"
     faults.write_text('[[fault]]\nat = "2 s"\nkind = "cut"\nbetween = ["west", "east"]\nduration = "1 s"\n')
@@ -67,6 +68,7 @@ def test_faults_and_overrides_reach_the_emulated_wan(tmp_path: Path) -> None:
     assert "measured" in out
 
 
+@pytest.mark.slow
 def test_two_sites_probe_each_other_with_signed_certificates(tmp_path: Path) -> None:
     """The whole walk: authority, requests, signing, then one command per site, in any order."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -52,6 +52,7 @@ def test_one_file_holds_one_cloud(app: typer.Typer) -> None:
     assert result.exception.hint == "leave it out, or say which: --cloud east or --cloud west"
 
 
+@pytest.mark.slow
 def test_all_clouds_are_measured_together_and_have_a_file_each(app: typer.Typer, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [str(EXAMPLE), "--json", *SMALL])
     assert result.exit_code == 0, result.output
@@ -61,6 +62,7 @@ def test_all_clouds_are_measured_together_and_have_a_file_each(app: typer.Typer,
     assert east.num_sharing == 2
 
 
+@pytest.mark.slow
 def test_json_is_what_the_file_holds(app: typer.Typer, tmp_path: Path) -> None:
     result = CliRunner().invoke(
         app, [str(EXAMPLE), "--cloud", "west", "--out", "mine.json", "--json", *SMALL]

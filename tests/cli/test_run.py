@@ -159,6 +159,7 @@ def test_a_run_that_was_cut_short_goes_on_where_all_clouds_had_saved(
     assert_equal_weights(weights(folder), weights(Path(finished["run"])))
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_in_mid_step_changes_nothing(
     finished: dict[str, Any], job_file: Path, tmp_path: Path
 ) -> None:
@@ -218,6 +219,7 @@ CODED = [
 ]
 
 
+@pytest.mark.slow
 def test_the_thin_link_is_coded_and_a_resumed_run_ends_the_same(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     whole = invoke(THIN_LINK, "--runs", str(root), changes=CODED)
@@ -240,6 +242,7 @@ def test_the_thin_link_is_coded_and_a_resumed_run_ends_the_same(tmp_path: Path) 
     assert_equal_weights(weights(folder), expected)
 
 
+@pytest.mark.slow
 def test_codecs_are_chosen_while_frozen_layers_cross_once(job_file: Path, tmp_path: Path) -> None:
     changes = [
         "train.steps=12",
@@ -281,6 +284,7 @@ def rank_processes() -> list[psutil.Process]:
     return sorted((one for server in servers for one in server.children()), key=lambda one: one.create_time())
 
 
+@pytest.mark.slow
 def test_ranks_of_a_cloud_train_one_model_and_a_killed_one_does_not_end_the_run(
     job_file: Path, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_other_heads_and_bfloat16(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_transformers_loads_it_by_the_code_in_its_folder(tmp_path: Path) -> None:
     """In a process that knows nothing of Isthmus."""
     plan = blueprint("llama")

@@ -134,6 +134,7 @@ def test_memory_of_a_stage_grows_with_its_layers_and_its_window() -> None:
     assert stage_memory(costs, range(1, 2), window=3).activations == 3 * small.activations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gemma2", "granite", "glm4", "cohere"])
 def test_families_that_no_formula_knows_are_measured(model_type: str) -> None:
     model = tiny_blueprint(model_type)

@@ -436,6 +436,7 @@ def check_donors(recorded: Recorded, spec: DataParallel) -> None:
                             assert max(found, default=best) <= best
 
 
+@pytest.mark.slow
 @settings(max_examples=250)
 @given(st.data())
 def test_whatever_fails_and_returns_all_clouds_end_with_the_same_rounds(draw: st.DataObject) -> None:
@@ -456,6 +457,7 @@ def test_whatever_fails_and_returns_all_clouds_end_with_the_same_rounds(draw: st
     check_shares(final_chain(timeline, spec), spec)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data())
 def test_a_round_is_never_committed_twice_differently(draw: st.DataObject) -> None:

@@ -162,6 +162,7 @@ ALL_LINEAR = LoraSpec(r=4)
 TWO_LINEAR = LoraSpec(r=4, targets=("q_proj", "v_proj"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize(
     ("config", "layers", "window", "lora", "num_frozen", "recompute"),

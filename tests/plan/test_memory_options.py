@@ -219,6 +219,7 @@ def test_recompute_as_memory_asks_for_stays_so() -> None:
     assert follow(job, chosen.clouds, chosen.decisions).train.recompute == "auto"
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     ranks=st.tuples(*[st.sampled_from([1, 2, 4])] * 3),

@@ -52,7 +52,9 @@ def messages(model_type: str) -> Messages:
 
 
 @pytest.mark.parametrize("sharded", [(False, False), (True, True), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize(
+    "model_type", [one if one == "llama" else pytest.param(one, marks=pytest.mark.slow) for one in CONFIGS]
+)
 def test_the_type_of_what_crosses_is_that_of_a_real_stage(model_type: str, sharded: tuple[bool, ...]) -> None:
     real = blueprint(model_type)
     stages = build(real, split_layers(real.num_layers, 3), untie=True)

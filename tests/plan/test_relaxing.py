@@ -1,5 +1,6 @@
 """A limit that is relaxed makes no plan slower, or dearer where the price is to be least."""
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ def usd(found: Estimate) -> float:
     return found.total_usd
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(seed=SEEDS, share=st.floats(0.3, 1.1), more=st.floats(1.0, 3.0))
 def test_more_money_makes_no_plan_slower(seed: int, share: float, more: float) -> None:

@@ -282,6 +282,7 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+@pytest.mark.slow
 def test_spoilt_packets_are_refused_and_nothing_else_happens() -> None:
     before = peak_bytes()
     num_taken, num_refused = fuzz(NUM_CASES, seed=1)

@@ -5,6 +5,7 @@ import os
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -43,6 +44,7 @@ def hear(pipe: Connection) -> object:
     return pipe.recv()
 
 
+@pytest.mark.slow
 def test_siblings_know_why_a_rank_was_lost_and_the_next_world_meets_nothing_of_the_last() -> None:
     context = multiprocessing.get_context("spawn")
     # It outlives the worlds that meet there, as that of torchrun does.

@@ -68,6 +68,7 @@ def be(rank: Rank, pipe: Connection) -> None:
             world.all_reduce([1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [0, 1])
 def test_a_stopped_rank_ends_its_world_and_the_run_with_a_reason(stops: int) -> None:
     context = multiprocessing.get_context("spawn")

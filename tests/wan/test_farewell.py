@@ -252,6 +252,7 @@ def test_an_abort_is_heard_by_a_peer_whose_link_nobody_here_has_asked_for(
         assert hears_abort(waiting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cloud", ["east", "west"])
 def test_an_abort_over_a_long_line_is_heard_at_any_moment_of_the_handshake(cloud: str) -> None:
     job = two_clouds("rtt='60 ms'")

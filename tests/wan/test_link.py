@@ -60,6 +60,7 @@ def receive_streams(endpoint: Endpoint, _: Connection) -> tuple[dict[str, str], 
     return {stream: digest.hexdigest() for stream, digest in digests.items()}, grown_bytes
 
 
+@pytest.mark.slow
 def test_a_cut_of_ten_seconds_in_mid_transfer_loses_nothing() -> None:
     job = two_clouds("bandwidth='400 Mbps'", "rtt='20 ms'")
     send = functools.partial(send_streams, num_bytes=200 * MB, seed=1)
@@ -75,6 +76,7 @@ def test_a_cut_of_ten_seconds_in_mid_transfer_loses_nothing() -> None:
     assert grown_bytes < 400 * MB
 
 
+@pytest.mark.slow
 def test_twenty_random_cuts_lose_nothing() -> None:
     job = two_clouds("bandwidth='200 Mbps'", "rtt='10 ms'")
     send = functools.partial(send_streams, num_bytes=100 * MB, seed=2)
@@ -170,6 +172,7 @@ def drain(endpoint: Endpoint, _: Connection) -> tuple[int, int]:
     return len(numbers), link.counters().reconnects
 
 
+@pytest.mark.slow
 def test_bulk_that_saturates_a_thin_link_for_a_minute_loses_nobody() -> None:
     job = two_clouds("bandwidth='10 Mbps'", "rtt='100 ms'", "heartbeat_timeout='2 s'")
     with (
