@@ -173,7 +173,7 @@ class LayerCall:
             output, router_logits = self._run(*args, **kwargs)
         if router_logits is not None:
             passage.router_logits.append(router_logits)
-        passage.left_layer = output[0] if isinstance(output, tuple) else output
+        passage.left_layer = output[0] if isinstance(output, tuple | list) else output
         return output
 
     def _run(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:

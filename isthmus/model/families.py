@@ -89,6 +89,7 @@ MISFITS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "ctrl": "it changes its embeddings in place",
         "falcon_h1": "it looks into its layers for their masks",
+        "fnet": "padding changes what its layers compute for other tokens",
         "gemma4_assistant": "it needs the hidden states of another model",
         "gemma4_unified_assistant": "it needs the hidden states of another model",
         "yoso": "padding changes what its attention computes for other tokens",

@@ -90,6 +90,7 @@ def test_what_is_trained_for_the_next_token_does_not_see_it(model_type: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_no_family_sees_the_next_token() -> None:
     seeing: list[str] = []
     blind: list[str] = []

@@ -49,6 +49,7 @@ def test_padding_that_is_left_out_changes_a_model_with_experts() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_every_family(tmp_path: Path) -> None:
     outcomes = {model_type: outcome(model_type, tmp_path / model_type) for model_type in types_with_a_head()}
     assert {name: one for name, one in outcomes.items() if one.startswith("different")} == {}
