@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from isthmus.wan.flight import LinkCounters
-from isthmus.wan.frames import wire_bytes
-from isthmus.wan.packet import Packet, pack
+from isthmus.wan.packet import Packet, pack, wire_bytes
 
 OnSend = Callable[[str, Packet], None]
 Queue = queue.SimpleQueue[tuple[str, Packet] | BaseException]

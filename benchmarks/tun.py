@@ -21,7 +21,7 @@ from typing import Literal, Self
 
 from isthmus.errors import UserError
 from isthmus.wan.shaping import DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
-from isthmus.wan.sockets import LoopThread, precise_loop
+from isthmus.wan.sockets import LoopThread, PreciseSelector
 
 DEFAULT_MTU_BYTES = 9000
 
@@ -63,7 +63,9 @@ class TunWan:
         with ExitStack() as stack:
             near = self._make_end("a", stack)
             far = self._make_end("b", stack)
-            thread = stack.enter_context(LoopThread(name="isthmus-tun", loop=precise_loop()))
+            thread = stack.enter_context(
+                LoopThread(name="isthmus-tun", loop=asyncio.SelectorEventLoop(PreciseSelector()))
+            )
             self._wires = thread.run(self._join(near, far))
             stack.callback(lambda: thread.run(self._stop()))
             self._cleanup = stack.pop_all()
@@ -127,7 +129,7 @@ class _Wire:
         self._loop = asyncio.get_running_loop()
         line = ShapedLine(shape, seed=seed, quantum_bytes=_MAX_PACKET_BYTES)
         self._driven = DrivenLine(line, self._loop)
-        self._driven.sinks[self._flow] = self._write
+        self._flow.sink = self._write
         self._loop.add_reader(source, self._read)
 
     def stop(self) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from isthmus.plan.lines import Disturbance
     from isthmus.plan.plan import Plan
     from isthmus.plan.scenario import Scenario
-    from isthmus.plan.timeline import Timeline
+    from isthmus.plan.simulate import Timeline
     from isthmus.train.session import Trained
 
 __all__ = ["__version__", "cost_source", "load_job", "plan", "report", "run", "simulate", "with_profiles"]

@@ -28,9 +28,8 @@ from isthmus.train.device import Device, Mark
 from isthmus.train.loop import Loop
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Inbox, Wire
-from isthmus.wan.frames import MAX_CHUNK_BYTES, encode_chunk
 from isthmus.wan.link import Link
-from isthmus.wan.packet import Packet, pack
+from isthmus.wan.packet import MAX_CHUNK_BYTES, Packet, encode_chunk, pack
 
 _NOTHING: Final = torch.empty(0)
 _CPU: Final = "cpu"

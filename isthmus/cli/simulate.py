@@ -21,7 +21,7 @@ from isthmus.observe.timeline import chart_of_step
 from isthmus.plan.lines import Disturbance
 from isthmus.plan.plan import scenario_of
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.timeline import SimulatedStep, Stopped, Timeline
+from isthmus.plan.simulate import SimulatedStep, Stopped, Timeline
 from isthmus.units import format_bytes
 
 # A step is shown when its time differs by this share from the one before.

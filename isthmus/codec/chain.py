@@ -13,37 +13,20 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import CodedMessage, Coder, CoderSite, Key, Memory, Payload, State
-from isthmus.codec.formats import HalfPrecision, IntegerCoder, Plain
-from isthmus.codec.subspace import SubspaceCoder, SubspaceGradientCoder
+from isthmus.codec.formats import FloatCoder, IntegerCoder
+from isthmus.codec.low_rank import SubspaceCoder
 from isthmus.codec.transforms import (
     LARGEST_BLOCK,
     CenterCoder,
     FeedbackCoder,
+    FollowingCoder,
     RotationCoder,
-    SameIndicesCoder,
     SvdCoder,
     TopKCoder,
 )
 from isthmus.errors import FrameError, UserError
+from isthmus.job import codec_steps as named
 from isthmus.job.codec import CodecSpec, gradient_codec
-from isthmus.job.codec_steps import (
-    Bf16,
-    Center,
-    CodecStep,
-    CodeState,
-    Feedback,
-    Format,
-    Fp16,
-    Integers,
-    Raw,
-    Rotate,
-    SameBasis,
-    SameIndices,
-    Subspace,
-    Svd,
-    TopK,
-    in_subspace,
-)
 
 _STATE_VERSION: Final = 2
 _VERSION: Final = "version"
@@ -53,13 +36,12 @@ _KERNEL_DEVICES: Final = ("cuda",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codecs:
-    """What both ends of a cut agree on; `dtype` is that of elements that cross raw."""
+    """What both ends of a cut agree on."""
 
     forward: CodecSpec
     backward: CodecSpec
     width: int
     seed: int = 0
-    dtype: torch.dtype = torch.float32
 
 
 class _Direction(IntEnum):
@@ -73,24 +55,24 @@ class _Lane:
     def __init__(self, codec: CodecSpec, codecs: Codecs, site: CoderSite, direction: _Direction) -> None:
         self._codec = codec
         self._codecs = codecs
-        self._dtype = codecs.dtype if codec.is_raw else torch.float32
         self._direction = direction
-        self.coder: Coder = Plain(self._dtype) if codec.is_raw else build_coder(codec.steps, site)
+        self.coder = build_coder(codec.steps, site)
 
     def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:
         if x_ND.dim() != 2 or x_ND.shape[1] != self._codecs.width:
             raise ValueError(f"a tensor of shape {tuple(x_ND.shape)} at a cut of width {self._codecs.width}")
         # BLAS adds in another order where a matrix has other strides, and the bytes must not show that.
-        return self.coder.encode(x_ND.detach().to(self._dtype).contiguous(), message)
+        return self.coder.encode(x_ND.detach().float().contiguous(), message)
 
     def decode(self, payload: Payload, num_rows: int, message: CodedMessage) -> Tensor:
         if any(part.dtype is not torch.uint8 or part.dim() != 1 for part in payload):
             raise FrameError("a payload of other things than bytes")
         sizes, width = tuple(part.numel() for part in payload), self._codecs.width
-        if not any(sizes == self._sizes(num_rows, state) for state in CodeState):
+        due = {state: self._codec.part_bytes(num_rows, width, state=state) for state in named.CodeState}
+        if sizes not in due.values():
             raise FrameError(
                 f'{num_rows} rows of width {width} by "{self._codec}" in parts of {sizes} bytes '
-                f"instead of {self._sizes(num_rows, CodeState.STEADY)}"
+                f"instead of {due[named.CodeState.STEADY]}"
             )
         return self.coder.decode(iter(payload), (num_rows, width), message)
 
@@ -102,11 +84,6 @@ class _Lane:
         seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
         return CodedMessage(key=key, seed=seed, ids_N=ids_N, keeps=keeps, learns=learns)
 
-    def _sizes(self, num_rows: int, state: CodeState) -> tuple[int, ...]:
-        return self._codec.part_bytes(
-            num_rows, self._codecs.width, state=state, element_bytes=self._codecs.dtype.itemsize
-        )
-
 
 class CodecEnd:
     """One end of a cut, with a coder for activations and one for gradients.
@@ -117,7 +94,7 @@ class CodecEnd:
 
     def __init__(self, codecs: Codecs, *, device: torch.device) -> None:
         gradient = gradient_codec(codecs.forward, codecs.backward)
-        follows = any(isinstance(step, SameBasis | SameIndices) for step in gradient.steps)
+        follows = any(isinstance(step, named.SameBasis | named.SameIndices) for step in gradient.steps)
         self._memory = Memory(is_asked=follows)
         site = CoderSite(width=codecs.width, device=device, memory=self._memory)
         self._forward = _Lane(codecs.forward, codecs, site, _Direction.FORWARD)
@@ -180,39 +157,37 @@ class CodecEnd:
             lane.coder.load_state_dict({name.replace("rest.", ""): one for name, one in own.items()})
 
 
-def build_coder(steps: tuple[CodecStep, ...], site: CoderSite) -> Coder:
+def build_coder(steps: tuple[named.CodecStep, ...], site: CoderSite) -> Coder:
     """The chain of coders that the steps name; each wraps those behind it."""
-    if not steps or isinstance(steps[0], Rotate | Format):
+    if not steps or isinstance(steps[0], named.Rotate | named.Format):
         return _build_format(steps, site.device)
-    is_in_subspace = isinstance(steps[0], Subspace | SameBasis)
-    rest = build_coder(in_subspace(steps[1:]) if is_in_subspace else steps[1:], site)
+    is_in_subspace = isinstance(steps[0], named.Subspace | named.SameBasis)
+    rest = build_coder(named.in_subspace(steps[1:]) if is_in_subspace else steps[1:], site)
     match steps[0]:
-        case Subspace() as step:
+        case named.Subspace() as step:
             return SubspaceCoder(step, site, rest=rest)
-        case SameBasis():
-            return SubspaceGradientCoder(memory=site.memory, rest=rest)
-        case Center():
+        case named.SameBasis() | named.SameIndices():
+            return FollowingCoder(memory=site.memory, rest=rest)
+        case named.Center():
             return CenterCoder(rest=rest)
-        case Feedback(decay=decay):
+        case named.Feedback(decay=decay):
             return FeedbackCoder(decay, rest=rest)
-        case TopK(ratio=ratio):
+        case named.TopK(ratio=ratio):
             return TopKCoder(ratio, memory=site.memory, rest=rest)
-        case SameIndices():
-            return SameIndicesCoder(memory=site.memory, rest=rest)
-        case Svd(ratio=ratio):
+        case named.Svd(ratio=ratio):
             return SvdCoder(ratio, rest=rest)
     raise ValueError(f"no coder for {steps}")
 
 
-def _build_format(steps: tuple[CodecStep, ...], device: torch.device) -> Coder:
+def _build_format(steps: tuple[named.CodecStep, ...], device: torch.device) -> Coder:
     match steps:
-        case () | (Raw(),):
-            return Plain()
-        case (Fp16(),):
-            return HalfPrecision(torch.float16)
-        case (Bf16(),):
-            return HalfPrecision(torch.bfloat16)
-        case (*before, Integers() as integers):
+        case () | (named.Raw(),):
+            return FloatCoder()
+        case (named.Fp16(),):
+            return FloatCoder(torch.float16)
+        case (named.Bf16(),):
+            return FloatCoder(torch.bfloat16)
+        case (*before, named.Integers() as integers):
             plain: Coder = IntegerCoder(integers)
             if before:
                 plain = RotationCoder(rest=plain)
@@ -220,20 +195,13 @@ def _build_format(steps: tuple[CodecStep, ...], device: torch.device) -> Coder:
     raise ValueError(f"no coder for {steps}")
 
 
-def _fused(integers: Integers, plain: Coder, *, rotates: bool) -> Coder:
-    group = integers.group
-    if integers.bits == 2 or group is None or LARGEST_BLOCK % group:
+def _fused(integers: named.Integers, plain: Coder, *, rotates: bool) -> Coder:
+    if integers.bits == 2 or integers.group is None or LARGEST_BLOCK % integers.group:
         return plain
     # Triton is there only where an accelerator is.
     from isthmus.codec.kernels import FusedIntegerCoder
 
-    return FusedIntegerCoder(
-        bits=integers.bits,
-        group=group,
-        rotates=rotates,
-        is_stochastic=integers.is_stochastic,
-        plain=plain,
-    )
+    return FusedIntegerCoder(integers, group=integers.group, rotates=rotates, plain=plain)
 
 
 def _compiles_kernels(device: torch.device) -> bool:

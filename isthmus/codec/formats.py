@@ -17,46 +17,31 @@ from isthmus.codec.base import CodedMessage, Coder, Payload, flat_bytes, from_by
 from isthmus.job.codec_steps import Integers, num_groups
 
 
-class Plain(Coder):
-    """Elements as they are."""
+class FloatCoder(Coder):
+    """Elements as they are, or in one of the 16-bit types; what is finite stays finite."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
 
     def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:  # noqa: ARG002 others do
-        """The bytes of the matrix, not copied where it is contiguous."""
-        return (flat_bytes(x_ND.to(self._dtype)),)
-
-    def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:  # noqa: ARG002 others do
-        """The matrix, over the bytes of its part."""
-        return from_bytes(next(parts), self._dtype).view(shape)
-
-
-class HalfPrecision(Coder):
-    """Elements in one of the 16-bit types; what is finite stays finite."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:  # noqa: ARG002 others do
         """The matrix cast; finite values beyond the type's range become its largest."""
-        half_ND = x_ND.to(self._dtype)
+        cast_ND = x_ND.to(self._dtype)
         limit = torch.finfo(self._dtype).max
         if _may_exceed(x_ND, limit):
-            is_lost_ND = half_ND.isinf() & x_ND.isfinite()
-            half_ND = torch.where(is_lost_ND, half_ND.clamp(-limit, limit), half_ND)
-        return (flat_bytes(half_ND),)
+            is_lost_ND = cast_ND.isinf() & x_ND.isfinite()
+            cast_ND = torch.where(is_lost_ND, cast_ND.clamp(-limit, limit), cast_ND)
+        return (flat_bytes(cast_ND),)
 
     def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:  # noqa: ARG002 others do
-        """The matrix in float32."""
+        """The matrix; of float32, over the bytes of its part."""
         return from_bytes(next(parts), self._dtype).view(shape).to(torch.float32)
 
 
 def _may_exceed(x_ND: Tensor, limit: float) -> bool:
     """Only the host can be asked without waiting for it; elsewhere the answer is yes."""
-    if x_ND.device.type != "cpu":
-        return True
-    return x_ND.numel() > 0 and not (float(x_ND.amax()) <= limit and float(x_ND.amin()) >= -limit)
+    if x_ND.numel() == 0 or limit >= torch.finfo(x_ND.dtype).max:
+        return False
+    return x_ND.device.type != "cpu" or not (float(x_ND.amax()) <= limit and float(x_ND.amin()) >= -limit)
 
 
 class IntegerCoder(Coder):

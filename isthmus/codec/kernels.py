@@ -19,6 +19,7 @@ from torch import Tensor
 from isthmus.codec.base import CodedMessage, Coder, Payload, flat_bytes, from_bytes
 from isthmus.codec.formats import HEADROOM, LEAST_SCALE
 from isthmus.codec.transforms import Signs
+from isthmus.job.codec_steps import Integers
 
 BLOCK: Final = 256
 """The elements that are rotated together: the largest block of `transforms.py`."""
@@ -163,12 +164,12 @@ _NUM_WARPS: Final = 1
 class FusedIntegerCoder(Coder):
     """Codes of 8 or 4 bits in groups that divide a block; widths not made of whole blocks go to `plain`."""
 
-    def __init__(self, *, bits: int, group: int, rotates: bool, is_stochastic: bool, plain: Coder) -> None:
-        self._bits = bits
+    def __init__(self, integers: Integers, *, group: int, rotates: bool, plain: Coder) -> None:
+        self._bits = integers.bits
         self._group = group
-        self._program_rows = _PROGRAM_ELEMENTS // (BLOCK * 8 // bits)
+        self._program_rows = _PROGRAM_ELEMENTS // (BLOCK * 8 // integers.bits)
         self._signs = Signs() if rotates else None
-        self._is_stochastic = is_stochastic
+        self._is_stochastic = integers.is_stochastic
         self._plain = plain
 
     def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:

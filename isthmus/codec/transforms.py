@@ -140,27 +140,32 @@ class TopKCoder(WrappingCoder):
         return _scatter(self._rest.decode(parts, (num_rows, kept), message), index_NK, shape)
 
 
-class SameIndicesCoder(WrappingCoder):
-    """A gradient's elements where those of its activation were kept: their places need not cross again."""
+class FollowingCoder(WrappingCoder):
+    """A gradient by what its activation has left at both ends, which so need not cross again.
+
+    That is where elements were kept, as integers of shape (rows, kept), or a basis of shape (width, rank).
+    """
 
     def __init__(self, *, memory: Memory, rest: Coder) -> None:
         super().__init__(rest=rest)
         self._memory = memory
 
     def encode(self, x_ND: Tensor, message: CodedMessage) -> Payload:
-        """The parts of the matrix of shape (rows, kept)."""
-        return self._rest.encode(x_ND.gather(1, self._index(message, x_ND.shape[0])), message)
+        """The parts of the elements at those places, or of the coordinates in that basis."""
+        kept = self._find(message, len(x_ND))
+        return self._rest.encode(x_ND @ kept if kept.is_floating_point() else x_ND.gather(1, kept), message)
 
     def decode(self, parts: Iterator[Tensor], shape: tuple[int, int], message: CodedMessage) -> Tensor:
-        """The elements at the places of the activation's, among zeros."""
-        index_NK = self._index(message, shape[0])
-        return _scatter(self._rest.decode(parts, (shape[0], index_NK.shape[1]), message), index_NK, shape)
+        """The elements among zeros, or the coordinates brought back."""
+        kept = self._find(message, shape[0])
+        narrow_NK = self._rest.decode(parts, (shape[0], kept.shape[1]), message)
+        return narrow_NK @ kept.T if kept.is_floating_point() else _scatter(narrow_NK, kept, shape)
 
-    def _index(self, message: CodedMessage, num_rows: int) -> Tensor:
-        index_NK = self._memory.find(message)
-        if index_NK.shape[0] != num_rows:
-            raise FrameError(f"a gradient of {num_rows} rows of an activation of {index_NK.shape[0]}")
-        return index_NK
+    def _find(self, message: CodedMessage, num_rows: int) -> Tensor:
+        kept = self._memory.find(message)
+        if not kept.is_floating_point() and len(kept) != num_rows:
+            raise FrameError(f"a gradient of {num_rows} rows of an activation of {len(kept)}")
+        return kept
 
 
 def _scatter(values_NK: Tensor, index_NK: Tensor, shape: tuple[int, int]) -> Tensor:

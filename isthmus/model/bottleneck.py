@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 torch's own custom
 from torch import Tensor, nn
 
-from isthmus.codec.observed import Observed, TokenMeans, principal_axes
+from isthmus.codec.low_rank import Observed, TokenMeans, principal_axes
 from isthmus.errors import FrameError
 from isthmus.job.codec import BottleneckSpec, Init
 from isthmus.job.codec_steps import Anchor
@@ -31,21 +31,63 @@ _MAX_ENTRIES: Final = 2**24
 _MIN_OBSERVED_IDS: Final = 8192
 
 
-class Anchors(nn.Module, ABC):
-    """A mean of hidden states for every token; without values until it has learnt or been given them."""
+class Anchors(nn.Module):
+    """A mean of hidden states for every token; without values until it has learnt or been given them.
 
-    @abstractmethod
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """The mean for each token, that broadcasts to (batch, tokens, width)."""
+    How far the mean of a token id lies from the mean of all is a row of `table`. Large vocabularies have
+    `codes` instead: a few numbers per id, times `directions` that all ids share.
+    """
 
-    @abstractmethod
-    def learn(self, observed: Observed) -> Tensor:
-        """Take what was observed; gives the covariance of hidden states around these anchors."""
+    mean: nn.Parameter
+    table: nn.Parameter | None
+    codes: nn.Parameter | None
+    directions: nn.Parameter | None
+    unit: Tensor | None
+
+    def __init__(self, *, width: int, num_ids: int = 0, code_width: int = 0) -> None:
+        super().__init__()
+        self.mean = unset(width)
+        self.table = unset(num_ids, width) if num_ids and not code_width else None
+        self.codes = unset(num_ids, code_width) if code_width else None
+        self.directions = unset(code_width, width) if code_width else None
+        self.register_buffer("unit", torch.tensor(math.nan) if num_ids else None)
 
     @property
     def rows(self) -> nn.Parameter | None:
         """What it has a row of for each token id."""
-        return None
+        return self.table if self.codes is None else self.codes
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """The mean for each token, that broadcasts to (batch, tokens, width)."""
+        if self.rows is None or self.unit is None:
+            return self.mean
+        rows_BTX = F.embedding(ids_BT, self.rows)
+        return self.mean + self.unit * (rows_BTX if self.directions is None else rows_BTX @ self.directions)
+
+    @torch.no_grad()
+    def learn(self, observed: Observed) -> Tensor:
+        """Take what was observed; gives the covariance of hidden states around these anchors.
+
+        An id that never came keeps the mean of all.
+        """
+        mean_D, covariance_DD = observed.mean_D, observed.covariance()
+        self.mean.copy_(mean_D)
+        if self.rows is None or self.unit is None or observed.tokens is None:
+            return covariance_DD
+        axes_DQ = None
+        if self.directions is not None:
+            between_DD = observed.tokens.covariance(mean_D)
+            axes_DQ = principal_axes(between_DD, rank=len(self.directions))
+            self.directions.copy_(axes_DQ.T)
+            rest_DD = torch.eye(len(axes_DQ), device=axes_DQ.device) - axes_DQ @ axes_DQ.T
+            covariance_DD = covariance_DD + rest_DD @ between_DD @ rest_DD
+        all_ids = torch.arange(len(self.rows), device=self.rows.device)
+        for ids_N in torch.split(all_ids, _MIN_OBSERVED_IDS):
+            off_ND = observed.tokens.deviations_of(ids_N, mean_D)
+            self.rows[ids_N] = off_ND if axes_DQ is None else off_ND @ axes_DQ
+        self.unit.copy_(_unit_of(self.rows, width=len(mean_D)))
+        self.rows.div_(self.unit)
+        return covariance_DD
 
     @torch.no_grad()
     def round_values(self) -> None:
@@ -54,100 +96,15 @@ class Anchors(nn.Module, ABC):
             parameter.copy_(parameter.to(link_dtype(parameter)))
 
 
-class MeanAnchors(Anchors):
-    """One mean for all tokens."""
-
-    def __init__(self, *, width: int) -> None:
-        super().__init__()
-        self.mean = unset(width)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:  # noqa: ARG002 others do
-        """The mean."""
-        return self.mean
-
-    @torch.no_grad()
-    def learn(self, observed: Observed) -> Tensor:
-        """Take the mean."""
-        self.mean.copy_(observed.mean_D)
-        return observed.covariance()
-
-
-class TableAnchors(Anchors):
-    """A mean for every token id, as its deviation from the mean of all."""
-
-    unit: Tensor
-
-    def __init__(self, *, vocabulary_size: int, width: int) -> None:
-        super().__init__()
-        self.mean = unset(width)
-        self.table = unset(vocabulary_size, width)
-        self.register_buffer("unit", torch.tensor(math.nan))
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """The mean of each token's id."""
-        return self.mean + self.unit * F.embedding(ids_BT, self.table)
-
-    @property
-    def rows(self) -> nn.Parameter:
-        """The table."""
-        return self.table
-
-    @torch.no_grad()
-    def learn(self, observed: Observed) -> Tensor:
-        """Take the means; an id that never came keeps the mean of all."""
-        self.mean.copy_(observed.mean_D)
-        self.table.copy_(_tokens(observed).deviations_of(_all_ids(self.table), observed.mean_D))
-        self.unit.copy_(_unit_of(self.table, width=len(self.mean)))
-        self.table.div_(self.unit)
-        return observed.covariance()
-
-
-class FactoredAnchors(Anchors):
-    """Means by token id for large vocabularies: a few numbers per id, times directions that all ids share."""
-
-    unit: Tensor
-
-    def __init__(self, *, vocabulary_size: int, width: int, code_width: int) -> None:
-        super().__init__()
-        self.mean = unset(width)
-        self.codes = unset(vocabulary_size, code_width)
-        self.directions = unset(code_width, width)
-        self.register_buffer("unit", torch.tensor(math.nan))
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """The mean of each token's id."""
-        return self.mean + self.unit * (F.embedding(ids_BT, self.codes) @ self.directions)
-
-    @property
-    def rows(self) -> nn.Parameter:
-        """The few numbers of each id."""
-        return self.codes
-
-    @torch.no_grad()
-    def learn(self, observed: Observed) -> Tensor:
-        """Take the directions in which the means of ids vary most; an id that never came keeps the mean."""
-        tokens = _tokens(observed)
-        between_DD = tokens.covariance(observed.mean_D)
-        axes_DQ = principal_axes(between_DD, rank=len(self.directions))
-        self.mean.copy_(observed.mean_D)
-        self.directions.copy_(axes_DQ.T)
-        for ids_N in torch.split(_all_ids(self.codes), _MIN_OBSERVED_IDS):
-            self.codes[ids_N] = tokens.deviations_of(ids_N, observed.mean_D) @ axes_DQ
-        self.unit.copy_(_unit_of(self.codes, width=len(self.mean)))
-        self.codes.div_(self.unit)
-        rest_DD = torch.eye(len(axes_DQ), device=axes_DQ.device) - axes_DQ @ axes_DQ.T
-        return observed.covariance() + rest_DD @ between_DD @ rest_DD
-
-
 def make_anchors(spec: BottleneckSpec, *, width: int, vocabulary_size: int) -> Anchors:
     """The anchors of either end, factorised where a table would be large."""
     if spec.anchor is Anchor.NONE:
-        return MeanAnchors(width=width)
+        return Anchors(width=width)
     if vocabulary_size * width <= _MAX_ENTRIES:
-        return TableAnchors(vocabulary_size=vocabulary_size, width=width)
+        return Anchors(width=width, num_ids=vocabulary_size)
     # Directions that the bottleneck sends anyway need no anchor, so there must be more of them than its rank.
     code_width = min(width // 2, max(2 * spec.rank, _MAX_ENTRIES // vocabulary_size))
-    return FactoredAnchors(vocabulary_size=vocabulary_size, width=width, code_width=max(code_width, 1))
+    return Anchors(width=width, num_ids=vocabulary_size, code_width=max(code_width, 1))
 
 
 def make_observed(spec: BottleneckSpec, *, width: int, vocabulary_size: int) -> Observed:
@@ -174,16 +131,6 @@ def _unit_of(rows_VX: Tensor, *, width: int) -> Tensor:
     num_known = (rows_VX != 0).any(-1).sum().clamp(min=1)
     mean_square = rows_VX.square().sum() / (num_known * rows_VX.shape[-1])
     return torch.where(mean_square > 0, (mean_square * width).sqrt(), 1.0)
-
-
-def _tokens(observed: Observed) -> TokenMeans:
-    if observed.tokens is None:
-        raise ValueError("anchors by token id need means by token id")
-    return observed.tokens
-
-
-def _all_ids(rows: Tensor) -> Tensor:
-    return torch.arange(len(rows), device=rows.device)
 
 
 class Half(nn.Module, ABC):

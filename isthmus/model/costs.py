@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, initialization
 from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.cut import LayerCall, Seam, drop_absent
-from isthmus.model.families import Absent, first_input
+from isthmus.model.families import first_input
 from isthmus.model.load import assemble
 from isthmus.model.random import RngKey
 from isthmus.model.recompute import Fixed
@@ -329,14 +329,8 @@ class MeasuredModel:
         dtype = _stream_dtype(variant.arithmetic)
         with torch.device("meta"), _default_dtype(dtype), initialization.no_init_weights():
             model = blueprint.model_class(config)
-        drop_absent(model, blueprint.family, layers, seam)
+        drop_absent(model, blueprint.family, layers, seam, present=indices)
         expect_no_padding(model)
-        for index in set(layers) - set(indices):
-            path = f"{blueprint.family.layers}.{index}"
-            model.base_model.set_submodule(
-                path,
-                Absent(model.base_model.get_submodule(path), returns_tuple=blueprint.family.returns_tuple),
-            )
         # A head for classes is in no checkpoint, so it is trained beside adapters too.
         is_fresh = not blueprint.head.name.endswith("lm")
         stage = assemble(

@@ -13,7 +13,7 @@ and positions are rebuilt by the model itself, from integers. Modules of other s
 What the model does between embedding and layers, or behind them, thus touches only its first or last stage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -96,14 +96,21 @@ class Departure(Absent):
         return self.returned(hidden)
 
 
-def drop_absent(model: PreTrainedModel, family: Family, layers: range, seam: Seam) -> None:
-    """Put stand-ins in the place of all that the stage with these layers does not own."""
+def drop_absent(
+    model: PreTrainedModel,
+    family: Family,
+    layers: range,
+    seam: Seam,
+    *,
+    present: Iterable[int] | None = None,
+) -> None:
+    """Put stand-ins in the place of all that the stage does not own; `present` are its layers, or all."""
     base = model.base_model
     num_layers = sum(1 for _ in base.get_submodule(family.layers).children())
     if layers.start > 0:
         for path in _present(base, family.first):
             base.set_submodule(path, Arrival(base.get_submodule(path), seam))
-    for index in [*range(layers.start), *range(layers.stop, num_layers)]:
+    for index in sorted(set(range(num_layers)).difference(layers if present is None else present)):
         make = {layers.start - 1: Arrival, layers.stop: Departure}.get(index, Absent)
         path = f"{family.layers}.{index}"
         layer = base.get_submodule(path)

@@ -116,7 +116,7 @@ def write_part(
         adapters = stage.adapters
         if adapters is not None:
             adapters.write(weights, new)
-            weights = adapters.merged(weights) if adapters.spec.merge else {}
+            weights = adapters.merged(weights, _scratch(new)) if adapters.spec.merge else {}
         if weights:
             stage.model.save_pretrained(new, state_dict=weights, max_shard_size=max_file_bytes)
         else:
@@ -323,6 +323,13 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
             sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be written: {error}") from error
+
+
+def _scratch(new: Path) -> Path:
+    """A folder that goes when the new one takes its place."""
+    scratch = new.with_name("scratch")
+    scratch.mkdir()
+    return scratch
 
 
 def _write_wrapper(folder: Path, boundaries: Sequence[TrainedBoundary], last: Part) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -56,21 +57,27 @@ class Adapters:
         save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
         self.config.save_pretrained(folder)
 
-    def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights as if the model had been trained itself, under its own names."""
+    def merged(self, weights: Mapping[str, Tensor], scratch: Path) -> dict[str, Tensor]:
+        """The weights as if the model had been trained itself, under its own names.
+
+        What is merged is mapped from files in `scratch`, so that memory holds one such tensor at a time.
+        """
         return {
-            name.replace(f"{_BASE}.", "."): self._merge(name, tensor, weights)
+            name.replace(f"{_BASE}.", "."): self._merge(name, tensor, weights, scratch)
             for name, tensor in weights.items()
             if ".lora_" not in name
         }
 
-    def _merge(self, name: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    def _merge(self, name: str, tensor: Tensor, weights: Mapping[str, Tensor], scratch: Path) -> Tensor:
         module, is_adapted, _ = name.partition(f"{_BASE}.weight")
         if not is_adapted:
             return tensor
         down, up = (weights[f"{module}.lora_{half}.{_NAME}.weight"].float() for half in ("A", "B"))
         change = up @ down * (self.spec.alpha / self.spec.r)
-        return (tensor.float() + (change.T if self.is_transposed else change)).to(tensor.dtype)
+        mapped: Tensor = torch.from_file(
+            str(scratch / name), shared=True, size=tensor.numel(), dtype=tensor.dtype
+        )
+        return mapped.view(tensor.shape).copy_(tensor.float() + (change.T if self.is_transposed else change))
 
 
 def add_adapters(

@@ -38,8 +38,8 @@ from isthmus.observe.timeline import (
 )
 from isthmus.plan.plan import PLAN_FILE, scenario_of
 from isthmus.plan.scenario import Scenario
+from isthmus.plan.simulate import Timeline
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.timeline import Timeline
 
 _NO_RUN: Final = "give the folder of a run, runs/<name>/<id>"
 _NUM_WARM_UP_STEPS: Final = 1

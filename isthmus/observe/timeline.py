@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Final
 
 from isthmus.events import COMPUTE_KINDS, WAITING_KIND, Span
-from isthmus.plan.timeline import Timeline
+from isthmus.plan.simulate import Timeline
 
 Interval = tuple[float, float]
 

@@ -55,11 +55,15 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """From `start_s` to `end_s` everything takes `factor` times as long; infinity is a standstill."""
+    """From `start_s` to `end_s` everything takes `factor` times as long; infinity is an outage.
+
+    What an outage `loses` is sent again and travels again.
+    """
 
     start_s: float
     end_s: float
-    factor: float
+    factor: float = math.inf
+    loses: bool = False
 
 
 class Pace:
@@ -161,15 +165,6 @@ class FairQueue:
             then()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outage:
-    """Nothing leaves the line from `start_s` to `end_s`; what it loses is sent again and travels again."""
-
-    start_s: float
-    end_s: float
-    loses: bool
-
-
 @dataclass(slots=True)
 class _Stream:
     """Messages of one pair of ranks, of which the first is on the line."""
@@ -184,42 +179,35 @@ class Flow:
     def __init__(
         self,
         clock: Clock,
-        *,
+        line: Line,
         bandwidth_bps: float,
-        delay_s: float,
-        latency_s: float = 0.0,
-        jitter_s: float = 0.0,
+        *,
         seed: str = "",
         slowdowns: Iterable[Slowdown] = (),
-        outages: Iterable[Outage] = (),
         share: float = 0.0,
     ) -> None:
         self.num_bytes = 0
         """What has crossed, without the background."""
         self.background_bytes = 0
+        self.line = line
         self._clock = clock
         self._bytes_per_s = bandwidth_bps / 8
-        self.latency_s = latency_s
-        """The part of the delay that the line itself takes."""
-        self._delay_s = delay_s
-        self._jitter_s = jitter_s
+        self._delay_s = line.delay_s
         self._random = Random(seed)  # noqa: S311 - jitter is no secret
-        self._outages = sorted(outages, key=lambda one: one.start_s)
+        slowdowns = sorted(slowdowns, key=lambda one: one.start_s)
+        self._outages = [one for one in slowdowns if one.factor == math.inf]
         self._share = share
         self._speed = 1.0
-        self._streams: dict[Hashable, _Stream] = {}
+        self._streams: defaultdict[Hashable, _Stream] = defaultdict(_Stream)
         self._messages = FairQueue(clock)
         self._background = FairQueue(clock)
-        standstills = [Slowdown(start_s=o.start_s, end_s=o.end_s, factor=math.inf) for o in self._outages]
-        for time_s, speed in Pace([*slowdowns, *standstills]).changes:
+        for time_s, speed in Pace(slowdowns).changes:
             clock.at(time_s, self._change_speed, speed)
         self._divide()
 
     def send(self, stream: Hashable, num_bytes: int, *, sent: Then, arrived: Then) -> None:
         """Send a message behind those of its stream; `sent` follows when the line has taken all of it."""
-        queue = self._streams.get(stream)
-        if queue is None:
-            queue = self._streams[stream] = _Stream()
+        queue = self._streams[stream]
 
         def on_sent() -> None:
             self.num_bytes += num_bytes
@@ -261,7 +249,8 @@ class Flow:
         return leaves_s + latency_s
 
     def _draw_latency_s(self) -> float:
-        return self._delay_s + (self._random.uniform(0.0, self._jitter_s) if self._jitter_s else 0.0)
+        jitter_s = self.line.jitter_s
+        return self._delay_s + (self._random.uniform(0.0, jitter_s) if jitter_s else 0.0)
 
     def _change_speed(self, speed: float) -> None:
         self._speed = speed
@@ -275,7 +264,7 @@ class Flow:
         elif self._messages.is_idle:
             self._background.set_rate(rate)
         else:
-            self._background.set_rate(rate * self._share if self._share else 0.0)
+            self._background.set_rate(rate * self._share)
             self._messages.set_rate(rate * (1 - self._share))
 
 
@@ -297,17 +286,15 @@ def open_flows(
     flows = {}
     for index, ((first, second), line) in enumerate(lines.items()):
         on_line = faults_between(faults, first, second)
+        slowdowns = _slowdowns(one for one in on_line if one.kind is FaultKind.SLOW_DOWN)
         ways = ((first, second, line.down_bps, "down"), (second, first, line.up_bps, "up"))
         for sender, receiver, bandwidth_bps, name in ways:
             flows[sender, receiver] = Flow(
                 clock,
-                bandwidth_bps=bandwidth_bps,
-                delay_s=line.delay_s,
-                latency_s=line.latency_s,
-                jitter_s=line.jitter_s,
+                line,
+                bandwidth_bps,
                 seed=f"{seed}/{index}/{name}",
-                slowdowns=_slowdowns(one for one in on_line if one.kind is FaultKind.SLOW_DOWN),
-                outages=outages_of(on_line, latency_s=line.latency_s),
+                slowdowns=[*slowdowns, *outages_of(on_line, latency_s=line.latency_s)],
                 share=share,
             )
     return flows
@@ -331,26 +318,27 @@ def _slowdowns(faults: Iterable[Disturbance]) -> list[Slowdown]:
     ]
 
 
-def outages_of(faults: Iterable[Fault], *, latency_s: float) -> list[Outage]:
+def outages_of(faults: Iterable[Fault], *, latency_s: float) -> list[Slowdown]:
     """When a line carries nothing; corruption costs one connection of several, which is not counted."""
     reconnect_s = _RECONNECT_ROUND_TRIPS * 2 * latency_s
     outages = []
     for fault in faults:
         end_s = fault.at_s + fault.duration_s
         if fault.kind is FaultKind.CUT:
-            outages.append(Outage(start_s=fault.at_s, end_s=end_s + reconnect_s, loses=True))
+            outages.append(Slowdown(start_s=fault.at_s, end_s=end_s + reconnect_s, loses=True))
         elif fault.kind is FaultKind.BLACKHOLE:
-            outages.append(Outage(start_s=fault.at_s, end_s=end_s, loses=False))
+            outages.append(Slowdown(start_s=fault.at_s, end_s=end_s))
     return outages
 
 
 class Way:
-    """The lines from one cloud to another, none inside a cloud, and what wires measure on them."""
+    """The clouds that a message passes on its way, and what wires measure between its ends."""
 
-    def __init__(self, track: str, flows: Sequence[Flow]) -> None:
-        self.track = track
-        self.flows = flows
-        self._rtt_s = 2 * sum(flow.latency_s for flow in flows)
+    def __init__(self, clouds: Sequence[str], flows: Mapping[tuple[str, str], Flow]) -> None:
+        self.clouds = clouds
+        self.track = f"{clouds[0]}→{clouds[-1]}"
+        self.flows = [flows[hop] for hop in pairwise(clouds)]
+        self._rtt_s = 2 * sum(flow.line.latency_s for flow in self.flows)
         self._facts: dict[tuple[float, int], Carried] = {}
 
     def facts(self, coding_s: float, num_bytes: int) -> Carried:
@@ -375,29 +363,19 @@ class Sight:
         for first, second in lines:
             self._neighbours[first].append(second)
             self._neighbours[second].append(first)
-        self._routes: dict[tuple[str, str], tuple[str, ...]] = {}
         self._sessions: Counter[frozenset[str]] = Counter()
         self._causes: Counter[frozenset[str]] = Counter()
 
     def way(self, sender: str, receiver: str) -> Way:
-        """The lines from one cloud to another."""
+        """The lines from one cloud to another, none inside a cloud."""
         known = self._ways.get((sender, receiver))
         if known is None:
-            clouds = self.route(sender, receiver) if sender != receiver else ()
-            known = Way(f"{sender}→{receiver}", [self._flows[hop] for hop in pairwise(clouds)])
-            self._ways[sender, receiver] = known
-        return known
-
-    def route(self, sender: str, receiver: str) -> tuple[str, ...]:
-        """The clouds that a message passes, its sender and its receiver among them."""
-        known = self._routes.get((sender, receiver))
-        if known is None:
-            known = self._routes[sender, receiver] = self._search(sender, receiver)
+            known = self._ways[sender, receiver] = Way(self._search(sender, receiver), self._flows)
         return known
 
     def routes_through(self, cloud: str, clouds: Sequence[str]) -> list[tuple[str, str]]:
         """The pairs of other clouds whose messages this one passes on."""
-        return [pair for pair in combinations(clouds, 2) if cloud in self.route(*pair)[1:-1]]
+        return [pair for pair in combinations(clouds, 2) if cloud in self.way(*pair).clouds[1:-1]]
 
     def session(self, one: str, other: str) -> int:
         """The number of the session between two clouds."""
@@ -422,33 +400,30 @@ class Sight:
         return bool(self._causes) and self._causes[frozenset((one, other))] > 0
 
     def silences(
-        self, clouds: Sequence[str], outages: Mapping[tuple[str, str], Sequence[Outage]]
+        self, clouds: Sequence[str], outages: Mapping[tuple[str, str], Sequence[Slowdown]]
     ) -> Iterator[tuple[str, str, float, float]]:
         """From when to when no message gets from one cloud of a pair to the other, for each pair."""
         for one, other in combinations(clouds, 2):
             on_route = [
                 outage
-                for first, second in pairwise(self.route(one, other))
+                for first, second in pairwise(self.way(one, other).clouds)
                 for outage in outages.get((first, second)) or outages.get((second, first)) or ()
             ]
             for start_s, end_s in _merged(on_route):
                 yield one, other, start_s, end_s
 
     def _search(self, sender: str, receiver: str) -> tuple[str, ...]:
-        before = {sender: sender}
+        routes: dict[str, tuple[str, ...]] = {sender: (sender,)}
         queue = deque([sender])
-        while queue and receiver not in before:
+        while queue and receiver not in routes:
             cloud = queue.popleft()
             for near in self._neighbours[cloud]:
-                if near not in before:
-                    before[near] = cloud
+                if near not in routes:
+                    routes[near] = (*routes[cloud], near)
                     queue.append(near)
-        if receiver not in before:
+        if receiver not in routes:
             raise ValueError(f"no line joins {sender} and {receiver}")
-        route = [receiver]
-        while route[-1] != sender:
-            route.append(before[route[-1]])
-        return tuple(reversed(route))
+        return routes[receiver]
 
 
 def tells_of(event: Event, cloud: str) -> bool:
@@ -462,7 +437,7 @@ def tells_of(event: Event, cloud: str) -> bool:
             return False
 
 
-def _merged(outages: Iterable[Outage]) -> list[tuple[float, float]]:
+def _merged(outages: Iterable[Slowdown]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
     for outage in sorted(outages, key=lambda one: one.start_s):
         if merged and outage.start_s <= merged[-1][1]:

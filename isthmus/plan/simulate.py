@@ -10,24 +10,18 @@ others, by `plan/lines.py`. Clouds fail and return by `plan/failures.py`.
 """
 
 import math
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from isthmus.events import Span
+from isthmus.plan.end_of_step import StepEnded
 from isthmus.plan.failures import Failures, Group, Node
-from isthmus.plan.lines import (
-    Clock,
-    Disturbance,
-    Flow,
-    Sight,
-    Then,
-    open_flows,
-    pace_of,
-)
+from isthmus.plan.lines import Clock, Disturbance, Flow, Sight, Then, open_flows, pace_of
 from isthmus.plan.scenario import Line
-from isthmus.plan.timeline import LineTraffic, Recording, SafeStep, Stopped, Timeline
 from isthmus.plan.types import (
     Action,
     Arrived,
@@ -57,8 +51,97 @@ from isthmus.plan.types import (
     WorkKind,
 )
 
+_NUM_WARM_UP_STEPS: Final = 1
 # Works that take no time are not shown, but for these.
 _ALWAYS_SHOWN: Final = frozenset({WorkKind.FORWARD, WorkKind.BACKWARD, WorkKind.EVALUATE, WorkKind.UPDATE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """One step, from its start to the end of its update at the first stage.
+
+    `busy_s` is how long a rank of each stage computed on average, `windows` what each rank kept in flight.
+    """
+
+    step: int
+    start_s: float
+    end_s: float
+    busy_s: tuple[float, ...]
+    windows: tuple[int, ...]
+
+    @property
+    def duration_s(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The share of it in which each stage did not compute."""
+        duration_s = self.duration_s
+        return tuple(max(0.0, 1 - busy_s / duration_s) if duration_s else 0.0 for busy_s in self.busy_s)
+
+    @property
+    def bubble(self) -> float:
+        """The mean over stages."""
+        return statistics.fmean(self.bubbles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineTraffic:
+    """What crossed one line: messages down and up the pipeline, and copies of checkpoints."""
+
+    between: tuple[str, str]
+    down_bytes: int
+    up_bytes: int
+    checkpoint_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """A cloud has failed, which ends a pipeline; what was computed since the last safe step is lost."""
+
+    cloud: str
+    at_s: float
+    step: int
+    """The step that was under way."""
+    safe_step: int
+    """The step from which the run can go on: the last whose state is whole without that cloud, or 0."""
+    lost_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """A fact that a member told, and when."""
+
+    member: Member
+    at_s: float
+    fact: Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A simulated run."""
+
+    spans: tuple[Span, ...]
+    steps: tuple[SimulatedStep, ...]
+    traffic: tuple[LineTraffic, ...]
+    stopped: Stopped | None = None
+    told: tuple[Told, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """The median time of a step; the first, in which windows are not measured yet, counts only alone.
+
+        NaN where not even one has ended.
+        """
+        durations_s = [step.duration_s for step in self.steps]
+        return statistics.median(durations_s[_NUM_WARM_UP_STEPS:] or durations_s or [math.nan])
+
+    @property
+    def bubble(self) -> float:
+        """The mean over the steps that count for `step_s`."""
+        bubbles = [step.bubble for step in self.steps]
+        return statistics.fmean(bubbles[_NUM_WARM_UP_STEPS:] or bubbles or [math.nan])
 
 
 def simulate(
@@ -115,8 +198,11 @@ class _Simulation:
         self._nodes = self._make_nodes(faults)
         self._failures = Failures(self._nodes, self._clock, self._sight, strategy, self._feed, self._stop)
         self._meetings: dict[tuple[Group, int, int], list[tuple[Node, Work]]] = {}
-        self._recording = Recording(self._members)
-        self._safe = SafeStep(len(self._nodes))
+        self._spans: list[Span] = []
+        self._told: list[Told] = []
+        self._busy_s: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._taken_s: dict[int, float] = {}
+        """When the state of each step was first taken, to be saved."""
         self._stopped: Stopped | None = None
 
     def run(self, faults: Sequence[Disturbance], patience_s: float, line_patience_s: float) -> Timeline:
@@ -128,19 +214,34 @@ class _Simulation:
         self._clock.run()
         if self._stopped is None and any(node.runs for node in self._nodes.values()):
             raise ValueError("the members of this strategy wait for each other for ever")
-        return self._recording.timeline(traffic=self._traffic(), stopped=self._stopped)
+        return Timeline(
+            spans=tuple(self._spans),
+            steps=tuple(self._steps()),
+            traffic=tuple(map(self._traffic, self._lines)),
+            stopped=self._stopped,
+            told=tuple(self._told),
+        )
 
-    def _traffic(self) -> list[LineTraffic]:
-        return [
-            LineTraffic(
-                between=pair,
-                down_bytes=down.num_bytes,
-                up_bytes=up.num_bytes,
-                checkpoint_bytes=down.background_bytes + up.background_bytes,
-            )
-            for pair in self._lines
-            for down, up in [(self._flows[pair], self._flows[pair[::-1]])]
-        ]
+    def _steps(self) -> Iterator[SimulatedStep]:
+        """The steps of the run, which end as the first member tells it."""
+        start_s, num_ranks = 0.0, Counter(member.cloud for member in self._members)
+        for one in self._told:
+            if isinstance(one.fact, StepEnded) and one.member == self._members[0]:
+                step, windows = one.fact.step, one.fact.windows
+                busy_s = tuple(self._busy_s[cloud, step] / number for cloud, number in num_ranks.items())
+                yield SimulatedStep(
+                    step=step, start_s=start_s, end_s=one.at_s, busy_s=busy_s, windows=windows
+                )
+                start_s = one.at_s
+
+    def _traffic(self, pair: tuple[str, str]) -> LineTraffic:
+        down, up = self._flows[pair], self._flows[pair[::-1]]
+        return LineTraffic(
+            between=pair,
+            down_bytes=down.num_bytes,
+            up_bytes=up.num_bytes,
+            checkpoint_bytes=down.background_bytes + up.background_bytes,
+        )
 
     def _make_nodes(self, faults: Sequence[Disturbance]) -> dict[Member, Node]:
         num_ranks = Counter(member.cloud for member in self._members)
@@ -175,7 +276,7 @@ class _Simulation:
             case Send(message=message):
                 self._send(node, message)
             case Tell(fact=fact):
-                self._recording.tell(node.member, self._clock.now_s, fact)
+                self._told.append(Told(member=node.member, at_s=self._clock.now_s, fact=fact))
             case Save(step=step, facts=facts):
                 self._save(node, step, facts)
             case Wake(at_s=at_s):
@@ -191,26 +292,39 @@ class _Simulation:
         if work.lane in node.busy:
             raise ScheduleError(f"{work.name} of {node.member} is to run beside another on its lane")
         node.busy.add(work.lane)
-        if len(work.group) > 1:
-            self._meet(node, work)
-            return
-        now_s = self._clock.now_s
-        end_s = node.pace.end_s(now_s, node.costs.work_s(work))
-        self._clock.at_end(end_s, self._ran, node, node.life, work, now_s)
+        present = [(node, work)] if len(work.group) < 2 else self._meet(node, work)
+        if present:
+            now_s = self._clock.now_s
+            end_s = max(one.pace.end_s(now_s, one.costs.work_s(of)) for one, of in present)
+            self._clock.at_end(end_s, self._ran, [(one, one.life, of) for one, of in present], now_s)
 
-    def _ran(self, node: Node, life: int, work: Work, start_s: float) -> None:
-        if node.life != life:
+    def _meet(self, node: Node, work: Work) -> list[tuple[Node, Work]]:
+        """All members of a group work with their works when the last has come to it, before that none."""
+        group = work.group[0], len(work.group)
+        key = group, node.life, node.num_group_works[group]
+        node.num_group_works[group] += 1
+        present = self._meetings.setdefault(key, [])
+        present.append((node, work))
+        if present[0][1].kind is not work.kind:
+            raise ScheduleError(f"{work.name} of {node.member} meets {present[0][1].name} of its group")
+        if len(present) < len(work.group):
+            return []
+        return sorted(self._meetings.pop(key), key=lambda one: one[0].member.rank)
+
+    def _ran(self, present: list[tuple[Node, int, Work]], start_s: float) -> None:
+        if any(node.life != life for node, life, _ in present):
             return
-        facts = self._account(node, work, start_s)
-        self._end_work(node, work, Gathered(of=(facts,)) if work.group else facts)
+        found = tuple(self._account(node, work, start_s) for node, _, work in present)
+        for node, _, work in present:
+            self._end_work(node, work, Gathered(of=found) if work.group else found[0])
 
     def _account(self, node: Node, work: Work, start_s: float) -> Facts | None:
         """Note what a member did, and give the facts with which it ends."""
         now_s = self._clock.now_s
         if now_s > start_s or work.kind in _ALWAYS_SHOWN:
-            self._recording.note(now_s, node.track, str(work.kind), work.name, start_s)
+            self._spans.append(Span(node.track, work.name, str(work.kind), start_s, now_s, 0))
         if work.lane is Lane.COMPUTE:
-            self._recording.compute(node.member.cloud, work.step, now_s - start_s)
+            self._busy_s[node.member.cloud, work.step] += now_s - start_s
         return node.costs.work_facts(work, now_s - start_s)
 
     def _end_work(self, node: Node, work: Work, facts: Facts | None) -> None:
@@ -221,30 +335,6 @@ class _Simulation:
             for event in waiting:
                 self._feed(node, event)
         self._feed(node, Done(work, facts))
-
-    def _meet(self, node: Node, work: Work) -> None:
-        """Start a group work when all its members have come to it."""
-        group = work.group[0], len(work.group)
-        number = node.num_group_works[group]
-        node.num_group_works[group] = number + 1
-        present = self._meetings.setdefault((group, node.life, number), [])
-        present.append((node, work))
-        if present[0][1].kind is not work.kind:
-            raise ScheduleError(f"{work.name} of {node.member} meets {present[0][1].name} of its group")
-        if len(present) < len(work.group):
-            return
-        del self._meetings[group, node.life, number]
-        now_s = self._clock.now_s
-        end_s = max(one.pace.end_s(now_s, one.costs.work_s(of)) for one, of in present)
-        self._clock.at_end(end_s, self._met, [(one, one.life, of) for one, of in present], now_s)
-
-    def _met(self, present: list[tuple[Node, int, Work]], start_s: float) -> None:
-        if any(node.life != life for node, life, _ in present):
-            return
-        present = sorted(present, key=lambda one: one[0].member.rank)
-        facts = Gathered(of=tuple(self._account(node, work, start_s) for node, _, work in present))
-        for node, _, work in present:
-            self._end_work(node, work, facts)
 
     # Messages.
 
@@ -261,9 +351,15 @@ class _Simulation:
 
     def _coded(self, parcel: _Parcel, begun_s: float) -> None:
         message = parcel.message
-        track = self._sight.way(message.sender.cloud, message.to[0].cloud).track
-        self._recording.note(self._clock.now_s, track, "encode", message.name, begun_s, parcel.num_bytes)
+        self._show(
+            "encode", message.name, (message.sender.cloud, message.to[0].cloud), begun_s, parcel.num_bytes
+        )
         self._put_on_lines(parcel)
+
+    def _show(self, kind: str, name: str, between: tuple[str, str], start_s: float, num_bytes: int) -> None:
+        """Note the span of something that crosses from one cloud to another and ends now."""
+        track = self._sight.way(*between).track
+        self._spans.append(Span(track, name, kind, start_s, self._clock.now_s, num_bytes))
 
     def _put_on_lines(self, parcel: _Parcel) -> None:
         if parcel.life == parcel.node.life:
@@ -309,8 +405,7 @@ class _Simulation:
         node, message, now_s = parcel.node, parcel.message, self._clock.now_s
         sender, receiver = node.member.cloud, peer.member.cloud
         if sender != receiver and parcel.num_bytes:
-            track = self._sight.way(sender, receiver).track
-            self._recording.note(now_s, track, "transfer", message.name, start_s, parcel.num_bytes)
+            self._show("transfer", message.name, (sender, receiver), start_s, parcel.num_bytes)
         if epoch == self._epoch(node, peer) and not self._sight.are_parted(sender, receiver):
             self._feed(peer, Arrived(message, now_s - start_s))
 
@@ -321,25 +416,23 @@ class _Simulation:
     # Saving.
 
     def _save(self, node: Node, step: int, facts: Facts | None) -> None:
-        num_bytes = node.costs.saved_bytes()
-        self._safe.expect(step, at_s=self._clock.now_s)
-        saved = partial(self._saved, node, node.life, step, facts, num_bytes, self._clock.now_s)
-        to = self._keeper_of(node.member.cloud)
-        if num_bytes and to is not None:
-            self._flows[node.member.cloud, to].send_in_background(num_bytes, arrived=saved)
-        else:
-            self._clock.at(self._clock.now_s, saved)
+        now_s, cloud, num_bytes = self._clock.now_s, node.member.cloud, node.costs.saved_bytes()
+        self._taken_s.setdefault(step, now_s)
+        saved = partial(self._saved, node, node.life, step, facts)
+        keeper = self._keeper_of(cloud) if num_bytes else None
+        if keeper is None:
+            self._clock.at(now_s, saved)
+            return
 
-    def _saved(
-        self, node: Node, life: int, step: int, facts: Facts | None, num_bytes: int, start_s: float
-    ) -> None:
-        to = self._keeper_of(node.member.cloud)
-        if num_bytes and to is not None:
-            track = self._sight.way(node.member.cloud, to).track
-            self._recording.note(self._clock.now_s, track, "save", f"save {step}", start_s, num_bytes)
+        def arrived() -> None:
+            self._show("save", f"save {step}", (cloud, keeper), now_s, num_bytes)
+            saved()
+
+        self._flows[cloud, keeper].send_in_background(num_bytes, arrived=arrived)
+
+    def _saved(self, node: Node, life: int, step: int, facts: Facts | None) -> None:
         if node.life == life:
             node.saved[step] = facts
-            self._safe.arrive(step)
             self._feed(node, Saved(step))
 
     def _keeper_of(self, cloud: str) -> str | None:
@@ -349,9 +442,14 @@ class _Simulation:
         return next((one for one in near if (cloud, one) in self._flows), None)
 
     def _stop(self, cloud: str) -> None:
-        """End a run that cannot go on without a cloud."""
-        now_s, (step, taken_s) = self._clock.now_s, self._safe.newest
+        """End a run that cannot go on without a cloud; step 0 needs no copy to start from."""
+        now_s = self._clock.now_s
+        safe_step = max(set.intersection(*(set(node.saved) for node in self._nodes.values())), default=0)
         self._stopped = Stopped(
-            cloud=cloud, at_s=now_s, step=self._recording.num_steps, safe_step=step, lost_s=now_s - taken_s
+            cloud=cloud,
+            at_s=now_s,
+            step=sum(1 for _ in self._steps()),
+            safe_step=safe_step,
+            lost_s=now_s - self._taken_s.get(safe_step, 0.0),
         )
         self._clock.stop()

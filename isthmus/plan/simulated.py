@@ -9,8 +9,7 @@ from isthmus.plan.lines import Disturbance
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
 from isthmus.plan.scenario import Line, Scenario
-from isthmus.plan.simulate import simulate
-from isthmus.plan.timeline import Timeline
+from isthmus.plan.simulate import Timeline, simulate
 from isthmus.plan.types import Costs, Facts, Member, Message, MessageKind, Ran, Work, WorkKind
 
 

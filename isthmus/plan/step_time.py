@@ -38,8 +38,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.plan.scenario import HopLoad, Policy, Scenario, at_worst, expected, next_windows, one_for_all
+from isthmus.plan.simulate import Timeline
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.timeline import Timeline
 
 Table = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -35,8 +35,7 @@ from isthmus.model.torch_calls import prepare_shards, reduce_shards, shard_group
 from isthmus.train.device import Device
 from isthmus.train.watch import Watch, first_line, inside_host
 from isthmus.wan.handshake import RankSpec
-from isthmus.wan.limits import listening_ports, stop_accepting
-from isthmus.wan.sockets import listen
+from isthmus.wan.sockets import listen, listening_ports, stop_accepting
 
 # A rank may wait for a sibling that waits for another cloud; the watch finds a lost rank sooner.
 _TIMEOUT: Final = timedelta(minutes=30)

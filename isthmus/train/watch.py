@@ -39,11 +39,10 @@ from typing import Final, Protocol, Self
 
 from isthmus.errors import FrameError, RankLost, UserError
 from isthmus.job.fields import Address
-from isthmus.wan.frames import Abort, Close, ControlFrame, Frame, Notice
 from isthmus.wan.handshake import EXIT_LOST, RankSpec
 from isthmus.wan.heartbeat import MAX_LINE_BYTES, Channel, Heartbeat
-from isthmus.wan.limits import Complaints, Pending, source_of, why
-from isthmus.wan.sockets import LoopThread, listen, own_address
+from isthmus.wan.packet import Abort, Close, ControlFrame, Frame, Notice
+from isthmus.wan.sockets import Complaints, LoopThread, evict, listen, own_address, source_of, why
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +143,7 @@ class Watch:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers: dict[int, Channel] = {}
-        self._unproven: Pending[Channel] = Pending()
+        self._unproven: dict[Channel, str] = {}
         self._complaints = Complaints(log)
         self._ended, self._left, self._all_met = (threading.Event() for _ in range(3))
         self._met: set[int] = set()
@@ -301,22 +300,24 @@ class Watch:
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take a connection in, and follow the rank that it has proved to be."""
         channel = self._channel(reader, writer)
-        self._unproven.add(channel, source=source_of(channel.host))
+        self._unproven[channel] = source_of(channel.host)
         num_missing = self.spec.num_ranks - 1 - len(self._met)
-        for late in self._unproven.evict(
-            max_num=_NUM_UNPROVEN + num_missing, max_num_per_source=_NUM_UNPROVEN // 2 + num_missing
+        for late in evict(
+            self._unproven,
+            max_num=_NUM_UNPROVEN + num_missing,
+            max_num_per_source=_NUM_UNPROVEN // 2 + num_missing,
         ):
             late.close()
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 rank = await self._check_proof(channel)
-            self._unproven.discard(channel)
+            self._unproven.pop(channel, None)
             await self._welcome(rank, channel)
         except (OSError, FrameError):
             text = f"closed a connection from {channel.host} that has not proved to be a rank of this cloud"
             self._complaints.tell(text, about=channel.host, kind="proof")
         finally:
-            self._unproven.discard(channel)
+            self._unproven.pop(channel, None)
             channel.close()
 
     async def _check_proof(self, channel: Channel) -> int:

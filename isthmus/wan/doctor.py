@@ -20,8 +20,7 @@ from isthmus.job import Address, CloudSpec, Job
 from isthmus.units import format_bytes
 from isthmus.wan.certificates import CertificateFacts, inspect_folder, read_identity
 from isthmus.wan.endpoint import num_connections
-from isthmus.wan.limits import num_files_left
-from isthmus.wan.sockets import own_address, try_to_bind
+from isthmus.wan.sockets import num_files_left, own_address, try_to_bind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,8 @@ from isthmus.wan.exchange import FIRST_STRIPE
 from isthmus.wan.flight import LARGE_BYTES
 from isthmus.wan.gateway import Entry, Registration
 from isthmus.wan.handshake import Hello, mismatch, name_of, server_name
-from isthmus.wan.limits import ConnectionLimiter
 from isthmus.wan.link import Connection, Dial, Link, LinkSettings
-from isthmus.wan.sockets import own_address, try_to_bind
+from isthmus.wan.sockets import ConnectionLimiter, own_address, try_to_bind
 from isthmus.wan.transport import Dialer, Listener, process_loop
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from isthmus.errors import LinkError
 from isthmus.plan.types import Priority
 from isthmus.wan.flight import Flight, LinkCounters
-from isthmus.wan.frames import Abort, Ack, Chunk, Close, ControlFrame, Ping, Pong
 from isthmus.wan.heartbeat import Heartbeat
 from isthmus.wan.inbox import LinkInbox
 from isthmus.wan.outbox import Outbox
-from isthmus.wan.packet import Packet, pack
+from isthmus.wan.packet import Abort, Ack, Chunk, Close, ControlFrame, Packet, Ping, Pong, pack
 
 CONTROL_LANE = 0
 EXPRESS_LANE = 1

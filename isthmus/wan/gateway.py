@@ -10,21 +10,18 @@ reason. The entry lasts as long as the connection, and the connection as long as
 import asyncio
 import logging
 import random
-import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address, parse_address
 from isthmus.wan.certificates import Identity, gateway_name, parse_server_name
-from isthmus.wan.frames import Abort, Frame, Notice
 from isthmus.wan.heartbeat import MAX_LINE_BYTES, Channel, Heartbeat
-from isthmus.wan.limits import Complaints, Pending, num_files_left, why
+from isthmus.wan.packet import Abort, Frame, Notice
 from isthmus.wan.relay import Relay, RelayLimits
-from isthmus.wan.sockets import Acceptor, listen
+from isthmus.wan.sockets import Complaints, evict, listen, num_files_left, why
 
 _HEARTBEAT = partial(Heartbeat, interval_s=5.0, timeout_s=15.0)
 
@@ -46,16 +43,16 @@ class Entry:
         """The frame that a rank sends."""
         return Notice({"rank": self.rank, "address": str(self.address)})
 
-    @classmethod
-    def from_frame(cls, frame: Frame) -> Self:
-        """The entry in a frame; FrameError with the reason that the rank is told."""
-        match frame:
-            case Notice({"rank": int(rank), "address": str(address)}) if not isinstance(rank, bool):
-                try:
-                    return cls(rank=rank, address=parse_address(address))
-                except ValueError as error:
-                    raise FrameError(str(error)) from None
-        raise FrameError("a registration is a rank and an address")
+
+def _read_entry(frame: Frame) -> Entry:
+    """The entry in a frame; FrameError with the reason that the rank is told."""
+    match frame:
+        case Notice({"rank": int(rank), "address": str(address)}) if not isinstance(rank, bool):
+            try:
+                return Entry(rank=rank, address=parse_address(address))
+            except ValueError as error:
+                raise FrameError(str(error)) from None
+    raise FrameError("a registration is a rank and an address")
 
 
 class Registration:
@@ -104,9 +101,7 @@ class Registration:
                 text = f"gateway {self._gateway}: {reason}; trying again"
                 self._complaints.tell(text, about="gateway", kind=type(error).__name__)
             except Refused as error:
-                _log.error(
-                    "gateway %s turned rank %d down: %s", self._gateway, self._entry.rank, error.message
-                )
+                _log.error("gateway %s refuses rank %d: %s", self._gateway, self._entry.rank, error.message)
                 raise
             # Ranks that lost the same gateway must not come back all at once.
             retry_s = _MIN_RETRY_S if self._registered.is_set() else min(2 * retry_s, _MAX_RETRY_S)
@@ -133,9 +128,8 @@ class Registration:
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             raise ConnectionError("it ended the connection") from None
         except ssl.SSLError as error:
-            reason = why(error)
             raise Refused(
-                f"the certificate shown by or to the gateway at {self._gateway} was turned down: {reason}",
+                f"the certificate shown by or to the gateway at {self._gateway} was refused: {why(error)}",
                 hint="look at both folders with: isthmus certs show",
             ) from None
 
@@ -167,14 +161,6 @@ class RankChange:
     num_registered: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Holder:
-    """The connection by which a rank holds its entry."""
-
-    entry: Entry
-    channel: Channel
-
-
 class Gateway:
     """Relays connections to the registered ranks of one cloud; other clouds are to open `num_expected`.
 
@@ -193,22 +179,22 @@ class Gateway:
         heartbeat: Callable[[], Heartbeat] = _HEARTBEAT,
     ) -> None:
         self._identity = identity
+        self._context = identity.ssl_server_context()
         self._num_ranks = num_ranks
         self._on_change = on_change
         self._heartbeat = heartbeat
-        self._holders: dict[int, _Holder] = {}
+        self._holders: dict[int, tuple[Address, Channel]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unregistered: Pending[asyncio.Task[None]] = Pending()
+        self._unregistered: dict[asyncio.Task[None], str] = {}
         self._complaints = Complaints(_log)
         self._listener = listen("127.0.0.1", 0)
-        self._acceptor: Acceptor | None = None
+        self._server: asyncio.Server | None = None
         self._limits = _limits(num_ranks=num_ranks, num_expected=num_expected)
         self._relay: Relay | None = None
 
     async def start(self, host: str, port: int) -> Address:
         """Listen, on all interfaces if `host` is empty, and return the address that was bound."""
-        context = self._identity.ssl_server_context()
-        self._acceptor = Acceptor(self._listener, lambda sock, _: self._receive(sock, context))
+        self._server = await asyncio.start_server(self._receive, sock=self._listener, limit=MAX_LINE_BYTES)
         self._relay = Relay(self.route, limits=self._limits, host=host, port=port)
         return self._relay.address
 
@@ -216,8 +202,8 @@ class Gateway:
         """Reset what is relayed and let go of all registrations."""
         if self._relay is not None:
             self._relay.close()
-        if self._acceptor is not None:
-            self._acceptor.close()
+        if self._server is not None:
+            self._server.close()
         self._listener.close()
         tasks = [*self._tasks]
         for task in tasks:
@@ -237,28 +223,28 @@ class Gateway:
         rank = int(part.removeprefix("rank-"))
         if rank not in self._holders:
             raise Refused(f"rank {rank} of {cloud} has not registered")
-        return self._holders[rank].entry.address
+        return self._holders[rank][0]
 
-    def _receive(self, sock: socket.socket, context: ssl.SSLContext) -> None:
-        task = asyncio.create_task(self._serve(sock, context))
+    def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Not a coroutine: the task that asyncio makes of one logs a traceback when it is cancelled.
+        task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
-        task.add_done_callback(partial(self._settle, sock))
         # They all come through the relay, which tells their sources apart.
-        self._unregistered.add(task, source="")
+        self._unregistered[task] = ""
+        task.add_done_callback(partial(self._settle, writer))
         max_num = _NUM_UNREGISTERED + self._num_ranks
-        for late in self._unregistered.evict(max_num=max_num, max_num_per_source=max_num):
+        for late in evict(self._unregistered, max_num=max_num, max_num_per_source=max_num):
             late.cancel()
 
-    def _settle(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+    def _settle(self, writer: asyncio.StreamWriter, task: asyncio.Task[None]) -> None:
+        # Not in the task itself, which may have been cancelled before its first step.
         self._tasks.discard(task)
-        self._unregistered.discard(task)
-        if task.cancelled():
-            # It may have been cancelled before its first step, which would have taken care of the socket.
-            sock.close()
+        self._unregistered.pop(task, None)
+        writer.close()
 
-    async def _serve(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            reader, writer = await _open_streams(sock, context)
+            await writer.start_tls(self._context, ssl_handshake_timeout=_GREETING_TIMEOUT_S)
         except OSError as error:
             self._complain(why(error), kind="network")
             return
@@ -271,8 +257,6 @@ class Gateway:
             channel.write(Abort(self._identity.cloud, error.message))
         except OSError as error:
             _log.info("a registration ended: %s", why(error))
-        finally:
-            channel.close()
 
     def _complain(self, reason: str, *, kind: str) -> None:
         self._complaints.tell(f"refused a registration: {reason}", about="a rank", kind=kind)
@@ -284,33 +268,29 @@ class Gateway:
 
     async def _register(self, channel: Channel) -> None:
         async with asyncio.timeout(_GREETING_TIMEOUT_S):
-            entry = Entry.from_frame(await channel.read())
+            entry = _read_entry(await channel.read())
         if not 0 <= entry.rank < self._num_ranks:
             raise Refused(f"{self._identity.cloud} has no rank {entry.rank}, only 0 to {self._num_ranks - 1}")
-        holder = _Holder(entry=entry, channel=channel)
-        self._admit(holder)
+        self._admit(entry, channel)
         try:
             await channel.read()
             raise FrameError("a registered rank only sends heartbeats")
         finally:
-            self._release(holder)
+            if self._holders[entry.rank][1] is channel:
+                del self._holders[entry.rank]
+                self._tell(entry.rank, None)
 
-    def _admit(self, holder: _Holder) -> None:
-        older = self._holders.get(holder.entry.rank)
-        self._holders[holder.entry.rank] = holder
+    def _admit(self, entry: Entry, channel: Channel) -> None:
+        if entry.rank in self._holders:
+            _, older = self._holders[entry.rank]
+            reason = f"rank {entry.rank} has been registered again, at {entry.address}"
+            older.write(Abort(self._identity.cloud, reason))
+            older.close()
+        self._holders[entry.rank] = (entry.address, channel)
         if (task := asyncio.current_task()) is not None:
-            self._unregistered.discard(task)
-        if older is not None:
-            reason = f"rank {holder.entry.rank} has been registered again, at {holder.entry.address}"
-            older.channel.write(Abort(self._identity.cloud, reason))
-            older.channel.close()
-        holder.channel.write(Notice({}))
-        self._tell(holder.entry.rank, holder.entry.address)
-
-    def _release(self, holder: _Holder) -> None:
-        if self._holders.get(holder.entry.rank) is holder:
-            del self._holders[holder.entry.rank]
-            self._tell(holder.entry.rank, None)
+            self._unregistered.pop(task, None)
+        channel.write(Notice({}))
+        self._tell(entry.rank, entry.address)
 
     def _tell(self, rank: int, address: Address | None) -> None:
         if self._on_change is not None:
@@ -327,15 +307,3 @@ def _limits(*, num_ranks: int, num_expected: int) -> RelayLimits:
         max_num_waiting_per_source=num_waiting // 4 + min(num_expected, num_waiting // 2),
         max_num_open=max(min(max(_NUM_OPEN, 2 * num_expected), (num_files - num_waiting) // 2), 4),
     )
-
-
-async def _open_streams(
-    sock: socket.socket, context: ssl.SSLContext
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
-    protocol = asyncio.StreamReaderProtocol(reader)
-    transport, _ = await loop.connect_accepted_socket(
-        lambda: protocol, sock, ssl=context, ssl_handshake_timeout=_GREETING_TIMEOUT_S
-    )
-    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

@@ -13,7 +13,7 @@ from isthmus.events import __version__
 from isthmus.job.fields import Address
 from isthmus.job.spec import disagreement
 from isthmus.plan.types import Member
-from isthmus.wan.frames import PROTOCOL_VERSION
+from isthmus.wan.packet import PROTOCOL_VERSION
 
 EXIT_LOST: Final = 75
 """The exit code of a process that could not end by itself after a sibling was lost: worth another try."""
@@ -175,7 +175,6 @@ def server_name(cloud: str, rank: int) -> str:
 
 MAX_HELLO_BYTES: Final = 16_384
 _RECORD_HEADER_BYTES: Final = 5
-_MAX_NUM_RECORDS: Final = 16
 _VERSION_AND_RANDOM_BYTES: Final = 34
 _HOST_NAME: Final = re.compile(rb"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*")
 
@@ -183,15 +182,14 @@ _HOST_NAME: Final = re.compile(rb"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0
 def parse_client_hello(data: bytes | bytearray) -> str | None:
     """The server name in the TLS hello that begins a connection, in lower case; None if bytes are missing.
 
-    `data` is everything received so far; what follows the hello is not looked at. Whatever is no hello with
-    one server name is a FrameError.
+    `data` is everything received so far; what follows the hello is not looked at. Whatever is no hello in one
+    record with one server name is a FrameError.
     """
-    message = _handshake_message(data)
-    if message is None:
-        if len(data) >= MAX_HELLO_BYTES:
-            raise FrameError(f"the TLS hello is longer than {MAX_HELLO_BYTES} bytes")
+    record = _first_record(data)
+    if record is None:
         return None
-    hello = _Reader(message)
+    record.take(1)
+    hello = _Reader(record.vector(3))
     hello.take(_VERSION_AND_RANDOM_BYTES)
     for num_length_bytes in (1, 2, 1):  # session, cipher suites, compression
         hello.vector(num_length_bytes)
@@ -207,6 +205,18 @@ def parse_client_hello(data: bytes | bytearray) -> str | None:
     if kind != 0 or listed or not _HOST_NAME.fullmatch(name):
         raise FrameError("the server name in the TLS hello is not one host name")
     return name.decode("ascii").lower()
+
+
+def _first_record(data: bytes | bytearray) -> "_Reader | None":
+    header, record = data[:_RECORD_HEADER_BYTES], data[_RECORD_HEADER_BYTES:]
+    if not b"\x16\x03".startswith(header[:2]):
+        raise FrameError("the first bytes are not TLS")
+    num_bytes = int.from_bytes(header[3:])
+    if len(header) == _RECORD_HEADER_BYTES and not 0 < num_bytes <= MAX_HELLO_BYTES:
+        raise FrameError(f"a TLS record of {num_bytes} bytes is not allowed")
+    if record and record[0] != 1:
+        raise FrameError("the first TLS message is not a hello")
+    return _Reader(bytes(record[:num_bytes])) if record and len(record) >= num_bytes else None
 
 
 class _Reader:
@@ -229,29 +239,3 @@ class _Reader:
 
     def vector(self, num_length_bytes: int) -> bytes:
         return self.take(self.number(num_length_bytes))
-
-
-def _handshake_message(data: bytes | bytearray) -> bytes | None:
-    """The body of the ClientHello, gathered from as many records as it spans; None if bytes are missing."""
-    message = bytearray()
-    place = 0
-    for _ in range(_MAX_NUM_RECORDS):
-        header = data[place : place + _RECORD_HEADER_BYTES]
-        if not b"\x16\x03".startswith(header[:2]):
-            raise FrameError("the first bytes are not TLS")
-        if len(header) < _RECORD_HEADER_BYTES:
-            return None
-        num_bytes = int.from_bytes(header[3:])
-        if not 0 < num_bytes <= MAX_HELLO_BYTES:
-            raise FrameError(f"a TLS record of {num_bytes} bytes is not allowed")
-        place += _RECORD_HEADER_BYTES + num_bytes
-        message += data[place - num_bytes : place]
-        hello_bytes = 4 + int.from_bytes(message[1:4])
-        if message and message[0] != 1:
-            raise FrameError("the first TLS message is not a hello")
-        if len(message) >= 4 and hello_bytes > MAX_HELLO_BYTES:
-            raise FrameError(f"the TLS hello is longer than {MAX_HELLO_BYTES} bytes")
-        if len(message) >= max(hello_bytes, 4):
-            return bytes(message[4:hello_bytes])
-    # Without this bound, a hello that trickles in byte by byte would cost quadratic time.
-    raise FrameError(f"the TLS hello is cut into more than {_MAX_NUM_RECORDS} records")

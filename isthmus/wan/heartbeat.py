@@ -13,7 +13,7 @@ from collections import deque
 
 from isthmus.errors import FrameError
 from isthmus.events import steady_ns
-from isthmus.wan.frames import ControlFrame, Frame, Ping, Pong, decode, encode
+from isthmus.wan.packet import ControlFrame, Frame, Ping, Pong, decode, encode
 
 MAX_LINE_BYTES = 8 * 1024
 

@@ -10,8 +10,7 @@ import numpy as np
 from isthmus.errors import FrameError, LinkError
 from isthmus.units import format_bytes
 from isthmus.wan.flight import Room, StreamCounters, cost_bytes
-from isthmus.wan.frames import MAX_NUM_RANGES, MAX_NUM_STREAMS, Ack, Chunk, wire_bytes
-from isthmus.wan.packet import Packet, unpack
+from isthmus.wan.packet import MAX_NUM_RANGES, MAX_NUM_STREAMS, Ack, Chunk, Packet, unpack, wire_bytes
 
 MAX_NUM_OUT_OF_ORDER = 65_536
 

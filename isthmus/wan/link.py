@@ -31,13 +31,16 @@ from isthmus.events import steady_ns
 from isthmus.plan.types import Member, Priority
 from isthmus.wan.exchange import CONTROL_LANE, FIRST_STRIPE, Exchange
 from isthmus.wan.flight import Flight, LinkCounters
-from isthmus.wan.frames import (
+from isthmus.wan.handshake import Hello
+from isthmus.wan.heartbeat import Heartbeat
+from isthmus.wan.packet import (
     Abort,
     Ack,
     Chunk,
     Close,
     Frame,
     Notice,
+    Packet,
     Ping,
     Pong,
     check_stream_name,
@@ -45,11 +48,7 @@ from isthmus.wan.frames import (
     encode,
     wire_bytes,
 )
-from isthmus.wan.handshake import Hello
-from isthmus.wan.heartbeat import Heartbeat
-from isthmus.wan.limits import Complaints
-from isthmus.wan.packet import Packet
-from isthmus.wan.sockets import LoopThread
+from isthmus.wan.sockets import Complaints, LoopThread
 
 log = logging.getLogger(__name__)
 

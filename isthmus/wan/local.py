@@ -61,7 +61,8 @@ class LocalWan(Closing):
             for link in self._job.links_of(cloud)
             if self._job.dialer(link).name == cloud
         }
-        return Site(bind=self._bind(cloud, rank), reach=reach)
+        reserved = self._reserved.get((cloud, rank))
+        return Site(bind=_address(reserved) if reserved else None, reach=reach)
 
     def rank_spec(self, cloud: str, rank: int) -> RankSpec:
         """The member of a rank among those of its cloud; all processes here share the machine's devices."""
@@ -92,26 +93,16 @@ class LocalWan(Closing):
         for reserved in (*self._reserved.values(), *self._meetings.values()):
             reserved.close()
 
-    def _bind(self, cloud: str, rank: int) -> Address | None:
-        reserved = self._reserved.get((cloud, rank))
-        return _address(reserved) if reserved else None
-
     def _emulate(self, link: LinkSpec, *, seed: int) -> Relay:
         dialer, listener = self._job.dialer(link).name, self._job.listener(link).name
-        return Relay(
-            self._route_to(listener),
-            up=_shape(link, sender=dialer),
-            down=_shape(link, sender=listener),
-            seed=seed,
-        )
-
-    def _route_to(self, cloud: str) -> Callable[[str], Address | None]:
-        """Only the names of one cloud's ranks lead to it, each to its own."""
-        return {
-            server_name(cloud, rank): _address(one)
-            for (name, rank), one in self._reserved.items()
-            if name == cloud
-        }.get
+        # Only the names of the listener's ranks lead anywhere, each to its own.
+        routes = {
+            server_name(cloud, rank): _address(reserved)
+            for (cloud, rank), reserved in self._reserved.items()
+            if cloud == listener
+        }
+        up, down = _shape(link, sender=dialer), _shape(link, sender=listener)
+        return Relay(routes.get, up=up, down=down, seed=seed)
 
 
 def _address(reserved: socket.socket) -> Address:

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from isthmus.errors import Refused
-from isthmus.wan.frames import MAX_FRAME_BYTES
 from isthmus.wan.handshake import Hello, mismatch
 from isthmus.wan.link import Connection, Link, LinkSettings
+from isthmus.wan.packet import MAX_FRAME_BYTES
 from isthmus.wan.shaping import Direction, Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
 from isthmus.wan.sockets import LoopThread
 
@@ -116,7 +116,7 @@ class _End:
     def join(self, peer: "_End") -> None:
         """Let what is written here be read there."""
         self._peer = peer
-        self._outward.sinks[self._flow] = peer.deliver
+        self._flow.sink = peer.deliver
 
     async def read(self) -> bytes | None:
         return await self._inbound.get()

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from isthmus.errors import FrameError
 from isthmus.plan.types import Priority
 from isthmus.wan.flight import Flight, FlightRecord, Room, StreamCounters, cost_bytes
-from isthmus.wan.frames import MAX_CHUNK_BYTES, Ack, encode_chunk, wire_bytes
-from isthmus.wan.packet import Body
+from isthmus.wan.packet import MAX_CHUNK_BYTES, Ack, Body, encode_chunk, wire_bytes
 
 
 @dataclass(slots=True)

@@ -60,22 +60,27 @@ def probe_cloud(
 
 
 def _probe_link(link: Link, spec: LinkSpec, cloud: str, duration_s: float, report: Report) -> Measurement:
-    peer = spec.peer_of(cloud)
+    peer, is_first = spec.peer_of(cloud), cloud == spec.between[0]
     report(f"waiting for {peer}")
     link.wait_ready()
     report(f"round trip to {peer}")
-    rtts_s = _round_trips(link)
-    rtt_s = _percentiles(rtts_s)[0]
-    handling_s = _call(link, rtt_s) if cloud == spec.between[0] else _echo(link)
-    rates_bps = [_measure(link, sender, cloud, duration_s, report, peer) for sender in spec.between]
-    counters = link.counters()
-    offset_s = counters.clock_offset_s or 0.0
+    # The 10th to the 90th percentile: a busy computer makes single round trips long, none makes one short.
+    rtt_s, *_, long_rtt_s = statistics.quantiles(_round_trips(link), n=10)
+    handling_s = _call(link, rtt_s) if is_first else _echo(link)
+
+    def measure(sender: str) -> float:
+        report(f"bandwidth {'to' if sender == cloud else 'from'} {peer}")
+        return _send_bulk(link) if sender == cloud else _receive_bulk(link, duration_s)
+
+    first, second = spec.between
+    bandwidth_bps = (measure(first), measure(second))
+    offset_s = link.counters().clock_offset_s or 0.0
     return Measurement(
         between=spec.between,
-        bandwidth_bps=(rates_bps[0], rates_bps[1]),
+        bandwidth_bps=bandwidth_bps,
         rtt_s=rtt_s,
-        jitter_s=_percentiles(rtts_s)[-1] - rtt_s,
-        clock_offset_s=offset_s if cloud == spec.between[0] else -offset_s,
+        jitter_s=long_rtt_s - rtt_s,
+        clock_offset_s=offset_s if is_first else -offset_s,
         handling_s=handling_s,
     )
 
@@ -89,11 +94,6 @@ def _round_trips(link: Link) -> list[float]:
     link.send(_ANSWER, Packet({"ready": True}))
     link.receive(_ANSWER)
     return rtts_s
-
-
-def _percentiles(rtts_s: list[float]) -> list[float]:
-    """The 10th to the 90th: a busy computer makes single round trips long, none makes one short."""
-    return statistics.quantiles(rtts_s, n=10)
 
 
 def _call(link: Link, rtt_s: float) -> float:
@@ -113,14 +113,6 @@ def _echo(link: Link) -> float:
     for _ in range(_NUM_ECHOES):
         link.send(_ECHO, link.receive(_ECHO))
     return float(str(link.receive(_ANSWER).header["handling_s"]))
-
-
-def _measure(link: Link, sender: str, cloud: str, duration_s: float, report: Report, peer: str) -> float:
-    if sender == cloud:
-        report(f"bandwidth to {peer}")
-        return _send_bulk(link)
-    report(f"bandwidth from {peer}")
-    return _receive_bulk(link, duration_s)
 
 
 def _send_bulk(link: Link) -> float:
@@ -149,17 +141,16 @@ def _receive_bulk(link: Link, duration_s: float) -> float:
     """The rate of bytes on the wire over the given time, once the sender is up to speed."""
     link.receive(_BULK)
     started_s = time.monotonic()
-    marks: list[tuple[float, int]] = []
-    rate_bps = 0.0
     warm_up_s = max(duration_s / 4, _WARM_UP_ROUND_TRIPS * min(link.rtts_s))
-    while True:
-        packet = link.receive(_BULK)
-        if packet.header["last"]:
-            return rate_bps
+    first: tuple[float, int] | None = None
+    rate_bps = 0.0
+    while not link.receive(_BULK).header["last"]:
         elapsed_s = time.monotonic() - started_s
-        if not rate_bps and elapsed_s > warm_up_s:
-            marks.append((elapsed_s, link.counters().received[_BULK].wire_bytes))
-            if elapsed_s > warm_up_s + duration_s:
-                (start_s, start_bytes), (end_s, end_bytes) = marks[0], marks[-1]
-                rate_bps = 8 * (end_bytes - start_bytes) / (end_s - start_s)
-                link.send(_ANSWER, Packet({"rate_bps": rate_bps}))
+        if rate_bps or elapsed_s <= warm_up_s:
+            continue
+        num_bytes = link.counters().received[_BULK].wire_bytes
+        first = first or (elapsed_s, num_bytes)
+        if elapsed_s > warm_up_s + duration_s:
+            rate_bps = 8 * (num_bytes - first[1]) / (elapsed_s - first[0])
+            link.send(_ANSWER, Packet({"rate_bps": rate_bps}))
+    return rate_bps

@@ -12,31 +12,33 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address
 from isthmus.job.faults import Fault, FaultKind
 from isthmus.wan.handshake import parse_client_hello
-from isthmus.wan.limits import Complaints, Pending, source_of, why
-from isthmus.wan.shaping import Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine, inject
+from isthmus.wan.shaping import Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
 from isthmus.wan.sockets import (
-    Acceptor,
     Closing,
+    Complaints,
+    HostPort,
     LoopThread,
-    connect,
-    ends_at,
+    PreciseSelector,
+    evict,
     listen,
-    peer_name,
-    precise_loop,
+    plain_host,
     reset_on_close,
+    source_of,
     tune,
+    why,
 )
 
 _LATE_S = 0.001
 _MAX_LATE_S = 0.5
 _CATCH_UP_S = 0.05
 _MAX_PAUSE_S = 0.005
+_ACCEPT_PAUSE_S = 0.1
 _WRITE_BUFFER_BYTES = 262_144
 _HELLO_READ_BYTES = 4096
 # The kernel's own buffer counts as bottleneck too; above this, what it adds to a fast line does not matter.
@@ -63,8 +65,9 @@ class Pipe(DrivenLine):
         self._lateness = _Lateness()
         self._starved: deque[Side] = deque()
 
-    def start(self, source: "Side", first: bytes) -> None:
+    def start(self, source: "Side", first: bytes = b"") -> None:
         """Begin to read from a side, of which `first` has been read already."""
+        source.flow.sink = source.other.deliver
         if first:
             self.line.offer(source.flow, memoryview(first), self._loop.time())
         self._starved.append(source)
@@ -102,10 +105,9 @@ class Pipe(DrivenLine):
     def run(self) -> None:
         """Deliver what has arrived, let sides read on, and come back when there is more."""
         for flow, piece in self.line.advance(self._look()):
-            sink = self.sinks.get(flow)
-            if sink is not None:
+            if flow.sink is not None:
                 self.num_bytes += 0 if isinstance(piece, End) else len(piece)
-                sink(piece)
+                flow.sink(piece)
         for _ in range(len(self._starved)):
             side = self._starved.popleft()
             if self.line.room_bytes(side.flow) >= self.line.quantum_bytes:
@@ -141,30 +143,31 @@ class _Lateness:
 class Side(asyncio.BufferedProtocol):
     """One socket of a relayed connection: its reads go into `inward`, `outward` comes out at it."""
 
-    def __init__(self, *, inward: Pipe, outward: Pipe, on_lost: Callable[[], None]) -> None:
+    _transport: asyncio.Transport
+    other: "Side"
+
+    def __init__(self, *, inward: Pipe, outward: Pipe) -> None:
         self.flow = ShapedFlow()
         self.ready_s = 0.0
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inward = inward
         self._outward = outward
-        self._on_lost = on_lost
-        self._outward_flow: ShapedFlow | None = None
-        self._transport: asyncio.Transport | None = None
         self._buffer = bytearray(inward.line.max_read_bytes)
+        self._is_open = False
+        self._is_reset = False
         self._presses = False
         self._has_read_all = False
         self._has_written_all = False
 
-    def receive_from(self, other: "Side") -> None:
-        """Let what `other` reads come out here."""
-        self._outward_flow = other.flow
-        self._outward.sinks[other.flow] = self.deliver
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Stay quiet until both sides are there."""
         self._transport = cast("asyncio.Transport", transport)
+        self._is_open = True
         tune(transport.get_extra_info("socket"), receive_bytes=self._inward.receive_bytes)
         self._transport.set_write_buffer_limits(high=self._outward.write_buffer_bytes)
         self._transport.pause_reading()
+        if self._is_reset:
+            self.reset()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         """Return as much buffer as the line has room for."""
@@ -188,21 +191,18 @@ class Side(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """Hold the line for this connection: its receiver is not reading."""
-        if self._outward_flow is not None:
-            self._outward.line.hold(self._outward_flow)
+        self._outward.line.hold(self.other.flow)
 
     def resume_writing(self) -> None:
         """Let the line serve this connection again."""
-        if self._outward_flow is not None:
-            self._outward.release(self._outward_flow)
+        self._outward.release(self.other.flow)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Pass a reset on as a reset."""
         if error is not None:
             self._inward.break_off(self.flow)
-        if self._outward_flow is not None:
-            self._outward.part(self._outward_flow)
-        self._on_lost()
+        self._outward.part(self.other.flow)
+        self.lost.set_result(None)
 
     def was_pressing(self, at_s: float) -> bool:
         """Return whether the sender had more than the line takes, up to that time and without a pause."""
@@ -212,40 +212,37 @@ class Side(asyncio.BufferedProtocol):
     def pause_reading(self) -> None:
         """Leave further bytes with the sender."""
         self._presses = True
-        if self._transport is not None:
-            self._transport.pause_reading()
+        self._transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Read on, unless the sender has finished."""
-        if self._transport is not None and not self._has_read_all:
+        if not self._has_read_all:
             self._transport.resume_reading()
 
     def deliver(self, piece: Piece) -> None:
         """Write what came out of the line."""
-        if self._transport is None or self._transport.is_closing():
+        if self._transport.is_closing():
             return
         if piece is End.RESET:
             self.reset()
         elif piece is End.EOF:
-            self._finish_writing(self._transport)
+            self._has_written_all = True
+            # A peer that has reset meanwhile cannot be shut down; its reset is on its way to us.
+            with contextlib.suppress(OSError):
+                self._transport.write_eof()
+            self._close_if_done()
         else:
             self._transport.write(piece)
 
     def reset(self) -> None:
-        """End the socket at once, so that its peer sees a reset."""
-        if self._transport is not None and not self._transport.is_closing():
+        """End the socket at once, or as soon as it is there, so that its peer sees a reset."""
+        self._is_reset = True
+        if self._is_open and not self._transport.is_closing():
             reset_on_close(self._transport.get_extra_info("socket"))
             self._transport.abort()
 
-    def _finish_writing(self, transport: asyncio.Transport) -> None:
-        self._has_written_all = True
-        # A peer that has reset meanwhile cannot be shut down; its reset is on its way to us.
-        with contextlib.suppress(OSError):
-            transport.write_eof()
-        self._close_if_done()
-
     def _close_if_done(self) -> None:
-        if self._has_read_all and self._has_written_all and self._transport is not None:
+        if self._has_read_all and self._has_written_all:
             self._transport.close()
 
 
@@ -253,36 +250,25 @@ class Relayed:
     """A connection: two sockets and the flows between them; `closed` is done when both have ended."""
 
     def __init__(self, *, up: Pipe, down: Pipe) -> None:
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._client = Side(inward=up, outward=down, on_lost=self._lose)
-        self._server = Side(inward=down, outward=up, on_lost=self._lose)
         self._up = up
         self._down = down
-        self._num_lost = 0
-        self._is_reset = False
+        self._client = Side(inward=up, outward=down)
+        self._server = Side(inward=down, outward=up)
+        self._client.other, self._server.other = self._server, self._client
+        self.closed = asyncio.gather(self._client.lost, self._server.lost)
 
     async def start(self, client: socket.socket, server: socket.socket, hello: bytes) -> None:
         """Pass bytes both ways, the hello first."""
         loop = asyncio.get_running_loop()
         await loop.connect_accepted_socket(lambda: self._client, client)
         await loop.connect_accepted_socket(lambda: self._server, server)
-        self._server.receive_from(self._client)
-        self._client.receive_from(self._server)
         self._up.start(self._client, hello)
-        self._down.start(self._server, b"")
-        if self._is_reset:
-            self.reset()
+        self._down.start(self._server)
 
     def reset(self) -> None:
         """End both sockets at once."""
-        self._is_reset = True
         self._client.reset()
         self._server.reset()
-
-    def _lose(self) -> None:
-        self._num_lost += 1
-        if self._num_lost == 2 and not self.closed.done():
-            self.closed.set_result(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +286,12 @@ class RelayLimits:
     max_num_waiting: int = 256
     max_num_waiting_per_source: int = 256
     max_num_open: int = 2048
+
+    def evict(self, pending: dict[T, str]) -> list[T]:
+        """Remove what is beyond the limits for connections that wait, or that are unproven."""
+        return evict(
+            pending, max_num=self.max_num_waiting, max_num_per_source=self.max_num_waiting_per_source
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,22 +328,22 @@ class Relay(Disturbed, Closing):
         self._route = route
         self._reads_hello = reads_hello
         self._limits = limits or RelayLimits()
-        self._waiting: Pending[asyncio.Task[None]] = Pending()
+        self._waiting: dict[asyncio.Task[None], str] = {}
         self._evicted: set[asyncio.Task[None]] = set()
-        self._unproven: Pending[Relayed] = Pending()
+        self._unproven: dict[Relayed, str] = {}
         self._open: set[Relayed] = set()
-        self._own_ends: set[tuple[str, int]] = set()
+        self._own_ends: set[HostPort] = set()
         self._timers: list[asyncio.TimerHandle] = []
         self._complaints = Complaints(_log)
         self._num_relayed = 0
         self._num_dropped = 0
         self._listener = listen(host, port)
         self.address = Address(host=self._listener.getsockname()[0], port=self._listener.getsockname()[1])
-        thread = LoopThread(name="isthmus-relay", loop=precise_loop())
+        thread = LoopThread(name="isthmus-relay", loop=asyncio.SelectorEventLoop(PreciseSelector()))
         self._up = Pipe(up or Shape(), thread.loop, seed=2 * seed)
         self._down = Pipe(down or Shape(), thread.loop, seed=2 * seed + 1)
         super().__init__(thread, self._up, self._down)
-        self._acceptor = thread.run(self._listen())
+        thread.call(self._resume_accepting)
 
     def close(self) -> None:
         """Stop listening, reset every connection and end the thread; closing twice is fine."""
@@ -373,29 +365,49 @@ class Relay(Disturbed, Closing):
         """Let faults happen at their times from now on; `dialer` is the cloud whose connections come here."""
         if any(fault.kind is FaultKind.SLOW_DOWN for fault in faults):
             self._check_can_slow_down()
-
-        def schedule() -> None:
-            for fault in faults:
-                self._timers.append(self._loop.call_later(fault.at_s, self._happen, fault, dialer))
-
-        self._thread.call(schedule)
+        for fault in faults:
+            self._thread.call(self._schedule, fault.at_s, partial(self._happen, fault, dialer))
 
     # On the relay's own thread.
 
-    async def _listen(self) -> Acceptor:
-        return Acceptor(self._listener, self._receive)
+    def _schedule(self, wait_s: float, function: Callable[[], None]) -> None:
+        self._timers.append(self._loop.call_later(wait_s, function))
+
+    def _happen(self, fault: Fault, dialer: str) -> None:
+        _log.info("fault: %s", fault.kind)
+        self.disturb(fault, dialer=dialer)
 
     async def _close(self) -> None:
         for timer in self._timers:
             timer.cancel()
-        self._acceptor.close()
-        ends = [*self._waiting, *(connection.closed for connection in self._open)]
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        ends: list[asyncio.Future[Any]] = [*self._waiting, *(one.closed for one in self._open)]
         self._reset_all()
         await asyncio.gather(*ends, return_exceptions=True)
         for one in self._lines:
             one.close()
 
-    def _receive(self, client: socket.socket, place: tuple[str, int]) -> None:
+    def _resume_accepting(self) -> None:
+        # A task that awaits the next connection would lose the one that comes while the task is cancelled.
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            client, place = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # No file descriptor is left, say: that must not end the listener, nor keep it spinning.
+            text = f"cannot accept a connection: {why(error)}"
+            self._complaints.tell(text, about="accept", kind="network")
+            self._loop.remove_reader(self._listener)
+            self._schedule(_ACCEPT_PAUSE_S, self._resume_accepting)
+        else:
+            client.setblocking(False)
+            self._receive(client, place[:2])
+
+    def _receive(self, client: socket.socket, place: HostPort) -> None:
         if place in self._own_ends:
             self._own_ends.discard(place)
             client.close()
@@ -406,21 +418,15 @@ class Relay(Disturbed, Closing):
         else:
             source = source_of(place[0])
             task = self._loop.create_task(self._join(client, source))
-            self._waiting.add(task, source=source)
+            self._waiting[task] = source
             task.add_done_callback(partial(self._settle, client))
-            for late in self._evict_from(self._waiting):
+            for late in self._limits.evict(self._waiting):
                 self._evicted.add(late)
                 late.cancel()
 
-    def _evict_from(self, pending: Pending[T]) -> list[T]:
-        limits = self._limits
-        return pending.evict(
-            max_num=limits.max_num_waiting, max_num_per_source=limits.max_num_waiting_per_source
-        )
-
     def _settle(self, client: socket.socket, task: asyncio.Task[None]) -> None:
         # Not in the task itself: one that is cancelled before its first step would leave the socket open.
-        self._waiting.discard(task)
+        self._waiting.pop(task, None)
         if task in self._evicted:
             self._evicted.discard(task)
             self._drop(client, f"{len(self._waiting)} connections are waiting already", kind="waiting")
@@ -442,29 +448,31 @@ class Relay(Disturbed, Closing):
         address = self._route(name)
         if address is None:
             raise Refused(f"no route to {name!r}")
-        await self._pass_handshake()
+        # On a real path TCP's own handshake takes a round trip, and hangs while the path is silent.
+        await asyncio.sleep(self._up.line.shape.delay_s + self._down.line.shape.delay_s)
+        await asyncio.sleep(max(0.0, self._silent_until_s - self._loop.time()))
         server = await self._dial(address)
         await self._admit(source).start(client, server, hello)
 
     def _admit(self, source: str) -> Relayed:
         # From here on a cut goes by way of the connection; cancelling the task would leave a socket open.
         if (task := asyncio.current_task()) is not None:
-            self._waiting.discard(task)
+            self._waiting.pop(task, None)
         connection = Relayed(up=self._up, down=self._down)
         self._open.add(connection)
         connection.closed.add_done_callback(lambda _: self._forget(connection))
         self._num_relayed += 1
         if self._limits.unproven_s:
-            self._unproven.add(connection, source=source)
-            self._loop.call_later(self._limits.unproven_s, self._unproven.discard, connection)
-        for late in self._evict_from(self._unproven):
+            self._unproven[connection] = source
+            self._loop.call_later(self._limits.unproven_s, self._unproven.pop, connection, None)
+        for late in self._limits.evict(self._unproven):
             self._num_dropped += 1
             late.reset()
         return connection
 
     def _forget(self, connection: Relayed) -> None:
         self._open.discard(connection)
-        self._unproven.discard(connection)
+        self._unproven.pop(connection, None)
 
     async def _read_hello(self, client: socket.socket) -> tuple[str, bytes]:
         hello = bytearray()
@@ -479,39 +487,55 @@ class Relay(Disturbed, Closing):
             raise FrameError(f"no whole TLS hello within {self._limits.hello_timeout_s:g} s") from None
         return name, bytes(hello)
 
-    async def _pass_handshake(self) -> None:
-        # On a real path TCP's own handshake takes a round trip, and hangs while the path is silent.
-        await asyncio.sleep(self._up.line.shape.delay_s + self._down.line.shape.delay_s)
-        await asyncio.sleep(max(0.0, self._silent_until_s - self._loop.time()))
-
     async def _dial(self, address: Address) -> socket.socket:
         try:
             async with asyncio.timeout(self._limits.dial_timeout_s):
-                server = await connect(address)
+                server = await _connect(address)
         except TimeoutError:
             raise ConnectionError(f"{address} did not answer in {self._limits.dial_timeout_s:g} s") from None
         except OSError as error:
             raise ConnectionError(f"cannot reach {address}: {why(error)}") from None
-        if ends_at(server, self._listener):
-            self._own_ends.add(server.getsockname()[:2])
+        here, there = server.getsockname()[:2], server.getpeername()[:2]
+        if there == (here[0], self.address.port):
+            self._own_ends.add(here)
             server.close()
             raise Refused(f"{address} leads back to this relay")
         return server
 
     def _drop(self, client: socket.socket, reason: str, *, kind: str, level: int = logging.WARNING) -> None:
         self._num_dropped += 1
-        peer = peer_name(client)
+        try:
+            host, port = client.getpeername()[:2]
+            peer = str(Address(host=plain_host(host), port=port))
+        except OSError:
+            peer = "a peer that has left"
         text = f"dropped a connection from {peer}: {reason}"
         self._complaints.tell(text, about=peer.rpartition(":")[0], kind=kind, level=level)
         reset_on_close(client)
         client.close()
 
-    def _happen(self, fault: Fault, dialer: str) -> None:
-        _log.info("fault: %s", fault.kind)
-        inject(fault, self, dialer=dialer)
-
     def _reset_all(self) -> None:
-        for task in self._waiting:
+        for task in [*self._waiting]:
             task.cancel()
         for connection in [*self._open]:
             connection.reset()
+
+
+async def _connect(address: Address) -> socket.socket:
+    """Return a socket connected to the first of the host's addresses that answers."""
+    loop = asyncio.get_running_loop()
+    failure = OSError(f"{address.host} has no address")
+    for family, kind, protocol, _, place in await loop.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM
+    ):
+        with contextlib.ExitStack() as unless_connected:
+            server = unless_connected.enter_context(socket.socket(family, kind, protocol))
+            server.setblocking(False)
+            try:
+                await loop.sock_connect(server, place)
+            except OSError as error:
+                failure = error
+            else:
+                unless_connected.pop_all()
+                return server
+    raise failure

@@ -8,13 +8,12 @@ flow ─┘   (bounded)  (bps)   (delay)    └─▶ flow
 """
 
 import asyncio
-import functools
 import heapq
 import math
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from isthmus.errors import UserError
@@ -74,18 +73,20 @@ class End(Enum):
 Piece = memoryview | End
 
 
+@dataclass(slots=True, eq=False)
 class ShapedFlow:
-    """One connection's place in a line; `due_s` keeps its pieces in order, `ready_s` keeps to its own cap."""
+    """One connection's place in a line; what arrives goes to `sink`, if it has one.
 
-    __slots__ = ("backlog", "backlog_bytes", "due_s", "held", "ready_s", "waits")
+    `due_s` keeps its pieces in order, `ready_s` keeps to its own cap.
+    """
 
-    def __init__(self) -> None:
-        self.backlog: deque[Piece] = deque()
-        self.backlog_bytes = 0
-        self.held = False
-        self.waits = False
-        self.ready_s = 0.0
-        self.due_s = 0.0
+    sink: Callable[[Piece], None] | None = None
+    backlog: deque[Piece] = field(default_factory=deque)
+    backlog_bytes: int = 0
+    held: bool = False
+    waits: bool = False
+    ready_s: float = 0.0
+    due_s: float = 0.0
 
 
 class ShapedLine:
@@ -277,7 +278,6 @@ class DrivenLine:
 
     def __init__(self, line: ShapedLine, loop: asyncio.AbstractEventLoop) -> None:
         self.line = line
-        self.sinks: dict[ShapedFlow, Callable[[Piece], None]] = {}
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
         self._due_s: float | None = None
@@ -289,15 +289,14 @@ class DrivenLine:
 
     def part(self, flow: ShapedFlow) -> None:
         """Forget a flow whose sink has ended."""
-        self.sinks.pop(flow, None)
+        flow.sink = None
         self.line.drop(flow)
 
     def run(self) -> None:
         """Deliver what has arrived, and come back when the next is due."""
         for flow, piece in self.line.advance(self._loop.time()):
-            sink = self.sinks.get(flow)
-            if sink is not None:
-                sink(piece)
+            if flow.sink is not None:
+                flow.sink(piece)
         self._set_timer(self.line.wake_s())
 
     def close(self) -> None:
@@ -318,7 +317,7 @@ class DrivenLine:
 
 
 class Disturbed:
-    """A link of two lines that can be disturbed at any time, from any thread."""
+    """A link of two lines, up from the cloud that dials and down to it, that can be disturbed at any time."""
 
     def __init__(self, thread: LoopThread, up: DrivenLine, down: DrivenLine) -> None:
         self._thread = thread
@@ -327,36 +326,36 @@ class Disturbed:
         self._cut_until_s = 0.0
         self._silent_until_s = 0.0
 
+    def disturb(self, fault: Fault, *, dialer: str) -> None:
+        """Let a fault happen now, from any thread, on a link that the cloud `dialer` dials."""
+        match fault.kind:
+            case FaultKind.CUT:
+                self.cut(fault.duration_s)
+            case FaultKind.BLACKHOLE:
+                self.blackhole(fault.duration_s)
+            case FaultKind.SLOW_DOWN:
+                self.slow_down(fault.factor, fault.duration_s)
+            case FaultKind.CORRUPT:
+                sender = fault.sender or fault.between[0]
+                self.corrupt(Direction.UP if sender == dialer else Direction.DOWN, fault.num_bytes)
+
     def cut(self, duration_s: float) -> None:
         """Reset every connection now, and every new one until the time is over."""
-
-        def cut() -> None:
-            self._cut_until_s = max(self._cut_until_s, self._loop.time() + duration_s)
-            self._reset_all()
-
-        self._thread.call(cut)
+        self._thread.call(self._cut, duration_s)
 
     def blackhole(self, duration_s: float) -> None:
         """Let nothing pass: connections stay, new ones hang, and all goes on when the time is over."""
-
-        def silence() -> None:
-            self._silent_until_s = max(self._silent_until_s, self._loop.time() + duration_s)
-            for one in self._lines:
-                one.line.silence(self._silent_until_s)
-                one.run()
-
-        self._thread.call(silence)
+        self._thread.call(self._silence, duration_s)
 
     def slow_down(self, factor: float, duration_s: float) -> None:
         """Divide the bandwidth of both directions by `factor` for this long."""
         self._check_can_slow_down()
-        until_s = self._loop.time() + duration_s
         for one in self._lines:
-            self._thread.call(functools.partial(one.line.slow_down, factor, until_s))
+            self._thread.call(one.line.slow_down, factor, self._loop.time() + duration_s)
 
     def corrupt(self, direction: Direction, num_bytes: int = 1) -> None:
         """Flip bytes of the next bulk data that goes this way."""
-        self._thread.call(functools.partial(self._line(direction).line.corrupt, num_bytes))
+        self._thread.call(self._line(direction).line.corrupt, num_bytes)
 
     def _line(self, direction: Direction) -> DrivenLine:
         return self._lines[direction is Direction.DOWN]
@@ -365,19 +364,15 @@ class Disturbed:
         if not any(one.line.shape.has_limit for one in self._lines):
             raise UserError("a link without bandwidth cannot slow down", hint="give the link a bandwidth")
 
+    def _cut(self, duration_s: float) -> None:
+        self._cut_until_s = max(self._cut_until_s, self._loop.time() + duration_s)
+        self._reset_all()
+
+    def _silence(self, duration_s: float) -> None:
+        self._silent_until_s = max(self._silent_until_s, self._loop.time() + duration_s)
+        for one in self._lines:
+            one.line.silence(self._silent_until_s)
+            one.run()
+
     def _reset_all(self) -> None:
         raise NotImplementedError
-
-
-def inject(fault: Fault, link: Disturbed, *, dialer: str) -> None:
-    """Let a fault happen now on a link that the cloud `dialer` dials."""
-    match fault.kind:
-        case FaultKind.CUT:
-            link.cut(fault.duration_s)
-        case FaultKind.BLACKHOLE:
-            link.blackhole(fault.duration_s)
-        case FaultKind.SLOW_DOWN:
-            link.slow_down(fault.factor, fault.duration_s)
-        case FaultKind.CORRUPT:
-            sender = fault.sender or fault.between[0]
-            link.corrupt(Direction.UP if sender == dialer else Direction.DOWN, fault.num_bytes)

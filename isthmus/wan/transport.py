@@ -12,11 +12,10 @@ import grpc.aio
 
 from isthmus.errors import FrameError, Refused
 from isthmus.wan.certificates import Identity
-from isthmus.wan.frames import MAX_FRAME_BYTES
 from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
-from isthmus.wan.limits import Complaints, ConnectionLimiter, place_of
 from isthmus.wan.link import Connection
-from isthmus.wan.sockets import LoopThread
+from isthmus.wan.packet import MAX_FRAME_BYTES
+from isthmus.wan.sockets import Complaints, ConnectionLimiter, LoopThread, place_of
 
 log = logging.getLogger(__name__)
 

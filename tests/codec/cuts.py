@@ -31,16 +31,11 @@ class Cut:
 
 
 def make_cut(
-    forward: CodecSpec | str,
-    backward: CodecSpec | str = "raw",
-    *,
-    width: int,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    forward: CodecSpec | str, backward: CodecSpec | str = "raw", *, width: int, seed: int = 0
 ) -> Cut:
     """A cut with these codecs."""
     specs = [parse_codec(one) if isinstance(one, str) else one for one in (forward, backward)]
-    codecs = Codecs(forward=specs[0], backward=specs[1], width=width, seed=seed, dtype=dtype)
+    codecs = Codecs(forward=specs[0], backward=specs[1], width=width, seed=seed)
     return Cut(sending=CodecEnd(codecs, device=CPU), receiving=CodecEnd(codecs, device=CPU))
 
 

@@ -39,13 +39,7 @@ def make_pair(text: str) -> Pair:
     integers = steps[-1]
     assert isinstance(integers, Integers)
     assert integers.group is not None
-    fused = FusedIntegerCoder(
-        bits=integers.bits,
-        group=integers.group,
-        rotates=len(steps) > 1,
-        is_stochastic=integers.is_stochastic,
-        plain=plain,
-    )
+    fused = FusedIntegerCoder(integers, group=integers.group, rotates=len(steps) > 1, plain=plain)
     return Pair(fused=fused, plain=plain, bits=integers.bits)
 
 

@@ -128,15 +128,12 @@ def test_half_precision_goes_in(text: str, dtype: torch.dtype) -> None:
     assert torch.equal(arrived, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_raw_keeps_the_type_and_every_bit(dtype: torch.dtype) -> None:
-    cut = make_cut("raw", width=5, dtype=dtype)
-    x_ND = noise(3, 5).to(dtype)  # noqa: N806
-    payload, arrived = cut.send(x_ND)
-    assert sizes(payload) == (15 * dtype.itemsize,)
+def test_raw_keeps_every_bit_and_copies_none() -> None:
+    x_ND = noise(3, 5)  # noqa: N806
+    payload, arrived = make_cut("raw", width=5).send(x_ND)
+    assert sizes(payload) == (15 * 4,)
     assert payload[0].data_ptr() == x_ND.data_ptr()
     assert torch.equal(arrived, x_ND)
-    assert arrived.dtype == dtype
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.codec.base import CodedMessage, Key
-from isthmus.codec.formats import Plain
+from isthmus.codec.formats import FloatCoder
 from isthmus.codec.transforms import RotationCoder, fixed_signs, hadamard, split_width
 from tests.codec.cuts import make_cut, noise
 
@@ -19,7 +19,7 @@ MESSAGE = CodedMessage(key=Key(step=0, microbatch=0), seed=0)
 @given(num_rows=st.integers(0, 9), width=st.integers(1, 900))
 def test_back_and_forth_is_the_identity_and_lengths_are_kept(num_rows: int, width: int) -> None:
     x_ND = noise(num_rows, width)  # noqa: N806
-    coder = RotationCoder(rest=Plain())
+    coder = RotationCoder(rest=FloatCoder())
     (part,) = coder.encode(x_ND, MESSAGE)
     rotated = part.view(torch.float32).view(num_rows, width)
     torch.testing.assert_close(rotated.norm(dim=1), x_ND.norm(dim=1))
@@ -44,12 +44,12 @@ def test_hadamard_is_orthonormal_and_symmetric(size: int) -> None:
 def test_one_large_element_becomes_many_small_ones() -> None:
     x_ND = torch.zeros(1, 256)  # noqa: N806
     x_ND[0, 17] = 16.0
-    (part,) = RotationCoder(rest=Plain()).encode(x_ND, MESSAGE)
+    (part,) = RotationCoder(rest=FloatCoder()).encode(x_ND, MESSAGE)
     torch.testing.assert_close(part.view(torch.float32).abs(), torch.ones(256))
 
 
 def test_a_constant_row_is_spread_too() -> None:
-    (part,) = RotationCoder(rest=Plain()).encode(torch.ones(1, 256), MESSAGE)
+    (part,) = RotationCoder(rest=FloatCoder()).encode(torch.ones(1, 256), MESSAGE)
     assert float(part.view(torch.float32).abs().max()) < 5
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from isthmus.codec.base import Key, Payload
 from isthmus.codec.chain import CodecEnd, Codecs
-from isthmus.codec.observed import Observed, principal_axes, refined_axes
-from isthmus.codec.subspace import slots_of
+from isthmus.codec.low_rank import Observed, principal_axes, refined_axes, slots_of
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import CodecSpec, gradient_codec, parse_codec
 from isthmus.job.codec_steps import NUM_ANCHOR_SLOTS, CodeState, num_due

@@ -131,6 +131,18 @@ def test_merged_weights_need_no_peft_and_the_adapter_lies_beside(model_type: str
     }
 
 
+def test_merged_weights_lie_in_files_and_the_stage_keeps_its_own(tmp_path: Path) -> None:
+    plan = pretrained("llama", tmp_path / "base")
+    (stage,) = build(plan, [range(plan.num_layers)], lora=LORA)
+    learn([stage], plan)
+    before = base_values([stage])
+    assert stage.adapters is not None
+    merged = stage.adapters.merged(stage.model.state_dict(), tmp_path)
+    adapted = {name for name, one in merged.items() if one.untyped_storage().filename is not None}
+    assert adapted == {name for name, one in before.items() if not torch.equal(merged[name], one)}
+    assert_identical(base_values([stage]), before)
+
+
 def test_a_checkpoint_holds_adapters_by_name_and_only_named_modules_have_them(tmp_path: Path) -> None:
     plan = pretrained("llama", tmp_path)
     lora = LoraSpec(r=2, targets=("q_proj", "mlp.down_proj"))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isthmus.codec.observed import Observed, TokenMeans
+from isthmus.codec.low_rank import Observed, TokenMeans
 from isthmus.job.codec import BottleneckSpec
 from isthmus.job.codec_steps import Anchor
 from isthmus.model.bottleneck import Down

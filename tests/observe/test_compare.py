@@ -11,8 +11,8 @@ from isthmus.events import EventLog, Span
 from isthmus.observe.report import compare, find_run, read_run
 from isthmus.observe.timeline import waits_of
 from isthmus.plan.scenario import Scenario, scenario_to_dict
+from isthmus.plan.simulate import Timeline
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.timeline import Timeline
 from tests.plan.scenarios import pipeline
 
 SCENARIO = pipeline(2, 8, serialise_s=0.5, latency_s=1.0)

@@ -26,8 +26,7 @@ from isthmus.plan.membership import (
 )
 from isthmus.plan.orders import Orders
 from isthmus.plan.scenario import Line
-from isthmus.plan.simulate import simulate
-from isthmus.plan.timeline import Timeline
+from isthmus.plan.simulate import Timeline, simulate
 from isthmus.plan.types import (
     Arrived,
     Facts,

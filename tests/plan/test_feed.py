@@ -24,8 +24,7 @@ from isthmus.plan.feed import (
     Merge,
 )
 from isthmus.plan.scenario import Line
-from isthmus.plan.simulate import simulate
-from isthmus.plan.timeline import Timeline
+from isthmus.plan.simulate import Timeline, simulate
 from isthmus.plan.types import (
     Arrived,
     Done,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.lines import Clock, Flow, Outage, Pace, Slowdown
+from isthmus.plan.lines import Clock, Flow, Pace, Slowdown
+from isthmus.plan.scenario import Line
 
 
 @dataclass
@@ -26,19 +27,10 @@ class Traffic:
         jitter_s: float = 0.0,
         seed: str = "",
         slowdowns: tuple[Slowdown, ...] = (),
-        outages: tuple[Outage, ...] = (),
         share: float = 0.0,
     ) -> Flow:
-        return Flow(
-            self.clock,
-            bandwidth_bps=8.0,
-            delay_s=latency_s,
-            jitter_s=jitter_s,
-            seed=seed,
-            slowdowns=slowdowns,
-            outages=outages,
-            share=share,
-        )
+        line = Line(down_bps=8.0, up_bps=8.0, latency_s=latency_s, jitter_s=jitter_s)
+        return Flow(self.clock, line, line.down_bps, seed=seed, slowdowns=slowdowns, share=share)
 
     def send(self, flow: Flow, at_s: float, stream: str, name: str, num_bytes: int) -> None:
         def sent() -> None:
@@ -166,7 +158,7 @@ def test_a_slow_line_takes_longer_for_as_long_as_it_is_slow() -> None:
 def test_nothing_passes_while_a_line_is_down(loses: bool, first_s: float) -> None:
     """The first message is under way when the line goes down, the second on the line."""
     traffic = Traffic()
-    flow = traffic.flow(latency_s=2.0, outages=(Outage(start_s=4.0, end_s=10.0, loses=loses),))
+    flow = traffic.flow(latency_s=2.0, slowdowns=(Slowdown(start_s=4.0, end_s=10.0, loses=loses),))
     traffic.send(flow, 0.0, "a", "a", 3)
     traffic.send(flow, 0.0, "a", "b", 2)
     traffic.clock.run()
@@ -177,7 +169,8 @@ def test_nothing_passes_while_a_line_is_down(loses: bool, first_s: float) -> Non
 def test_a_whisper_takes_no_room_but_waits_for_a_line_that_is_down() -> None:
     clock = Clock()
     heard: list[float] = []
-    flow = Flow(clock, bandwidth_bps=8.0, delay_s=1.0, outages=[Outage(start_s=5.0, end_s=9.0, loses=True)])
+    outage = Slowdown(start_s=5.0, end_s=9.0, loses=True)
+    flow = Flow(clock, Line(down_bps=8.0, up_bps=8.0, latency_s=1.0), 8.0, slowdowns=[outage])
     flow.send("a", 100, sent=lambda: None, arrived=lambda: None)
     for at_s in (0.0, 4.5, 6.0):
         clock.at(at_s, lambda: flow.whisper(lambda: heard.append(clock.now_s)))

@@ -24,7 +24,7 @@ from isthmus.plan.costs import (
 from isthmus.plan.plan import Plan
 from isthmus.plan.planner import plan
 from isthmus.plan.types import Carried, MessageKind, Sent
-from isthmus.wan.frames import wire_bytes
+from isthmus.wan.packet import wire_bytes
 from tests.model.cases import CONFIGS, RNG_KEY, blueprint, build, make_batch
 from tests.plan.jobs import two_clouds
 from tests.train.chain import CutCase, Given, chain, config

@@ -7,9 +7,8 @@ import pytest
 
 from isthmus.plan.end_of_step import Evaluated, Note, StepEnded
 from isthmus.plan.pipeline import PipelineScheduler
-from isthmus.plan.simulate import simulate
+from isthmus.plan.simulate import Timeline, simulate
 from isthmus.plan.simulated import Checkpointing, ScenarioPipeline
-from isthmus.plan.timeline import Timeline
 from isthmus.plan.types import Action, Costs, Event, Interrupted, Member, Outcome, Save, Scheduler, Stop
 from tests.plan.test_simulated_codecs import cut, scenario, slow_from
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from isthmus.errors import UserError
 from isthmus.job.faults import CloudFault, CloudFaultKind, Fault, FaultKind
 from isthmus.plan.scenario import Hop, Policy, Scenario, scenario_from_dict, scenario_to_dict, windows
+from isthmus.plan.simulate import Timeline
 from isthmus.plan.simulated import Checkpointing, simulate_scenario
-from isthmus.plan.timeline import Timeline
 from tests.plan.scenarios import hop, pipeline, scenarios, stage
 
 modest = settings(deadline=None, max_examples=60)

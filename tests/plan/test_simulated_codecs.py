@@ -9,8 +9,8 @@ from isthmus.job.faults import Fault, FaultKind
 from isthmus.plan.codecs import RAW_PAIR, Bounds, Crossing, Cut, Loss, Pair
 from isthmus.plan.end_of_step import Note
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
+from isthmus.plan.simulate import Timeline
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.timeline import Timeline
 from isthmus.plan.types import Member
 
 NUM_MICROBATCHES = 16

@@ -16,9 +16,9 @@ from isthmus.errors import RankLost
 from isthmus.job import Address
 from isthmus.train import watch as watch_module
 from isthmus.train.watch import Watch, prove, publish_port
-from isthmus.wan.frames import Abort, Close, ControlFrame, Notice, decode, encode
 from isthmus.wan.handshake import RankSpec
-from isthmus.wan.limits import own_sockets
+from isthmus.wan.packet import Abort, Close, ControlFrame, Notice, decode, encode
+from isthmus.wan.sockets import own_sockets
 from tests.train.test_watch import PATIENCE_S, PORT, SECRET, Post, Words, drop, leave, meet, meet_one, post
 
 Answer = Callable[[socket.socket], object]

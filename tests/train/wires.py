@@ -14,8 +14,7 @@ from isthmus.train.device import Device, Mark
 from isthmus.train.integers import pack_integers
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Delivery, Failure, Inbox, Wire
-from isthmus.wan.frames import wire_bytes
-from isthmus.wan.packet import Packet, pack, unpack
+from isthmus.wan.packet import Packet, pack, unpack, wire_bytes
 from tests.train.chain import CLOUDS, Record
 
 PATIENCE_S = 30.0

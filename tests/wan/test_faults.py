@@ -4,7 +4,7 @@ import pytest
 
 from isthmus.errors import JobError, UserError
 from isthmus.job.faults import Fault, FaultKind, load_faults
-from isthmus.wan.shaping import Direction, Disturbed, inject
+from isthmus.wan.shaping import Direction, Disturbed
 
 GOOD = """
 [[fault]]
@@ -78,7 +78,7 @@ def test_faults_are_read_in_the_order_of_their_times(tmp_path: Path) -> None:
 def test_a_fault_does_to_the_link_what_it_says(tmp_path: Path) -> None:
     link = Recorder()
     for fault in load_faults(write(tmp_path, GOOD)):
-        inject(fault, link, dialer="west")
+        link.disturb(fault, dialer="west")
     assert link.done == [
         ("slow_down", 10.0, 60.0),
         ("cut", 5.0),
@@ -90,7 +90,7 @@ def test_a_fault_does_to_the_link_what_it_says(tmp_path: Path) -> None:
 def test_corruption_comes_from_the_first_cloud_unless_told(tmp_path: Path) -> None:
     text = '[[fault]]\nat = "1 s"\nkind = "corrupt"\nbetween = ["east", "west"]\n'
     link = Recorder()
-    inject(load_faults(write(tmp_path, text))[0], link, dialer="west")
+    link.disturb(load_faults(write(tmp_path, text))[0], dialer="west")
     assert link.done == [("corrupt", Direction.DOWN, 1)]
 
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from isthmus.errors import FrameError
 from isthmus.plan.types import Priority
 from isthmus.wan.flight import GAIN, MIN_CHUNK_BYTES, MIN_WINDOW_BYTES, SLACK_S, Flight
-from isthmus.wan.frames import Ack, Chunk, decode
 from isthmus.wan.inbox import MAX_NUM_OUT_OF_ORDER, LinkInbox
 from isthmus.wan.outbox import Outbox
-from isthmus.wan.packet import Packet, pack
+from isthmus.wan.packet import Ack, Chunk, Packet, decode, pack
 
 STRIPE = 2
 WINDOW_BYTES = 1 << 20

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import FrameError
-from isthmus.wan.frames import (
+from isthmus.wan.packet import (
     MAX_CHUNK_BYTES,
+    MAX_PACKET_BYTES,
     MAX_REASON_BYTES,
     Abort,
     Ack,
@@ -21,7 +22,6 @@ from isthmus.wan.frames import (
     encode_chunk,
     wire_bytes,
 )
-from isthmus.wan.packet import MAX_PACKET_BYTES
 
 u64 = st.integers(0, 2**64 - 1)
 names = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=40)

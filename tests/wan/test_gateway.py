@@ -20,11 +20,11 @@ from isthmus.cli.site import gateway as gateway_verb
 from isthmus.errors import Refused, UserError
 from isthmus.job import Address
 from isthmus.wan.certificates import Identity, make_authority, make_request, sign_request, throwaway
-from isthmus.wan.frames import Abort, Close, Frame, Notice, Ping, decode, encode
 from isthmus.wan.gateway import Entry, Gateway, RankChange, Registration
 from isthmus.wan.gateway import _limits as gateway_limits
 from isthmus.wan.handshake import server_name
 from isthmus.wan.heartbeat import Channel, Heartbeat
+from isthmus.wan.packet import Abort, Close, Frame, Notice, Ping, decode, encode
 
 PATIENCE_S = 20.0
 CALM = partial(Heartbeat, interval_s=0.2, timeout_s=PATIENCE_S)

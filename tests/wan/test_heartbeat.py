@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from isthmus.errors import FrameError
-from isthmus.wan.frames import Close, Notice, Ping, Pong
 from isthmus.wan.heartbeat import MAX_LINE_BYTES, Channel, Heartbeat
+from isthmus.wan.packet import Close, Notice, Ping, Pong
 
 
 async def channels(*, timeout_s: float = 20.0) -> tuple[Channel, Channel]:

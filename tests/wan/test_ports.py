@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.limits import ConnectionLimiter, own_sockets, place_of, stop_accepting
 from isthmus.wan.local import LocalWan
 from isthmus.wan.packet import Packet
+from isthmus.wan.sockets import ConnectionLimiter, own_sockets, place_of, stop_accepting
 from tests.wan.clouds import CloudProcess, two_clouds
 
 PATIENCE_S = 30.0
@@ -58,7 +58,7 @@ def test_a_port_that_cannot_be_closed_is_logged(
     def refuse(_: socket.socket) -> None:
         raise OSError(errno.ENOPROTOOPT, "Protocol not available")
 
-    monkeypatch.setattr("isthmus.wan.limits._drop_all_packets", refuse)
+    monkeypatch.setattr("isthmus.wan.sockets._drop_all_packets", refuse)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         stop_accepting({port})

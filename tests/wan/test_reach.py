@@ -14,9 +14,8 @@ from isthmus.job.load import parse_job
 from isthmus.wan.certificates import throwaway
 from isthmus.wan.endpoint import Endpoint, Site, link_settings, num_connections, num_stripes
 from isthmus.wan.gateway import Gateway
-from isthmus.wan.limits import own_sockets
 from isthmus.wan.packet import Packet
-from isthmus.wan.sockets import LoopThread, own_address
+from isthmus.wan.sockets import LoopThread, own_address, own_sockets
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 
 MIB = 1024**2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.wan.limits import Complaints, Pending, num_files_left, source_of
+from isthmus.wan.sockets import Complaints, evict, num_files_left, source_of
 
 REASON = "rank 1 of east has not registered"
 
@@ -80,29 +80,23 @@ def test_strangers_from_many_addresses_fill_neither_the_log_nor_the_memory() -> 
 
 
 def test_the_oldest_of_the_source_that_has_most_must_go() -> None:
-    pending: Pending[int] = Pending()
-    for number, source in enumerate("abbbac"):
-        pending.add(number, source=source)
-    assert pending.evict(max_num=6, max_num_per_source=6) == []
-    assert pending.evict(max_num=6, max_num_per_source=2) == [1]
-    assert pending.evict(max_num=4, max_num_per_source=2) == [0]
+    pending = dict(enumerate("abbbac"))
+    assert evict(pending, max_num=6, max_num_per_source=6) == []
+    assert evict(pending, max_num=6, max_num_per_source=2) == [1]
+    assert evict(pending, max_num=4, max_num_per_source=2) == [0]
     assert sorted(pending) == [2, 3, 4, 5]
-    pending.discard(3)
-    pending.discard(3)
-    assert 3 not in pending
-    assert len(pending) == 3
 
 
 @given(st.lists(st.sampled_from("aaaaaaaabc"), max_size=60), st.integers(1, 20), st.integers(1, 8))
 def test_a_flood_of_one_source_never_pushes_out_a_lone_connection_of_another(
     sources: list[str], max_num: int, max_num_per_source: int
 ) -> None:
-    pending: Pending[tuple[int, str]] = Pending()
+    pending: dict[tuple[int, str], str] = {}
     gone: list[tuple[int, str]] = []
     for number, source in enumerate(sources):
-        pending.add((number, source), source=source)
+        pending[number, source] = source
         held = [one for _, one in pending]
-        for victim in pending.evict(max_num=max_num, max_num_per_source=max_num_per_source):
+        for victim in evict(pending, max_num=max_num, max_num_per_source=max_num_per_source):
             gone.append(victim)
             assert held.count(victim[1]) == max(held.count(one) for one in held)
             held.remove(victim[1])
