@@ -16,13 +16,17 @@ _PLACES: Final = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 _SHARE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
-@contextmanager
-def shared_gpu(*, is_wanted: bool, max_percent: int = 100) -> Iterator[bool]:
-    """Start the daemon for the processes started inside; gives whether they can use it.
+def share_among(num_processes: int) -> None:
+    """Give each process that is started from now on an equal part of the GPU's multiprocessors.
 
-    Each process may use so much of the GPU's multiprocessors, so that two with half of them hardly disturb
-    each other.
+    So they hardly disturb each other.
     """
+    os.environ[_SHARE] = str(100 // num_processes)
+
+
+@contextmanager
+def shared_gpu(*, is_wanted: bool) -> Iterator[bool]:
+    """Start the daemon for the processes started inside; gives whether they can use it."""
     if not is_wanted or shutil.which(_CONTROL) is None:
         yield False
         return
@@ -32,7 +36,7 @@ def shared_gpu(*, is_wanted: bool, max_percent: int = 100) -> Iterator[bool]:
         try:
             works = _works(environment)
             if works:
-                os.environ.update(dict.fromkeys(_PLACES, folder) | {_SHARE: str(max_percent)})
+                os.environ.update(dict.fromkeys(_PLACES, folder))
             yield works
         finally:
             for name in (*_PLACES, _SHARE):

@@ -1,29 +1,36 @@
 """Plans of jobs on one GPU beside the best that a sweep by hand finds, with real kernels.
 
-python benchmarks/plan_on_gpu.py [--jobs NAME,…] [--quick | --no-sweep] [--steps N] [--limit-s S]
-                                 [--deadline-s S] [--device KIND] [--tiny] [--out DIR] [--json]
+python benchmarks/plan_on_gpu.py [--jobs NAME …] [--quick | --no-sweep] [--steps N] [--run NAME …]
+                                 [--deadline-s S] [--device KIND] [--tiny] [--out DIR]
 
 Clouds share one GPU by NVIDIA's MPS, each with an equal part of its multiprocessors, and are joined through
-the emulated WAN. For each job, in this order: `isthmus plan` measures, chooses micro-batches, cut and codecs,
-and its prediction is written to a file, whose hash is printed; `isthmus run` runs that choice; then a sweep
-runs other micro-batches and codecs. The table says how near the prediction came, and what share of the best
-throughput the planned choice reached. A job for which no time is left is named as missing: with --jobs a few
-of them fit into ten minutes. With --device cpu --tiny the same is tried on small models.
+the emulated WAN. For each job, in this order: the planner measures, chooses micro-batches, cut and codecs, and
+its plan is written to a file, whose hash is printed; then that choice is trained for some steps, and other
+micro-batches and codecs by `swept.py`. Jobs named by --run are also run by `isthmus run`, from data to
+export. The table says how near the prediction came, and what share of the best throughput the planned choice
+reached. A job for which no time is left is named as missing. With --device cpu --tiny the same is tried on
+small models.
 """
 
 import argparse
+import hashlib
+import multiprocessing
+import os
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Final
 
-from bench import Deadline, machine, tell
-from mps import shared_gpu
-from planned_runs import CommandFailed, Commands, Planned, error_of, job_text, middle
-from rich.console import Console
-from rich.table import Table
+from bench import NOTES, Choice, Deadline, finish, new_folder, options, show, tell
+from mps import share_among, shared_gpu
+from planned_runs import CommandFailed, Commands, error_of, job_text
+from swept import NUM_WARM_UP_STEPS, Setting, Tried, sweep
 
+from isthmus import load_job, plan
+from isthmus.errors import IsthmusError
+from isthmus.plan.plan import Decisions, plan_to_json
 from isthmus.train.data.corpora import CORPORA
 
 CLOUDS: Final = ("east", "west", "north")
@@ -120,57 +127,55 @@ JOBS: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What was tried by hand."""
-
-    num_microbatches: int
-    codec: tuple[str, str]
-    step_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One job: planned, run as planned, and swept."""
+    """One job: its sealed prediction, and what was tried; the planned choice is the first."""
 
     job: str
-    planned: Planned
-    measured_s: float
-    tried: tuple[Choice, ...]
+    predicted_s: float
+    sha256: str
+    layers: tuple[int, ...]
+    tried: tuple[Tried, ...]
+    run_s: float | None = None
+    """A step of `isthmus run` by the planned choice, where that was asked for."""
+
+    @property
+    def planned(self) -> Tried:
+        """The planned choice."""
+        return self.tried[0]
 
     @property
     def error(self) -> float:
         """Of the prediction."""
-        return error_of(self.planned.step_s, self.measured_s)
+        return error_of(self.predicted_s, self.planned.step_s)
 
     @property
-    def best_s(self) -> float:
-        """The shortest step of all, the planned one among them."""
-        return min([self.measured_s, *(one.step_s for one in self.tried)])
+    def best(self) -> Tried:
+        """The fastest of all."""
+        return min(self.tried, key=lambda one: one.step_s)
 
     @property
     def share_of_best(self) -> float:
         """The throughput of the planned choice by that of the best."""
-        return self.best_s / self.measured_s
+        return self.best.step_s / self.planned.step_s
 
     def record(self) -> dict[str, Any]:
         """All that is known of it."""
-        return {
-            **asdict(self),
-            "error": self.error,
-            "best_s": self.best_s,
-            "share_of_best": self.share_of_best,
-        }
+        return {**asdict(self), "error": self.error, "share_of_best": self.share_of_best}
 
 
-def sweep(planned: Planned, num_sequences: int, *, is_quick: bool) -> Iterator[tuple[int, tuple[str, str]]]:
-    """Other micro-batches with the planned codecs, and other codecs with the planned micro-batches."""
+def settings_of(decisions: Decisions, num_sequences: int, *, is_quick: bool) -> list[Setting]:
+    """The planned choice; other micro-batches with its codecs; other codecs with its micro-batches."""
+    number, codecs = decisions.num_microbatches, decisions.codecs
     factors = (0.5, 2.0) if is_quick else (0.25, 0.5, 2.0, 4.0)
-    numbers = {round(planned.num_microbatches * factor) for factor in factors}
-    own = planned.codecs[0]
-    possible = sorted(one for one in numbers if 1 <= one <= num_sequences and num_sequences % one == 0)
-    yield from ((number, own) for number in possible)
-    others = [one for one in (RAW, INT8, INT4) if one != own]
-    yield from ((planned.num_microbatches, codec) for codec in (others[:1] if is_quick else others))
+    numbers = sorted({round(number * factor) for factor in factors} - {number})
+    found = [Setting(num_microbatches=number, codecs=codecs)]
+    found += [
+        Setting(num_microbatches=one, codecs=codecs)
+        for one in numbers
+        if 2 <= one <= num_sequences and num_sequences % one == 0
+    ]
+    others = [(pair,) * len(codecs) for pair in (RAW, INT8, INT4)]
+    return found + [Setting(num_microbatches=number, codecs=one) for one in others if one != codecs]
 
 
 def write_data(folder: Path) -> Path:
@@ -182,127 +187,119 @@ def write_data(folder: Path) -> Path:
     return path
 
 
-def outcome_of(
-    job: GpuJob, options: argparse.Namespace, out: Path, notes: Console, deadline: Deadline
-) -> Outcome:
-    """Plan, run the choice, sweep while there is time."""
+def outcome_of(job: GpuJob, given: argparse.Namespace, out: Path) -> Outcome:
+    """Plan, seal the prediction, then try the choice and the others."""
     folder = out / job.name
     folder.mkdir()
     path = folder / "job.toml"
-    text = job.text(write_data(out), device=options.device, is_tiny=options.tiny, num_steps=options.steps)
-    path.write_text(text)
-    commands = Commands(cache=folder / "cache", limit_s=options.limit_s)
-    planned = commands.plan(path, folder / "prediction.json")
-    notes.print(f"{job.name}: predicted, sha256 {planned.sha256}")
-    measured_s = middle(commands.run(path, folder / "runs"))
-    num_sequences = 32 if options.tiny else job.batch_tokens // SEQUENCE_LENGTH
-    tried: list[Choice] = []
-    longest_s = 0.0
-    choices = () if options.no_sweep else sweep(planned, num_sequences, is_quick=options.quick)
-    for number, codec in choices:
-        if not deadline.leaves(longest_s):
-            notes.print(f"{job.name}: no time was left for {number} micro-batches with {codec[0]}")
-            break
-        started_s = time.monotonic()
-        notes.print(f"{job.name}: {number} micro-batches, {codec[0]}")
-        try:
-            swept, given = _swept(folder, planned, number, codec)
-            steps_s = commands.run(swept, folder / "runs", "--no-profile", *given)
-        except CommandFailed as failed:
-            notes.print(f"{job.name}: {failed}")
-        else:
-            tried.append(Choice(num_microbatches=number, codec=codec, step_s=middle(steps_s)))
-        longest_s = max(longest_s, time.monotonic() - started_s)
-    return Outcome(job=job.name, planned=planned, measured_s=measured_s, tried=tuple(tried))
+    path.write_text(job.text(write_data(out), device=given.device, is_tiny=given.tiny, num_steps=given.steps))
+    loaded = load_job(path)
+    begun_s = time.monotonic()
+    planned = plan(loaded, is_quick=True, note=NOTES.print)
+    if planned.decisions is None:
+        raise CommandFailed(f"{job.name}: the plan is no pipeline")
+    sealed = folder / "prediction.json"
+    sealed.write_text(plan_to_json(planned))
+    sha256 = hashlib.sha256(sealed.read_bytes()).hexdigest()
+    NOTES.print(
+        f"{job.name}: predicted {planned.estimate.step_s:.3f} s, sha256 {sha256}, "
+        f"planned in {time.monotonic() - begun_s:.0f} s"
+    )
+    num_sequences = 32 if given.tiny else job.batch_tokens // SEQUENCE_LENGTH
+    settings = settings_of(planned.decisions, num_sequences, is_quick=given.quick or job.compiles)
+    tried = sweep(
+        loaded,
+        planned.decisions,
+        settings[:1] if given.no_sweep else settings,
+        num_steps=given.steps,
+        report=NOTES.print,
+    )
+    if not tried or tried[0].setting != settings[0]:
+        raise CommandFailed(f"{job.name}: the planned choice did not run")
+    commands = Commands(cache=Path(os.environ["XDG_CACHE_HOME"]), limit_s=given.limit_s)
+    return Outcome(
+        job=job.name,
+        predicted_s=planned.estimate.step_s,
+        sha256=sha256,
+        layers=planned.decisions.layers,
+        tried=tuple(tried),
+        run_s=statistics.median(commands.run(path, folder / "runs")) if job.name in given.run else None,
+    )
 
 
-def _swept(folder: Path, planned: Planned, number: int, codec: tuple[str, str]) -> tuple[Path, list[str]]:
-    """The job with these codecs, and options that leave nothing else open."""
-    path = folder / "swept.toml"
-    both = f'codec = {{ forward = "{codec[0]}", backward = "{codec[1]}" }}'
-    path.write_text((folder / "job.toml").read_text().replace('codec = "auto"', both))
-    layers = ", ".join(map(str, planned.layers))
-    return path, ["--set", f"strategy.microbatches={number}", "--set", f"strategy.layers=[{layers}]"]
+def table_row(one: Outcome) -> dict[str, str]:
+    """The row of a job."""
+    planned, best = one.planned.setting, one.best.setting
+    return {
+        "job": one.job,
+        "micro-batches": str(planned.num_microbatches),
+        "layers": " + ".join(map(str, one.layers)),
+        "codec": planned.codecs[0][0],
+        "predicted": f"{one.predicted_s:.3f} s",
+        "measured": f"{one.planned.step_s:.3f} s",
+        "error": f"{one.error:+.1%}",
+        "isthmus run": "" if one.run_s is None else f"{one.run_s:.3f} s",
+        "best by hand": f"{one.best.step_s:.3f} s ({best.num_microbatches}, {best.codecs[0][0]})",
+        "share of the best": f"{one.share_of_best:.1%}",
+    }
 
 
-def show(found: Sequence[Outcome]) -> Table:
-    """The table."""
-    columns = ("job", "micro-batches", "layers", "codec", "predicted", "measured", "error")
-    table = Table(*columns, "best by hand", "share of the best")
-    for one in found:
-        best = min(one.tried, key=lambda choice: choice.step_s, default=None)
-        by_hand = "" if best is None else f"{best.step_s:.3f} s ({best.num_microbatches}, {best.codec[0]})"
-        table.add_row(
-            one.job,
-            str(one.planned.num_microbatches),
-            " + ".join(map(str, one.planned.layers)),
-            one.planned.codecs[0][0],
-            f"{one.planned.step_s:.3f} s",
-            f"{one.measured_s:.3f} s",
-            f"{one.error:+.0%}",
-            by_hand,
-            f"{one.share_of_best:.0%}",
-        )
-    return table
-
-
-def chosen_jobs(options: argparse.Namespace) -> list[GpuJob]:
-    """The jobs that were asked for."""
-    known: Mapping[str, GpuJob] = {one.name: one for one in JOBS}
-    return [known[name] for name in options.jobs.split(",")] if options.jobs else list(JOBS)
-
-
-def run_all(options: argparse.Namespace, out: Path, notes: Console, deadline: Deadline) -> list[Outcome]:
+def run_all(given: argparse.Namespace, out: Path, deadline: Deadline) -> list[Outcome]:
     """All jobs, one after the other, while there is time."""
     found: list[Outcome] = []
-    for job in chosen_jobs(options):
-        if not deadline.leaves():
-            break
-        with shared_gpu(is_wanted=options.device != "cpu", max_percent=100 // len(job.clouds)):
+    with shared_gpu(is_wanted=given.device != "cpu") as is_shared:
+        for job in given.jobs:
+            if not deadline.leaves():
+                break
+            if is_shared:
+                share_among(len(job.clouds))
             try:
-                found.append(outcome_of(job, options, out, notes, deadline))
-            except CommandFailed as failed:
-                notes.print(f"{job.name}: {failed}")
+                found.append(outcome_of(job, given, out))
+            except (CommandFailed, IsthmusError) as failed:
+                NOTES.print(f"{job.name}: {failed}")
             else:
                 tell(found[-1].record())
     return found
 
 
 def main() -> None:
-    """Plan, run, sweep; print the table and a JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--jobs", help=f"names, separated by commas: {', '.join(one.name for one in JOBS)}")
-    parser.add_argument("--quick", action="store_true", help="a smaller sweep")
-    parser.add_argument("--no-sweep", action="store_true", help="run the planned choice alone")
-    parser.add_argument(
-        "--steps", type=int, default=7, help="of a run, the first three of which do not count"
+    """Plan, seal, sweep; print the table and a JSON line."""
+    given = options(
+        __doc__,
+        jobs=Choice([one.name for one in JOBS], [one.name for one in JOBS]),
+        run=Choice([], [one.name for one in JOBS]),
+        quick=False,
+        no_sweep=False,
+        steps=NUM_WARM_UP_STEPS + 3,
+        limit_s=300.0,
+        deadline_s=float,
+        device="cuda",
+        tiny=False,
+        out=Path("runs/plan-on-gpu"),
     )
-    parser.add_argument("--limit-s", type=float, default=150.0, help="for each command")
-    parser.add_argument("--deadline-s", type=float, help="start nothing that would end later than that")
-    parser.add_argument("--device", default="cuda", help="as in a job; cpu only to try it")
-    parser.add_argument("--tiny", action="store_true", help="small models, to try it")
-    parser.add_argument("--out", type=Path, default=Path("runs/plan-on-gpu"), help="folder of files")
-    parser.add_argument("--json", action="store_true", help="nothing but JSON lines")
-    options = parser.parse_args()
-    out = (options.out / time.strftime("%Y%m%d-%H%M%S")).resolve()
-    out.mkdir(parents=True)
-    notes = Console(stderr=True, highlight=False, soft_wrap=True)
-    found = run_all(options, out, notes, Deadline.after(options.deadline_s))
-    missing = sorted({one.name for one in chosen_jobs(options)} - {one.job for one in found})
-    if missing:
-        notes.print(f"missing: {', '.join(missing)}")
-    if not options.json:
-        Console(width=150).print(show(found))
-    tell(
-        {
-            "benchmark": "plan_on_gpu",
-            **machine("torch", "transformers"),
-            "device": options.device,
-            "is_tiny": options.tiny,
-            "jobs": [one.record() for one in found],
-            "missing": missing,
-        }
+    names, given.jobs = given.jobs, [one for one in JOBS if one.name in given.jobs]
+    out = new_folder(given.out)
+    os.environ["XDG_CACHE_HOME"] = str(out / "cache")
+    start_server()
+    found = run_all(given, out, Deadline.after(given.deadline_s))
+    missing = sorted({*names} - {one.job for one in found})
+    show([table_row(one) for one in found])
+    finish(
+        "plan_on_gpu",
+        "torch",
+        "transformers",
+        device=given.device,
+        is_tiny=given.tiny,
+        jobs=[one.record() for one in found],
+        missing=missing,
     )
+
+
+def start_server() -> None:
+    """Start the server from which ranks are forked, with all imports that they need, once for all jobs."""
+    modules = ["isthmus.train.session", "isthmus.train.rehearsal", "swept"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    forkserver.ensure_running()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import NOTES, Choice, Deadline, finish, new_folder, options, show, tell
-from mps import shared_gpu
+from mps import share_among, shared_gpu
 from predicted.cases import (
     NUM_CASES,
     NUM_QUICK_CASES,
@@ -46,7 +46,7 @@ from isthmus.train.device import Device
 
 PREDICTIONS = "predictions.json"
 MEAN_GOAL, WORST_GOAL, TAU_GOAL = 0.05, 0.15, 0.9
-CLOUD_PERCENT = 25
+MAX_CLOUDS = 4
 
 
 def measure_and_run(cases: Sequence[Case], out: Path, deadline: Deadline) -> list[Outcome]:
@@ -152,7 +152,9 @@ def main() -> None:
     out = new_folder(given.out)
     cases = choose_cases(given)
     started_s = time.monotonic()
-    with shared_gpu(is_wanted=given.gpu, max_percent=CLOUD_PERCENT) as is_shared:
+    with shared_gpu(is_wanted=given.gpu) as is_shared:
+        if is_shared:
+            share_among(MAX_CLOUDS)
         outcomes = measure_and_run(cases, out, deadline)
     missing = sorted({case.number for case in cases} - {one.case.number for one in outcomes})
     if missing:

@@ -313,7 +313,8 @@ class _Bench:
             stage = build_stage(blueprint, range(*layers), seed=0)
             self._rigs[layers] = Rig(stage, device=device, size=self._sizes[0])
             if job.train.compile:
-                self._rigs[layers].stage.compile_layers(dynamic=None)
+                # A run compiles for one size; without this, sizes after the first get kernels for any size.
+                self._rigs[layers].stage.compile_layers(dynamic=False)
 
     def samples(
         self, effort: Effort, report: Report, *, takes_least: bool, is_first: bool

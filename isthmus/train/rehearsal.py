@@ -157,7 +157,7 @@ class _Rehearsing:
         layers = rehearsed_layers(blueprint.num_layers, len(self._clouds))
         stage = build_stage(blueprint, layers[neighbours.index], seed=0).to(device.torch_device)
         if job.train.compile:
-            stage.compile_layers(dynamic=None)
+            stage.compile_layers(dynamic=False)
         self._built = BuiltStage(
             stage=stage,
             optimizer=Optimizer(
