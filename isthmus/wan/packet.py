@@ -2,15 +2,18 @@
 
 A packet is a JSON header and raw buffers, laid out as bytes once. Of a link, bulk connections carry `Chunk`s
 of packets and the control connection carries `Ping`, `Pong`, `Ack`, `Abort` and `Close`. Gateways and the
-ranks of a cloud use all of these but `Chunk` and `Ack`, and `Notice`. Every field is checked against its
-bounds before it is used, and nothing is ever unpickled.
+ranks of a cloud use all of these but `Chunk` and `Ack`, and `Notice`. A chunk is a fixed head and raw bytes;
+the others are JSON. Every field is checked against its bounds before it is used, and nothing is unpickled.
 """
 
 import json
+import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from enum import IntEnum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, JsonValue, TypeAdapter
 
 from isthmus.errors import FrameError, UserError
 from isthmus.units import format_bytes
@@ -135,7 +138,7 @@ def _read_header(encoded: memoryview) -> dict[str, object]:
 
 
 # Raised with every change of a frame, or of what any packet holds: ends of two protocols never talk.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_CHUNK_BYTES = 1024 * 1024
 MAX_NAME_BYTES = 120
 MAX_REASON_BYTES = 4096
@@ -146,10 +149,9 @@ MAX_NUM_STREAMS = 1024
 MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 1024
 
 _CHUNK = struct.Struct("<BBQQQQ")
-_ACK = struct.Struct("<BQHH")
-_RANGE = struct.Struct("<QQ")
-_CONSUMED = struct.Struct("<BQ")
-_TEXT = struct.Struct("<BH")
+# JSON never begins with this byte.
+_CHUNK_MARK = 1
+_STREAM_NAME = re.compile(rf"[ -~]{{1,{MAX_NAME_BYTES}}}")
 
 # What gRPC, HTTP/2 and TLS add to a message: a prefix for the message, and for each 16 KiB
 # an HTTP/2 frame header and a TLS record's header and tag.
@@ -158,16 +160,22 @@ _RECORD_BYTES = 16 * 1024
 _PER_RECORD_BYTES = 9 + 22
 
 
-class Kind(IntEnum):
-    """The first byte of a frame."""
+def check_stream_name(name: str) -> str:
+    """Give a stream's name back; it must be short and printable, since logs and reports show it."""
+    if not _STREAM_NAME.fullmatch(name):
+        raise ValueError(f"a stream name is 1 to {MAX_NAME_BYTES} printable ASCII characters, not {name!r}")
+    return name
 
-    CHUNK = 1
-    PING = 2
-    PONG = 3
-    ACK = 4
-    ABORT = 5
-    CLOSE = 6
-    NOTICE = 7
+
+def _check_range(ends: tuple[int, int]) -> tuple[int, int]:
+    if ends[0] > ends[1]:
+        raise ValueError("a range that ends before it begins")
+    return ends
+
+
+_Number = Annotated[int, Field(ge=0, lt=2**64)]
+_StreamName = Annotated[str, AfterValidator(check_stream_name)]
+_Range = Annotated[tuple[_Number, _Number], AfterValidator(_check_range)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,49 +194,57 @@ class Chunk:
 class Ping:
     """A question for a sign of life, with the sender's clock."""
 
-    sent_ns: int
+    sent_ns: _Number
+    kind: Literal["ping"] = "ping"
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
     """The answer, with both clocks, so that round trip and clock offset follow."""
 
-    sent_ns: int
-    received_ns: int
-    answered_ns: int
+    sent_ns: _Number
+    received_ns: _Number
+    answered_ns: _Number
+    kind: Literal["pong"] = "pong"
 
 
 @dataclass(frozen=True, slots=True)
 class Ack:
     """Which chunks have come (all below `cumulative`, and the ranges), and what was consumed."""
 
-    cumulative: int
-    ranges: tuple[tuple[int, int], ...] = ()
-    consumed_bytes: tuple[tuple[str, int], ...] = ()
+    cumulative: _Number
+    ranges: Annotated[tuple[_Range, ...], Field(max_length=MAX_NUM_RANGES)] = ()
+    consumed_bytes: Annotated[tuple[tuple[_StreamName, _Number], ...], Field(max_length=MAX_NUM_STREAMS)] = ()
+    kind: Literal["ack"] = "ack"
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     """The run is over for every cloud: who said so, and why."""
 
-    cloud: str
-    reason: str
+    cloud: Annotated[str, Field(max_length=MAX_NAME_BYTES)]
+    reason: Annotated[str, Field(max_length=MAX_REASON_BYTES)]
+    kind: Literal["abort"] = "abort"
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
     """The peer is done with this link."""
 
+    kind: Literal["close"] = "close"
+
 
 @dataclass(frozen=True, slots=True)
 class Notice:
     """A few plain values, by which a rank registers at its gateway or meets the other ranks."""
 
-    values: Mapping[str, object]
+    values: Mapping[str, JsonValue]
+    kind: Literal["notice"] = "notice"
 
 
 ControlFrame = Ping | Pong | Ack | Abort | Close | Notice
 Frame = Chunk | ControlFrame
+_CONTROL: TypeAdapter[ControlFrame] = TypeAdapter(Annotated[ControlFrame, Field(discriminator="kind")])
 
 
 def wire_bytes(frame_bytes: int) -> int:
@@ -243,51 +259,26 @@ def encode_chunk(
     """A chunk's frame, its payload joined from the pieces in one copy."""
     name = stream.encode()
     return b"".join(
-        (_CHUNK.pack(Kind.CHUNK, len(name), sequence, packet, packet_bytes, offset), name, *pieces)
+        (_CHUNK.pack(_CHUNK_MARK, len(name), sequence, packet, packet_bytes, offset), name, *pieces)
     )
 
 
-_FIXED: dict[type[ControlFrame], tuple[Kind, struct.Struct]] = {
-    Ping: (Kind.PING, struct.Struct("<BQ")),
-    Pong: (Kind.PONG, struct.Struct("<BQQQ")),
-    Close: (Kind.CLOSE, struct.Struct("<B")),
-}
-"""Frames of a fixed size, whose fields are all numbers."""
-
-
 def encode(frame: ControlFrame) -> bytes:
-    """A control frame as bytes."""
-    match frame:
-        case Ack():
-            return _encode_ack(frame)
-        case Abort():
-            return _encode_text(Kind.ABORT, f"{frame.cloud}\n{frame.reason}")
-        case Notice():
-            return _encode_text(Kind.NOTICE, json.dumps(frame.values))
-    kind, layout = _FIXED[type(frame)]
-    return layout.pack(kind, *astuple(frame))
+    """A control frame as JSON in one line; a long reason is cut."""
+    if isinstance(frame, Abort):
+        reason = frame.reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")
+        frame = replace(frame, reason=reason)
+    return _CONTROL.dump_json(frame)
 
 
 def decode(data: bytes) -> Frame:
     """The frame in these bytes; anything that does not fit exactly is a FrameError."""
     try:
-        return _DECODERS[Kind(data[0])](memoryview(data))
-    except (IndexError, ValueError, struct.error) as error:
+        if data[:1] == bytes([_CHUNK_MARK]):
+            return _decode_chunk(memoryview(data))
+        return _CONTROL.validate_json(data)
+    except (ValueError, struct.error) as error:
         raise FrameError("bytes that are no frame") from error
-
-
-def _encode_ack(ack: Ack) -> bytes:
-    parts = [_ACK.pack(Kind.ACK, ack.cumulative, len(ack.ranges), len(ack.consumed_bytes))]
-    parts += [_RANGE.pack(low, high) for low, high in ack.ranges]
-    for stream, consumed_bytes in ack.consumed_bytes:
-        name = stream.encode()
-        parts += [_CONSUMED.pack(len(name), consumed_bytes), name]
-    return b"".join(parts)
-
-
-def _encode_text(kind: Kind, text: str) -> bytes:
-    encoded = text.encode()[:MAX_REASON_BYTES]
-    return _TEXT.pack(kind, len(encoded)) + encoded
 
 
 def _decode_chunk(data: memoryview) -> Chunk:
@@ -297,71 +288,5 @@ def _decode_chunk(data: memoryview) -> Chunk:
         raise FrameError(f"a packet of {packet_bytes} bytes")
     if not 0 < payload.nbytes <= MAX_CHUNK_BYTES or offset + payload.nbytes > packet_bytes:
         raise FrameError("a chunk that does not lie inside its packet")
-    stream = _name(data[_CHUNK.size : _CHUNK.size + name_bytes])
+    stream = check_stream_name(bytes(data[_CHUNK.size : _CHUNK.size + name_bytes]).decode())
     return Chunk(sequence, stream, packet, packet_bytes, offset, payload)
-
-
-def _decode_ack(data: memoryview) -> Ack:
-    _, cumulative, num_ranges, num_streams = _ACK.unpack_from(data)
-    if num_ranges > MAX_NUM_RANGES or num_streams > MAX_NUM_STREAMS:
-        raise FrameError("an acknowledgement with too many parts")
-    offset = _ACK.size + num_ranges * _RANGE.size
-    ranges = tuple((low, high) for low, high in _RANGE.iter_unpack(data[_ACK.size : offset]))
-    if len(ranges) != num_ranges or any(low > high for low, high in ranges):
-        raise FrameError("an acknowledgement with broken ranges")
-    consumed_bytes = []
-    for _ in range(num_streams):
-        name_bytes, count = _CONSUMED.unpack_from(data, offset)
-        offset += _CONSUMED.size
-        consumed_bytes.append((_name(data[offset : offset + name_bytes]), count))
-        offset += name_bytes
-    if offset != data.nbytes:
-        raise FrameError("an acknowledgement with bytes behind its end")
-    return Ack(cumulative, ranges, tuple(consumed_bytes))
-
-
-def _decode_abort(data: memoryview) -> Abort:
-    cloud, _, reason = _decode_text(data).partition("\n")
-    return Abort(cloud, reason)
-
-
-def _decode_notice(data: memoryview) -> Notice:
-    try:
-        values = json.loads(_decode_text(data))
-    except RecursionError as error:
-        raise FrameError("a notice that is no JSON") from error
-    if not isinstance(values, dict):
-        raise FrameError("a notice that is no JSON object")
-    return Notice(values)
-
-
-def _decode_text(data: memoryview) -> str:
-    _, text_bytes = _TEXT.unpack_from(data)
-    if _TEXT.size + text_bytes != data.nbytes or text_bytes > MAX_REASON_BYTES:
-        raise FrameError("a text of another length than it says")
-    return bytes(data[_TEXT.size :]).decode(errors="replace")
-
-
-def _name(encoded: memoryview) -> str:
-    name = bytes(encoded).decode("ascii")
-    check_stream_name(name)
-    return name
-
-
-def check_stream_name(name: str) -> None:
-    """Stream names are short and printable, since they are shown in logs and reports."""
-    if not 0 < len(name) <= MAX_NAME_BYTES or not (name.isascii() and name.isprintable()):
-        raise ValueError(f"a stream name is 1 to {MAX_NAME_BYTES} printable ASCII characters, not {name!r}")
-
-
-def _fixed(kind: type[ControlFrame]) -> Callable[[memoryview], Frame]:
-    return lambda data: kind(*_FIXED[kind][1].unpack(data)[1:])
-
-
-_DECODERS: dict[Kind, Callable[[memoryview], Frame]] = {
-    Kind.CHUNK: _decode_chunk,
-    Kind.ACK: _decode_ack,
-    Kind.ABORT: _decode_abort,
-    Kind.NOTICE: _decode_notice,
-    **{number: _fixed(kind) for kind, (number, _) in _FIXED.items()},
-}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from isthmus.errors import FrameError
 from isthmus.wan.packet import (
     MAX_CHUNK_BYTES,
+    MAX_NUM_RANGES,
     MAX_PACKET_BYTES,
     MAX_REASON_BYTES,
     Abort,
@@ -88,6 +89,12 @@ def test_chunks_come_back_as_they_were(
         encode(Ping(1))[:-1],
         encode(Ack(1, ((2, 3),)))[:-1],
         encode(Ack(1, ((3, 2),))),
+        encode(Ack(1, tuple((number, number) for number in range(MAX_NUM_RANGES + 1)))),
+        encode(Ack(1, (), (("new\nline", 1),))),
+        encode(Ping(2**64)),
+        encode(Ping(-1)),
+        b'{"kind":"ping","sent_ns":1e400}',
+        b'{"kind":"notice","values":' + b"[" * 100_000,
         encode(Abort("east", "why"))[:-1],
         chunk_frame(payload=b""),
         chunk_frame(packet_bytes=0),
@@ -121,7 +128,7 @@ def test_a_hundred_thousand_mutated_frames_are_frames_or_errors() -> None:
         except FrameError:
             num_refused += 1
         else:
-            assert isinstance(frame, Chunk | Ping | Pong | Ack | Abort | Close)
+            assert isinstance(frame, Chunk | Ping | Pong | Ack | Abort | Close | Notice)
     assert 10_000 < num_refused < 100_000
 
 
