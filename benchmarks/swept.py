@@ -10,26 +10,25 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from isthmus.errors import CloudFailed
-from isthmus.events import Span
 from isthmus.job import Job, LinkSpec, parse_codec, stage_order
-from isthmus.model.stage import Batch
 from isthmus.plan.end_of_step import StepEnded
 from isthmus.plan.job_facts import links_along
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.plan import Decisions
-from isthmus.plan.types import Facts, Member, Message
+from isthmus.plan.types import Member
 from isthmus.train.build import Build, pipeline_loop
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
 from isthmus.train.members import Neighbours
 from isthmus.train.profiling import made_up_batch, made_up_blueprint, made_up_size, threads_here
+from isthmus.train.rehearsal import SameBatches, StepRecord
 from isthmus.train.run_config import decide, run_config
 from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.wan.endpoint import Endpoint
@@ -167,13 +166,13 @@ def _train_all(
     for setting in settings:
         config = config_of(setting)
         config = replace(config, pipeline=replace(config.pipeline, num_steps=num_steps, save_every_s=None))
-        record, source = _Steps(), None
+        record, source = StepRecord(), None
         if neighbours.index == 0:
             number = job.train.batch_tokens // made_up_size(job, 1).num_tokens // setting.num_microbatches
             generator = torch.Generator().manual_seed(0)
             size = made_up_size(job, number)
             batch = made_up_batch(blueprint.head, blueprint.config.vocab_size, size, generator=generator)
-            source = _SameBatches((batch,) * setting.num_microbatches)
+            source = SameBatches((batch,) * setting.num_microbatches)
         member = Member(cloud)
         loop = pipeline_loop(
             built,
@@ -189,7 +188,7 @@ def _train_all(
             loop.run()
         neighbours.agree_on_end()
         if neighbours.index == 0:
-            report(json.dumps(asdict(record.tried(setting))))
+            report(json.dumps(asdict(_tried(setting, record.steps))))
 
 
 def _with_codecs(job: Job, codecs: Sequence[tuple[str, str]]) -> Iterator[LinkSpec]:
@@ -200,41 +199,11 @@ def _with_codecs(job: Job, codecs: Sequence[tuple[str, str]]) -> Iterator[LinkSp
         yield link.model_copy(update={"codec": link.codec.model_copy(update=update)})
 
 
-@dataclass(frozen=True, slots=True)
-class _SameBatches:
-    batches: Sequence[Batch]
-
-    def training(self, step: int) -> Sequence[Batch]:
-        del step
-        return self.batches
-
-    def validation(self) -> Sequence[Batch]:
-        return ()
-
-
-@dataclass(slots=True)
-class _Steps:
-    """Keeps the ends of steps."""
-
-    ended: list[StepEnded] = field(default_factory=list)
-
-    def span(self, span: Span) -> None:
-        """Forget a span."""
-
-    def measured(self, *, track: str, message: Message, relative_error: float, cosine: float) -> None:
-        """Forget what coding changed."""
-
-    def tell(self, fact: Facts) -> None:
-        if isinstance(fact, StepEnded):
-            self.ended.append(fact)
-
-    def tried(self, setting: Setting) -> Tried:
-        return Tried(
-            setting=setting,
-            steps_s=tuple(one.duration_s for one in self.ended[NUM_WARM_UP_STEPS:]),
-            losses=tuple(one.loss for one in self.ended),
-            windows=self.ended[-1].windows,
-            busy_s=self.ended[-1].busy_s,
-        )
-
-
+def _tried(setting: Setting, ended: Sequence[StepEnded]) -> Tried:
+    return Tried(
+        setting=setting,
+        steps_s=tuple(one.duration_s for one in ended[NUM_WARM_UP_STEPS:]),
+        losses=tuple(one.loss for one in ended),
+        windows=ended[-1].windows,
+        busy_s=ended[-1].busy_s,
+    )

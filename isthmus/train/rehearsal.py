@@ -199,7 +199,7 @@ class _Rehearsing:
 
     def _run(self, config: RunConfig, num_sequences: int | None = None) -> list[float]:
         """Some steps of a pipeline; gives what all but the first took, at the first cloud."""
-        record, source = _Record(), None
+        record, source = StepRecord(), None
         if num_sequences is not None:
             batch = made_up_batch(
                 self._blueprint.head,
@@ -207,7 +207,7 @@ class _Rehearsing:
                 made_up_size(self._job, num_sequences),
                 generator=torch.Generator().manual_seed(0),
             )
-            source = _Same((batch,) * config.pipeline.num_microbatches)
+            source = SameBatches((batch,) * config.pipeline.num_microbatches)
         loop = pipeline_loop(
             self._built,
             config,
@@ -280,7 +280,7 @@ def rehearsed_sizes(samples: Sequence[Sample], layers: range, effort: Effort) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Same:
+class SameBatches:
     """The same micro-batches in every step."""
 
     batches: Sequence[Batch]
@@ -296,7 +296,7 @@ class _Same:
 
 
 @dataclass(slots=True)
-class _Record:
+class StepRecord:
     """Keeps the ends of steps and forgets the rest."""
 
     steps: list[StepEnded] = field(default_factory=list)
