@@ -4,9 +4,9 @@ python benchmarks/plan_on_gpu.py [--jobs NAME …] [--quick | --no-sweep] [--ste
                                  [--deadline-s S] [--device KIND] [--tiny] [--out DIR]
 
 Clouds share one GPU by NVIDIA's MPS, each with an equal part of its multiprocessors, and are joined through
-the emulated WAN. For each job, in this order: the planner measures, chooses micro-batches, cut and codecs, and
-its plan is written to a file, whose hash is printed; then that choice is trained for some steps, and other
-micro-batches and codecs by `swept.py`. Jobs named by --run are also run by `isthmus run`, from data to
+the emulated WAN. For each job, in this order: the planner measures, chooses micro-batches, cut and codecs,
+and its plan is written to a file, whose hash is printed; then that choice is trained for some steps, and
+other micro-batches and codecs by `swept.py`. Jobs named by --run are also run by `isthmus run`, from data to
 export. The table says how near the prediction came, and what share of the best throughput the planned choice
 reached. A job for which no time is left is named as missing. With --device cpu --tiny the same is tried on
 small models.
