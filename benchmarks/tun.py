@@ -134,7 +134,6 @@ class _Wire:
 
     def stop(self) -> None:
         self._loop.remove_reader(self._source)
-        self._driven.close()
 
     def _read(self) -> None:
         for _ in range(_NUM_PACKETS_AT_ONCE):

@@ -1,7 +1,7 @@
 """Forwards TCP connections by TLS server name without ending TLS; shaped, it is a WAN in a box.
 
 client ──▶ Side ──▶ Pipe up ───▶ Side ──▶ server          a Pipe is one direction, shared by all connections;
-client ◀── Side ◀── Pipe down ◀── Side ◀── server          a Side is one socket; two of them are a Relayed
+client ◀── Side ◀── Pipe down ◀── Side ◀── server          a Side is one socket, `other` its counterpart
 """
 
 import asyncio
@@ -12,17 +12,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address
 from isthmus.job.faults import Fault, FaultKind
 from isthmus.wan.handshake import parse_client_hello
-from isthmus.wan.shaping import Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
+from isthmus.wan.shaping import Direction, Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
 from isthmus.wan.sockets import (
     Closing,
     Complaints,
-    HostPort,
     LoopThread,
     PreciseSelector,
     evict,
@@ -55,7 +54,6 @@ class Pipe(DrivenLine):
 
     def __init__(self, shape: Shape, loop: asyncio.AbstractEventLoop, *, seed: int) -> None:
         super().__init__(ShapedLine(shape, seed=seed), loop)
-        self.num_bytes = 0
         has_bandwidth = shape.bandwidth_bps is not None
         buffer_bytes = self.line.buffer_bytes
         # A receiver that is late now and then must not cost the line its rate.
@@ -69,18 +67,13 @@ class Pipe(DrivenLine):
         """Begin to read from a side, of which `first` has been read already."""
         source.flow.sink = source.other.deliver
         if first:
-            self.line.offer(source.flow, memoryview(first), self._loop.time())
+            self.line.offer(source.flow, memoryview(first), self.now_s())
         self._starved.append(source)
-        self.run()
-
-    def part(self, flow: ShapedFlow) -> None:
-        """Forget a flow whose sink has ended."""
-        super().part(flow)
         self.run()
 
     def take(self, source: "Side", piece: Piece) -> None:
         """Take what a side has read, and let it read on when there is room."""
-        now_s = self._look()
+        now_s = self.now_s()
         came_s = now_s if self._lateness.since_s is None else self._lateness.since_s
         # Had this thread not been late, it would have read a sender that presses in time.
         came_s = came_s if source.was_pressing(came_s) else now_s
@@ -92,22 +85,9 @@ class Pipe(DrivenLine):
         else:
             source.ready_s = now_s
 
-    def break_off(self, flow: ShapedFlow) -> None:
-        """Pass on that a side was reset."""
-        self.line.break_off(flow, self._loop.time())
-        self.run()
-
-    def release(self, flow: ShapedFlow) -> None:
-        """Serve a flow whose receiver reads again."""
-        self.line.release(flow, self._loop.time())
-        self.run()
-
     def run(self) -> None:
         """Deliver what has arrived, let sides read on, and come back when there is more."""
-        for flow, piece in self.line.advance(self._look()):
-            if flow.sink is not None:
-                self.num_bytes += 0 if isinstance(piece, End) else len(piece)
-                flow.sink(piece)
+        super().run()
         for _ in range(len(self._starved)):
             side = self._starved.popleft()
             if self.line.room_bytes(side.flow) >= self.line.quantum_bytes:
@@ -115,10 +95,10 @@ class Pipe(DrivenLine):
                 side.resume_reading()
             else:
                 self._starved.append(side)
-        self._set_timer(self.line.wake_s())
 
-    def _look(self) -> float:
-        now_s = self._loop.time()
+    def now_s(self) -> float:
+        """The time of the loop; notes whether this thread is late."""
+        now_s = super().now_s()
         self._lateness.note(now_s, due_s=self._due_s, has_caught_up=self.line.is_busy(now_s))
         return now_s
 
@@ -141,12 +121,15 @@ class _Lateness:
 
 
 class Side(asyncio.BufferedProtocol):
-    """One socket of a relayed connection: its reads go into `inward`, `outward` comes out at it."""
+    """One socket of a relayed connection: its reads go into `inward`, `outward` comes out at it.
+
+    The side that is made first makes the other.
+    """
 
     _transport: asyncio.Transport
-    other: "Side"
 
-    def __init__(self, *, inward: Pipe, outward: Pipe) -> None:
+    def __init__(self, *, inward: Pipe, outward: Pipe, other: "Side | None" = None) -> None:
+        self.other = other or Side(inward=outward, outward=inward, other=self)
         self.flow = ShapedFlow()
         self.ready_s = 0.0
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -237,38 +220,18 @@ class Side(asyncio.BufferedProtocol):
     def reset(self) -> None:
         """End the socket at once, or as soon as it is there, so that its peer sees a reset."""
         self._is_reset = True
-        if self._is_open and not self._transport.is_closing():
+        if self._is_open and not self.lost.done():
             reset_on_close(self._transport.get_extra_info("socket"))
             self._transport.abort()
+
+    def reset_both(self) -> None:
+        """End the connection."""
+        self.reset()
+        self.other.reset()
 
     def _close_if_done(self) -> None:
         if self._has_read_all and self._has_written_all:
             self._transport.close()
-
-
-class Relayed:
-    """A connection: two sockets and the flows between them; `closed` is done when both have ended."""
-
-    def __init__(self, *, up: Pipe, down: Pipe) -> None:
-        self._up = up
-        self._down = down
-        self._client = Side(inward=up, outward=down)
-        self._server = Side(inward=down, outward=up)
-        self._client.other, self._server.other = self._server, self._client
-        self.closed = asyncio.gather(self._client.lost, self._server.lost)
-
-    async def start(self, client: socket.socket, server: socket.socket, hello: bytes) -> None:
-        """Pass bytes both ways, the hello first."""
-        loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: self._client, client)
-        await loop.connect_accepted_socket(lambda: self._server, server)
-        self._up.start(self._client, hello)
-        self._down.start(self._server)
-
-    def reset(self) -> None:
-        """End both sockets at once."""
-        self._client.reset()
-        self._server.reset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,17 +255,6 @@ class RelayLimits:
         return evict(
             pending, max_num=self.max_num_waiting, max_num_per_source=self.max_num_waiting_per_source
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayCounters:
-    """What a relay has done so far: payload bytes delivered each way, and connections."""
-
-    up_bytes: int
-    down_bytes: int
-    num_open: int
-    num_relayed: int
-    num_dropped: int
 
 
 class Relay(Disturbed, Closing):
@@ -330,13 +282,11 @@ class Relay(Disturbed, Closing):
         self._limits = limits or RelayLimits()
         self._waiting: dict[asyncio.Task[None], str] = {}
         self._evicted: set[asyncio.Task[None]] = set()
-        self._unproven: dict[Relayed, str] = {}
-        self._open: set[Relayed] = set()
-        self._own_ends: set[HostPort] = set()
-        self._timers: list[asyncio.TimerHandle] = []
+        self._unproven: dict[Side, str] = {}
+        self._open: set[Side] = set()
         self._complaints = Complaints(_log)
-        self._num_relayed = 0
-        self._num_dropped = 0
+        self.num_relayed = 0
+        self.num_dropped = 0
         self._listener = listen(host, port)
         self.address = Address(host=self._listener.getsockname()[0], port=self._listener.getsockname()[1])
         thread = LoopThread(name="isthmus-relay", loop=asyncio.SelectorEventLoop(PreciseSelector()))
@@ -345,52 +295,45 @@ class Relay(Disturbed, Closing):
         super().__init__(thread, self._up, self._down)
         thread.call(self._resume_accepting)
 
+    @property
+    def num_open(self) -> int:
+        """The number of connections that are relayed now."""
+        return len(self._open)
+
+    def num_bytes(self, direction: Direction) -> int:
+        """The payload bytes that have come out of one direction."""
+        return self._line(direction).line.num_bytes
+
     def close(self) -> None:
         """Stop listening, reset every connection and end the thread; closing twice is fine."""
         if not self._loop.is_closed():
             self._thread.run(self._close())
             self._thread.close()
 
-    def counters(self) -> RelayCounters:
-        """What the relay has done so far."""
-        return RelayCounters(
-            up_bytes=self._up.num_bytes,
-            down_bytes=self._down.num_bytes,
-            num_open=len(self._open),
-            num_relayed=self._num_relayed,
-            num_dropped=self._num_dropped,
-        )
-
     def play(self, faults: Sequence[Fault], *, dialer: str) -> None:
         """Let faults happen at their times from now on; `dialer` is the cloud whose connections come here."""
         if any(fault.kind is FaultKind.SLOW_DOWN for fault in faults):
             self._check_can_slow_down()
         for fault in faults:
-            self._thread.call(self._schedule, fault.at_s, partial(self._happen, fault, dialer))
+            self._thread.call(self._loop.call_later, fault.at_s, self._happen, fault, dialer)
 
     # On the relay's own thread.
-
-    def _schedule(self, wait_s: float, function: Callable[[], None]) -> None:
-        self._timers.append(self._loop.call_later(wait_s, function))
 
     def _happen(self, fault: Fault, dialer: str) -> None:
         _log.info("fault: %s", fault.kind)
         self.disturb(fault, dialer=dialer)
 
     async def _close(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        ends: list[asyncio.Future[Any]] = [*self._waiting, *(one.closed for one in self._open)]
+        ends = [*self._waiting, *(side.lost for one in self._open for side in (one, one.other))]
         self._reset_all()
         await asyncio.gather(*ends, return_exceptions=True)
-        for one in self._lines:
-            one.close()
 
     def _resume_accepting(self) -> None:
         # A task that awaits the next connection would lose the one that comes while the task is cancelled.
-        self._loop.add_reader(self._listener, self._accept)
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
         try:
@@ -402,21 +345,17 @@ class Relay(Disturbed, Closing):
             text = f"cannot accept a connection: {why(error)}"
             self._complaints.tell(text, about="accept", kind="network")
             self._loop.remove_reader(self._listener)
-            self._schedule(_ACCEPT_PAUSE_S, self._resume_accepting)
+            self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
         else:
             client.setblocking(False)
-            self._receive(client, place[:2])
+            self._receive(client, source_of(place[0]))
 
-    def _receive(self, client: socket.socket, place: HostPort) -> None:
-        if place in self._own_ends:
-            self._own_ends.discard(place)
-            client.close()
-        elif self._loop.time() < self._cut_until_s:
+    def _receive(self, client: socket.socket, source: str) -> None:
+        if self._loop.time() < self._cut_until_s:
             self._drop(client, "the link is cut", kind="cut", level=logging.INFO)
-        elif len(self._open) >= self._limits.max_num_open:
-            self._drop(client, f"{len(self._open)} connections are open already", kind="open")
+        elif self.num_open >= self._limits.max_num_open:
+            self._drop(client, f"{self.num_open} connections are open already", kind="open")
         else:
-            source = source_of(place[0])
             task = self._loop.create_task(self._join(client, source))
             self._waiting[task] = source
             task.add_done_callback(partial(self._settle, client))
@@ -442,37 +381,39 @@ class Relay(Disturbed, Closing):
                 client.close()
                 raise error
 
-    async def _join(self, client: socket.socket, source: str) -> None:
-        tune(client, receive_bytes=self._up.receive_bytes)
-        name, hello = await self._read_hello(client) if self._reads_hello else ("", b"")
+    async def _join(self, sock: socket.socket, source: str) -> None:
+        tune(sock, receive_bytes=self._up.receive_bytes)
+        name, hello = await self._read_hello(sock) if self._reads_hello else ("", b"")
         address = self._route(name)
         if address is None:
             raise Refused(f"no route to {name!r}")
         # On a real path TCP's own handshake takes a round trip, and hangs while the path is silent.
         await asyncio.sleep(self._up.line.shape.delay_s + self._down.line.shape.delay_s)
         await asyncio.sleep(max(0.0, self._silent_until_s - self._loop.time()))
-        server = await self._dial(address)
-        await self._admit(source).start(client, server, hello)
+        client = Side(inward=self._up, outward=self._down)
+        await self._dial(address, client.other)
+        self._admit(client, source)
+        await self._loop.connect_accepted_socket(lambda: client, sock)
+        self._up.start(client, hello)
+        self._down.start(client.other)
 
-    def _admit(self, source: str) -> Relayed:
+    def _admit(self, client: Side, source: str) -> None:
         # From here on a cut goes by way of the connection; cancelling the task would leave a socket open.
         if (task := asyncio.current_task()) is not None:
             self._waiting.pop(task, None)
-        connection = Relayed(up=self._up, down=self._down)
-        self._open.add(connection)
-        connection.closed.add_done_callback(lambda _: self._forget(connection))
-        self._num_relayed += 1
+        self._open.add(client)
+        asyncio.gather(client.lost, client.other.lost).add_done_callback(lambda _: self._forget(client))
+        self.num_relayed += 1
         if self._limits.unproven_s:
-            self._unproven[connection] = source
-            self._loop.call_later(self._limits.unproven_s, self._unproven.pop, connection, None)
+            self._unproven[client] = source
+            self._loop.call_later(self._limits.unproven_s, self._unproven.pop, client, None)
         for late in self._limits.evict(self._unproven):
-            self._num_dropped += 1
-            late.reset()
-        return connection
+            self.num_dropped += 1
+            late.reset_both()
 
-    def _forget(self, connection: Relayed) -> None:
-        self._open.discard(connection)
-        self._unproven.pop(connection, None)
+    def _forget(self, client: Side) -> None:
+        self._open.discard(client)
+        self._unproven.pop(client, None)
 
     async def _read_hello(self, client: socket.socket) -> tuple[str, bytes]:
         hello = bytearray()
@@ -487,23 +428,24 @@ class Relay(Disturbed, Closing):
             raise FrameError(f"no whole TLS hello within {self._limits.hello_timeout_s:g} s") from None
         return name, bytes(hello)
 
-    async def _dial(self, address: Address) -> socket.socket:
+    async def _dial(self, address: Address, server: Side) -> None:
         try:
             async with asyncio.timeout(self._limits.dial_timeout_s):
-                server = await _connect(address)
+                transport, _ = await self._loop.create_connection(lambda: server, address.host, address.port)
         except TimeoutError:
             raise ConnectionError(f"{address} did not answer in {self._limits.dial_timeout_s:g} s") from None
         except OSError as error:
             raise ConnectionError(f"cannot reach {address}: {why(error)}") from None
-        here, there = server.getsockname()[:2], server.getpeername()[:2]
-        if there == (here[0], self.address.port):
-            self._own_ends.add(here)
-            server.close()
+        except asyncio.CancelledError:
+            server.reset()
+            raise
+        own_host = transport.get_extra_info("sockname")[0]
+        if transport.get_extra_info("peername")[:2] == (own_host, self.address.port):
+            server.reset()
             raise Refused(f"{address} leads back to this relay")
-        return server
 
     def _drop(self, client: socket.socket, reason: str, *, kind: str, level: int = logging.WARNING) -> None:
-        self._num_dropped += 1
+        self.num_dropped += 1
         try:
             host, port = client.getpeername()[:2]
             peer = str(Address(host=plain_host(host), port=port))
@@ -518,24 +460,4 @@ class Relay(Disturbed, Closing):
         for task in [*self._waiting]:
             task.cancel()
         for connection in [*self._open]:
-            connection.reset()
-
-
-async def _connect(address: Address) -> socket.socket:
-    """Return a socket connected to the first of the host's addresses that answers."""
-    loop = asyncio.get_running_loop()
-    failure = OSError(f"{address.host} has no address")
-    for family, kind, protocol, _, place in await loop.getaddrinfo(
-        address.host, address.port, type=socket.SOCK_STREAM
-    ):
-        with contextlib.ExitStack() as unless_connected:
-            server = unless_connected.enter_context(socket.socket(family, kind, protocol))
-            server.setblocking(False)
-            try:
-                await loop.sock_connect(server, place)
-            except OSError as error:
-                failure = error
-            else:
-                unless_connected.pop_all()
-                return server
-    raise failure
+            connection.reset_both()

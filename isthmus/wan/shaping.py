@@ -99,6 +99,8 @@ class ShapedLine:
     def __init__(self, shape: Shape, *, seed: int = 0, quantum_bytes: int | None = None) -> None:
         self.shape = shape
         self.backlog_bytes = 0
+        self.num_bytes = 0
+        """What has arrived so far."""
         self.quantum_bytes = quantum_bytes or _quantum_bytes(shape)
         self.buffer_bytes = _buffer_bytes(shape.bandwidth_bps)
         self.max_read_bytes = max(_READ_BYTES // self.quantum_bytes, 1) * self.quantum_bytes
@@ -142,6 +144,7 @@ class ShapedLine:
         while self._under_way and self._under_way[0][0] <= now_s + _EARLY_S:
             _, _, flow, piece = heapq.heappop(self._under_way)
             self._under_way_bytes -= _size_bytes(piece)
+            self.num_bytes += _size_bytes(piece)
             arrived.append((flow, piece))
         return arrived
 
@@ -284,24 +287,35 @@ class DrivenLine:
 
     def offer(self, flow: ShapedFlow, piece: Piece) -> None:
         """Put a piece on the line now."""
-        self.line.offer(flow, piece, self._loop.time())
+        self.line.offer(flow, piece, self.now_s())
         self.run()
 
     def part(self, flow: ShapedFlow) -> None:
         """Forget a flow whose sink has ended."""
         flow.sink = None
         self.line.drop(flow)
+        self.run()
+
+    def break_off(self, flow: ShapedFlow) -> None:
+        """Pass on that a sender was reset."""
+        self.line.break_off(flow, self.now_s())
+        self.run()
+
+    def release(self, flow: ShapedFlow) -> None:
+        """Serve a flow whose receiver reads again."""
+        self.line.release(flow, self.now_s())
+        self.run()
 
     def run(self) -> None:
         """Deliver what has arrived, and come back when the next is due."""
-        for flow, piece in self.line.advance(self._loop.time()):
+        for flow, piece in self.line.advance(self.now_s()):
             if flow.sink is not None:
                 flow.sink(piece)
         self._set_timer(self.line.wake_s())
 
-    def close(self) -> None:
-        """Stop following the clock."""
-        self._set_timer(None)
+    def now_s(self) -> float:
+        """The time of the loop."""
+        return self._loop.time()
 
     def _set_timer(self, due_s: float | None) -> None:
         if self._timer is not None:
