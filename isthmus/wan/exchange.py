@@ -5,7 +5,8 @@ One lock guards it all; it is held for microseconds, or for the copy of one chun
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from isthmus.errors import LinkError
 from isthmus.plan.types import Priority
@@ -13,23 +14,52 @@ from isthmus.wan.flight import Flight, LinkCounters
 from isthmus.wan.heartbeat import Heartbeat
 from isthmus.wan.inbox import LinkInbox
 from isthmus.wan.outbox import Outbox
-from isthmus.wan.packet import Abort, Ack, Chunk, Close, ControlFrame, Packet, Ping, Pong, pack
+from isthmus.wan.packet import (
+    Abort,
+    Ack,
+    Chunk,
+    Close,
+    ControlFrame,
+    Packet,
+    Ping,
+    Pong,
+    check_stream_name,
+    pack,
+    wire_bytes,
+)
 
 CONTROL_LANE = 0
 EXPRESS_LANE = 1
 FIRST_STRIPE = 2
 
 
-class Exchange:
-    """Outbox, inbox, heartbeat and the failure that ends them, behind one condition."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """How a link behaves; `bandwidth_bps` and `rtt_s` are first guesses that measurement replaces."""
 
-    def __init__(self, *, flight: Flight, stream_window_bytes: int, heartbeat: Heartbeat) -> None:
+    num_stripes: int = 4
+    heartbeat_timeout_s: float = 30.0
+    stream_window_bytes: int = 64 * 1024 * 1024
+    bandwidth_bps: float | None = None
+    rtt_s: float | None = None
+
+
+class Exchange:
+    """Outbox, inbox, heartbeat and the failure that ends them, behind one condition.
+
+    `wake` is called, from any thread, when the event loop may have something to do.
+    """
+
+    def __init__(self, settings: LinkSettings, *, peer: str, wake: Callable[[], None]) -> None:
+        timeout_s = settings.heartbeat_timeout_s
         self.failure: LinkError | None = None
-        self.heartbeat = heartbeat
+        self.heartbeat = Heartbeat(interval_s=min(timeout_s / 8, 1.0), timeout_s=timeout_s)
         self.last_word: Abort | Close | None = None
+        self._peer = peer
+        self._tell_loop = wake
         self._changed = threading.Condition()
-        self._flight = flight
-        self._outbox = Outbox(flight, stream_window_bytes=stream_window_bytes)
+        self._flight = Flight(bandwidth_bps=settings.bandwidth_bps, rtt_s=settings.rtt_s)
+        self._outbox = Outbox(self._flight, stream_window_bytes=settings.stream_window_bytes)
         self._inbox = LinkInbox()
         self._ack_due = False
         self._is_up = False
@@ -37,43 +67,64 @@ class Exchange:
 
     # For user threads.
 
-    def put(self, stream: str, packet: Packet, priority: Priority, timeout_s: float | None) -> int:
-        """Queue a packet once its stream has room; gives its size in bytes."""
+    def send(
+        self,
+        stream: str,
+        packet: Packet,
+        *,
+        priority: Priority = Priority.NORMAL,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Queue a packet and give its bytes on the line; waits while its stream's window is full.
+
+        Its buffers must not change any more.
+        """
+        check_stream_name(stream)
         body = pack(packet)
         with self._changed:
             self._wait(
                 lambda: self._outbox.has_room(stream, body.num_bytes), timeout_s, f"to send on {stream!r}"
             )
             self._outbox.put(stream, body, priority, now_s=time.monotonic())
-        return body.num_bytes
+        self._tell_loop()
+        return wire_bytes(body.num_bytes)
 
-    def take(self, streams: tuple[str, ...], timeout_s: float | None) -> tuple[str, Packet]:
+    def receive(self, stream: str, *, timeout_s: float | None = None) -> Packet:
+        """The stream's next packet; waits for it."""
+        return self.receive_any((stream,), timeout_s=timeout_s)[1]
+
+    def receive_any(self, streams: Sequence[str], *, timeout_s: float | None = None) -> tuple[str, Packet]:
         """The next packet of the first stream that has one; what has come is given even after a failure."""
+        names = [check_stream_name(stream) for stream in streams]
         with self._changed:
             self._changed.wait_for(
-                lambda: self.failure is not None or self._first_with_packet(streams) is not None, timeout_s
+                lambda: self.failure is not None or any(map(self._inbox.has, names)), timeout_s
             )
-            stream = self._first_with_packet(streams)
-            if stream is None:
-                raise self.failure or TimeoutError(f"waited {timeout_s} s for {', '.join(streams)}")
+            name = next(filter(self._inbox.has, names), None)
+            if name is None:
+                raise self.failure or TimeoutError(f"waited {timeout_s} s for {', '.join(names)}")
             self._ack_due = True
-            return stream, self._inbox.take(stream)
+            packet = self._inbox.take(name)
+        self._tell_loop()
+        return name, packet
 
-    def _first_with_packet(self, streams: tuple[str, ...]) -> str | None:
-        return next((stream for stream in streams if self._inbox.has(stream)), None)
-
-    def wait_up(self, timeout_s: float | None, what: str) -> None:
-        """Wait until the control connection is open."""
+    def wait_ready(self, *, timeout_s: float | None = None) -> None:
+        """Wait until the peer is there."""
         with self._changed:
-            self._wait(lambda: self._is_up, timeout_s, what)
+            self._wait(lambda: self._is_up, timeout_s, f"for {self._peer}")
 
-    def wait_empty(self, timeout_s: float | None, what: str) -> None:
+    def wait_empty(self, *, timeout_s: float | None = None) -> None:
         """Wait until the peer has acknowledged everything, or can no longer do so."""
         with self._changed:
             try:
-                self._wait(lambda: self._outbox.empty, timeout_s, what)
+                self._wait(lambda: self._outbox.empty, timeout_s, f"for {self._peer} to take what was sent")
             except LinkError:
                 return
+
+    def raise_if_failed(self) -> None:
+        """Raise what has ended this link, if anything has."""
+        if self.failure is not None:
+            raise self.failure
 
     def counters(self) -> LinkCounters:
         """What was sent and received so far, and the state of the line."""
@@ -88,22 +139,20 @@ class Exchange:
                 in_flight_bytes=self._flight.in_flight_bytes,
             )
 
-    def fail(self, error: LinkError, *, last_word: Abort | Close | None = None) -> bool:
-        """End it for all threads; False if it had ended before."""
+    def fail(self, error: LinkError, *, last_word: Abort | Close | None = None) -> None:
+        """End the link for all threads, with a last word to the peer if one is due; only the first counts."""
         with self._changed:
-            if self.failure is not None:
-                return False
-            # In this order, since a thread that sees the failure without the lock must find the last word.
-            self.last_word = last_word
-            self.failure = error
-            self._changed.notify_all()
-            return True
+            if self.failure is None:
+                # In this order: a thread that sees the failure without the lock must find the last word.
+                self.last_word = last_word
+                self.failure = error
+                self._changed.notify_all()
+        self._tell_loop()
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None, what: str) -> None:
         if not self._changed.wait_for(lambda: self.failure is not None or ready(), timeout_s):
             raise TimeoutError(f"waited {timeout_s} s {what}")
-        if self.failure is not None:
-            raise self.failure
+        self.raise_if_failed()
 
     # For the event loop.
 

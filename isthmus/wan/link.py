@@ -18,7 +18,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,26 +28,10 @@ from typing import Protocol
 
 from isthmus.errors import Aborted, FrameError, LinkClosed, LinkError, PeerLost, Refused
 from isthmus.events import steady_ns
-from isthmus.plan.types import Member, Priority
-from isthmus.wan.exchange import CONTROL_LANE, FIRST_STRIPE, Exchange
-from isthmus.wan.flight import Flight, LinkCounters
+from isthmus.plan.types import Member
+from isthmus.wan.exchange import CONTROL_LANE, FIRST_STRIPE, Exchange, LinkSettings
 from isthmus.wan.handshake import Hello
-from isthmus.wan.heartbeat import Heartbeat
-from isthmus.wan.packet import (
-    Abort,
-    Ack,
-    Chunk,
-    Close,
-    Frame,
-    Notice,
-    Packet,
-    Ping,
-    Pong,
-    check_stream_name,
-    decode,
-    encode,
-    wire_bytes,
-)
+from isthmus.wan.packet import Abort, Ack, Chunk, Close, Frame, Notice, Ping, Pong, decode, encode
 from isthmus.wan.sockets import Complaints, LoopThread
 
 log = logging.getLogger(__name__)
@@ -77,17 +61,6 @@ Dial = Callable[[Hello], Awaitable[tuple[Connection, Hello]]]
 """Open the connection that the hello asks for; Refused is final, ConnectionError is worth another try."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSettings:
-    """How a link behaves; `bandwidth_bps` and `rtt_s` are first guesses that measurement replaces."""
-
-    num_stripes: int = 4
-    heartbeat_timeout_s: float = 30.0
-    stream_window_bytes: int = 64 * 1024 * 1024
-    bandwidth_bps: float | None = None
-    rtt_s: float | None = None
-
-
 class LinkState(StrEnum):
     """What a link does now; only the first four may still change."""
 
@@ -113,8 +86,8 @@ class _Lane:
     heard_s: float = field(default_factory=time.monotonic)
 
 
-class Link:
-    """One end of a link to one rank of another cloud."""
+class Link(Exchange):
+    """One end of a link to one rank of another cloud: the exchange, and the connections that it goes over."""
 
     def __init__(
         self,
@@ -125,31 +98,22 @@ class Link:
         dial: Dial | None = None,
         on_abort: Callable[[Aborted], None] | None = None,
     ) -> None:
+        super().__init__(settings, peer=hello.whom, wake=lambda: loop.call(self._wake_all))
         self.hello = replace(hello, session=secrets.token_hex(8))
         self.settings = settings
-        self._here, self._peer = hello.who, hello.whom
-        self._loop = loop
+        self.state = LinkState.WAITING
+        self.on_state: OnState | None = None
+        self.problem = ""
+        """Why the peer could not be reached at the last try, empty where nothing is known."""
+        self._here = hello.who
         self._on_abort = on_abort
         self._dials = dial is not None
-        self._exchange = Exchange(
-            flight=Flight(bandwidth_bps=settings.bandwidth_bps, rtt_s=settings.rtt_s),
-            stream_window_bytes=settings.stream_window_bytes,
-            heartbeat=Heartbeat(
-                interval_s=min(settings.heartbeat_timeout_s / 8, 1.0), timeout_s=settings.heartbeat_timeout_s
-            ),
-        )
         self._peer_session: str | None = None
         self._is_known = False
         self._is_hasty = False
         self._lanes: dict[int, _Lane] = {}
-        self.state = LinkState.WAITING
-        self.on_state: OnState | None = None
-        self._complaint = ""
         self._complaints = Complaints(log)
-        self._met = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._parted = asyncio.Event()
-        self._idle = asyncio.Event()
+        self._met, self._ended, self._parted, self._idle = (asyncio.Event() for _ in range(4))
         self._idle.set()
         self._running: Future[None] = loop.submit(self._run(dial))
 
@@ -159,58 +123,6 @@ class Link:
         return self.hello.peer
 
     # For users, from any thread.
-
-    def send(
-        self,
-        stream: str,
-        packet: Packet,
-        *,
-        priority: Priority = Priority.NORMAL,
-        timeout_s: float | None = None,
-    ) -> int:
-        """Queue a packet and give its bytes on the line; waits while its stream's window is full.
-
-        Its buffers must not change any more.
-        """
-        check_stream_name(stream)
-        num_bytes = self._exchange.put(stream, packet, priority, timeout_s)
-        self._loop.call(self._wake_all)
-        return wire_bytes(num_bytes)
-
-    def receive(self, stream: str, *, timeout_s: float | None = None) -> Packet:
-        """The stream's next packet; waits for it."""
-        return self.receive_any((stream,), timeout_s=timeout_s)[1]
-
-    def receive_any(self, streams: Sequence[str], *, timeout_s: float | None = None) -> tuple[str, Packet]:
-        """The next packet of whichever stream has one, the first named first."""
-        for stream in streams:
-            check_stream_name(stream)
-        found = self._exchange.take(tuple(streams), timeout_s)
-        self._loop.call(self._wake_all)
-        return found
-
-    def wait_ready(self, *, timeout_s: float | None = None) -> None:
-        """Wait until the peer is there."""
-        self._exchange.wait_up(timeout_s, f"for {self._peer}")
-
-    def raise_if_failed(self) -> None:
-        """Raise what has ended this link, if anything has."""
-        if self._exchange.failure is not None:
-            raise self._exchange.failure
-
-    def counters(self) -> LinkCounters:
-        """What was sent and received so far, and the state of the line."""
-        return self._exchange.counters()
-
-    @property
-    def problem(self) -> str:
-        """Why the peer could not be reached at the last try, empty where nothing is known."""
-        return self._complaint
-
-    @property
-    def rtts_s(self) -> list[float]:
-        """The latest round trips, oldest first."""
-        return self._exchange.heartbeat.clock.rtts_s
 
     def abort(self, reason: str) -> None:
         """End the run for this peer: its calls raise Aborted as soon as word has come, ours at once.
@@ -223,7 +135,7 @@ class Link:
 
     def start_abort(self, error: Aborted) -> None:
         """Abort without waiting for word to get through; `join` waits."""
-        self._finish(error, Abort(error.cloud, error.reason))
+        self.fail(error, last_word=Abort(error.cloud, error.reason))
 
     def hasten(self) -> None:
         """Give the last word only a moment to get through, even if the peer has not come yet."""
@@ -231,8 +143,8 @@ class Link:
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Wait until the peer has everything, say farewell and end; a link that has failed just ends."""
-        self._exchange.wait_empty(timeout_s, f"for {self._peer} to take what was sent")
-        self._finish(LinkClosed(f"the link to {self._peer} is closed"), Close())
+        self.wait_empty(timeout_s=timeout_s)
+        self.fail(LinkClosed(f"the link to {self._peer} is closed"), last_word=Close())
         self.join()
 
     def join(self) -> None:
@@ -243,8 +155,8 @@ class Link:
 
     def admit(self, hello: Hello) -> str | None:
         """Why a connection of the peer must be turned down, or None; the first fixes the peer's session."""
-        if self._exchange.failure is not None and not self._needs(hello.lane):
-            return f"{self._here} has ended its link: {self._exchange.failure.message}"
+        if self.failure is not None and not self._needs(hello.lane):
+            return f"{self._here} has ended its link: {self.failure.message}"
         if self._peer_session not in (None, hello.session):
             # A process that has ended leaves no control connection, and one that is silent is hung up.
             if CONTROL_LANE in self._lanes:
@@ -253,7 +165,7 @@ class Link:
             return f"{self._peer} has restarted while {self._here} has not: restart both"
         self._peer_session = hello.session
         # It must be missed even if it vanishes before its connection is used.
-        self._exchange.heartbeat.heard()
+        self.heartbeat.heard()
         self._met.set()
         return None
 
@@ -323,16 +235,16 @@ class Link:
 
     def _needs(self, number: int) -> bool:
         """Whether a connection has a use: any while the link lives, control until the last words are said."""
-        if self._exchange.failure is None:
+        if self.failure is None:
             return True
-        is_parting = self._exchange.last_word is not None and not self._parted.is_set()
+        is_parting = self.last_word is not None and not self._parted.is_set()
         return number == CONTROL_LANE and is_parting
 
     def _end_if_broken(self, keeping: "asyncio.Task[None]") -> None:
         error = None if keeping.cancelled() else keeping.exception()
         if error is not None:
             log.error("link to %s cannot go on", self._peer, exc_info=error)
-            self._fail(LinkError(f"the link to {self._peer} cannot go on: {error}"))
+            self.fail(LinkError(f"the link to {self._peer} cannot go on: {error}"))
 
     async def _serve_dialled(self, number: int, connection: Connection, hello: Hello) -> None:
         refusal = self.admit(hello)
@@ -349,12 +261,12 @@ class Link:
             return
         self._parted.set()
         # A new error, because the traceback of this one would keep gRPC's call and channel alive.
-        self._fail(Refused(refused.message, hint=refused.hint))
+        self.fail(Refused(refused.message, hint=refused.hint))
 
     def _complain(self, number: int, reason: str) -> None:
         """Log why the peer cannot be reached, once for each reason: it may just not have started yet."""
-        is_news = reason != self._complaint
-        self._complaint = reason
+        is_news = reason != self.problem
+        self.problem = reason
         log.log(
             logging.INFO if is_news else logging.DEBUG, "connection %d to %s: %s", number, self._peer, reason
         )
@@ -364,9 +276,9 @@ class Link:
         if previous is not None:
             self._close(number, previous)
         self._lanes[number] = lane
-        self._complaint = ""
+        self.problem = ""
         self._idle.clear()
-        self._exchange.opened(number)
+        self.opened(number)
         if not self._needs(number):
             lane.hang_up.set()
         self._note_state()
@@ -375,7 +287,7 @@ class Link:
         lane.hang_up.set()
         if self._lanes.get(number) is lane:
             del self._lanes[number]
-            self._exchange.closed(number)
+            self.closed(number)
             self._wake_all()
         if not self._lanes:
             self._idle.set()
@@ -388,7 +300,7 @@ class Link:
         elif isinstance(outcome, LinkError):
             # A new error, as for a refusal.
             error = LinkError(outcome.message, hint=outcome.hint)
-            self._finish(error, Abort(self.hello.cloud, error.message))
+            self.fail(error, last_word=Abort(self.hello.cloud, error.message))
         elif isinstance(outcome, Exception) and not isinstance(outcome, ConnectionError):
             raise outcome
 
@@ -397,12 +309,10 @@ class Link:
     async def _watch(self) -> None:
         """Judge by progress: silence on all connections is a lost peer, on one a broken connection."""
         timeout_s = self.settings.heartbeat_timeout_s
-        while self._exchange.failure is None:
+        while self.failure is None:
             await _wait_for(self._ended, min(timeout_s / 20, 0.25))
-            if self._exchange.heartbeat.is_lost:
-                self._fail(
-                    PeerLost(self.hello.peer_cloud, f"{self._peer} has been silent for {timeout_s:g} s")
-                )
+            if self.heartbeat.is_lost:
+                self._lose(f"has been silent for {timeout_s:g} s")
             self._hang_up_stalled()
             self._note_state()
 
@@ -412,20 +322,20 @@ class Link:
         is_news = before is not LinkState.WAITING and self.state is not LinkState.CLOSED
         if self.state is before or not is_news:
             return
-        failure, is_up = self._exchange.failure, self.state is LinkState.UP
-        reason = "" if is_up else failure.message if failure else self._complaint
+        failure, is_up = self.failure, self.state is LinkState.UP
+        reason = "" if is_up else failure.message if failure else self.problem
         level = logging.INFO if is_up else logging.WARNING
         log.log(level, "link to %s is %s%s", self._peer, self.state, f": {reason}" if reason else "")
         if self.on_state is not None:
             self.on_state(self.peer, self.state, reason)
 
     def _find_state(self) -> LinkState:
-        failure = self._exchange.failure
+        failure = self.failure
         if failure is not None:
             return LinkState.CLOSED if isinstance(failure, LinkClosed) else LinkState.DOWN
         if CONTROL_LANE not in self._lanes:
             return LinkState.WAITING if self.state is LinkState.WAITING else LinkState.RECONNECTING
-        is_silent = self._exchange.heartbeat.silent_s > SILENT_SHARE * self.settings.heartbeat_timeout_s
+        is_silent = self.heartbeat.silent_s > SILENT_SHARE * self.settings.heartbeat_timeout_s
         return LinkState.SILENT if is_silent else LinkState.UP
 
     def _hang_up_stalled(self) -> None:
@@ -434,7 +344,7 @@ class Link:
             if number == CONTROL_LANE:
                 is_stalled = time.monotonic() - lane.heard_s > timeout_s / 2
             else:
-                is_stalled = self._exchange.stalled_s(number) > timeout_s
+                is_stalled = self.stalled_s(number) > timeout_s
             if is_stalled and not lane.hang_up.is_set():
                 log.warning(
                     "link to %s, connection %d makes no progress and is opened again", self._peer, number
@@ -443,7 +353,7 @@ class Link:
 
     async def _say_farewell(self) -> None:
         """Give our last word, if there is one, time to get through, and hear the peer's."""
-        if self._exchange.last_word is None:
+        if self.last_word is None:
             return
         await _wait_for(self._parted, FAREWELL_S)
         patience_s = self.settings.heartbeat_timeout_s - FAREWELL_S
@@ -455,16 +365,8 @@ class Link:
         if control is not None and self._parted.is_set():
             await _wait_for(control.hang_up, FAREWELL_S)
 
-    def _finish(self, error: LinkError, last_word: Abort | Close) -> None:
-        self._exchange.fail(error, last_word=last_word)
-        self._loop.call(self._wake_all)
-
     def _lose(self, what: str) -> None:
-        self._fail(PeerLost(self.hello.peer_cloud, f"{self._peer} {what}"))
-
-    def _fail(self, error: LinkError) -> None:
-        self._exchange.fail(error)
-        self._wake_all()
+        self.fail(PeerLost(self.hello.peer_cloud, f"{self._peer} {what}"))
 
     # Frames.
 
@@ -472,20 +374,20 @@ class Link:
         while (data := await lane.connection.read()) is not None:
             received_ns = steady_ns()
             lane.heard_s = time.monotonic()
-            self._exchange.heartbeat.heard()
+            self.heartbeat.heard()
             self._is_known = True
             self._handle(decode(data), len(data), received_ns)
 
     def _handle(self, frame: Frame, frame_bytes: int, received_ns: int) -> None:
         match frame:
             case Chunk():
-                self._exchange.on_chunk(frame, frame_bytes)
+                self.on_chunk(frame, frame_bytes)
                 self._wake(CONTROL_LANE)
             case Ack():
-                self._exchange.on_ack(frame)
+                self.on_ack(frame)
                 self._wake_all()
             case Ping() | Pong():
-                self._exchange.on_heartbeat(frame, received_ns)
+                self.on_heartbeat(frame, received_ns)
                 self._wake(CONTROL_LANE)
             case Abort():
                 self._part(Aborted(frame.cloud, frame.reason))
@@ -497,16 +399,15 @@ class Link:
     def _part(self, error: Aborted | LinkClosed) -> None:
         """The peer has said its last word; ours, if it is not said yet, is the answer."""
         self._parted.set()
-        self._exchange.fail(error, last_word=Close())
-        self._wake_all()
+        self.fail(error, last_word=Close())
         if isinstance(error, Aborted) and self._on_abort is not None:
             self._on_abort(error)
 
     async def _write_chunks(self, number: int, lane: _Lane) -> None:
         # A connection that was replaced must take no more: the new one would be thought to carry it.
-        while self._exchange.failure is None and not lane.hang_up.is_set():
+        while self.failure is None and not lane.hang_up.is_set():
             lane.wake.clear()
-            frame = self._exchange.next_chunk(number)
+            frame = self.next_chunk(number)
             if frame is None:
                 await lane.wake.wait()
             else:
@@ -517,8 +418,8 @@ class Link:
         is_last = False
         while not is_last and not lane.hang_up.is_set():
             lane.wake.clear()
-            is_last = self._exchange.failure is not None
-            for frame in self._exchange.next_control():
+            is_last = self.failure is not None
+            for frame in self.next_control():
                 await lane.connection.write(encode(frame))
             if not is_last:
                 await self._pause(lane)
@@ -530,7 +431,7 @@ class Link:
     async def _pause(self, lane: _Lane) -> None:
         """Gather acknowledgements; afterwards a ping is due even if nothing else happens."""
         await asyncio.sleep(ACK_INTERVAL_S)
-        ping = asyncio.get_running_loop().call_later(self._exchange.heartbeat.interval_s, lane.wake.set)
+        ping = asyncio.get_running_loop().call_later(self.heartbeat.interval_s, lane.wake.set)
         await lane.wake.wait()
         ping.cancel()
 
@@ -541,7 +442,7 @@ class Link:
     def _wake_all(self) -> None:
         for lane in self._lanes.values():
             lane.wake.set()
-        if self._exchange.failure is not None:
+        if self.failure is not None:
             self._ended.set()
 
 

@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from isthmus.errors import Refused
+from isthmus.wan.exchange import LinkSettings
 from isthmus.wan.handshake import Hello, mismatch
-from isthmus.wan.link import Connection, Link, LinkSettings
+from isthmus.wan.link import Connection, Link
 from isthmus.wan.packet import MAX_FRAME_BYTES
 from isthmus.wan.shaping import Direction, Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
 from isthmus.wan.sockets import LoopThread

@@ -24,8 +24,9 @@ from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
 from isthmus.wan.certificates import Authority, Identity, new_key, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
+from isthmus.wan.exchange import LinkSettings
 from isthmus.wan.handshake import Hello, server_name
-from isthmus.wan.link import Connection, Link, LinkSettings
+from isthmus.wan.link import Connection, Link
 from isthmus.wan.packet import PROTOCOL_VERSION, Ack, Packet, Ping, Pong, encode, encode_chunk
 from isthmus.wan.sockets import LoopThread
 from isthmus.wan.transport import Dialer, process_loop

@@ -14,9 +14,9 @@ from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
 from isthmus.wan.certificates import Identity, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
-from isthmus.wan.exchange import FIRST_STRIPE
+from isthmus.wan.exchange import FIRST_STRIPE, LinkSettings
 from isthmus.wan.handshake import Hello, server_name
-from isthmus.wan.link import Connection, Link, LinkSettings
+from isthmus.wan.link import Connection, Link
 from isthmus.wan.local import LocalWan
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet

@@ -9,8 +9,9 @@ import pytest
 
 from isthmus.errors import Aborted, LinkClosed, LinkError, PeerLost, Refused
 from isthmus.plan.types import Member, Priority
+from isthmus.wan.exchange import LinkSettings
 from isthmus.wan.handshake import Hello
-from isthmus.wan.link import Link, LinkSettings, LinkState
+from isthmus.wan.link import Link, LinkState
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
 from isthmus.wan.shaping import Direction, Shape
