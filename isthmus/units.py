@@ -17,72 +17,62 @@ _NUM_SHOWN_DIGITS: Final = 4
 _NUM_PLAIN_DIGITS: Final = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Quantity:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Quantity:
     """A kind of number: factors of its units, other spellings read, and where each shown unit starts."""
 
     factors: Mapping[str, Decimal]
     shown_from: Mapping[str, Decimal]
     also: Mapping[str, Decimal] = field(default_factory=dict)
+    is_whole: bool = False
 
-    def parse(self, text: str) -> Decimal:
+    def parse(self, text: str) -> float:
         """Return the number in base units; a FieldError says in one sentence why the text is none."""
         found = _NUMBER_AND_UNIT.fullmatch(text)
+        units = f"(units: {', '.join(self.factors)})"
         if found is None:
-            raise FieldError(f"{text!r} is not a number followed by a unit {self._units}")
+            raise FieldError(f"{text!r} is not a number followed by a unit {units}")
         # Decimals of any exponent are read, so the bound comes before the arithmetic.
         if not math.isfinite(float(found["number"])):
             raise FieldError(f"{text!r} is too large")
         number, unit = Decimal(found["number"]), found["unit"]
         if number < 0:
             raise FieldError(f"{text!r} is negative")
-        if not unit and number:
-            raise FieldError(f"{text!r} has no unit {self._units}")
-        value = number * self._factor(number, unit, text) if unit else number
+        factor = {**self.factors, **self.also, "": 0 if number == 0 else None}.get(unit)
+        if factor is None:
+            what = f"has the unknown unit {unit!r}" if unit else "has no unit"
+            raise FieldError(f"{text!r} {what} {units}", cure=self._cure(number, unit))
+        value = number * factor
         if not math.isfinite(float(value)):
             raise FieldError(f"{text!r} is too large")
-        return value
+        return round(value) if self.is_whole else float(value)
 
-    def _factor(self, number: Decimal, unit: str, text: str) -> Decimal:
-        factors = {**self.factors, **self.also}
-        if unit in factors:
-            return factors[unit]
-        size = unit.removesuffix("/s")
-        if self is _BANDWIDTH and size in _BYTES.factors and size != unit:
-            bits = self.rounded(float(8 * number * _BYTES.factors[size]))
-            raise FieldError(f"{text!r} is in bytes per second", cure=f"did you mean {bits!r}?")
+    def _cure(self, number: Decimal, unit: str) -> str | None:
+        size = BYTES_PER_S.factors.get(unit)
+        if self is BANDWIDTH and size is not None:
+            return f"bandwidths count bits: did you mean {self.format(float(8 * number * size))!r}?"
         # As in "5 minutes".
-        words = sorted(one for one in factors if unit.startswith(one))
-        meant = closest(unit, factors) or max(words, key=len, default=None)
-        cure = f"did you mean '{_digits(number)} {meant}'?" if meant else None
-        raise FieldError(f"{text!r} has the unknown unit {unit!r} {self._units}", cure=cure)
+        factors = {**self.factors, **self.also}
+        words = sorted((one for one in factors if unit.startswith(one)), key=len)
+        meant = closest(unit, factors) or next(reversed(words), None)
+        return f"did you mean '{_digits(number)} {meant}'?" if unit and meant else None
 
-    @property
-    def _units(self) -> str:
-        return f"(units: {', '.join(self.factors)})"
-
-    def rounded(self, value: float) -> str:
-        """Return a short text for people, with four significant digits."""
-        number = _checked(value)
-        unit = next((unit for unit, start in self.shown_from.items() if number >= start), self._base)
-        return f"{_digits(Decimal(f'{number / self.factors[unit]:.{_NUM_SHOWN_DIGITS}g}'))} {unit}"
-
-    def exact(self, value: float) -> str:
-        """Return the shortest text that reads back as the very same number, in the largest such unit."""
-        number = _checked(value)
+    def format(self, value: float, *, exact: bool = False) -> str:
+        """Return "199.8 Mbps" for people, or with `exact` a text that reads back as the same number."""
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"{value!r} is not a finite number of at least 0")
+        number, base = Decimal(str(value)), next(unit for unit, one in self.factors.items() if one == 1)
+        if not exact:
+            unit = next((unit for unit, start in self.shown_from.items() if number >= start), base)
+            return f"{_digits(Decimal(f'{number / self.factors[unit]:.{_NUM_SHOWN_DIGITS}g}'))} {unit}"
         if not number:
-            return f"0 {self._base}"
-        scaled = {unit: number / factor for unit, factor in _largest_first(self.factors).items()}
+            return f"0 {base}"
         same = [
-            f"{_digits(count)} {unit}"
-            for unit, count in scaled.items()
-            if type(value)(count * self.factors[unit]) == value
+            f"{_digits(number / factor)} {unit}"
+            for unit, factor in _largest_first(self.factors).items()
+            if type(value)(number / factor * factor) == value
         ]
         return min(same, key=lambda text: (len(text), "." in text))
-
-    @property
-    def _base(self) -> str:
-        return next(unit for unit, factor in self.factors.items() if factor == 1)
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -107,57 +97,6 @@ def join_words(words: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def parse_bandwidth_bps(text: str) -> float:
-    """Return bits per second from a text such as "1 Gbps" or "1 Gbit/s"."""
-    return float(_BANDWIDTH.parse(text))
-
-
-def parse_duration_s(text: str) -> float:
-    """Return seconds from a text such as "25 ms"."""
-    return float(_DURATION.parse(text))
-
-
-def parse_bytes(text: str) -> int:
-    """Return bytes, to the nearest whole one, from a text such as "80 GiB"."""
-    return round(_BYTES.parse(text))
-
-
-def parse_flops(text: str) -> float:
-    """Return floating-point operations per second from a text such as "312 TFLOPS"."""
-    return float(_FLOPS.parse(text))
-
-
-def format_bandwidth(bps: float, *, exact: bool = False) -> str:
-    """Return "199.8 Mbps" for people, or with `exact` a text that reads back as the same number."""
-    return _BANDWIDTH.exact(bps) if exact else _BANDWIDTH.rounded(bps)
-
-
-def shorten(value: float) -> float:
-    """A number with three figures, as many as people read."""
-    return float(f"{value:.3g}")
-
-
-def format_duration(seconds: float, *, exact: bool = False) -> str:
-    """Return "40.12 ms" for people, or with `exact` a text that reads back as the same number."""
-    return _DURATION.exact(seconds) if exact else _DURATION.rounded(seconds)
-
-
-def format_bytes(num_bytes: int, *, exact: bool = False) -> str:
-    """Return "1.5 GiB" for people, or with `exact` a text that reads back as the same number."""
-    return _BYTES.exact(num_bytes) if exact else _BYTES.rounded(num_bytes)
-
-
-def format_flops(flops: float, *, exact: bool = False) -> str:
-    """Return "312 TFLOPS" for people, or with `exact` a text that reads back as the same number."""
-    return _FLOPS.exact(flops) if exact else _FLOPS.rounded(flops)
-
-
-def _checked(value: float) -> Decimal:
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is not a finite number of at least 0")
-    return Decimal(str(value))
-
-
 def _digits(number: Decimal) -> str:
     plain = f"{number.normalize():f}"
     return plain if len(plain) <= _NUM_PLAIN_DIGITS else str(number.normalize())
@@ -172,12 +111,12 @@ def _largest_first(factors: Mapping[str, Decimal]) -> dict[str, Decimal]:
 
 
 _BITS: Final = _powers(1000, "bps", "kbps", "Mbps", "Gbps")
-_BANDWIDTH: Final = _Quantity(
+BANDWIDTH: Final = Quantity(
     factors=_BITS,
     shown_from=_largest_first(_BITS),
     also=_powers(1000, "bit/s", "kbit/s", "Mbit/s", "Gbit/s"),
 )
-_DURATION: Final = _Quantity(
+DURATION: Final = Quantity(
     factors={
         "us": Decimal("1e-6"),
         "ms": Decimal("1e-3"),
@@ -197,12 +136,30 @@ _DURATION: Final = _Quantity(
     },
 )
 _BINARY: Final = _powers(1024, "B", "KiB", "MiB", "GiB", "TiB")
-_BYTES: Final = _Quantity(
-    factors=_powers(1000, "B", "KB", "MB", "GB", "TB") | _BINARY,
-    shown_from=_largest_first(_BINARY),
-)
+_SIZES: Final = _powers(1000, "B", "KB", "MB", "GB", "TB") | _BINARY
+BYTES: Final = Quantity(factors=_SIZES, shown_from=_largest_first(_BINARY), is_whole=True)
+_SPEEDS: Final = {f"{unit}/s": factor for unit, factor in _SIZES.items()}
+BYTES_PER_S: Final = Quantity(factors=_SPEEDS, shown_from=_largest_first(_SPEEDS), is_whole=True)
 _OPERATIONS: Final = _powers(1000, "FLOPS", "KFLOPS", "MFLOPS", "GFLOPS", "TFLOPS", "PFLOPS", "EFLOPS")
-_FLOPS: Final = _Quantity(
+FLOPS: Final = Quantity(
     factors=_OPERATIONS,
     shown_from=_largest_first(_OPERATIONS),
 )
+
+parse_bandwidth_bps: Final = BANDWIDTH.parse
+parse_duration_s: Final = DURATION.parse
+parse_flops: Final = FLOPS.parse
+format_bandwidth: Final = BANDWIDTH.format
+format_duration: Final = DURATION.format
+format_bytes: Final = BYTES.format
+format_flops: Final = FLOPS.format
+
+
+def parse_bytes(text: str) -> int:
+    """Return bytes, to the nearest whole one, from a text such as "80 GiB"."""
+    return int(BYTES.parse(text))
+
+
+def shorten(value: float) -> float:
+    """A number with three figures, as many as people read."""
+    return float(f"{value:.3g}")

@@ -5,10 +5,14 @@ the codec. Sizes are exact and need no torch, so that the planner can ask for th
 the coders in `isthmus.codec`, on shapes instead of tensors.
 """
 
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
 from enum import StrEnum
 from types import UnionType
-from typing import Final, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from isthmus.errors import FieldError
 
@@ -26,6 +30,12 @@ class Anchor(StrEnum):
     """The mean of the token id, known to both ends."""
 
 
+STRICT: Final = ConfigDict(strict=True, extra="forbid")
+SomeAnchor = Annotated[Anchor, Field(strict=False)]
+Rank = Annotated[int, Field(ge=1, le=65536)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+
+
 class _Step:
     """Writes a step as the job file has it: its arguments, then the options that are no defaults."""
 
@@ -35,94 +45,97 @@ class _Step:
         inside = []
         for one in fields(self):  # type: ignore[arg-type]  # every step is a dataclass
             value = getattr(self, one.name)
-            if value != one.default:
-                inside.append(str(value) if one.default is MISSING else f"{one.name}={value}")
-        return f"{_name(self)}({', '.join(inside)})" if inside else _name(self)
+            match one.name:
+                case "is_stochastic" if value:
+                    inside.append("stochastic")
+                case "group" if value is None:
+                    inside.append("scale=tensor")
+                case name if name != "bits" and value != one.default:
+                    inside.append(str(value) if one.default is MISSING else f"{name}={value}")
+        return f"{step_name(self)}({', '.join(inside)})" if inside else step_name(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Raw(_Step):
     """The elements as they are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Fp16(_Step):
     """Half precision: 11 bits of mantissa, up to 65504."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Bf16(_Step):
     """Half precision: 8 bits of mantissa, the range of float32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Integers(_Step):
     """Integers of 8, 4 or 2 bits, with a scale per group of a row's elements, or one per tensor."""
 
-    bits: int
-    group: int | None = DEFAULT_GROUP
+    bits: Literal[8, 4, 2]
+    is_stochastic: Annotated[bool, BeforeValidator(lambda value: value == "stochastic" or value)] = False
+    group: Annotated[int, Field(ge=8, le=65536)] | None = DEFAULT_GROUP
     """None: one scale per tensor."""
-    is_stochastic: bool = False
 
-    def __str__(self) -> str:
-        inside = ["stochastic"] if self.is_stochastic else []
-        if self.group != DEFAULT_GROUP:
-            inside.append("scale=tensor" if self.group is None else f"group={self.group}")
-        return f"int{self.bits}({', '.join(inside)})" if inside else f"int{self.bits}"
+    def __post_init__(self) -> None:
+        if self.is_stochastic and self.bits == 2:
+            raise FieldError("int2 clips large values, which no rounding makes unbiased", cure="leave it out")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Rotate(_Step):
     """An orthogonal rotation of each row, in blocks, which spreads outliers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Center(_Step):
     """The mean row of the message is subtracted and sent beside it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class TopK(_Step):
     """The largest elements of each row."""
 
-    ratio: float
+    ratio: _Share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Svd(_Step):
     """Two thin factors; `ratio` is the share of elements kept."""
 
-    ratio: float
+    ratio: _Share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Subspace(_Step):
     """Coordinates in a basis that the sender learns from the activations and sends every so many steps."""
 
-    rank: int
-    anchor: Anchor = Anchor.NONE
-    every: int = DEFAULT_EVERY
+    rank: Rank
+    anchor: SomeAnchor = Anchor.NONE
+    every: Annotated[int, Field(ge=1, le=1_000_000)] = DEFAULT_EVERY
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Feedback(_Step):
     """What the last message lost is added to this one, times `decay`."""
 
-    decay: float
+    decay: _Share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SameIndices(_Step):
     """A gradient at the indices that `topk` chose for the activation; no text names it."""
 
-    ratio: float
+    ratio: _Share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SameBasis(_Step):
     """A gradient in the basis of its activation's `subspace`, by the exact adjoint; no text names it."""
 
-    rank: int
+    rank: Rank
 
 
 Format: TypeAlias = Raw | Fp16 | Bf16 | Integers
@@ -130,15 +143,16 @@ Transform: TypeAlias = Center | Rotate | TopK | Svd | Subspace | Feedback | Same
 CodecStep: TypeAlias = Format | Transform
 Steps: TypeAlias = tuple[CodecStep, ...]
 
+_UNLIKE_CLASS: Final[Mapping[type, str]] = {SameIndices: "same-indices", SameBasis: "same-basis"}
+_ORDER: Final = (Feedback, Center, TopK | Svd | SameIndices, Rotate)
+_ORDER_IN_SUBSPACE: Final = (Subspace | SameBasis, Rotate)
 
-_UNLIKE_CLASS: Final = {"SameIndices": "same-indices", "SameBasis": "same-basis"}
 
-
-def _name(step: object) -> str:
+def step_name(step: object) -> str:
+    """Return the name of a step without its arguments."""
     if isinstance(step, Integers):
         return f"int{step.bits}"
-    name = type(step).__name__
-    return _UNLIKE_CLASS.get(name, name.lower())
+    return _UNLIKE_CLASS.get(type(step), type(step).__name__.lower())
 
 
 def _has(kinds: type | UnionType, steps: Steps) -> bool:
@@ -146,63 +160,32 @@ def _has(kinds: type | UnionType, steps: Steps) -> bool:
 
 
 def check_order(steps: Steps) -> None:
-    """Say why a step cannot stand where it does, if one cannot."""
-    for index, step in enumerate(steps):
-        before, behind = steps[:index], steps[index + 1 :]
-        why = _why_not_with_subspace(step, before, behind) or _why_not_here(step, before, behind)
-        if _has(type(step), before):
-            why = "{step} is there twice"
-        if why is not None:
-            names = {"step": step, "last": (before or steps)[-1], "next": (behind or steps)[0]}
-            why = why.format_map({key: _name(one) for key, one in names.items()})
-            raise FieldError(why, cure=f"for example {_repaired(steps)}")
+    """Refuse steps that cannot stand where they do, or not together."""
+    repaired = _repaired(steps)
+    if steps == repaired:
+        return
+    codec = " | ".join(map(str, repaired))
+    if _has(Subspace | SameBasis, steps):
+        rule = "subspace learns its own mean and basis: it comes first, then rotate before integers, a format"
+    else:
+        rule = "the order is feedback, center, topk and svd, rotate before integers, one format; each once"
+    if isinstance(steps[0], Feedback) and all(isinstance(one, Raw) for one in steps[1:]):
+        rule = "feedback needs a step behind it that loses something"
+    raise FieldError(
+        f"{' | '.join(map(str, steps))} cannot be: {rule}",
+        cure=f'for example backward = "{codec}"' if _has(Feedback, repaired) else f'for example "{codec}"',
+    )
 
 
-def _why_not_with_subspace(step: CodecStep, before: Steps, behind: Steps) -> str | None:
-    match step:
-        case Subspace() if before and not _has(Center | Feedback, before):
-            return "{step} cannot follow {last}: it is fitted to the tensors themselves"
-        case Center() if _has(Subspace, before + behind):
-            return "{step} has no place with a subspace, which has a mean of its own"
-        case Feedback() if _has(Subspace, before + behind):
-            return (
-                "{step} has no place with a subspace: it is for gradients, and those cross in the basis of "
-                "their activations"
-            )
-        case Svd() | TopK() if _has(Subspace, before):
-            return "{step} cannot follow subspace, which has already kept the directions that matter"
-    return None
-
-
-def _why_not_here(step: CodecStep, before: Steps, behind: Steps) -> str | None:
-    match step:
-        case Raw() | Fp16() | Bf16() | Integers() if behind:
-            return "{next} cannot follow {step}: after {step} there are only bytes"
-        case Feedback() if before:
-            return "{step} must be the first step, since it gives back what all the others lost"
-        case Feedback() if all(isinstance(one, Raw) for one in behind):
-            return "{step} needs a step behind it that loses something"
-        case Center() if not all(isinstance(one, Feedback) for one in before):
-            return "{step} cannot follow {last}: it subtracts the mean of the tensors themselves"
-        case Rotate() if not _has(Integers, behind[:1]):
-            return (
-                "{step} must stand directly before int8, int4 or int2: it spreads outliers among those that "
-                "share a scale, and no other step has scales"
-            )
-    return None
-
-
-def _repaired(steps: Steps) -> str:
-    """The codec nearest to these steps that can be used, in quotes."""
-    with_subspace, without = (Subspace, Rotate), (Feedback, Center, TopK | Svd, Rotate)
-    kinds: tuple[type | UnionType, ...] = with_subspace if _has(Subspace, steps) else without
-    chain = tuple({type(step): step for kind in kinds for step in steps if isinstance(step, kind)}.values())
+def _repaired(steps: Steps) -> Steps:
+    """Return the steps themselves where they are in order, else the nearest ones that are."""
+    order = _ORDER_IN_SUBSPACE if _has(Subspace | SameBasis, steps) else _ORDER
+    chain = tuple({type(step): step for kind in order for step in steps if isinstance(step, kind)}.values())
     formats = tuple(step for step in steps if isinstance(step, Format))[:1]
     loses_nothing = all(isinstance(step, Feedback | Raw) for step in chain + formats)
     if (_has(Rotate, chain) and not _has(Integers, formats)) or (_has(Feedback, chain) and loses_nothing):
         formats = (Integers(bits=4),)
-    codec = " | ".join(map(str, chain + formats))
-    return f'backward = "{codec}"' if _has(Feedback, chain) else f'"{codec}"'
+    return chain + formats
 
 
 def gradient_steps(forward: Steps, backward: Steps) -> Steps:
@@ -212,7 +195,11 @@ def gradient_steps(forward: Steps, backward: Steps) -> Steps:
             return gradient_steps(tuple(rest), backward)
         case (Subspace() as subspace, *_), _:
             own = tuple(step for step in backward if step != subspace)
-            _check_in_subspace(subspace, own)
+            if _has(Subspace | Feedback | Center | TopK | Svd, own):
+                raise FieldError(
+                    f"a gradient crosses in the basis of its activation, {subspace}, with a format at most",
+                    cure='take a format for the backward codec, such as "int4(stochastic)"',
+                )
             return (SameBasis(rank=subspace.rank), *own)
         case _, (Feedback() | Center() as first, *rest):
             return (first, *gradient_steps(forward, tuple(rest)))
@@ -224,20 +211,6 @@ def gradient_steps(forward: Steps, backward: Steps) -> Steps:
                 cure="give the forward codec the subspace too",
             )
     return backward
-
-
-def _check_in_subspace(subspace: Subspace, others: Steps) -> None:
-    for step in others:
-        if isinstance(step, Subspace):
-            raise FieldError(
-                f"a gradient crosses in the basis of its activation, {subspace}, not in that of {step}",
-                cure=f'let the backward codec begin with "{subspace}", or leave that to the forward one',
-            )
-        if isinstance(step, Feedback | Center | TopK | Svd):
-            raise FieldError(
-                f"{_name(step)} has no place behind a subspace: the gradient already crosses in its basis",
-                cure='take a format for the backward codec, such as "int4(stochastic)"',
-            )
 
 
 TAG_BYTES: Final = 8

@@ -11,7 +11,7 @@ from pydantic import Field
 from isthmus.errors import JobError
 from isthmus.job.fields import Frozen, Pair, PositiveTime, Text, Time
 from isthmus.job.load import check, parse_toml, read_text
-from isthmus.job.spec import Finding
+from isthmus.job.mistakes import Finding
 from isthmus.units import suggest
 
 

@@ -23,28 +23,12 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from isthmus.errors import FieldError
-from isthmus.job.codec import (
-    CODEC_NAMES,
-    BoundarySpec,
-    CodecSpec,
-    parse_boundary,
-    parse_codec,
-)
-from isthmus.units import (
-    format_bandwidth,
-    format_bytes,
-    format_duration,
-    format_flops,
-    parse_bandwidth_bps,
-    parse_bytes,
-    parse_duration_s,
-    parse_flops,
-    suggest,
-)
+from isthmus.job.codec import CODEC_NAMES, BoundarySpec, CodecSpec, parse_boundary, parse_codec
+from isthmus.job.mistakes import show_value
+from isthmus.units import BANDWIDTH, BYTES, BYTES_PER_S, DURATION, FLOPS, Quantity, suggest
 
-_HOST_AND_PORT: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]+)")
+_ADDRESS: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]*)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
 _HOST: Final = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*\.?")
-_MAX_PORT: Final = 65535
 _PROXY_SCHEME: Final = "http://"
 
 
@@ -61,18 +45,18 @@ class Address:
 
 def parse_address(text: str) -> Address:
     """Return the address that "host:port" or "[IPv6]:port" names."""
-    found = _HOST_AND_PORT.fullmatch(text)
-    if found is None:
-        raise FieldError(f"{text!r} is no address", cure=_address_cure(text))
-    port = int(found["port"])
-    if not 1 <= port <= _MAX_PORT:
-        raise FieldError(f"{text!r} has port {port}", cure=f"choose a port from 1 to {_MAX_PORT}")
-    ipv6, name = found["ipv6"], found["host"]
-    if not (_is_host(name) if ipv6 is None else _is_ip(ipv6, version=6)):
-        raise FieldError(
-            f"{text!r} has no valid host", cure='write "host:port", such as "east.example.com:7600"'
-        )
-    return Address(host=name if ipv6 is None else ipv6, port=port)
+    found = _ADDRESS.fullmatch(text)
+    if found is not None and 1 <= int(found["port"]) <= 65535:
+        ipv6, name = found["ipv6"], found["host"]
+        if _is_host(name) if ipv6 is None else _is_ip(ipv6, version=6):
+            return Address(host=name if ipv6 is None else ipv6, port=int(found["port"]))
+    bare = text.strip("[]")
+    cure = 'write "host:port", a port up to 65535, an IPv6 host in brackets: "[2001:db8::7]:7600"'
+    if _is_ip(bare, version=6):
+        cure = f'add a port: "[{bare}]:7600"'
+    elif _is_host(text):
+        cure = f'add a port: "{text}:7600"'
+    raise FieldError(f"{text!r} is no address", cure=cure)
 
 
 def parse_public_address(text: str) -> Address:
@@ -98,15 +82,6 @@ def format_proxy(address: Address) -> str:
     return f"{_PROXY_SCHEME}{address}"
 
 
-def _address_cure(text: str) -> str:
-    bare = text.strip("[]")
-    if _is_ip(bare, version=6):
-        return f'add a port: "[{bare}]:7600"'
-    if ":" not in text and _is_host(text):
-        return f'add a port: "{text}:7600"'
-    return 'write "host:port", an IPv6 host in brackets: "[2001:db8::7]:7600"'
-
-
 def _is_host(text: str) -> bool:
     if re.fullmatch(r"[0-9.]+", text):
         return _is_ip(text, version=4)
@@ -121,22 +96,6 @@ def _is_ip(text: str, *, version: int) -> bool:
 
 
 _FROM_FILE: Final = "from a file"
-
-_MAX_STRIPES: Final = 64
-
-
-def show_value(value: object) -> str:
-    """Return a value as the file writes it, or the kind of thing it is where that is long."""
-    match value:
-        case bool():
-            return str(value).lower()
-        case str():
-            return repr(value)
-        case dict():
-            return "a table"
-        case list() | tuple():
-            return "a list"
-    return str(value)
 
 
 class Frozen(BaseModel):
@@ -195,39 +154,30 @@ class _TomlSchema(GenerateJsonSchema):
 class _Measure:
     """A number that the file writes with its unit, and the bounds it must keep; annotates a field's type."""
 
-    parse: Callable[[str], float]
-    format: Callable[..., str]
+    quantity: Quantity
     least: float
     most: float = math.inf
 
     def read(self, value: object, info: ValidationInfo) -> float:
         """Return the number in SI units, within the bounds."""
-        number = self._number(value, info)
-        if not number >= self.least:
-            raise FieldError(f"must be at least {self.write(self.least)}, not {show_value(value)}")
-        if not number <= self.most:
-            raise FieldError(f"must be at most {self.write(self.most)}, not {show_value(value)}")
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise FieldError(f"must be text with a unit, not {show_value(value)}")
+        needs_unit = isinstance(value, str) or info.context == _FROM_FILE
+        number = self.quantity.parse(str(value)) if needs_unit else float(value)
+        for bound, word in ((self.least, "least"), (self.most, "most")):
+            if not (number >= bound if word == "least" else number <= bound):
+                raise FieldError(f"must be at {word} {self.write(bound)}, not {show_value(value)}")
         return number
 
     def write(self, number: float) -> str:
         """Return the text that reads back as the same number."""
-        return self.format(number, exact=True)
-
-    def _number(self, value: object, info: ValidationInfo) -> float:
-        match value:
-            case str():
-                return self.parse(value)
-            case bool():
-                pass
-            case int() | float():
-                return self.parse(str(value)) if info.context == _FROM_FILE else value
-        raise FieldError(f"must be text with a unit, not {show_value(value)}")
+        return self.quantity.format(number, exact=True)
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         text: CoreSchema = core_schema.str_schema()
         may_be_0 = self.least == 0
         return core_schema.with_info_before_validator_function(
-            self.read,
+            lambda value, info: cast("type", source)(self.read(value, info)),
             handler(source),
             serialization=core_schema.plain_serializer_function_ser_schema(self.write),
             json_schema_input_schema=(
@@ -236,21 +186,10 @@ class _Measure:
         )
 
 
-def _parse_bytes_per_s(text: str) -> float:
-    size, slash, second = text.rpartition("/")
-    if not slash or second.strip() != "s":
-        raise FieldError(f"{text!r} is not a speed of memory", cure="write for example '3.35 TB/s'")
-    return parse_bytes(size)
-
-
-def _format_bytes_per_s(bytes_per_s: float, *, exact: bool = False) -> str:
-    return f"{format_bytes(round(bytes_per_s), exact=exact)}/s"
-
-
 # Bounds are wide enough for all that is built or planned, and narrow enough to catch a wrong unit.
-_BANDWIDTH: Final = _Measure(parse=parse_bandwidth_bps, format=format_bandwidth, least=1e3, most=100e12)
-_DURATION: Final = _Measure(parse=parse_duration_s, format=format_duration, least=1)
-_MEMORY: Final = _Measure(parse=parse_bytes, format=format_bytes, least=1, most=2**50)
+_BANDWIDTH: Final = _Measure(quantity=BANDWIDTH, least=1e3, most=100e12)
+_DURATION: Final = _Measure(quantity=DURATION, least=1)
+_MEMORY: Final = _Measure(quantity=BYTES, least=1, most=2**50)
 
 Bandwidth = Annotated[float, _BANDWIDTH]
 TripTime = Annotated[float, replace(_DURATION, least=0, most=60)]
@@ -261,15 +200,24 @@ Time = Annotated[float, replace(_DURATION, least=0)]
 PositiveTime = Annotated[float, replace(_DURATION, least=1e-3)]
 Memory = Annotated[int, _MEMORY]
 CacheMemory = Annotated[int, replace(_MEMORY, least=0)]
-MemoryBandwidth = Annotated[
-    float, _Measure(parse=_parse_bytes_per_s, format=_format_bytes_per_s, least=1e6, most=1e15)
-]
-Flops = Annotated[float, _Measure(parse=parse_flops, format=format_flops, least=1e9, most=1e18)]
+MemoryBandwidth = Annotated[float, _Measure(quantity=BYTES_PER_S, least=1e6, most=1e15)]
+Flops = Annotated[float, _Measure(quantity=FLOPS, least=1e9, most=1e18)]
 Price = Annotated[float, Field(ge=0, le=1_000_000)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[tuple[Count, ...], Field(strict=False, min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def matching(pattern: str, *, what: str, cure: str) -> AfterValidator:
+    """Refuses text that a regular expression does not match."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise FieldError(f"{text!r} {what}", cure=cure)
+        return text
+
+    return AfterValidator(check)
 
 
 def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -336,37 +284,6 @@ BoundaryChoice = Annotated[
 ]
 
 
-def _read_stripes(value: object) -> object:
-    if value == "auto" or (type(value) is int and 1 <= value <= _MAX_STRIPES):
-        return value
-    raise FieldError(f'must be "auto" or a whole number from 1 to {_MAX_STRIPES}, not {show_value(value)}')
-
-
-def _read_caps(value: object) -> object:
-    each = value if isinstance(value, list | tuple) else [value]
-    if not each or any(type(one) is not int or one < 1 for one in each):
-        raise FieldError(
-            f"must be a whole number of at least 1 or a list of such, not {show_value(value)}",
-            cure="for example 8, or [8, 2] for two stages",
-        )
-    return tuple(each) if each is value else value
-
-
-def _read_pair(value: object) -> tuple[str, str]:
-    match value:
-        case [str(first), str(second)]:
-            return first, second
-    raise FieldError("must be a list of the names of two clouds")
-
-
-Stripes = Annotated[
-    int | Literal["auto"],
-    BeforeValidator(
-        _read_stripes,
-        json_schema_input_type=Annotated[int, Field(ge=1, le=_MAX_STRIPES)] | Literal["auto"],
-    ),
-]
-Caps = Annotated[
-    int | tuple[int, ...], BeforeValidator(_read_caps, json_schema_input_type=Count | tuple[Count, ...])
-]
-Pair = Annotated[tuple[str, str], BeforeValidator(_read_pair, json_schema_input_type=tuple[str, str])]
+Stripes = Literal["auto"] | Annotated[int, Field(ge=1, le=64)]
+Caps = Count | Counts
+Pair = Annotated[tuple[Text, Text], Field(strict=False)]

@@ -1,6 +1,5 @@
 """The clouds of a job and the links between them."""
 
-import re
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
@@ -34,23 +33,12 @@ from isthmus.job.fields import (
     Stripes,
     Text,
     TripTime,
+    matching,
     parse_codec_choice,
-    show_value,
 )
+from isthmus.job.mistakes import show_value
 
-_CLOUD_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _RAW: Final = parse_codec("raw")
-
-
-def _checked_cloud_name(name: str) -> str:
-    if not _CLOUD_NAME.fullmatch(name):
-        raise FieldError(
-            f"{name!r} is no DNS label", cure="use up to 63 of a-z, 0-9 and '-', with no '-' at either end"
-        )
-    # The first would make a strange server name; the second names the authority's own files.
-    if name in ("isthmus", "authority"):
-        raise FieldError(f"{name!r} is reserved", cure="choose another name")
-    return name
 
 
 def _or_listen(gateway: Address | None, info: ValidationInfo) -> Address | None:
@@ -60,7 +48,15 @@ def _or_listen(gateway: Address | None, info: ValidationInfo) -> Address | None:
 class CloudSpec(Frozen):
     """One cluster, with a fast network inside."""
 
-    name: Annotated[str, AfterValidator(_checked_cloud_name)] = Field(examples=["east"])
+    # `isthmus` would make a strange server name; `authority` names the authority's own files.
+    name: Annotated[
+        str,
+        matching(
+            r"(?!(isthmus|authority)$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+            what="is no DNS label, or reserved",
+            cure="use up to 63 of a-z, 0-9 and '-', with no '-' at either end, not isthmus or authority",
+        ),
+    ] = Field(examples=["east"])
     """DNS label in lower case; part of the TLS server name."""
     device: Literal["cuda", "npu", "xpu", "cpu", "auto"] = Field("auto", examples=["cuda"])
     """Kind of device."""
@@ -106,32 +102,13 @@ class CodecSpecs(Frozen):
         if isinstance(self.forward, CodecSpec):
             if isinstance(self.backward, CodecSpec):
                 gradient_codec(self.forward, self.backward)
-            _check_forward(self.forward, self.backward)
+            first, *rest = self.forward.steps
+            if isinstance(first, Feedback):
+                raise FieldError(
+                    "the forward codec can have no feedback: what one sample lost would be added to another",
+                    cure=f'leave it to the backward codec: forward = "{CodecSpec(steps=tuple(rest))}"',
+                )
         return self
-
-
-def _check_forward(forward: CodecSpec, backward: CodecSpec | Literal["auto"]) -> None:
-    first, *rest = forward.steps
-    if isinstance(first, Feedback):
-        raise FieldError(
-            "the forward codec can have no feedback: what one sample lost would be added to another",
-            cure=_feedback_cure(first, CodecSpec(steps=tuple(rest)), backward),
-        )
-
-
-def _feedback_cure(feedback: Feedback, forward: CodecSpec, backward: CodecSpec | Literal["auto"]) -> str:
-    try:
-        gradients = _with_feedback(feedback, forward if isinstance(backward, str) else backward)
-        gradient_codec(forward, gradients)
-    except FieldError:
-        return f'leave it out: forward = "{forward}"'
-    return f'use it for gradients: codec = {{ forward = "{forward}", backward = "{gradients}" }}'
-
-
-def _with_feedback(feedback: Feedback, codec: CodecSpec) -> CodecSpec:
-    if isinstance(codec.steps[0], Feedback):
-        return codec
-    return CodecSpec(steps=(feedback, *codec.steps))
 
 
 def _read_codecs(value: object) -> object:

@@ -11,10 +11,10 @@ import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job.load import dump_job, load_job, replace_file
@@ -61,28 +61,30 @@ def choosing(root: Path, job: Job, *, note: Note) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _wait_for_turn(descriptor, note)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note("waiting for another command that starts a run of this job")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            # A disk without locks: `lock_run` says so.
+            pass
         yield
     finally:
         os.close(descriptor)
 
 
-@contextmanager
-def lock_run(run: Path, *, note: Note, is_shared: bool = False) -> Iterator[None]:
+def lock_run(run: Path, *, note: Note, is_shared: bool = False) -> AbstractContextManager[None]:
     """Keep all others out of a run; with `is_shared`, all but other clouds of the same run."""
     hint = "wait until that ends, or end it; --resume never starts another run beside it"
-    with _locked(run / LOCK_FILE, what=f"the run {run}", hint=hint, note=note, is_shared=is_shared):
-        yield
+    return _locked(run / LOCK_FILE, what=f"the run {run}", hint=hint, note=note, is_shared=is_shared)
 
 
-@contextmanager
-def lock_site(root: Path, job: Job, *, cloud: str, rank: int, note: Note) -> Iterator[None]:
+def lock_site(root: Path, job: Job, *, cloud: str, rank: int, note: Note) -> AbstractContextManager[None]:
     """Let no other process on this disk be this rank of this cloud."""
     who = f"rank {rank} of cloud {cloud!r}" if rank else f"cloud {cloud!r}"
-    what = f"{who} of job {job.name!r}"
     path = root / job.name / _SITE_LOCKS / f"{cloud}.{rank}"
-    with _locked(path, what=what, hint="wait until that ends, or end it first", note=note):
-        yield
+    return _locked(path, what=f"{who} of job {job.name!r}", hint="wait until that ends, or end it", note=note)
 
 
 @contextmanager
@@ -96,7 +98,9 @@ def _locked(path: Path, *, what: str, hint: str, note: Note, is_shared: bool = F
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{what} is already run by {_holder(file)}", hint=hint) from None
+            file.seek(0)
+            holder = file.read(_MAX_HOLDER).strip() or "another process"
+            raise UserError(f"{what} is already run by {holder}", hint=hint) from None
         except OSError as error:
             # A disk without locks: the user must see to it.
             note(f"{path} cannot be locked ({error.strerror}): start no second command for this run")
@@ -104,22 +108,6 @@ def _locked(path: Path, *, what: str, hint: str, note: Note, is_shared: bool = F
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
-
-
-def _holder(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read(_MAX_HOLDER).strip() or "another process"
-
-
-def _wait_for_turn(descriptor: int, note: Note) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        note("waiting for another command that starts a run of this job")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        # A disk without locks: `lock_run` says so.
-        return
 
 
 def _make_folder(parent: Path, moment: datetime) -> Path:

@@ -1,6 +1,6 @@
 """The sections of a job that say what is trained and how; of the clouds and links, see `network.py`."""
 
-import math
+import json
 import tomllib
 from collections.abc import Collection, Mapping
 from importlib.resources import files
@@ -24,7 +24,6 @@ from isthmus.job.fields import (
     Price,
     Share,
     Text,
-    show_value,
 )
 from isthmus.units import closest
 
@@ -59,32 +58,17 @@ class LoraSpec(Frozen):
 
 
 def _checked_config(config: dict[str, object]) -> dict[str, object]:
-    _check_config_value("", config)
+    try:
+        json.dumps(config, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        cure = "use text, finite numbers, true, false, lists and tables"
+        raise FieldError(f"has a value of the wrong kind: {error}", cure=cure) from None
     model_type = str(config.get("model_type"))
     # Of other models transformers knows the keys, when one is built.
     if wrong := unknown_key(model_type, config, MODEL_KEYS.get(model_type, config)):
         what, cure = wrong
         raise FieldError(what, cure=cure)
     return config
-
-
-def _check_config_value(key: str, value: object) -> None:
-    match value:
-        case dict():
-            for inner, one in value.items():
-                _check_config_value(f"{key}.{inner}".removeprefix("."), one)
-        case list():
-            for index, one in enumerate(value):
-                _check_config_value(f"{key}[{index}]", one)
-        case str() | int():
-            pass
-        case float() if math.isfinite(value):
-            pass
-        case _:
-            raise FieldError(
-                f"{key} cannot be {show_value(value)}",
-                cure="use text, finite numbers, true, false, lists and tables",
-            )
 
 
 class ModelSpec(Frozen):

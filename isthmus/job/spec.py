@@ -3,19 +3,27 @@
 import enum
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Final, NamedTuple, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticCustomError
 
-from isthmus.errors import FieldError, Problem, UserError
-from isthmus.job.fields import Address, Frozen, parse_address
+from isthmus.errors import UserError
+from isthmus.job.fields import Frozen, matching
+from isthmus.job.mistakes import (
+    CONFLICT,
+    Finding,
+    Place,
+    Tables,
+    describe_place,
+    entries,
+    entry_name,
+    link_pair,
+)
 from isthmus.job.network import CloudSpec, LinkSpec
 from isthmus.job.sections import (
     AcceleratorSpec,
@@ -30,66 +38,6 @@ from isthmus.job.sections import (
     plain_name,
 )
 from isthmus.units import suggest
-
-Tables = Mapping[str, object]
-Place = tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing wrong at one place of the job's tables."""
-
-    place: Place
-    what: str
-    cure: str | None = None
-
-    def as_problem(self, tables: Tables) -> Problem:
-        """Return it with the place written as a user would."""
-        return Problem(key=describe_place(self.place, tables), what=self.what, cure=self.cure)
-
-
-def describe_place(place: Place, tables: Tables) -> str:
-    """Return `cloud "west": ranks` for ("cloud", 1, "ranks"); `cloud[1]: ranks` where it has no name."""
-    match place:
-        case (str(section), int(index), *keys):
-            entry = _describe_entry(section, index, tables)
-            return f"{entry}: {_dotted(keys)}" if keys else entry
-    return _dotted(place)
-
-
-def entries(tables: Tables, section: str) -> list[Tables]:
-    """Return the tables of `[[section]]`, with an empty one for each entry that is no table."""
-    found = tables.get(section)
-    if not isinstance(found, list):
-        return []
-    return [entry if isinstance(entry, dict) else {} for entry in found]
-
-
-def link_pair(entry: Tables) -> tuple[str, str] | None:
-    """Return the two cloud names of a link's table, or None where they cannot be read."""
-    match entry.get("between"):
-        case [str(first), str(second)]:
-            return first, second
-    return None
-
-
-def entry_name(section: str, entry: Tables) -> str | None:
-    """Return what users call an entry: a cloud by its name, a link as east-west."""
-    if section == "link":
-        pair = link_pair(entry)
-        return "-".join(pair) if pair else None
-    name = entry.get("name")
-    return name if isinstance(name, str) else None
-
-
-def _describe_entry(section: str, index: int, tables: Tables) -> str:
-    found = entries(tables, section)
-    name = entry_name(section, found[index]) if index < len(found) else None
-    return f'{section} "{name}"' if name else f"{section}[{index}]"
-
-
-def _dotted(keys: Sequence[str | int]) -> str:
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
 
 
 class KeyRole(enum.Enum):
@@ -146,64 +94,39 @@ _MAX_SHOWN: Final = 60
 _MAX_AGREEMENT: Final = 4096
 
 
-def select(tables: Tables, *roles: KeyRole, within: str = "") -> dict[str, Any]:
-    """Return the tables with the keys of some roles only, without sections that have none of them."""
-    found: dict[str, Any] = {}
-    for key, value in tables.items():
-        place = f"{within}{key}"
-        if KEY_ROLES.get(place) in roles:
-            found[key] = value
-        elif any(known.startswith(f"{place}.") and role in roles for known, role in KEY_ROLES.items()):
-            match value:
-                case dict():
-                    found[key] = select(value, *roles, within=f"{place}.")
-                case list():
-                    found[key] = [select(one, *roles, within=f"{place}.") for one in value]
-                case _:
-                    found[key] = value
+def keys_of(tables: Tables, *roles: KeyRole) -> dict[str, object]:
+    """Return the values of all keys of some roles, such as `link.east-west.boundary`, in no order but one.
+
+    The order of clouds, which is that of stages, is a key of its own; links have none.
+    """
+    found: dict[str, object] = {}
+    if KeyRole.MEANING in roles:
+        found["the order of clouds"] = [entry_name("cloud", one) for one in entries(tables, "cloud")]
+
+    def visit(key: str, name: str, value: object) -> None:
+        if key in KEY_ROLES:
+            if KEY_ROLES[key] in roles:
+                found[name] = value
+        elif isinstance(value, dict):
+            for inner, one in value.items():
+                visit(f"{key}.{inner}", f"{name}.{inner}", one)
+        elif isinstance(value, list):
+            for one in value:
+                visit(key, f"{name}.{entry_name(key, one)}", one)
+
+    for section, value in tables.items():
+        visit(section, section, value)
     return found
 
 
-def meaning_of(tables: Tables) -> dict[str, Any]:
-    """Return the keys that make a run the one it is; the order of clouds counts, that of links does not."""
-    return _named(tables, KeyRole.MEANING) | {
-        "order": [entry_name("cloud", one) for one in entries(tables, "cloud")]
-    }
-
-
-def find_changes(there: Tables, here: Tables, role: KeyRole) -> tuple[Change, ...]:
-    """Return every key of a role that differs, with its value there and the one here."""
-    found = tuple(_differences(_named(there, role), _named(here, role)))
-    if not found and role is KeyRole.MEANING and meaning_of(there) != meaning_of(here):
-        orders = (" ".join(map(str, meaning_of(one)["order"])) for one in (there, here))
-        return (Change("the order of clouds", *orders),)
-    return found
-
-
-def _named(tables: Tables, role: KeyRole) -> dict[str, Any]:
-    """The keys of a role, with clouds and links by their names."""
-    found = select(tables, role)
-    for section in ("cloud", "link"):
-        names = [entry_name(section, entry) for entry in entries(tables, section)]
-        found[section] = dict(zip(names, found.get(section, []), strict=False))
-    return found
-
-
-def _differences(there: object, here: object, key: str = "") -> Iterator[Change]:
-    if isinstance(there, dict) and isinstance(here, dict):
-        for name in there | here:
-            yield from _differences(there.get(name), here.get(name), f"{key}.{name}".removeprefix("."))
-    elif there != here:
-        yield Change(key, _shown(there), _shown(here))
+def find_changes(there: Mapping[str, object], here: Mapping[str, object]) -> tuple[Change, ...]:
+    """Return every key that differs, with its value there and the one here."""
+    keys = (key for key in {**there, **here} if there.get(key) != here.get(key))
+    return tuple(Change(key, _shown(there.get(key)), _shown(here.get(key))) for key in keys)
 
 
 def _shown(value: object) -> str:
-    match value:
-        case None:
-            return "unset"
-        case dict():
-            return "there"
-    text = json.dumps(value, ensure_ascii=False)
+    text = "unset" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
@@ -213,45 +136,46 @@ def tell_changes(changes: Sequence[Change], told: str = "{key} {there}, now {her
     return "; ".join([*(told.format(**one._asdict()) for one in changes[:_MAX_TOLD]), *more])
 
 
+def disagreement(there: str, here: str, told: str) -> str:
+    """Return in words where two texts of `Job.agreement` differ; empty where they cannot be read."""
+    try:
+        before, now = json.loads(there), json.loads(here)
+    except (ValueError, RecursionError):
+        return ""
+    return tell_changes(find_changes(before, now), told) if isinstance(before, dict) else ""
+
+
 def find_conflicts(tables: Tables) -> tuple[Finding, ...]:
     """Return all that is wrong between the clouds, the links and the accelerators of a job."""
     links = {index: pair for index, one in enumerate(entries(tables, "link")) if (pair := link_pair(one))}
-    in_links = [finding for index in links for finding in _in_link(index, links, tables)]
+    in_links = [found for index in links for found in _in_link(index, links, tables)]
     # An unreadable or mistyped link would make some cloud look unlinked: name the cause only.
     all_readable = isinstance(tables.get("link", []), list) and len(links) == len(entries(tables, "link"))
     unlinked = _unlinked(tables, links) if all_readable and not in_links else ()
-    return (*_no_cloud(tables), *_twice_there(tables), *in_links, *unlinked)
+    found = (*_twice_there(tables), *in_links, *unlinked)
+    return tuple(Finding(place=place, what=what, cure=cure) for place, what, cure in found)
 
 
-def _no_cloud(tables: Tables) -> Iterator[Finding]:
-    if tables.get("cloud") == []:
-        yield Finding(place=("cloud",), what="is empty", cure="write a [[cloud]] table for each")
+_Conflict = tuple[Place, str, str]
+"""A place, what is wrong there, and the cure."""
 
 
-def _twice_there(tables: Tables) -> Iterator[Finding]:
+def _twice_there(tables: Tables) -> Iterator[_Conflict]:
     clouds = entries(tables, "cloud")
     names = [entry_name("cloud", one) for one in clouds]
     for index, first in _repeated(names):
-        yield Finding(
-            place=("cloud", index, "name"),
-            what=f"an earlier cloud is named {names[first]!r} too",
-            cure="give each cloud its own name",
-        )
-    addresses = [_readable_address(one.get("listen")) for one in clouds]
+        what = f"an earlier cloud is named {names[first]!r} too"
+        yield ("cloud", index, "name"), what, "give each cloud its own name"
+    addresses = [one.get("listen") for one in clouds]
     for index, first in _repeated(addresses):
         if names[index] != names[first]:
-            yield Finding(
-                place=("cloud", index, "listen"),
-                what=f"cloud {names[first]!r} listens at {addresses[first]} too",
-                cure="give each cloud its own host or port",
-            )
+            what = f"cloud {names[first]!r} listens at {addresses[first]} too"
+            yield ("cloud", index, "listen"), what, "give each cloud its own host or port"
     devices = [entry_name("accelerator", one) for one in entries(tables, "accelerator")]
     for index, first in _repeated([plain_name(one) if one else None for one in devices]):
-        yield Finding(
-            place=("accelerator", index, "name"),
-            what=f"means the same device as {devices[first]!r}, case and punctuation aside",
-            cure="keep one of the two, or give them names that differ in letters or digits",
-        )
+        what = f"means the same device as {devices[first]!r}, case and punctuation aside"
+        cure = "keep one of the two, or give them names that differ in letters or digits"
+        yield ("accelerator", index, "name"), what, cure
 
 
 def _repeated(keys: Sequence[object]) -> Iterator[tuple[int, int]]:
@@ -261,65 +185,44 @@ def _repeated(keys: Sequence[object]) -> Iterator[tuple[int, int]]:
             yield index, first
 
 
-def _readable_address(listen: object) -> Address | None:
-    try:
-        return parse_address(listen) if isinstance(listen, str) else None
-    except FieldError:
-        return None
-
-
-def _in_link(index: int, links: Mapping[int, tuple[str, str]], tables: Tables) -> Iterator[Finding]:
+def _in_link(index: int, links: Mapping[int, tuple[str, str]], tables: Tables) -> Iterator[_Conflict]:
     place = ("link", index, "between")
     first, second = links[index]
     clouds = {entry_name("cloud", one): one for one in entries(tables, "cloud")}
     unknown = [name for name in dict.fromkeys(links[index]) if name not in clouds]
     for name in unknown:
         known = [one for one in clouds if one is not None and one not in links[index]]
-        yield Finding(place=place, what=f"there is no cloud {name!r}", cure=suggest(name, known))
+        yield place, f"there is no cloud {name!r}", suggest(name, known)
     if first == second:
-        yield Finding(place=place, what=f"joins {first!r} to itself", cure="name two different clouds")
+        yield place, f"joins {first!r} to itself", "name two different clouds"
     elif any(set(other) == {first, second} for number, other in links.items() if number < index):
-        yield Finding(place=place, what="an earlier link joins these two too", cure="keep one of the links")
+        yield place, "an earlier link joins these two too", "keep one of the links"
     elif not unknown and not any("listen" in clouds[name] for name in (first, second)):
-        yield Finding(
-            place=place,
-            what=f"neither {first!r} nor {second!r} listens, so none can dial the other",
-            cure=f'give one of them an address: listen = "{first}.example.com:7600"',
-        )
+        what = f"neither {first!r} nor {second!r} listens, so none can dial the other"
+        yield place, what, f'give one of them an address: listen = "{first}.example.com:7600"'
 
 
-def _unlinked(tables: Tables, links: Mapping[int, tuple[str, str]]) -> Iterator[Finding]:
+def _unlinked(tables: Tables, links: Mapping[int, tuple[str, str]]) -> Iterator[_Conflict]:
     linked = {name for pair in links.values() for name in pair}
     names = [entry_name("cloud", one) for one in entries(tables, "cloud")]
     for index, name in enumerate(names):
         other = next((one for one in names if one not in (None, name)), None)
         if name is not None and other is not None and name not in linked:
-            yield Finding(
-                place=("cloud", index),
-                what="no link reaches it",
-                cure=f'add a [[link]] with between = ["{other}", "{name}"]',
-            )
-
-
-_JOB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-CONFLICT: Final = "conflict"
-"""Type of the validation error that carries what `find_conflicts` found."""
-
-
-def _checked_job_name(name: str) -> str:
-    if not _JOB_NAME.fullmatch(name):
-        raise FieldError(
-            f"{name!r} cannot name a folder",
-            cure="use up to 64 letters, digits, '.', '_' and '-', a letter or digit first",
-        )
-    return name
+            cure = f'add a [[link]] with between = ["{other}", "{name}"]'
+            yield ("cloud", index), "no link reaches it", cure
 
 
 class Job(Frozen):
     """One training run: what is trained, on which clouds, over which links."""
 
-    name: Annotated[str, AfterValidator(_checked_job_name)] = Field(examples=["two-clouds"])
+    name: Annotated[
+        str,
+        matching(
+            r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}",
+            what="cannot name a folder",
+            cure="use up to 64 letters, digits, '.', '_' and '-', a letter or digit first",
+        ),
+    ] = Field(examples=["two-clouds"])
     """Name of the run's folder."""
     seed: int = Field(0, ge=0, le=2**63 - 1, examples=[7])
     """Seed of everything random."""
@@ -327,7 +230,9 @@ class Job(Frozen):
     """What is trained."""
     data: DataSpec | None = Field(None, examples=[{"source": "corpus/*.jsonl"}])
     """The training data, and how it is read."""
-    cloud: tuple[CloudSpec, ...] = Field(strict=False, max_length=64, examples=[[{"name": "east"}]])
+    cloud: tuple[CloudSpec, ...] = Field(
+        strict=False, min_length=1, max_length=64, examples=[[{"name": "east"}]]
+    )
     """The clusters, at most 64."""
     link: tuple[LinkSpec, ...] = Field((), strict=False, examples=[[{"between": ["east", "west"]}]])
     """The WAN between them."""
@@ -386,40 +291,27 @@ class Job(Frozen):
     @property
     def digest(self) -> str:
         """SHA-256 in hex of all that every cloud must agree on."""
-        return _digest(select(self._all_keys(), KeyRole.MEANING, KeyRole.OPERATION))
+        return self._digest(KeyRole.MEANING, KeyRole.OPERATION)
 
     @property
     def meaning_digest(self) -> str:
         """SHA-256 in hex of all that makes a run the one it is."""
-        return _digest(meaning_of(self._all_keys()))
+        return self._digest(KeyRole.MEANING)
+
+    def _digest(self, *roles: KeyRole) -> str:
+        keys = keys_of(self.model_dump(mode="json"), *roles)
+        return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()
 
     @property
     def agreement(self) -> str:
         """The keys on which all clouds must agree, without defaults, as ASCII; empty if that is long."""
         given = self.model_dump(mode="json", exclude_defaults=True)
-        text = json.dumps(select(given, KeyRole.MEANING, KeyRole.OPERATION), separators=(",", ":"))
+        text = json.dumps(keys_of(given, KeyRole.MEANING, KeyRole.OPERATION), separators=(",", ":"))
         return text if len(text) <= _MAX_AGREEMENT else ""
 
     def changes_from(self, before: "Job", role: KeyRole) -> tuple[Change, ...]:
         """Return every key of a role whose value differs from an earlier job's."""
-        return find_changes(before._all_keys(), self._all_keys(), role)
-
-    def _all_keys(self) -> dict[str, Any]:
-        return self.model_dump(mode="json")
-
-
-def disagreement(there: str, here: str, told: str) -> str:
-    """Return in words where two texts of `Job.agreement` differ; empty where they cannot be read."""
-    try:
-        before, now = (Job.from_tables(json.loads(text)) for text in (there, here))
-    except (ValueError, RecursionError):
-        return ""
-    changes = [one for role in (KeyRole.MEANING, KeyRole.OPERATION) for one in now.changes_from(before, role)]
-    return tell_changes(changes, told)
-
-
-def _digest(tables: Tables) -> str:
-    return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()
+        return find_changes(*(keys_of(one.model_dump(mode="json"), role) for one in (before, self)))
 
 
 def stage_order(job: Job) -> tuple[str, ...]:

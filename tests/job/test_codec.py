@@ -53,90 +53,23 @@ def test_defaults_are_not_written() -> None:
     assert str(parse_codec("svd(1)")) == "svd(1.0)"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "'' in '' is no step"),
-        ("fp16 |", "'' in 'fp16 |' is no step"),
-        ("fp16 fp16", "'fp16 fp16' in 'fp16 fp16' is no step"),
-        ("svd()", "'' in 'svd()' is no number"),
-        ("svd(0.6", "'svd(0.6' in 'svd(0.6' is no step"),
-        ("svd(-1)", "'-1' in 'svd(-1)' is no number"),
-        ("svd(1e999)", "'svd(1e999)' needs a number that is not so large"),
-        ("int8(group=1234567890)", "'int8(group=1234567890)' needs a number that is not so large"),
-        ("int4(group=)", "'group=' in 'int4(group=)' is no number"),
-        ("int4(group=8, group=9)", "'group=9' in 'int4(group=8, group=9)'"),
-        ("int4(group=8, 9)", "'9' in 'int4(group=8, 9)'"),
-        ("fp16 | topc", "unknown codec 'topc'"),
-        ("int4 | svd(0.5)", "svd cannot follow int4"),
-        ("fp16 | int8", "int8 cannot follow fp16: after fp16 there are only bytes"),
-        ("raw | raw", "raw cannot follow raw"),
-        ("topk(0.5) | topk(0.5) | int8", "topk is there twice"),
-        ("topk(0.1) | feedback(0.9)", "feedback must be the first step"),
-        ("feedback(0.9) | raw", "feedback needs a step behind it that loses something"),
-        ("topk(0.1) | subspace(8)", "subspace cannot follow topk"),
-        ("subspace(8) | svd(0.5)", "svd cannot follow subspace"),
-        ("subspace(8) | subspace(4)", "subspace is there twice"),
-        ("subspace(4) | center | int4", "center has no place with a subspace"),
-        ("center | subspace(4)", "center has no place with a subspace"),
-        ("topk(0.1) | center | int8", "center cannot follow topk"),
-        ("feedback(0.9) | subspace(8) | int4", "feedback has no place with a subspace"),
-        ("rotate | fp16", "rotate must stand directly before int8, int4 or int2"),
-        ("svd", "svd takes one argument, the share of elements kept, not svd"),
-        ("topk(some)", "topk(some) must be a number above 0 and at most 1, not some"),
-        ("topk(0)", "topk(0) must be a number above 0 and at most 1, not 0"),
-        ("svd(1.5)", "svd(1.5) must be a number above 0 and at most 1"),
-        ("svd(0.5, rank=3)", "svd has no option 'rank'"),
-        ("rotate(4) | int4", "rotate takes no argument, not rotate(4)"),
-        ("fp16(fast=1)", "fp16 has no option 'fast'"),
-        ("int8(64)", "must be stochastic, not 64"),
-        ("int2(64)", "int2 takes no argument, not int2(64)"),
-        ("int8(group=4)", "group of int8 must be a whole number from 8 to 65536, not 4"),
-        ("int8(group=64.5)", "group of int8 must be a whole number from 8 to 65536, not 64.5"),
-        ("int4(group=64, scale=tensor)", "two options for the group"),
-        ("int4(scale=row)", "scale of int4 must be tensor, not row"),
-        ("int2(stochastic)", "its levels clip large values, which no rounding makes unbiased"),
-        ("subspace(0.5)", "subspace(0.5) must be a whole number from 1 to 65536"),
-        ("subspace(8, anchor=ids)", "anchor of subspace must be none or tokens, not ids"),
-        ("subspace(8, every=0)", "every of subspace must be a whole number from 1 to 1000000, not 0"),
-        ("feedback(2) | int4", "feedback(2) must be a number above 0 and at most 1"),
-    ],
-)
-def test_what_is_no_codec_is_refused_with_a_cure(text: str, words: str) -> None:
-    with pytest.raises(FieldError) as caught:
-        parse_codec(text)
-    assert words in caught.value.what
-    assert caught.value.cure
-
-
 @pytest.mark.parametrize("text", ["int8(group={})", "topk({})", "subspace({}) | int4", "int8({})"])
 def test_a_number_of_any_length_is_read_or_refused(text: str) -> None:
     for digits in ("9" * 5000, "0" * 5000, f"{'9' * 5000}.5", f"1e{'9' * 5000}"):
         with pytest.raises(FieldError):
             parse_codec(text.format(digits))
-    with pytest.raises(FieldError, match="a number that is not so large"):
-        parse_codec(text.format("9" * 5000))
 
 
 @pytest.mark.parametrize(
     ("text", "cure"),
     [
-        ("fp16 | int8", 'for example "fp16"'),
         ("raw | raw", 'for example "raw"'),
         ("int4 | svd(0.5)", 'for example "svd(0.5) | int4"'),
         ("fp16 | rotate", 'for example "rotate | int4"'),
         ("subspace(4) | center | int4", 'for example "subspace(4) | int4"'),
-        ("center | subspace(4)", 'for example "subspace(4)"'),
-        ("topk(0.1) | center | int8", 'for example "center | topk(0.1) | int8"'),
-        (
-            "feedback(0.9) | topk(0.1) | center",
-            'for example backward = "feedback(0.9) | center | topk(0.1)"',
-        ),
-        ("topk(0.1) | subspace(8)", 'for example "subspace(8)"'),
-        ("int8(group=7)", "for example group=64"),
-        ("subspace(0)", 'for example "subspace(64)"'),
-        ("subspace(8, anchor=foo)", "choose from none, tokens"),
+        ("feedback(0.9) | topk(0.1) | center", 'for example backward = "feedback(0.9) | center | topk(0.1)"'),
         ("subspace(8, anchor=token)", "did you mean 'tokens'?"),
+        ("int4(grup=64)", "did you mean 'group'?"),
         ("topk(2)", 'for example "topk(0.1)"'),
     ],
 )
@@ -152,10 +85,19 @@ STEPS = (
 )
 MISWRITTEN = (
     *("", "fp16 |", "svd", "topk(2)", "svd(0)", "feedback", "feedback(2)", "feedback(0.9) | raw"),
-    *("subspace", "subspace(0)", "subspace(8, anchor=foo)", "subspace(8, every=0)", "svd(0.5, rank=3)"),
-    *("rotate(4) | int4", "center(1)", "rotate(by=4) | int4", "fp16(fast=1)", "int2(stochastic)", "int2(4)"),
-    *("int8(64)", "int8(group=7)", "int4(scale=row)", "int4(group=64, scale=tensor)", "Auto", "none"),
-    *("rotate | int8 | center | int4", "subspace(8) | topk(0.1) | svd(0.5) | int4", "svd(0.5) | topk(2)"),
+    *("subspace", "subspace(0)", "subspace(8, anchor=foo)", "subspace(8, every=0)"),
+    *("svd(0.5, rank=3)", "rotate(4) | int4", "center(1)", "rotate(by=4) | int4", "fp16(fast=1)"),
+    *("int2(stochastic)", "int2(4)", "int8(64)", "int8(group=7)", "int4(scale=row)"),
+    *("int4(group=64, scale=tensor)", "Auto", "none", "rotate | int8 | center | int4"),
+    *("subspace(8) | topk(0.1) | svd(0.5) | int4", "svd(0.5) | topk(2)", "fp16 fp16", "svd()"),
+    *("svd(0.6", "svd(-1)", "svd(1e999)", "int8(group=1234567890)", "int4(group=)"),
+    *("int4(group=8, group=9)", "int4(group=8, 9)", "fp16 | topc", "int4 | svd(0.5)", "fp16 | int8"),
+    *("raw | raw", "topk(0.5) | topk(0.5) | int8", "topk(0.1) | feedback(0.9)"),
+    *("topk(0.1) | subspace(8)", "subspace(8) | svd(0.5)", "subspace(8) | subspace(4)"),
+    *("subspace(4) | center | int4", "center | subspace(4)", "topk(0.1) | center | int8"),
+    *("feedback(0.9) | subspace(8) | int4", "rotate | fp16", "topk(some)", "topk(0)", "svd(1.5)"),
+    *("int2(64)", "int8(group=4)", "int8(group=64.5)", "subspace(0.5)", "subspace(8, anchor=ids)"),
+    *("feedback(2) | int4",),
 )
 Choice = str | dict[str, str]
 
@@ -203,8 +145,10 @@ def test_no_cure_is_refused_in_turn(first: str) -> None:
 
 
 @pytest.mark.parametrize("text", MISWRITTEN)
-def test_no_cure_of_a_miswritten_codec_is_refused_in_turn(text: str) -> None:
-    assert refusal(text) is not None
+def test_a_miswritten_codec_is_refused_with_a_cure_that_is_not(text: str) -> None:
+    found = refusal(text)
+    assert found is not None
+    assert found.what
     check_cure(text)
 
 
@@ -217,12 +161,6 @@ def test_no_cure_of_two_codecs_is_refused_in_turn() -> None:
     for forward in both:
         for backward in both:
             check_cure({"forward": forward, "backward": backward})
-
-
-def test_a_misspelt_option_is_suggested() -> None:
-    with pytest.raises(FieldError) as caught:
-        parse_codec("int4(grup=64)")
-    assert caught.value.cure == "did you mean 'group'?"
 
 
 @pytest.mark.parametrize(
@@ -296,31 +234,15 @@ def test_sizes_of_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward", "what"),
+    ("forward", "backward"),
     [
-        (
-            "subspace(8)",
-            "topk(0.1)",
-            "topk has no place behind a subspace: the gradient already crosses in its basis",
-        ),
-        (
-            "subspace(8) | int4",
-            "center | int4",
-            "center has no place behind a subspace: the gradient already crosses in its basis",
-        ),
-        (
-            "subspace(8)",
-            "subspace(4)",
-            "a gradient crosses in the basis of its activation, subspace(8), not in that of subspace(4)",
-        ),
-        (
-            "int4",
-            "subspace(8)",
-            "a gradient has a subspace only where its activation has one: it is the same basis",
-        ),
+        ("subspace(8)", "topk(0.1)"),
+        ("subspace(8) | int4", "center | int4"),
+        ("subspace(8)", "subspace(4)"),
+        ("int4", "subspace(8)"),
     ],
 )
-def test_codecs_that_do_not_go_together(forward: str, backward: str, what: str) -> None:
-    with pytest.raises(FieldError) as caught:
+def test_codecs_that_do_not_go_together(forward: str, backward: str) -> None:
+    with pytest.raises(FieldError, match="activation") as caught:
         gradient(forward, backward)
-    assert caught.value.what == what
+    assert caught.value.cure

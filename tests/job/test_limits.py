@@ -47,7 +47,7 @@ def test_clouds_need_not_agree_on_them() -> None:
         ((BASE, "[limits]\nmemory_share = 1.5\n"), "must be at most 1"),
         ((BASE, '[limits]\ndeadline = "0 s"\n'), "must be at least 1 s"),
         ((BASE, '[limits]\ncodec_loss = "much"\n'), "must be 'none', 'slight' or 'some'"),
-        ((BASE, ACCELERATOR.replace("3.35 TB/s", "3.35 TB")), "is not a speed of memory"),
+        ((BASE, ACCELERATOR.replace("3.35 TB/s", "3.35 TB")), "unknown unit"),
         ((BASE, ACCELERATOR.replace('"989 TFLOPS"', '"-1 TFLOPS"')), "TFLOPS"),
         ((BASE, PIPELINE.replace("[12]", "[]")), "must not be empty"),
         ((BASE, PIPELINE.replace("[12]", "[0]")), "must be at least 1, not 0"),
@@ -116,7 +116,7 @@ def test_a_job_has_at_most_64_clouds() -> None:
         read(row_of_clouds(65))
     (problem,) = caught.value.problems
     assert str(problem.key) == "cloud"
-    assert problem.what == "has 65 entries, and 64 are the most"
+    assert "at most 64" in problem.what
     assert problem.cure == "leave some out"
 
 

@@ -204,4 +204,4 @@ def test_digest_does_not_depend_on_layout_or_spelling() -> None:
 def test_names_that_would_clash_are_reserved(name: str) -> None:
     with pytest.raises(JobError) as error:
         parse_job(f'name = "one"\n[[cloud]]\nname = "{name}"\n', file=Path("one.toml"))
-    assert [problem.what for problem in error.value.problems] == [f"{name!r} is reserved"]
+    assert [problem.what for problem in error.value.problems] == [f"{name!r} is no DNS label, or reserved"]

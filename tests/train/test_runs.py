@@ -80,7 +80,7 @@ def test_of_many_keys_that_differ_some_are_told(tmp_path: Path) -> None:
 def test_clouds_are_told_by_name(tmp_path: Path) -> None:
     left(tmp_path, tiny_job(), east=(5,))
     told = refusal(tmp_path, tiny_job(network=clouds("east")))
-    assert told.endswith("cloud.west there, now unset; link.east-west there, now unset")
+    assert 'the order of clouds ["east", "west"], now ["east"]; cloud.west.name "west", now unset' in told
     turned = clouds("west", "east") + links(("east", "west"))
     assert refusal(tmp_path, tiny_job(network=turned)).endswith(
         "the order of clouds east west, now west east"

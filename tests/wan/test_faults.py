@@ -130,8 +130,8 @@ def test_corruption_comes_from_the_first_cloud_unless_told(tmp_path: Path) -> No
         ),
         (
             '[[fault]]\nat = "5 s"\nkind = "cut"\nbetween = ["east"]\nduration = "1 s"',
-            "fault[0]: between",
-            "the names of two clouds",
+            "fault[0]: between[1]",
+            "missing",
             "for example between",
         ),
         (
