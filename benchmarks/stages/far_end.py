@@ -54,6 +54,9 @@ class FarActor:
     def take(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
         """Leave what has arrived alone."""
 
+    def drop(self, message: Message) -> None:
+        """Nothing is kept."""
+
 
 @dataclass(slots=True)
 class PreparedCut(CutEnd):

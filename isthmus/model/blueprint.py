@@ -284,6 +284,7 @@ def _empty_model(config: PreTrainedConfig, head: Head, *, trust_remote_code: boo
     try:
         with torch.device("meta"):
             model: PreTrainedModel = head.auto_class.from_config(config, trust_remote_code=trust_remote_code)
+            head.prepare(model)
     except BUILD_ERRORS as error:
         raise _unusable(type(config).__name__, error) from error
     return model

@@ -1,5 +1,6 @@
 """The tasks a model can be trained for: transformers' class, its scores, and the target of each score."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -7,13 +8,14 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812 torch's own custom
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedModel,
 )
 
 IGNORED: Final = -100
@@ -29,6 +31,9 @@ class Head:
     """Of the model's output: one row of class scores per target, the classes last."""
     targets: Callable[[Tensor], Tensor] = lambda labels: labels
     """Of the labels: one class per row of scores, or IGNORED."""
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Change what transformers' class has behind the layers, while nothing is in memory yet."""
 
     def num_targets(self, labels: Tensor) -> int:
         """How many targets count in the loss; losses of micro-batches are averaged by it."""
@@ -63,3 +68,28 @@ _HEADS: Final = (
     Head(name="question-answering", auto_class=AutoModelForQuestionAnswering, scores=_span_logits),
 )
 HEADS: Final[Mapping[str, Head]] = MappingProxyType({head.name: head for head in _HEADS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectionHead(Head):
+    """Tells whether a token was replaced (1) or is the original (0): dense, activation, one logit."""
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        for name, module in model.named_children():
+            if isinstance(module, nn.Linear) and module.out_features == 1:
+                width = module.in_features
+                layers = {"dense": nn.Linear(width, width), "act": nn.GELU(), "logit": nn.Linear(width, 1)}
+                setattr(model, name, nn.Sequential(OrderedDict(layers)))
+
+    def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Binary cross-entropy in float32, summed over all tokens but padding."""
+        counts = labels != IGNORED
+        logits, targets = scores.squeeze(-1)[counts].float(), labels[counts].float()
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
+
+    def num_correct(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return ((scores.squeeze(-1) > 0) == labels.bool())[labels != IGNORED].sum()
+
+
+DETECTION: Final = DetectionHead(name="replaced-token-detection", auto_class=AutoModelForTokenClassification)
+"""What a discriminator learns; no data set has its labels, so no job names it as its task."""

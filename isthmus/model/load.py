@@ -138,6 +138,7 @@ def _load(
     """Let transformers' own loader fill what the stage keeps, and initialise what the checkpoint lacks."""
 
     def prepare(model: PreTrainedModel) -> None:
+        blueprint.head.prepare(model)
         drop_absent(model, blueprint.family, layers, seam)
         seed_initialisation(model, seed)
 

@@ -81,6 +81,8 @@ class StageInput:
     """The most micro-batches that are in flight at a time, this one included."""
     on_near_end: Callable[[], None] | None = None
     """Called when its forward, and later its backward, has come to the last of several layers."""
+    keeps_scores: bool = False
+    """Whether the last stage gives its scores as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,8 @@ class StageOutput:
     """The loss that balances the experts of this stage's layers, as if summed over targets."""
     num_correct: Tensor | None = None
     """Targets with the highest score; from the last stage, and only in evaluation."""
+    scores: Tensor | None = None
+    """Those of the last stage, without their graph, where they were asked for."""
     slot: ActivationSlot = field(default_factory=ActivationSlot)
     """What the micro-batch keeps in memory until its backward has ended."""
 
@@ -237,6 +241,7 @@ class Stage(nn.Module):
                 loss=self.head.loss(scores, labels),
                 balance=self._balance(inputs.batch, passage.router_logits),
                 num_correct=None if self.training else self.head.num_correct(scores, labels),
+                scores=scores.detach() if inputs.keeps_scores else None,
                 slot=slot,
             )
 

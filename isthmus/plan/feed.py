@@ -24,6 +24,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from isthmus.plan.end_of_step import Reduced
 from isthmus.plan.orders import Leader, Orders, Sibling, not_awaited
 from isthmus.plan.types import (
     Count,
@@ -35,7 +36,6 @@ from isthmus.plan.types import (
     Member,
     Message,
     MessageKind,
-    ScheduleError,
     Scheduler,
     Send,
     Started,
@@ -95,17 +95,30 @@ class Generated(Facts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FeedReduced(Reduced):
+    """What REDUCE found at one rank: tokens with a loss; at the discriminator also what it told apart."""
+
+    num_targets: int = 0
+    num_correct: int = 0
+    num_replaced: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FeedStep(Facts):
-    """What the discriminator tells of its queues at the end of a step; one value for each generator."""
+    """What the discriminator tells at the end of a step; of its queues one value for each generator."""
 
     step: int
     num_batches: tuple[int, ...]
     """The batches of the step."""
+    num_tokens: tuple[int, ...]
     num_queued: tuple[int, ...]
     staleness: tuple[int, ...]
     """By how many versions of the weights a batch was behind the newest that has arrived, at most."""
     waited_s: float
     """How long the discriminator had no batch to work on."""
+    accuracy: float
+    """The share of tokens that it told rightly, and below the share that it would by calling all original."""
+    original_share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +127,7 @@ class GeneratorLost(Facts):
 
     generator: int
     next: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +242,9 @@ class _Queue:
     lost_s: float | None = None
     staleness: int = 0
     num_in_step: int = 0
+    tokens_in_step: int = 0
+    refused: str = ""
+    """Why nothing is taken from it until it joins again; empty while it keeps to the protocol."""
 
     @property
     def is_met(self) -> bool:
@@ -247,6 +264,7 @@ class DiscriminatorScheduler(Leader):
         self._is_final = False
         self._idle_s: float | None = None
         self._waited_s = 0.0
+        self._num_correct = self._num_replaced = 0
 
     def _start(self, started: Started) -> None:
         if isinstance(started.facts, DiscriminatorState):
@@ -279,30 +297,37 @@ class DiscriminatorScheduler(Leader):
             return
         queue = self._queues[index]
         match event:
-            case Lost(final=True) if queue.lost_s is None:
-                queue.lost_s = now_s
-                self.act(Wake(now_s + self._spec.wait_s))
-                self.act(Tell(GeneratorLost(generator=index, next=queue.arrived)))
+            case Lost(final=True, reason=reason) if queue.lost_s is None:
+                self._lose(index, now_s, reason)
             case Joined(member=queue.leader):
-                queue.lost_s = None
+                queue.lost_s, queue.refused = None, ""
                 self._greet(queue)
 
+    def _lose(self, index: int, now_s: float, reason: str) -> None:
+        queue = self._queues[index]
+        queue.lost_s = now_s
+        self.act(Wake(now_s + self._spec.wait_s))
+        self.act(Tell(GeneratorLost(generator=index, next=queue.arrived, reason=reason)))
+
     def _arrive(self, message: Message) -> None:
+        index = self._spec.generator_of(message.sender.cloud)
         match message.kind, message.facts:
-            case MessageKind.IDS, BatchTag() as tag if tag.generator < len(self._queues):
-                self._take(message, tag, self._queues[tag.generator])
+            case MessageKind.IDS, BatchTag() as tag if index is not None:
+                self._take(message, tag, index)
             case _:
                 raise not_awaited(message)
 
-    def _take(self, message: Message, tag: BatchTag, queue: _Queue) -> None:
-        if message.sender != queue.leader:
-            raise ScheduleError(f"{message.name} from {message.sender} is of another generator")
-        if tag.number < queue.arrived:
+    def _take(self, message: Message, tag: BatchTag, index: int) -> None:
+        queue = self._queues[index]
+        if queue.refused or tag.number < queue.arrived:
             self.act(Drop(message))
             return
         limit = min(queue.started + self._spec.max_queued, queue.quota)
-        if tag.number != queue.arrived or tag.number >= limit:
-            raise ScheduleError(f"{message.name} from {message.sender} is beyond what it may send")
+        if tag.generator != index or tag.number != queue.arrived or tag.number >= limit:
+            # A flood must not cost the others anything.
+            queue.refused = f"sent {message.name}, which it may not send"
+            self.act(Drop(message))
+            return
         queue.arrived += 1
         queue.version = max(queue.version, tag.version)
         queue.tags.append(tag)
@@ -310,6 +335,9 @@ class DiscriminatorScheduler(Leader):
     # What to run.
 
     def _next(self, now_s: float) -> None:
+        for index, queue in enumerate(self._queues):
+            if queue.refused and queue.lost_s is None:
+                self._lose(index, now_s, queue.refused)
         if not self.is_idle or self.run_end_of_step():
             return
         streams = [index for index, queue in enumerate(self._queues) if self._takes_turns(queue)]
@@ -323,8 +351,8 @@ class DiscriminatorScheduler(Leader):
             self._discriminate(queue, now_s)
         elif self._is_given_up(queue, now_s):
             cloud = queue.leader.cloud
-            hint = f'start {cloud!r} again, or set on_lost = "continue"'
-            self.fail(f"generator {cloud!r} was lost and has not returned", hint)
+            hint = f'start {cloud!r} again, or set strategy.on_lost = "continue"'
+            self.fail(f"generator {cloud!r} {queue.refused or 'was lost and has not returned'}", hint)
         elif self._idle_s is None:
             self._idle_s = now_s
 
@@ -335,7 +363,8 @@ class DiscriminatorScheduler(Leader):
         return self._spec.on_lost == "wait" or queue.lost_s is None or bool(queue.tags)
 
     def _is_given_up(self, queue: _Queue, now_s: float) -> bool:
-        return queue.lost_s is not None and now_s >= queue.lost_s + self._spec.wait_s
+        waited = queue.lost_s is not None and now_s >= queue.lost_s + self._spec.wait_s
+        return waited or bool(queue.refused)
 
     def _discriminate(self, queue: _Queue, now_s: float) -> None:
         if self._idle_s is not None:
@@ -346,6 +375,7 @@ class DiscriminatorScheduler(Leader):
         self.num_tokens += tag.num_tokens
         queue.started += 1
         queue.num_in_step += 1
+        queue.tokens_in_step += tag.num_tokens
         queue.staleness = max(queue.staleness, queue.version - tag.version)
         self._allow(queue)
 
@@ -357,6 +387,10 @@ class DiscriminatorScheduler(Leader):
         found = self.ended(work, facts)
         if work.kind is WorkKind.DISCRIMINATE and self._num_in_step == self._spec.batches_per_step:
             self.end_step()
+        if work.kind is WorkKind.REDUCE:
+            reduced = [one for one in found if isinstance(one, FeedReduced)]
+            self._num_correct = sum(one.num_correct for one in reduced)
+            self._num_replaced = sum(one.num_replaced for one in reduced)
         if self.is_step_over(work, found, now_s):
             self._tell()
             num_taken = max(queue.started - queue.asked for queue in self._queues)
@@ -365,17 +399,21 @@ class DiscriminatorScheduler(Leader):
 
     def _tell(self) -> None:
         queues = self._queues
+        num_tokens = max(1, sum(queue.tokens_in_step for queue in queues))
         told = FeedStep(
             step=self.step - 1,
             num_batches=tuple(queue.num_in_step for queue in queues),
+            num_tokens=tuple(queue.tokens_in_step for queue in queues),
             num_queued=tuple(len(queue.tags) for queue in queues),
             staleness=tuple(queue.staleness for queue in queues),
             waited_s=self._waited_s,
+            accuracy=self._num_correct / num_tokens,
+            original_share=1 - self._num_replaced / num_tokens,
         )
         self.act(Tell(told))
         self._waited_s = 0.0
         for queue in queues:
-            queue.num_in_step = queue.staleness = 0
+            queue.num_in_step = queue.tokens_in_step = queue.staleness = 0
 
     def _save(self, now_s: float) -> None:
         positions = tuple(queue.started for queue in self._queues)
@@ -505,6 +543,8 @@ class GeneratorScheduler(Leader):
         if work.kind is WorkKind.GENERATE:
             num_tokens = sum(one.num_tokens for one in found if isinstance(one, Generated))
             self._made(num_tokens)
+        if work.kind is WorkKind.REDUCE:
+            self.num_targets = sum(one.num_targets for one in found if isinstance(one, FeedReduced))
         is_last = self._number == self._stream.quota
         if self.is_step_over(work, found, now_s) and (is_last or self.is_save_due(now_s)):
             self._final_step = self.step if is_last else None

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from isthmus.plan.end_of_step import Reduced, StepEnded, total_norm
+from isthmus.plan.end_of_step import Reduced, StepEnded, Updated, total_norm
 from isthmus.plan.types import (
     Action,
     Arrived,
@@ -77,6 +77,8 @@ class Leader(ABC):
         self.is_stopped = False
         self.step = 0
         self.num_tokens = 0
+        self.num_targets = 0
+        """The tokens with a loss, where these are not all."""
         self._siblings = tuple(siblings)
         self._save_every_s = save_every_s
         self._to_end: deque[WorkKind] = deque()
@@ -193,9 +195,9 @@ class Leader(ABC):
             return False
         ended = StepEnded(
             step=self.step,
-            loss=self._loss_sum / max(self.num_tokens, 1),
+            loss=self._loss_sum / max(self.num_targets or self.num_tokens, 1),
             norm=self._norm,
-            learning_rate=0.0,
+            learning_rate=next((one.learning_rate for one in found if isinstance(one, Updated)), 0.0),
             num_tokens=self.num_tokens,
             duration_s=now_s - self._begun_s,
             busy_s=(),

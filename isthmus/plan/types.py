@@ -246,6 +246,7 @@ class Lost(NamedTuple):
 
     member: Member
     final: bool = True
+    reason: str = ""
 
 
 class Joined(NamedTuple):

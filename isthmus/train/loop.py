@@ -21,11 +21,12 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, LinkError
+from isthmus.errors import FrameError, IsthmusError, LinkError
 from isthmus.plan.types import (
     Action,
     Arrived,
     Done,
+    Drop,
     Elapsed,
     Event,
     Facts,
@@ -60,6 +61,9 @@ class Actor(Protocol):
 
     def take(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
         """Keep what has arrived until a work needs it."""
+
+    def drop(self, message: Message) -> None:
+        """Forget what was kept of a message, sent or arrived."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +111,8 @@ class Loop:
                 tensors, ready = self.actor.tensors(message)
                 for to in message.to:
                     self.wires[to].send(message, tensors, ready)
+            case Drop(message=message):
+                self.actor.drop(message)
             case Tell(fact=fact):
                 self.tell(fact)
             case Save(step=step, facts=facts):
@@ -126,16 +132,23 @@ class Loop:
             self._wake_s = None
             return Elapsed()
         match item:
-            case Delivery():
-                self.actor.take(item.message, item.tensors)
-                return Arrived(item.message, item.travel_s, item.facts)
+            case Delivery(message=message):
+                try:
+                    self.actor.take(message, item.tensors)
+                except FrameError as error:
+                    self.wires[message.sender].abandon()
+                    return self._lost(message.sender, error)
+                return Arrived(message, item.travel_s, item.facts)
             case Failure(member=member, error=error):
                 if not isinstance(error, LinkError):
                     raise error
-                self._failure = error
-                return Lost(member)
+                return self._lost(member, error)
             case _:
                 return item
+
+    def _lost(self, member: Member, error: LinkError) -> Lost:
+        self._failure = error
+        return Lost(member, reason=error.message)
 
     def __enter__(self) -> Self:
         return self

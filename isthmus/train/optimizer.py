@@ -435,6 +435,11 @@ class Optimizer:
         norms = torch.stack([torch.linalg.vector_norm(grad).to(grads[0].device) for grad in grads])
         return tuple(float(norm) ** 2 for norm in norms.tolist())
 
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        if grads := self._gradients():
+            scale_all(grads, factor)
+
     def update(self, step: int, *, norm: float) -> None:
         """Take a step with the gradients, of which `norm` is the norm over all stages, and clear them."""
         grads = self._gradients()

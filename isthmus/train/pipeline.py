@@ -54,6 +54,7 @@ class Passes:
     on_near_end: Callable[[], None] = lambda: None
     window: int = 1
     """The most micro-batches in flight at a time."""
+    keeps_scores: bool = False
     in_flight: dict[tuple[int, int], tuple[Tensor | None, StageOutput, int]] = field(default_factory=dict)
     """By step and micro-batch: what arrived for it, what it gave, and the targets of its step."""
 
@@ -82,6 +83,7 @@ class Passes:
             is_warming_up=step < self.num_warmup_steps,
             window=self.window,
             on_near_end=self.on_near_end,
+            keeps_scores=self.keeps_scores,
         )
         with torch.set_grad_enabled(is_training), self._precision():
             output: StageOutput = self.stage(inputs)
@@ -249,6 +251,9 @@ class PipelineActor:
                 self._microbatches[key] = _read_microbatch(tensors)
             case MessageKind.BASIS:
                 self._basis = tensors
+
+    def drop(self, message: Message) -> None:
+        """A pipeline keeps no message."""
 
     # The start of a step or of an evaluation.
 

@@ -57,6 +57,9 @@ _STREAMS: Final = {
     MessageKind.EVALUATION: "forward",
     MessageKind.GRADIENT: "backward",
     MessageKind.BASIS: "basis",
+    MessageKind.CREDIT: "facts",
+    MessageKind.COVERED: "facts",
+    MessageKind.IDS: "ids",
 }
 _CARRIES_HIDDEN: Final = frozenset({MessageKind.ACTIVATION, MessageKind.EVALUATION, MessageKind.GRADIENT})
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 from hypothesis import given, settings
@@ -26,10 +26,11 @@ from isthmus.plan.feed import (
 from isthmus.plan.scenario import Line
 from isthmus.plan.simulate import Timeline, simulate
 from isthmus.plan.types import (
+    Action,
     Arrived,
     Done,
     Drop,
-    Event,
+    Facts,
     Member,
     Message,
     MessageKind,
@@ -38,6 +39,7 @@ from isthmus.plan.types import (
     ScheduleError,
     Send,
     Started,
+    Stop,
     Tell,
     WorkKind,
 )
@@ -397,30 +399,55 @@ def batch(number: int, *, generator: int = 0, sender: str = "g0") -> Arrived:
     return Arrived(Message(MessageKind.IDS, 0, number, Member(sender), (Member("d"),), tag))
 
 
+def lost(event: Arrived, **more: Any) -> tuple[DiscriminatorScheduler, tuple[Action, ...]]:
+    """A discriminator of two generators after an event, and what it answers."""
+    scheduler = DiscriminatorScheduler(feed(9, 9, max_queued=3, **more))
+    scheduler.on(Started(0), 0.0)
+    return scheduler, scheduler.on(event, 0.0)
+
+
 @pytest.mark.parametrize(
     "event",
     [
         pytest.param(batch(1), id="a batch is left out"),
-        pytest.param(batch(0, sender="g1"), id="a batch of another generator"),
+        pytest.param(batch(0, generator=1), id="a batch of another generator"),
         pytest.param(batch(0, generator=7), id="a generator that is none"),
-        pytest.param(Arrived(Message(MessageKind.CREDIT, 0, 0, Member("g0"), (Member("d"),))), id="credit"),
-        pytest.param(Arrived(Message(MessageKind.IDS, 0, 0, Member("g0"), (Member("d"),))), id="no tag"),
     ],
 )
-def test_a_discriminator_refuses_what_it_does_not_await(event: Event) -> None:
-    scheduler = DiscriminatorScheduler(feed(9, 9))
-    scheduler.on(Started(0), 0.0)
+def test_a_batch_that_may_not_be_sent_ends_its_generator_alone(event: Arrived) -> None:
+    scheduler, actions = lost(event, on_lost="continue")
+    assert Drop(event.message) in actions
+    assert [one.fact.generator for one in actions if isinstance(one, Tell) and is_lost(one.fact)] == [0]
+    assert Drop(batch(0).message) in scheduler.on(batch(0), 1.0)
+    ran = scheduler.on(batch(0, sender="g1", generator=1), 2.0)
+    assert [one.work.kind for one in ran if isinstance(one, Run)] == [WorkKind.DISCRIMINATE]
+
+
+def is_lost(fact: Facts) -> TypeGuard[GeneratorLost]:
+    return isinstance(fact, GeneratorLost)
+
+
+def test_a_generator_that_is_waited_for_and_breaks_the_protocol_fails_the_run() -> None:
+    _, actions = lost(batch(1))
+    (stop,) = (one for one in actions if isinstance(one, Stop))
+    assert stop.outcome is Outcome.FAILED
+    assert "g0" in stop.reason
+    assert stop.hint
+
+
+@pytest.mark.parametrize("kind", [MessageKind.CREDIT, MessageKind.IDS])
+def test_a_discriminator_awaits_tagged_batches_alone(kind: MessageKind) -> None:
     with pytest.raises(ScheduleError):
-        scheduler.on(event, 0.0)
+        lost(Arrived(Message(kind, 0, 0, Member("g0"), (Member("d"),))))
 
 
 def test_a_generator_that_floods_is_refused() -> None:
-    scheduler = DiscriminatorScheduler(feed(99, max_queued=3))
+    scheduler = DiscriminatorScheduler(feed(99, 99, max_queued=3, on_lost="continue"))
     scheduler.on(Started(0), 0.0)
-    for number in range(4):
-        scheduler.on(batch(number), 0.0)
-    with pytest.raises(ScheduleError, match="beyond what it may send"):
-        scheduler.on(batch(4), 0.0)
+    actions = [one for number in range(40) for one in scheduler.on(batch(number), 0.0)]
+    # One runs and three wait.
+    assert [one.message.item for one in actions if isinstance(one, Drop)] == list(range(4, 40))
+    assert sum(isinstance(one, Tell) and is_lost(one.fact) for one in actions) == 1
 
 
 def test_a_generator_takes_credit_from_the_discriminator_alone() -> None:

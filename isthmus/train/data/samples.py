@@ -118,9 +118,6 @@ Arrays = Mapping[str, Integers]
 """The integers of many samples by name, in memory or mapped from files."""
 
 _AT_ONCE: Final = 1000
-_MASKED_SHARE: Final = 0.15
-_TO_MASK_SHARE: Final = 0.8
-_TO_RANDOM_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +211,8 @@ class PackedSamples:
 class MaskedSamples:
     """Samples for a masked language model; the masked tokens are a function of seed, epoch and number.
 
-    15 % of the tokens are to be predicted: 80 % of these become the mask, 10 % another token, 10 % stay.
+    Unless other shares are given, 15 % of the tokens are to be predicted: 80 % of these become the mask, 10 %
+    another token, 10 % stay.
     """
 
     samples: Samples
@@ -222,6 +220,9 @@ class MaskedSamples:
     mask_id: int
     special_ids: tuple[int, ...]
     num_tokens: int
+    masked_share: float = 0.15
+    to_mask_share: float = 0.8
+    to_random_share: float = 0.1
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -232,10 +233,10 @@ class MaskedSamples:
         choice, change, other = self._draws(pick, len(ids))
         choice[np.isin(ids, self.special_ids)] = np.inf
         # The smallest is always chosen, so that every sample has a label.
-        is_masked = (choice < max(_MASKED_SHARE, np.nextafter(choice.min(), 2))) & np.isfinite(choice)
+        is_masked = (choice < max(self.masked_share, np.nextafter(choice.min(), 2))) & np.isfinite(choice)
         labels = np.where(is_masked, ids, IGNORED)
-        becomes_mask = is_masked & (change < _TO_MASK_SHARE)
-        becomes_other = is_masked & ~becomes_mask & (change < _TO_MASK_SHARE + _TO_RANDOM_SHARE)
+        becomes_mask = is_masked & (change < self.to_mask_share)
+        becomes_other = is_masked & ~becomes_mask & (change < self.to_mask_share + self.to_random_share)
         ids[becomes_mask] = self.mask_id
         ids[becomes_other] = (other * self.num_tokens).astype(np.int64)[becomes_other]
         return LabelledSequence(ids=ids, labels=labels, token_types=sample.token_types)
