@@ -105,10 +105,13 @@ def examine(
     yield check_torch(torch_version)
     if torch_version is not None:
         yield (check_devices(cloud, find_devices) if cloud else check_devices_of_all(job.cloud, find_devices))
+    identity = None
     if cloud is not None:
         yield from _examine_network(job, cloud)
+        yield (identity := check_identity(cloud, now=now))
     facts = _certificate_facts([cloud] if cloud else job.cloud, now=now)
-    yield from _examine_certificates(cloud, facts, now=now)
+    if identity is None or identity.verdict is not CheckVerdict.FAILED:
+        yield from map(check_certificate, facts)
     yield check_clock(facts, is_synchronised=read_is_synchronised(), now=now)
     yield check_disk(runs)
     yield check_open_files(num_files_left(num_reserved=0), num_needed=_num_open_files(job, cloud))
@@ -124,28 +127,27 @@ def check_by(name: str, look: Callable[[], str]) -> CheckResult:
 
 def check_torch(version: str | None) -> CheckResult:
     """Check the installed version of torch, without importing it."""
-    cure = "install torch {}.{} or newer, with the package's extra [train]".format(*MIN_TORCH)
+    least = "{}.{}".format(*MIN_TORCH)
+    cure = f"install torch {least} or newer, with the package's extra [train]"
     if version is None:
         return _failed("torch", "not installed", cure)
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if numbers >= MIN_TORCH:
-        return _ok("torch", version)
-    return _failed("torch", f"{version} is older than {MIN_TORCH[0]}.{MIN_TORCH[1]}", cure)
+    is_old = tuple(map(int, re.findall(r"\d+", version)[:2])) < MIN_TORCH
+    return _failed("torch", f"{version} is older than {least}", cure) if is_old else _ok("torch", version)
 
 
 def check_devices(cloud: CloudSpec, find_devices: Callable[[], Devices]) -> CheckResult:
     """Check that the accelerators are here which the cloud is to have."""
-    if cloud.device == "cpu":
-        return _ok("devices", "cpu")
-    found = find_devices()
-    try:
+    found = find_devices() if cloud.device != "cpu" else Devices()
+
+    def look() -> str:
         require_kind(cloud, found)
-    except UserError as error:
-        return _failed("devices", error.message, error.hint)
-    if 0 < found.num_devices < cloud.ranks:
+        return "cpu" if cloud.device == "cpu" else str(found)
+
+    finding = check_by("devices", look)
+    if finding.verdict is CheckVerdict.OK and 0 < found.num_devices < cloud.ranks:
         cure = f"fine if {cloud.name} has further machines; otherwise set ranks = {found.num_devices}"
         return _warning("devices", f"{found} here, the cloud has {cloud.ranks} ranks", cure)
-    return _ok("devices", str(found))
+    return finding
 
 
 def check_devices_of_all(clouds: Sequence[CloudSpec], find_devices: Callable[[], Devices]) -> CheckResult:
@@ -320,17 +322,6 @@ def _dial_cure(peer: CloudSpec, error: OSError, *, proxy: Address | None) -> str
     if proxy is not None:
         return "start the proxy, or correct `proxy` in the job"
     return f"let the firewalls here and at {peer.name} pass this port"
-
-
-def _examine_certificates(
-    cloud: CloudSpec | None, facts: Sequence[CertificateFacts], *, now: datetime
-) -> Iterator[CheckResult]:
-    if cloud is not None:
-        identity = check_identity(cloud, now=now)
-        yield identity
-        if identity.verdict is CheckVerdict.FAILED:
-            return
-    yield from map(check_certificate, facts)
 
 
 def _certificate_facts(clouds: Sequence[CloudSpec], *, now: datetime) -> list[CertificateFacts]:

@@ -187,31 +187,21 @@ class Endpoint:
     def _register(self, gateway: Address) -> None:
         log.info("%s registers at its gateway %s", name_of(self.here), gateway)
         entry = Entry(rank=self.here.rank, address=Address(host=_host_seen_by(gateway), port=self.port or 0))
-
-        async def start() -> Registration:
-            registration = Registration(gateway, identity=self._identity, entry=entry)
-            await registration.start()
-            return registration
-
-        self._registration = self._loop.run(start())
+        self._registration = Registration(gateway, identity=self._identity, entry=entry)
+        self._loop.run(self._registration.start())
 
     def _listen(self, bind: Address) -> None:
-        async def start() -> tuple[Listener, int]:
-            listener = Listener(
-                identity=self._identity,
-                greet=self._greet,
-                accept=self._accept,
-                limiter=ConnectionLimiter(
-                    num_expected=num_connections(self._job, self._cloud.name),
-                    is_behind_gateway=self._is_behind_gateway,
-                ),
-            )
-            return listener, await listener.start(str(bind))
-
+        limiter = ConnectionLimiter(
+            num_expected=num_connections(self._job, self._cloud.name),
+            is_behind_gateway=self._is_behind_gateway,
+        )
+        self._listener = Listener(
+            identity=self._identity, greet=self._greet, accept=self._accept, limiter=limiter
+        )
         try:
             # gRPC keeps to itself what is wrong.
             try_to_bind(bind.host, bind.port)
-            self._listener, self.port = self._loop.run(start())
+            self.port = self._loop.run(self._listener.start(str(bind)))
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(

@@ -47,17 +47,21 @@ SILENT_SHARE = 0.25
 class Connection(Protocol):
     """One authenticated, ordered pipe of frames."""
 
-    async def read(self) -> bytes | None:
-        """The next frame, None at the end; ConnectionError if the pipe breaks."""
+    async def read(self) -> bytes:
+        """The next frame, or something false at the end; ConnectionError if the pipe breaks."""
 
     async def write(self, frame: bytes) -> None:
         """Send a frame; returns when the pipe can take another; ConnectionError if it breaks."""
+
+
+class Dialled(Connection, Protocol):
+    """A connection that whoever has dialled it closes."""
 
     async def close(self) -> None:
         """End it, whatever is under way."""
 
 
-Dial = Callable[[Hello], Awaitable[tuple[Connection, Hello]]]
+Dial = Callable[[Hello], Awaitable[tuple[Dialled, Hello]]]
 """Open the connection that the hello asks for; Refused is final, ConnectionError is worth another try."""
 
 
@@ -191,7 +195,6 @@ class Link(Exchange):
             self._close(number, lane)
             for task in tasks:
                 task.cancel()
-            await connection.close()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             self._explain(number, outcome)
 
@@ -246,13 +249,13 @@ class Link(Exchange):
             log.error("link to %s cannot go on", self._peer, exc_info=error)
             self.fail(LinkError(f"the link to {self._peer} cannot go on: {error}"))
 
-    async def _serve_dialled(self, number: int, connection: Connection, hello: Hello) -> None:
-        refusal = self.admit(hello)
-        if refusal is None:
+    async def _serve_dialled(self, number: int, connection: Dialled, hello: Hello) -> None:
+        try:
+            if refusal := self.admit(hello):
+                raise Refused(refusal)
             await self.serve(number, connection)
-        else:
+        finally:
             await connection.close()
-            raise Refused(refusal)
 
     def _refused(self, number: int, refused: Refused) -> None:
         if number != CONTROL_LANE:
@@ -371,7 +374,7 @@ class Link(Exchange):
     # Frames.
 
     async def _read(self, lane: _Lane) -> None:
-        while (data := await lane.connection.read()) is not None:
+        while data := await lane.connection.read():
             received_ns = steady_ns()
             lane.heard_s = time.monotonic()
             self.heartbeat.heard()

@@ -13,7 +13,7 @@ from typing import Self
 from isthmus.errors import Refused
 from isthmus.wan.exchange import LinkSettings
 from isthmus.wan.handshake import Hello, mismatch
-from isthmus.wan.link import Connection, Link
+from isthmus.wan.link import Dialled, Link
 from isthmus.wan.packet import MAX_FRAME_BYTES
 from isthmus.wan.shaping import Direction, Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
 from isthmus.wan.sockets import LoopThread
@@ -41,8 +41,7 @@ class MemoryLink(Disturbed):
         ]
         super().__init__(thread, *(DrivenLine(line, thread.loop) for line in lines))
         self._spoiled: set[DrivenLine] = set()
-        self._open: set[_End] = set()
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving: dict[asyncio.Task[None], _End] = {}
         one, other = (Hello(cloud=end) if isinstance(end, str) else end for end in (first, second))
         settings = settings or LinkSettings(num_stripes=2)
         self._listener = Link(hello=other.to(one.sender), settings=settings, loop=thread)
@@ -75,11 +74,10 @@ class MemoryLink(Disturbed):
             self._dialer.abort(f"{type(error).__name__}: {error}")
         self.close()
 
-    async def _dial(self, hello: Hello) -> tuple[Connection, Hello]:
+    async def _dial(self, hello: Hello) -> tuple[Dialled, Hello]:
         if self._loop.time() < self._cut_until_s:
             raise ConnectionError("the link is cut")
-        delay_s = sum(one.line.shape.delay_s for one in self._lines)
-        await asyncio.sleep(delay_s + max(0.0, self._silent_until_s - self._loop.time()))
+        await self._travel()
         answer = self._listener.hello.on_lane(hello.lane)
         reason = mismatch(answer, hello) or self._listener.admit(hello)
         if reason is not None:
@@ -90,15 +88,13 @@ class MemoryLink(Disturbed):
         near, far = (_End(outward, self._spoiled) for outward in self._lines)
         near.join(far)
         far.join(near)
-        self._open |= {near, far}
         serving = asyncio.ensure_future(self._listener.serve(lane, far))
-        self._serving.add(serving)
-        serving.add_done_callback(self._serving.discard)
-        serving.add_done_callback(lambda _: self._open.difference_update({near, far}))
+        self._serving[serving] = far
+        serving.add_done_callback(lambda done: self._serving.pop(done).break_off())
         return near
 
     def _reset_all(self) -> None:
-        for end in [*self._open]:
+        for end in self._serving.values():
             end.break_off()
 
 
@@ -109,7 +105,7 @@ class _End:
         self._outward = outward
         self._spoiled = spoiled
         self._flow = ShapedFlow()
-        self._inbound: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._inbound: asyncio.Queue[bytes] = asyncio.Queue()
         self._room = asyncio.Event()
         self._peer: _End | None = None
         self._is_broken = False
@@ -119,7 +115,7 @@ class _End:
         self._peer = peer
         self._flow.sink = peer.deliver
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> bytes:
         return await self._inbound.get()
 
     async def write(self, frame: bytes) -> None:
@@ -150,5 +146,5 @@ class _End:
             if end is not None and not end._is_broken:
                 end._is_broken = True
                 end._outward.part(end._flow)
-                end._inbound.put_nowait(None)
+                end._inbound.put_nowait(b"")
                 end._room.set()

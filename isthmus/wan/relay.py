@@ -387,9 +387,7 @@ class Relay(Disturbed, Closing):
         address = self._route(name)
         if address is None:
             raise Refused(f"no route to {name!r}")
-        # On a real path TCP's own handshake takes a round trip, and hangs while the path is silent.
-        await asyncio.sleep(self._up.line.shape.delay_s + self._down.line.shape.delay_s)
-        await asyncio.sleep(max(0.0, self._silent_until_s - self._loop.time()))
+        await self._travel()
         client = Side(inward=self._up, outward=self._down)
         await self._dial(address, client.other)
         self._admit(client, source)

@@ -388,5 +388,10 @@ class Disturbed:
             one.line.silence(self._silent_until_s)
             one.run()
 
+    async def _travel(self) -> None:
+        """Wait as TCP's handshake does on a real path: a round trip, and as long as the path is silent."""
+        await asyncio.sleep(sum(one.line.shape.delay_s for one in self._lines))
+        await asyncio.sleep(max(0.0, self._silent_until_s - self._loop.time()))
+
     def _reset_all(self) -> None:
         raise NotImplementedError

@@ -13,7 +13,7 @@ import grpc.aio
 from isthmus.errors import FrameError, Refused
 from isthmus.wan.certificates import Identity
 from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
-from isthmus.wan.link import Connection
+from isthmus.wan.link import Connection, Dialled
 from isthmus.wan.packet import MAX_FRAME_BYTES
 from isthmus.wan.sockets import Complaints, ConnectionLimiter, LoopThread, place_of
 
@@ -71,14 +71,13 @@ class _ClientConnection:
         self._channel = channel
         self._call = call
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> bytes:
         try:
-            frame = await self._call.read()
+            return await self._call.read() or b""
         except grpc.aio.AioRpcError as error:
             raise ConnectionError(error.details()) from error
         except asyncio.InvalidStateError as error:
             raise ConnectionError("the call is over") from error
-        return None if frame is grpc.aio.EOF else frame
 
     async def write(self, frame: bytes) -> None:
         try:
@@ -91,23 +90,6 @@ class _ClientConnection:
         await self._channel.close()
 
 
-class _ServerConnection:
-    """The listening end of a call, which ends when its handler returns."""
-
-    def __init__(self, context: grpc.aio.ServicerContext) -> None:
-        self._context = context
-
-    async def read(self) -> bytes | None:
-        frame = await self._context.read()
-        return None if frame is grpc.aio.EOF else frame
-
-    async def write(self, frame: bytes) -> None:
-        await self._context.write(frame)
-
-    async def close(self) -> None:
-        return
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialer:
     """Opens connections to one rank of another cloud."""
@@ -117,7 +99,7 @@ class Dialer:
     identity: Identity
     proxy: str | None = None
 
-    async def __call__(self, hello: Hello) -> tuple[Connection, Hello]:
+    async def __call__(self, hello: Hello) -> tuple[Dialled, Hello]:
         """Dial, shake hands, and give the connection and what the peer said."""
         channel = grpc.aio.secure_channel(
             self.address,
@@ -188,34 +170,32 @@ class Listener:
         identity: Identity,
         greet: Callable[[Hello], Hello],
         accept: Accept,
-        limiter: ConnectionLimiter | None = None,
+        limiter: ConnectionLimiter,
     ) -> None:
+        self._identity = identity
         self._greet = greet
         self._accept = accept
-        self._limiter = limiter or ConnectionLimiter(num_expected=0)
-        self._watching: asyncio.Task[None] | None = None
+        self._limiter = limiter
         self._complaints = Complaints(log)
-        max_num = ("grpc.max_allowed_incoming_connections", self._limiter.max_num_connections)
-        self._server = grpc.aio.server(options=[*_SERVER_OPTIONS, max_num])
-        handler = grpc.stream_stream_rpc_method_handler(self._connect)
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),)
-        )
-        self._credentials = grpc.ssl_server_credentials(
-            [(identity.key_pem, identity.certificate_pem)], identity.authority_pem, require_client_auth=True
-        )
 
     async def start(self, address: str) -> int:
         """Listen at host:port, 0 for any free port; gives the port."""
-        port: int = self._server.add_secure_port(address, self._credentials)
+        max_num = ("grpc.max_allowed_incoming_connections", self._limiter.max_num_connections)
+        self._server = grpc.aio.server(options=[*_SERVER_OPTIONS, max_num])
+        handlers = {_METHOD: grpc.stream_stream_rpc_method_handler(self._connect)}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        pair = (self._identity.key_pem, self._identity.certificate_pem)
+        credentials = grpc.ssl_server_credentials(
+            [pair], self._identity.authority_pem, require_client_auth=True
+        )
+        port: int = self._server.add_secure_port(address, credentials)
         await self._server.start()
         self._watching = asyncio.create_task(self._limiter.watch(port))
         return port
 
     async def close(self) -> None:
         """Stop listening and end all calls."""
-        if self._watching is not None:
-            self._watching.cancel()
+        self._watching.cancel()
         await self._server.stop(_GRACE_S)
 
     async def _connect(self, _: object, context: grpc.aio.ServicerContext) -> None:
@@ -231,7 +211,8 @@ class Listener:
         self._limiter.authenticated(place)
         try:
             await context.send_initial_metadata(answer.to_metadata())
-            await self._accept(hello, _ServerConnection(context))
+            # It ends when this handler returns.
+            await self._accept(hello, context)
         finally:
             self._limiter.closed(place)
 

@@ -26,7 +26,7 @@ from isthmus.wan.certificates import Authority, Identity, new_key, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.exchange import LinkSettings
 from isthmus.wan.handshake import Hello, server_name
-from isthmus.wan.link import Connection, Link
+from isthmus.wan.link import Dialled, Link
 from isthmus.wan.packet import PROTOCOL_VERSION, Ack, Packet, Ping, Pong, encode, encode_chunk
 from isthmus.wan.sockets import LoopThread
 from isthmus.wan.transport import Dialer, process_loop
@@ -65,7 +65,7 @@ class Port:
         self.good.send("echo", Packet({}, (data,)), timeout_s=20)
         assert bytes(self.east.link("west").receive("echo", timeout_s=20).buffers[0]) == data
 
-    def attack(self, hello: Hello, identity: Identity) -> Connection:
+    def attack(self, hello: Hello, identity: Identity) -> Dialled:
         dialer = Dialer(address=str(self.address), server_name=server_name("east", 0), identity=identity)
         return self.loop.run(dialer(hello))[0]
 
@@ -341,7 +341,7 @@ def test_mutated_frames_over_the_wire_are_dropped_with_a_reason(
     assert "link to west rank 1, connection 0 dropped: " in logged.text
 
 
-async def write_until_dropped(connection: Connection, frames: list[bytes]) -> None:
+async def write_until_dropped(connection: Dialled, frames: list[bytes]) -> None:
     with contextlib.suppress(ConnectionError):
         for frame in frames:
             await connection.write(frame)
@@ -354,14 +354,11 @@ class Vandal:
     def __init__(self, frames: list[bytes]) -> None:
         self._frames = iter(frames)
 
-    async def read(self) -> bytes | None:
-        return next(self._frames, None)
+    async def read(self) -> bytes:
+        return next(self._frames, b"")
 
     async def write(self, _: bytes) -> None:
         await asyncio.sleep(0)
-
-    async def close(self) -> None:
-        return
 
 
 def test_a_hundred_thousand_mutated_frames_neither_crash_a_link_nor_fill_the_memory() -> None:

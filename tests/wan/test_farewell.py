@@ -16,7 +16,7 @@ from isthmus.wan.certificates import Identity, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.exchange import FIRST_STRIPE, LinkSettings
 from isthmus.wan.handshake import Hello, server_name
-from isthmus.wan.link import Connection, Link
+from isthmus.wan.link import Dialled, Link
 from isthmus.wan.local import LocalWan
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
@@ -152,7 +152,7 @@ def test_a_peer_that_vanishes_within_the_handshake_is_lost(loop: LoopThread) -> 
 
 
 def test_a_dialler_that_breaks_down_ends_its_link(loop: LoopThread) -> None:
-    async def dial(_: Hello) -> tuple[Connection, Hello]:
+    async def dial(_: Hello) -> tuple[Dialled, Hello]:
         raise OSError("no more files")
 
     link = Link(hello=Hello(cloud="east", peer_cloud="west"), settings=QUICK, loop=loop, dial=dial)
@@ -168,16 +168,13 @@ class Held:
         self.frames: list[bytes] = []
         self.room = asyncio.Event()
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> bytes:
         await asyncio.Event().wait()
-        return None
+        return b""
 
     async def write(self, frame: bytes) -> None:
         self.frames.append(frame)
         await self.room.wait()
-
-    async def close(self) -> None:
-        return
 
 
 def test_a_connection_that_was_replaced_is_given_no_more_chunks(loop: LoopThread) -> None:
