@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from isthmus.codec import CodecEnd, Codecs, Key, cross
 from isthmus.job import parse_codec
-from isthmus.train.data.corpora import CORPORA
+from isthmus.train.data.rows import open_rows
 
 WIDTH, NUM_LAYERS, NUM_HEADS, LENGTH, BATCH = 128, 4, 4, 64, 16
 PEAK_RATE, NUM_WARMUP_STEPS, NUM_VALID_BATCHES = 2e-3, 20, 24
@@ -139,7 +139,7 @@ def batches(ids: Tensor, num: int, *, seed: int) -> Iterator[Tensor]:
 def read_ids(path: Path | None, *, is_words: bool) -> tuple[Tensor, int]:
     """Token ids of a text, and how many there can be: bytes, or the most frequent words."""
     if path is None:
-        text = "\n".join(str(row["text"]) for row in CORPORA["tales"]())
+        text = "\n".join(str(row["text"]) for row in open_rows("builtin:tales"))
     else:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()

@@ -31,7 +31,7 @@ from swept import NUM_WARM_UP_STEPS, Setting, Tried, sweep
 from isthmus import load_job, plan
 from isthmus.errors import IsthmusError
 from isthmus.plan.plan import Decisions, plan_to_json
-from isthmus.train.data.corpora import CORPORA
+from isthmus.train.data.rows import open_rows
 
 CLOUDS: Final = ("east", "west", "north")
 RAW: Final = ("raw", "raw")
@@ -182,7 +182,7 @@ def write_data(folder: Path) -> Path:
     """Write the built-in tales so often that the largest batch can be read; returns the file."""
     path = folder / "tales.txt"
     if not path.exists():
-        tales = "\n".join(str(row["text"]) for row in CORPORA["tales"]())
+        tales = "\n".join(str(row["text"]) for row in open_rows("builtin:tales"))
         path.write_text("\n".join([tales] * NUM_COPIES))
     return path
 

@@ -1,9 +1,7 @@
 """The order of samples, and the thread that reads ahead."""
 
-import itertools
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,24 +98,3 @@ def test_closing_ends_the_thread() -> None:
     assert threading.active_count() == before
     with pytest.raises(ValueError, match="after its end"):
         next(items)
-
-
-def test_a_slow_source_is_read_further_ahead_and_a_fast_one_less_far_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # A busy machine may let any thread wait; by this clock, which is read around each wait, the source does.
-    readings: list[float] = []
-    clock = SimpleNamespace(monotonic=lambda: readings.pop(0))
-    monkeypatch.setattr("isthmus.train.data.training_data.time", clock)
-
-    def take(items: Prefetch[int], *, waited_s: float) -> int:
-        readings.extend((0.0, waited_s))
-        return next(items)
-
-    with Prefetch(itertools.count(), depth=2, max_depth=8) as items:
-        assert [take(items, waited_s=0.0) for _ in range(2)] == [0, 1]
-        for number, depth in ((2, 4), (3, 8), (4, 8)):
-            assert take(items, waited_s=1.0) == number
-            assert items.depth == depth
-        assert [take(items, waited_s=0.0) for _ in range(300)] == list(range(5, 305))
-        assert items.depth < 8

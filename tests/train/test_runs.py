@@ -83,7 +83,7 @@ def test_clouds_are_told_by_name(tmp_path: Path) -> None:
     assert 'the order of clouds ["east", "west"], now ["east"]; cloud.west.name "west", now unset' in told
     turned = clouds("west", "east") + links(("east", "west"))
     assert refusal(tmp_path, tiny_job(network=turned)).endswith(
-        "the order of clouds east west, now west east"
+        'the order of clouds ["east", "west"], now ["west", "east"]'
     )
 
 

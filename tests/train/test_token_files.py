@@ -223,38 +223,10 @@ def test_a_full_disk_is_told_and_memory_serves(tmp_path: Path, monkeypatch: pyte
     maker = Maker()
     assert_made(maker.files(tmp_path).get("a", maker.make))
     assert maker.notes[-1].endswith("No space left on device")
-    assert names(tmp_path) == {"a.failed"}
+    assert names(tmp_path) == set()
     monkeypatch.undo()
     assert_made(maker.files(tmp_path).get("a", maker.make))
     assert names(tmp_path) == {"a"}, "who comes later tries again"
-
-
-def test_who_waited_for_one_that_failed_does_not_try_the_disk_again(tmp_path: Path) -> None:
-    maker = Maker()
-    with (tmp_path / "lock").open("w") as file, ThreadPoolExecutor() as pool:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        waiting = pool.submit(maker.files(tmp_path).get, "a", maker.make)
-        while not maker.notes:
-            time.sleep(0.01)
-        (tmp_path / "a.failed").touch()
-        fcntl.flock(file, fcntl.LOCK_UN)
-        assert_made(waiting.result(timeout=30))
-    assert maker.num_made == 1
-    assert maker.notes[-1].endswith("another process could not write them")
-
-
-def test_a_corpus_that_cannot_be_read_is_no_fault_of_the_disk(tmp_path: Path) -> None:
-    maker = Maker()
-
-    def fail() -> Iterator[Arrays]:
-        maker.num_made += 1
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-        yield {}
-
-    with pytest.raises(OSError, match="Input/output error"):
-        maker.files(tmp_path).get("a", fail)
-    assert maker.num_made == 1
-    assert not any("in memory" in note for note in maker.notes)
 
 
 def test_a_disk_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

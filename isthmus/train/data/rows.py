@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import lzma
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import glob
@@ -15,13 +16,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec
-from isthmus.train.data.corpora import CORPORA
 from isthmus.units import suggest
 
 Row = Mapping[str, object]
 """One example: its columns by name."""
 
 _BUILTIN: Final = "builtin:"
+_CORPORA: Final = Path(__file__).parent
+"""The folder of the built-in corpora."""
 _HUB: Final = "hf:"
 
 T = TypeVar("T")
@@ -47,7 +49,12 @@ class Rows:
 def open_rows(source: str) -> Rows:
     """The rows that a job's `source` names."""
     if source.startswith(_BUILTIN):
-        return _built_in(source.removeprefix(_BUILTIN))
+        name, known = source.removeprefix(_BUILTIN), sorted(_CORPORA.glob("*.jsonl.xz"))
+        path = _CORPORA / f"{name}.jsonl.xz"
+        if path not in known:
+            names = [one.name.removesuffix(".jsonl.xz") for one in known]
+            raise UserError(f"there is no built-in corpus {name!r}", hint=suggest(name, names))
+        return Rows(lambda: _read_json_lines(path), lambda: name)
     if source.startswith(_HUB):
         return _hub_dataset(source.removeprefix(_HUB))
     return _files(source)
@@ -67,12 +74,6 @@ def is_held_out(number: int, every: int) -> bool:
     block, offset = divmod(number, every)
     drawn = hashlib.blake2b(f"held out of block {block}".encode(), digest_size=8)
     return offset == int.from_bytes(drawn.digest()) % every
-
-
-def _built_in(name: str) -> Rows:
-    if name not in CORPORA:
-        raise UserError(f"there is no built-in corpus {name!r}", hint=suggest(name, CORPORA))
-    return Rows(CORPORA[name], lambda: name)
 
 
 def _files(pattern: str) -> Rows:
@@ -125,23 +126,25 @@ def _read_text(path: Path) -> Iterator[Row]:
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
     for number, line in enumerate(_lines(path), start=1):
-        if line.strip():
-            yield _json_row(line, f"line {number} of {path}")
-
-
-def _json_row(line: str, place: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise UserError(f"{place} is no JSON object", hint='write one object a line, such as {"text": "..."}')
-    return row
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            hint = 'write one object a line, such as {"text": "..."}'
+            raise UserError(f"line {number} of {path} is no JSON object", hint=hint)
+        yield row
 
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with (
+            lzma.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".xz"
+            else path.open(encoding="utf-8") as file
+        ):
             yield from file
     except UnicodeDecodeError:
         raise UserError(f"{path} is not in UTF-8", hint="convert it, with iconv say") from None

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,20 +29,11 @@ from isthmus.train.data.samples import Arrays, Integers
 TOKENS_FOLDER: Final = "tokens"
 _FACTS_FILE: Final = "arrays.json"
 _LOCK_FILE: Final = "lock"
-_FAILED: Final = ".failed"
 
 Make = Callable[[], Iterable[Arrays]]
 """Makes arrays, in pieces to be concatenated."""
 _ArrayFacts = Mapping[str, tuple[str, list[int], str]]
 """Type, shape, and SHA-256 of the content of each array."""
-
-
-class _NotMade(Exception):
-    """The tokens could not be made, for a reason that has nothing to do with the disk they are kept on."""
-
-    def __init__(self, cause: OSError) -> None:
-        super().__init__(cause)
-        self.cause = cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +60,13 @@ class TokenFiles:
         if found is not None:
             return found
         try:
-            return self._get_locked(digest, make)
-        except _NotMade as failed:
-            raise failed.cause from None
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / _LOCK_FILE).open("w") as file:
+                has_locks = self._lock(file)
+                found = _read(self.folder / digest) or self._make(digest, make)
+                if has_locks:
+                    self._clear(digest)
+                return found
         except OSError as error:
             reason = error.strerror or error
             self.note(
@@ -79,40 +74,17 @@ class TokenFiles:
             )
             return in_memory(make())
 
-    def _get_locked(self, digest: str, make: Make) -> Tokens:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / _LOCK_FILE).open("w") as file:
-            has_waited = self._lock(file)
-            found = _read(self.folder / digest)
-            if found is not None:
-                return found
-            failed = self.folder / f"{digest}{_FAILED}"
-            if has_waited and failed.exists():
-                raise OSError(errno.ENOSPC, "another process could not write them")
-            try:
-                found = self._make(digest, make)
-            except OSError:
-                # Otherwise all that wait would try, and each make tokens in vain.
-                with suppress(OSError):
-                    failed.touch()
-                raise
-            failed.unlink(missing_ok=True)
-            if has_waited is not None:
-                self._clear(digest)
-            return found
-
-    def _lock(self, file: IO[Any]) -> bool | None:
-        """Lock until the file is closed; returns whether another process had it, None without locks."""
+    def _lock(self, file: IO[Any]) -> bool:
+        """Lock until the file is closed; false where the disk has no locks."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.note("waiting for the tokens, which another process makes")
             fcntl.flock(file, fcntl.LOCK_EX)
-            return True
         except OSError:
-            # A disk without locks: the same tokens made twice do no harm.
-            return None
-        return False
+            # The same tokens made twice do no harm.
+            return False
+        return True
 
     def _make(self, digest: str, make: Make) -> Tokens:
         self.note(f"making the tokens, which are kept in {self.folder}")
@@ -120,7 +92,7 @@ class TokenFiles:
         with tempfile.TemporaryDirectory(dir=self.folder) as temporary:
             new = Path(temporary) / digest
             new.mkdir()
-            _write(new, _made(make))
+            _write(new, make())
             if _read(target) is None:
                 shutil.rmtree(target, ignore_errors=True)
                 new.rename(target)
@@ -132,8 +104,6 @@ class TokenFiles:
 
     def _clear(self, digest: str) -> None:
         """Remove the tokens of other digests that no process has mapped, and what killed processes left."""
-        for mark in self.folder.glob(f"*{_FAILED}"):
-            mark.unlink(missing_ok=True)
         for other in self.folder.iterdir():
             if other.is_dir() and other.name != digest and _is_unused(other):
                 shutil.rmtree(other, ignore_errors=True)
@@ -156,13 +126,6 @@ def in_memory(pieces: Iterable[Arrays]) -> Tokens:
 
 def _digest_of(facts: _ArrayFacts) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _made(make: Make) -> Iterator[Arrays]:
-    try:
-        yield from make()
-    except OSError as error:
-        raise _NotMade(error) from error
 
 
 def _concatenate(pieces: Iterable[Arrays], open_file: Callable[[str], IO[bytes]]) -> _ArrayFacts:

@@ -4,16 +4,17 @@ Only the cloud of the first stage opens the data; the others get `ModelFacts`.
 """
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, Job, ModelSpec
@@ -24,6 +25,7 @@ from isthmus.model.stage import Batch
 from isthmus.plan.costs import check_length
 from isthmus.train.data.rows import Rows, open_rows, read_texts, split_rows
 from isthmus.train.data.samples import (
+    Arrays,
     Cursor,
     Integers,
     LabelledSequence,
@@ -42,11 +44,7 @@ from isthmus.train.data.tokenizer import (
     vocabulary_size,
 )
 
-_STEPS_AHEAD: Final = 2
-_MOST_STEPS_AHEAD: Final = 16
-# Shorter waits are those of any thread for another.
-_LEAST_WAIT_S: Final = 0.001
-_NUM_CALM: Final = 64
+_STEPS_AHEAD: Final = 8
 
 T = TypeVar("T")
 
@@ -100,38 +98,21 @@ class ModelFacts:
 
 
 class Prefetch(Iterator[T], Generic[T]):
-    """Iterates ahead on a thread by a bounded number of items; errors are raised where they are reached.
+    """Iterates ahead on a thread by a number of items; errors are raised where they are reached."""
 
-    The number doubles after each wait, up to `max_depth`, so that a source that is slow at times is evened
-    out. After many items without a wait it is reduced by one, down to `depth`.
-    """
-
-    def __init__(self, items: Iterator[T], *, depth: int, max_depth: int | None = None) -> None:
+    def __init__(self, items: Iterator[T], *, depth: int) -> None:
         self._items = items
-        self._least = self.depth = depth
-        self._most = max(depth, max_depth or depth)
-        self._num_calm = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-        self._ahead: deque[Future[T]] = deque(self._start() for _ in range(depth))
+        self._ahead = deque(self._thread.submit(next, items) for _ in range(depth))
 
     def __next__(self) -> T:
         if not self._ahead:
             raise ValueError("a prefetch was read after its end")
-        asked_s = time.monotonic()
         # The end of the items stays in front and is raised again at every later call.
         item = self._ahead[0].result()
         self._ahead.popleft()
-        self._adapt(time.monotonic() - asked_s)
-        while len(self._ahead) < self.depth:
-            self._ahead.append(self._start())
+        self._ahead.append(self._thread.submit(next, self._items))
         return item
-
-    def _adapt(self, waited_s: float) -> None:
-        self._num_calm += 1
-        if waited_s > _LEAST_WAIT_S:
-            self.depth, self._num_calm = min(2 * self.depth, self._most), 0
-        elif self._num_calm == _NUM_CALM:
-            self.depth, self._num_calm = max(self.depth - 1, self._least), 0
 
     def __enter__(self) -> Self:
         return self
@@ -143,9 +124,6 @@ class Prefetch(Iterator[T], Generic[T]):
         """End the thread after the item that it makes now."""
         self._ahead.clear()
         self._thread.shutdown(cancel_futures=True)
-
-    def _start(self) -> "Future[T]":
-        return self._thread.submit(next, self._items)
 
 
 class RankShare(Protocol):
@@ -190,7 +168,7 @@ class TrainingData:
         """
         check_enough(self.samples, layout)
         steps = self._steps(layout, cursor or Cursor(), share, first_step)
-        return Prefetch(steps, depth=_STEPS_AHEAD, max_depth=_MOST_STEPS_AHEAD)
+        return Prefetch(steps, depth=_STEPS_AHEAD)
 
     def _steps(
         self, layout: Layout, cursor: Cursor, share: RankShare | None, first_step: int
@@ -243,11 +221,9 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
     recipe = Recipe(spec=spec, tokenizer=tokenizer, rows=rows, held_out=held_out)
     digest = None if tokens is None else recipe.digest(tokenizer_folder)
     found = tokens.get(digest, recipe.make) if tokens and digest else in_memory(recipe.make())
-    samples = _finished(recipe.samples(found.arrays, is_validation=False), recipe, seed=job.seed)
-    validation = None
-    if held_out is not None:
-        # Runs of different seeds are evaluated on the same masks.
-        validation = _finished(recipe.samples(found.arrays, is_validation=True), recipe, seed=0)
+    samples = _finished(recipe, found.arrays, is_validation=False, seed=job.seed)
+    # Runs of different seeds are evaluated on the same masks.
+    validation = None if held_out is None else _finished(recipe, found.arrays, is_validation=True, seed=0)
     _check_filled(spec, samples, validation)
     return TrainingData(
         samples=samples,
@@ -272,9 +248,9 @@ def _keep_generation(model: ModelSpec, folder: Path) -> None:
         replace_file(kept, path.read_text())
 
 
-def _finished(samples: Samples, recipe: Recipe, *, seed: int) -> Samples:
+def _finished(recipe: Recipe, arrays: Arrays, *, is_validation: bool, seed: int) -> Samples:
     """The samples, with other masks in every epoch for a masked language model."""
-    tokenizer = recipe.tokenizer
+    tokenizer, samples = recipe.tokenizer, recipe.samples(arrays, is_validation=is_validation)
     if recipe.spec.task != "masked-lm":
         return samples
     if tokenizer.mask_token_id is None:
@@ -363,14 +339,14 @@ class Feed:
 
 def collate(samples: Sequence[LabelledSequence], *, head: Head, pad_id: int) -> Batch:
     """One micro-batch, padded on the right up to its longest sequence."""
-    lengths = [len(sample.ids) for sample in samples]
-    is_padded = min(lengths) < max(lengths)
+    lengths = torch.tensor([len(sample.ids) for sample in samples])
+    is_padded = bool(lengths.min() < lengths.max())
     labels = _pad([sample.labels for sample in samples], IGNORED)
     types = [sample.token_types for sample in samples if sample.token_types is not None]
     return Batch(
         ids=_pad([sample.ids for sample in samples], pad_id),
         num_targets=head.num_targets(labels),
-        mask=_mask(lengths) if is_padded else None,
+        mask=(torch.arange(int(lengths.max())) < lengths[:, None]).long() if is_padded else None,
         token_type_ids=_pad(types, 0) if types else None,
         labels=labels,
     )
@@ -378,16 +354,8 @@ def collate(samples: Sequence[LabelledSequence], *, head: Head, pad_id: int) -> 
 
 def _pad(rows: Sequence[Integers], fill: int) -> Tensor:
     """Rows padded to the longest one as a matrix, or single numbers as a vector."""
-    if rows[0].ndim == 0:
-        return torch.tensor([int(row) for row in rows])
-    padded = torch.full((len(rows), max(map(len, rows))), fill, dtype=torch.int64)
-    for target, row in zip(padded, rows, strict=True):
-        target[: len(row)] = torch.from_numpy(row.astype("int64"))
-    return padded
-
-
-def _mask(lengths: Sequence[int]) -> Tensor:
-    return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    tensors = [torch.from_numpy(np.atleast_1d(row).astype("int64")) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=fill) if rows[0].ndim else torch.cat(tensors)
 
 
 def without_targets(batch: Batch) -> Batch:
