@@ -1,5 +1,6 @@
 """From rows to samples: packing, masking, classes, tags and answers."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,19 @@ from hypothesis import strategies as st
 from isthmus.errors import UserError
 from isthmus.job import DataSpec
 from isthmus.model.heads import HEADS, IGNORED
-from isthmus.train.data.rows import Labels, Rows, collect_labels, open_rows
+from isthmus.train.data.rows import Labels, Row, Rows, collect_labels, open_rows
 from isthmus.train.data.samples import (
     LabelledSequence,
     MaskedSamples,
     PackedSamples,
     Pick,
+    RaggedSamples,
     Recipe,
-    make_samples,
+    has_tags,
     packed_tokens,
+    padded_arrays,
 )
+from isthmus.train.data.token_files import in_memory
 from isthmus.train.data.tokenizer import train_tokenizer
 
 LABELS = Labels(("no", "yes"))
@@ -27,6 +31,20 @@ LABELS = Labels(("no", "yes"))
 
 def rows_of(*rows: dict[str, object]) -> Rows:
     return Rows(lambda: rows, lambda: None)
+
+
+def make_samples(
+    rows: Iterable[Row], tokenizer: Any, spec: DataSpec, labels: Labels
+) -> list[LabelledSequence]:
+    arrays = in_memory(padded_arrays(rows, tokenizer, spec, labels)).arrays
+    samples = RaggedSamples(
+        ids=arrays["ids"],
+        ends=arrays["ends"],
+        labels=arrays["labels"],
+        token_types=arrays.get("token_types"),
+        has_tags=has_tags(spec),
+    )
+    return [samples.read(Pick(epoch=0, index=index)) for index in range(len(samples))]
 
 
 def spec(task: str, length: int = 32, **values: object) -> DataSpec:

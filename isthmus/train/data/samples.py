@@ -4,10 +4,10 @@ The order is a permutation for each epoch, a function of the seed, and is never 
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -163,27 +163,10 @@ class RaggedSamples:
         )
 
 
-def flatten(samples: Iterable[LabelledSequence], *, has_tags: bool) -> Iterator[Arrays]:
-    """The arrays of `RaggedSamples`, in pieces to be concatenated."""
-    join_labels = np.concatenate if has_tags else np.stack
-    end = 0
-    yield {"ids": np.empty(0, np.int32), "ends": np.empty(0, np.int64)}
-    for own in in_chunks(samples):
-        ends = end + np.cumsum([len(one.ids) for one in own], dtype=np.int64)
-        end = int(ends[-1])
-        types = [one.token_types for one in own if one.token_types is not None]
-        yield {
-            "ids": np.concatenate([one.ids for one in own]),
-            "ends": ends,
-            "labels": join_labels([one.labels for one in own]),
-            **({"token_types": np.concatenate(types)} if types else {}),
-        }
-
-
 def in_chunks(items: Iterable[T]) -> Iterator[list[T]]:
     """All items in order, in lists of many."""
     left = iter(items)
-    while chunk := list(islice(left, _AT_ONCE)):
+    while chunk := list(itertools.islice(left, _AT_ONCE)):
         yield chunk
 
 
@@ -262,30 +245,39 @@ def packed_tokens(rows: Iterable[Row], tokenizer: Any, spec: DataSpec) -> Iterat
         yield np.concatenate([np.array([*ids, end], narrow) for ids in encoded["input_ids"]])
 
 
-def make_samples(
-    rows: Iterable[Row], tokenizer: Any, spec: DataSpec, labels: Labels
-) -> Iterator[LabelledSequence]:
-    """The samples of every task but causal-lm, whose documents are packed."""
+def padded_arrays(rows: Iterable[Row], tokenizer: Any, spec: DataSpec, labels: Labels) -> Iterator[Arrays]:
+    """The arrays of `RaggedSamples`, in pieces to be concatenated: of every task but causal-lm."""
     if spec.task == "question-answering" and spec.sequence_length < _LEAST_ANSWER_LENGTH:
         raise UserError(
             f"sequences of {spec.sequence_length} tokens are too short for questions with their contexts",
             hint=f"set data.sequence_length to {_LEAST_ANSWER_LENGTH} or more",
         )
+    yield {"ids": np.empty(0, np.int32), "ends": np.empty(0, np.int64)}
+    end = 0
     for chunk in in_chunks(rows):
-        encoded, chunk_labels = _ENCODERS[spec.task](chunk, tokenizer, spec, labels)
-        for index, own in enumerate(chunk_labels):
-            ids = encoded["input_ids"][index]
-            if not ids:
-                raise UserError("a text of the data has no tokens", hint="leave out rows with empty texts")
-            types = encoded["token_type_ids"][index] if "token_type_ids" in encoded else None
-            yield LabelledSequence(
-                ids=np.array(ids, np.int32),
-                labels=np.array(own, np.int32),
-                token_types=None if types is None else np.array(types, np.uint8),
-            )
+        encoded, own = _ENCODERS[spec.task](chunk, tokenizer, spec, labels)
+        lengths = [len(ids) for ids in encoded["input_ids"]]
+        if 0 in lengths:
+            raise UserError("a text of the data has no tokens", hint="leave out rows with empty texts")
+        ends = end + np.cumsum(lengths, dtype=np.int64)
+        end = int(ends[-1])
+        found = list(own)
+        piece: dict[str, Integers] = {
+            "ids": np.concatenate(encoded["input_ids"]).astype(np.int32),
+            "ends": ends,
+            "labels": np.array(list(itertools.chain(*found)) if has_tags(spec) else found, np.int32),
+        }
+        if "token_type_ids" in encoded:
+            piece["token_types"] = np.concatenate(encoded["token_type_ids"]).astype(np.uint8)
+        yield piece
 
 
-_Encoded = tuple[Any, Iterable[int | list[int]]]
+def has_tags(spec: DataSpec) -> bool:
+    """Whether labels are one a token."""
+    return spec.task == "token-classification"
+
+
+_Encoded = tuple[Any, Iterable[Any]]
 """What a tokenizer made of a chunk of rows, and the labels of each sequence."""
 
 
@@ -436,22 +428,17 @@ class Recipe:
             # Where there is no sample there are no labels.
             labels=own.get("labels", own["ids"]),
             token_types=own.get("token_types"),
-            has_tags=self._has_tags,
+            has_tags=has_tags(self.spec),
         )
 
     @property
     def _is_packed(self) -> bool:
         return self.spec.task == "causal-lm"
 
-    @property
-    def _has_tags(self) -> bool:
-        return self.spec.task == "token-classification"
-
     def _pieces(self, rows: Iterable[Row], labels: Labels) -> Iterator[Arrays]:
         if self._is_packed:
             return ({"tokens": tokens} for tokens in packed_tokens(rows, self.tokenizer, self.spec))
-        samples = make_samples(rows, self.tokenizer, self.spec, labels)
-        return flatten(samples, has_tags=self._has_tags)
+        return padded_arrays(rows, self.tokenizer, self.spec, labels)
 
     def _collect_labels(self) -> Labels:
         if not self.spec.task.endswith("-classification"):
