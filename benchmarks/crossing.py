@@ -7,11 +7,11 @@ from torch import Tensor
 from isthmus.plan.codecs import Pair, texts_of
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN
 from isthmus.plan.types import Member, Message, MessageKind
-from isthmus.train.build import cut_end
 from isthmus.train.coding import Coded
 from isthmus.train.device import Device, Mark
 from isthmus.train.integers import IDS
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline_role import cut_end
 
 HERE, BEYOND = Member(CLOUDS[0]), Member(CLOUDS[1])
 
@@ -29,7 +29,9 @@ def gradient(pair: Pair, item: int = 0) -> Message:
     return Message(MessageKind.GRADIENT, 0, item, BEYOND, (HERE,), None, codecs)
 
 
-def coded_both_ways(config: RunConfig, cut: int, hidden_BTD: Tensor, device: Device) -> tuple[Coded, Coded]:
+def coded_both_ways(
+    config: PipelineConfig, cut: int, hidden_BTD: Tensor, device: Device
+) -> tuple[Coded, Coded]:
     """Hidden states as an activation that crosses a cut, and as the gradient that comes back over it."""
     pair, width = config.pipeline.cuts[cut].codecs, hidden_BTD.shape[-1]
     integers = {IDS: torch.zeros(hidden_BTD.shape[:2], dtype=torch.int64)}

@@ -11,15 +11,15 @@ from isthmus.events import Span
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
 from isthmus.plan.codecs import Crossing, Cut, Pair
 from isthmus.plan.end_of_step import StepEnded
-from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.types import Event, Facts, Member
-from isthmus.train import build
+from isthmus.train.build import BuiltStage
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import BuiltStage
-from isthmus.train.run_config import RunConfig, warmup_of
+from isthmus.train.pipeline_config import PipelineConfig, warmup_of
+from isthmus.train.pipeline_role import PipelineRole
+from isthmus.train.role import open_loop
 from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.wan.link import Link
 
@@ -65,7 +65,7 @@ def pipeline_config(
     boundary: BoundarySpec | None = None,
     seed: int = 0,
     **values: Any,
-) -> RunConfig:
+) -> PipelineConfig:
     """The run config of a pipeline of clouds of one rank, with the same codecs and boundary at every cut.
 
     `values` are those of `Pipeline`.
@@ -81,11 +81,11 @@ def pipeline_config(
         bottlenecks=frozenset(bottlenecks),
         **values,
     )
-    return RunConfig(pipeline=pipeline, seed=seed, boundaries=boundaries)
+    return PipelineConfig(pipeline=pipeline, seed=seed, boundaries=boundaries)
 
 
 def pipeline_loop(
-    config: RunConfig,
+    config: PipelineConfig,
     cloud: str,
     links: Mapping[str, Link],
     *,
@@ -98,11 +98,9 @@ def pipeline_loop(
     """A member that is ready to run; `options` are a `source`, and those of `Built`."""
     member, source = Member(cloud), options.pop("source", None)
     options.setdefault("optimizer", plain_optimizer(stage))
-    loop = build.pipeline_loop(
-        BuiltStage(stage=stage, device=device, **options),
-        config,
+    loop = open_loop(
+        PipelineRole(config, member, BuiltStage(stage=stage, device=device, **options)),
         member,
-        PipelineScheduler(config.pipeline, member),
         {Member(peer): link for peer, link in links.items()},
         observer=record,
         source=source,
@@ -112,7 +110,7 @@ def pipeline_loop(
     return loop
 
 
-def run_member(config: RunConfig, cloud: str, links: Mapping[str, Link], **options: Any) -> Record:
+def run_member(config: PipelineConfig, cloud: str, links: Mapping[str, Link], **options: Any) -> Record:
     """Run a member from its first step to its last; gives what it told."""
     record: Record = options.setdefault("record", Record())
     with pipeline_loop(config, cloud, links, **options) as loop:

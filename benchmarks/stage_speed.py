@@ -50,7 +50,7 @@ from torch.profiler import ProfilerActivity, profile
 from isthmus.job.codec import parse_codec
 from isthmus.plan.codecs import Pair
 from isthmus.train.device import Device
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
 from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.units import parse_bandwidth_bps, parse_duration_s
 
@@ -74,7 +74,7 @@ TINY = Scale(width=64, num_layers=2, vocabulary_size=128, num_sequences=2, lengt
 class FarEnd(Protocol):
     """The stage behind the measured one."""
 
-    def begin(self, config: RunConfig) -> AbstractContextManager[Any]:
+    def begin(self, config: PipelineConfig) -> AbstractContextManager[Any]:
         """Have it answer one run of the measured stage; gives the link to it."""
 
 

@@ -14,7 +14,7 @@ from isthmus.job import Job
 from isthmus.job.load import parse_job, replace_file
 from isthmus.plan.plan import Decisions, decisions_from_dict
 from isthmus.plan.times import read_profile, write_profile
-from isthmus.train.run_config import decide, plan_run
+from isthmus.train.pipeline_config import decide, plan_run
 from isthmus.units import format_bandwidth, format_duration
 
 TrialsByCase = Mapping[int, Sequence[Trial]]

@@ -17,7 +17,7 @@ from isthmus.plan.end_of_step import Note, StepEnded, Texts, Verdict
 from isthmus.plan.types import Event, Sent
 from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device
-from isthmus.train.run_config import RunConfig, run_config
+from isthmus.train.pipeline_config import PipelineConfig, run_config
 
 NUM_STEADY_STEPS: Final = 4
 _UNTIL_TOLD_S: Final = 600.0
@@ -120,7 +120,7 @@ def _run_trial(case: Case, trial: Trial, visit: Visit, prepared: Prepared) -> Ra
     )
 
 
-def _config(prepared: Prepared, trial: Trial) -> RunConfig:
+def _config(prepared: Prepared, trial: Trial) -> PipelineConfig:
     """What a session makes of the job; it ends when it is steady, though its codecs count on all steps."""
     blueprint = blueprint_of(prepared.job, config={}, num_labels=None)
     config = run_config(prepared.job, prepared.decisions, blueprint, num_validation_microbatches=0)

@@ -12,12 +12,12 @@ from queue_link import queue_link
 from torch import Tensor
 
 from isthmus.plan.codecs import Crossing
-from isthmus.plan.pipeline_parts import HIDDEN
+from isthmus.plan.pipeline_parts import FACTS, HIDDEN
 from isthmus.plan.types import Carried, Member, Sent
-from isthmus.train.build import pipeline_wires
 from isthmus.train.device import Device
 from isthmus.train.pipeline import TARGETS
-from isthmus.train.wire import Delivery, Inbox
+from isthmus.train.pipeline_role import cut_end
+from isthmus.train.wire import Delivery, Inbox, Wire
 from isthmus.wan.packet import Packet
 from predicted.cases import Case
 
@@ -84,15 +84,15 @@ class _Cut:
             num_microbatches=_NUM_ROUNDS,
         )
         self._wires = {
-            here: pipeline_wires(
-                config,
-                here,
-                {_PEER[here]: end},
-                hidden_width=width,
-                device=self._device,
+            here: Wire(
+                end,
+                here=here,
+                peer=_PEER[here],
                 inbox=self._inboxes[here],
                 observer=Record(),
-            )[_PEER[here]]
+                facts=FACTS,
+                cut=cut_end(config, 0, self._device, width, is_sender=here == HERE),
+            )
             for here, end in zip(_PEER, ends, strict=True)
         }
 

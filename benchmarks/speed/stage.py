@@ -35,10 +35,10 @@ from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput
 from isthmus.plan.codecs import Crossing, Pair
 from isthmus.plan.types import Message
-from isthmus.train.build import cut_end
 from isthmus.train.coding import Coded, CutEnd
 from isthmus.train.device import Device, Mark
 from isthmus.train.integers import IDS
+from isthmus.train.pipeline_role import cut_end
 from isthmus.train.session import SWITCH_INTERVAL_S
 
 ALONE: Final = "nothing"

@@ -22,11 +22,11 @@ from isthmus.plan.end_of_step import Reduced, Seen, Updated, Verdict
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import FACTS, HIDDEN
 from isthmus.plan.types import Facts, Gathered, Message, MessageKind, Work, WorkKind
-from isthmus.train.build import cut_end
 from isthmus.train.coding import Coded, CutEnd, Integers
 from isthmus.train.device import Device, Mark
 from isthmus.train.loop import Loop
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline_role import cut_end
 from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.link import Link
 from isthmus.wan.packet import MAX_CHUNK_BYTES, Packet, encode_chunk, pack
@@ -77,13 +77,13 @@ class PreparedCut(CutEnd):
         return _NOTHING
 
 
-def prepared_gradient(config: RunConfig, *, shape: tuple[int, int, int], dtype: torch.dtype) -> Coded:
+def prepared_gradient(config: PipelineConfig, *, shape: tuple[int, int, int], dtype: torch.dtype) -> Coded:
     """A gradient of this shape as the far end of the cut would have coded it."""
     hidden = 1e-4 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
     return coded_both_ways(config, 0, hidden.to(dtype), Device(_CPU))[1]
 
 
-def answer(config: RunConfig, link: Link, gradient: Coded, *, width: int) -> None:
+def answer(config: PipelineConfig, link: Link, gradient: Coded, *, width: int) -> None:
     """Be the far end until the measured stage stops."""
     inbox, device = Inbox(), Device(_CPU)
     coding = cut_end(config, 0, device, width, is_sender=False).coding
@@ -109,7 +109,7 @@ class FarThread:
     dtype: torch.dtype
 
     @contextmanager
-    def begin(self, config: RunConfig) -> Iterator[Any]:
+    def begin(self, config: PipelineConfig) -> Iterator[Any]:
         """Have it answer one run of the measured stage; gives the link to it."""
         near, far = queue_link(_copy)
         gradient = prepared_gradient(config, shape=self.shape, dtype=self.dtype)

@@ -11,7 +11,7 @@ from crossing import BEYOND
 from emulated import Wan, run_on
 
 from isthmus.plan.codecs import read_pair, texts_of
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
 from isthmus.wan.link import Link
 from isthmus.wan.packet import Packet
 from stages.far_end import answer, prepared_gradient
@@ -29,7 +29,7 @@ class FarProcess:
     link: Link
 
     @contextmanager
-    def begin(self, config: RunConfig) -> Iterator[Any]:
+    def begin(self, config: PipelineConfig) -> Iterator[Any]:
         """Have it answer one run of the measured stage; gives the link to it."""
         # A run of before has let go of the link when the far end is ready.
         self.link.send(_NEXT, Packet({_CODECS: list(texts_of(config.pipeline.cuts[0].codecs))}))

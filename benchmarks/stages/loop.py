@@ -17,7 +17,7 @@ from isthmus.model.stage import Batch
 from isthmus.plan.codecs import Crossing, Pair
 from isthmus.train.in_cloud import Reduction, World, shard
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
 from isthmus.wan.packet import Packet
 from stages.watched import WatchedDevice
 
@@ -69,7 +69,7 @@ class Scale:
         num_rows = self.num_sequences * self.length
         return Crossing(num_rows=num_rows, width=self.width, element_bytes=dtype.itemsize)
 
-    def run_config(self, pair: Pair, *, max_in_flight: int) -> RunConfig:
+    def run_config(self, pair: Pair, *, max_in_flight: int) -> PipelineConfig:
         """What both stages agree on; steps have no end but the one that is asked for."""
         return pipeline_config(
             (HERE.cloud, BEYOND.cloud),
@@ -142,7 +142,7 @@ class StageLoop:
             "reduction": Reduction(World(), self.stage, sharding="optimizer") if is_sharded else None,
         }
 
-    def run(self, config: RunConfig, link: Any, script: Iterator[object]) -> None:
+    def run(self, config: PipelineConfig, link: Any, script: Iterator[object]) -> None:
         """Take a step at each yield of a script, and one more when it has ended."""
         source = Scripted(self._batches, script)
         links: dict[str, Any] = {BEYOND.cloud: TimedLink(link, self.record)}

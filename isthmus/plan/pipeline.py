@@ -247,11 +247,12 @@ class PipelineScheduler:
         if self.stopped_at is None:
             self._stop(Outcome.FINISHED)
         else:
-            self._stop(Outcome.INTERRUPTED, f"stopped; step {self.stopped_at} is saved on every cloud")
+            reason = f"stopped; step {self.stopped_at} is saved on every cloud"
+            self._stop(Outcome.INTERRUPTED, reason, step=self.stopped_at)
 
-    def _stop(self, outcome: Outcome, reason: str = "", hint: str = "") -> None:
+    def _stop(self, outcome: Outcome, reason: str = "", hint: str = "", step: int = 0) -> None:
         self._is_stopped = True
-        self._actions.append(Stop(outcome, reason, hint))
+        self._actions.append(Stop(outcome, reason, hint, step))
 
     # What to run in a step or an evaluation.
 

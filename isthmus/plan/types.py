@@ -325,6 +325,8 @@ class Stop(NamedTuple):
     outcome: Outcome
     reason: str = ""
     hint: str = ""
+    step: int = 0
+    """The step that every cloud has saved, where the run was interrupted."""
 
 
 Action = Run | Send | Drop | Save | Tell | Wake | Stop

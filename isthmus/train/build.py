@@ -1,41 +1,30 @@
-"""Builds a member's stage and what trains it: on its device, with its memory options, sharded, reduced."""
+"""Builds a stage and what trains it: on its device, with its memory options, sharded, reduced."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, stage_order
-from isthmus.job.codec import HiddenSpec
+from isthmus.job.codec import BoundarySpec, HiddenSpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
-from isthmus.model.random import seed_from
 from isthmus.model.recompute import Budgeted, Fixed
 from isthmus.model.stage import Stage
 from isthmus.plan.memory import OptimizerState
-from isthmus.plan.pipeline_parts import FACTS
-from isthmus.plan.types import Facts, Member, Scheduler
-from isthmus.train.coding import CutCoding, CutEnd
 from isthmus.train.device import Device
-from isthmus.train.frozen_cache import HELD, Cache, held_of
 from isthmus.train.in_cloud import (
     Reduction,
     World,
     awaited_gradient_bytes,
     shard,
 )
-from isthmus.train.integers import IDS, MASK, mask_of, valid_rows
-from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Decay, Optimizer, Schedule
-from isthmus.train.pipeline import BuiltStage, PipelineActor, Source, admission
 from isthmus.train.run_config import RunConfig
-from isthmus.train.wire import Inbox, Observer, Wire
 from isthmus.units import format_bytes
-from isthmus.wan.link import Link
 
 AUTOCAST: Final = {"float32": None, "bfloat16": torch.bfloat16}
 """What a job's precision computes in, where that is not float32."""
@@ -43,12 +32,21 @@ _ALIKE: Final = (
     'train.recompute = "auto" recomputes every layer here, as ranks of a fully sharded stage must '
     "compute alike"
 )
-_NOT_CACHED: Final = (
-    "what frozen layers give is not cached: where clouds have several ranks a sequence comes to "
-    "another one every time, so it crosses every time"
-)
 _MOMENT_BYTES: Final = {OptimizerState.FLOAT32: 8, OptimizerState.EIGHT_BIT: 2}
 _HIDDEN: Final = HiddenSpec()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltStage:
+    """A member's stage, and what trains it."""
+
+    stage: Stage
+    optimizer: Optimizer
+    device: Device
+    autocast: torch.dtype | None = None
+    world: World = field(default_factory=World)
+    reduction: Reduction | None = None
+    """None where ranks have whole parameters, or there is one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +61,12 @@ class Build:
     world: World
 
     @property
-    def index(self) -> int:
-        """The stage of this cloud."""
-        return next(
-            number for number, stage in enumerate(self.config.pipeline.stages) if stage[0].cloud == self.cloud
-        )
-
-    @property
     def sharding(self) -> str:
         """What of the stage the ranks of this cloud shard."""
-        return self.config.sharding[self.index]
+        return self.config.sharding.get(self.cloud, "none")
 
-    def make(self) -> BuiltStage:
-        stage = self.stage()
+    def make(self, stage: Stage) -> BuiltStage:
+        """The stage with what trains it."""
         return BuiltStage(
             stage=stage,
             optimizer=self.optimizer(stage),
@@ -85,17 +76,17 @@ class Build:
             reduction=Reduction(self.world, stage, sharding=self.sharding),
         )
 
-    def stage(self) -> Stage:
-        """The stage of this cloud, on its device."""
-        config, index = self.config, self.index
-        is_last = index + 1 == len(config.pipeline.stages)
+    def stage(
+        self, layers: range, *, inbound: BoundarySpec = _HIDDEN, outbound: BoundarySpec = _HIDDEN
+    ) -> Stage:
+        """A stage with these layers, on the device of this member."""
         stage = build_stage(
             self.blueprint,
-            config.stage_layers(self.blueprint.num_layers)[index],
-            seed=config.seed,
-            recompute=config.recompute is True,
-            inbound=_HIDDEN if index == 0 else config.boundary(index - 1),
-            outbound=_HIDDEN if is_last else config.boundary(index),
+            layers,
+            seed=self.config.seed,
+            recompute=self.config.recompute is True,
+            inbound=inbound,
+            outbound=outbound,
             num_frozen_layers=0 if self.job.model is None else self.job.model.frozen_layers,
             lora=None if self.job.model is None else self.job.model.lora,
         ).to(self.device.torch_device)
@@ -104,8 +95,6 @@ class Build:
             # Language models get sequences of one length; other tasks pad to the longest of a micro-batch.
             is_padded = self.job.data is not None and self.job.data.task != "causal-lm"
             stage.compile_layers(dynamic=True if is_padded else None)
-        if config.cache_bytes > 0 and 0 < index == config.pipeline.first_trained and not config.is_cached:
-            stage.notes += (_NOT_CACHED,)
         if self.sharding != "none":
             shard(
                 stage,
@@ -113,7 +102,7 @@ class Build:
                 num_ranks=self.world.num_ranks,
                 compute_dtype=AUTOCAST[self.job.train.precision],
                 keeps_sharded=self.sharding == "full",
-                offload=config.offload_optimizer,
+                offload=self.config.offload_optimizer,
             )
         return stage
 
@@ -231,91 +220,3 @@ def _num_trained(job: Job, blueprint: Blueprint, layers: range) -> int:
     parts += [layout.first] if layers.start == 0 and num_frozen == 0 else []
     parts += [layout.last] if layers.stop == layout.num_layers else []
     return sum(sum(part.values()) for part in parts)
-
-
-def pipeline_loop(
-    built: BuiltStage,
-    config: RunConfig,
-    member: Member,
-    scheduler: Scheduler,
-    links: Mapping[Member, Link],
-    *,
-    observer: Observer,
-    source: Source | None,
-    save: Callable[[int, Facts | None], None],
-) -> Loop:
-    """The loop of a member, with its actor and its wires."""
-    inbox, width = Inbox(), built.stage.model.config.hidden_size
-    wires = pipeline_wires(
-        config, member, links, hidden_width=width, device=built.device, inbox=inbox, observer=observer
-    )
-    actor = PipelineActor(config, member, built, on_span=observer.span, source=source)
-    return Loop(scheduler, actor, wires, inbox, tell=observer.tell, save=save)
-
-
-def pipeline_wires(
-    config: RunConfig,
-    member: Member,
-    links: Mapping[Member, Link],
-    *,
-    hidden_width: int,
-    device: Device,
-    inbox: Inbox,
-    observer: Observer,
-) -> dict[Member, Wire]:
-    """The wires of a member to all members of the neighbouring stages that it speaks to."""
-    pipeline = config.pipeline
-    index = pipeline.stage_of(member)
-    return {
-        peer: Wire(
-            link,
-            here=member,
-            peer=peer,
-            inbox=inbox,
-            observer=observer,
-            facts=FACTS,
-            cut=cut_end(
-                config, min(index, pipeline.stage_of(peer)), device, hidden_width, is_sender=peer_is_behind
-            ),
-        )
-        for peer, link in links.items()
-        for peer_is_behind in [pipeline.stage_of(peer) > index]
-    }
-
-
-def cut_end(config: RunConfig, cut: int, device: Device, hidden_width: int, *, is_sender: bool) -> CutEnd:
-    """One end of the cut behind a stage, with codec state of its own."""
-    pipeline = config.pipeline
-    receives_from_frozen = config.is_cached and cut + 1 == pipeline.first_trained
-    boundary = config.boundary(cut)
-    terms = pipeline.cuts[cut] if pipeline.cuts else None
-
-    def rows(integers: Mapping[str, Tensor]) -> Tensor | None:
-        ids, mask = integers[IDS], integers.get(MASK)
-        held = held_of(integers) if HELD in integers else None
-        if receives_from_frozen and held:
-            return valid_rows(mask_of(ids, mask, keeps_padding=config.keeps_padding), without=held)
-        return valid_rows(None if config.keeps_padding else mask)
-
-    has_cache = receives_from_frozen and not is_sender
-    return CutEnd(
-        coding=CutCoding(
-            hidden_width=hidden_width,
-            crossing_width=boundary.crossing_width(hidden_width),
-            num_warmup_steps=config.num_warmup_steps if cut in pipeline.bottlenecks else 0,
-            # Cuts round by themselves, or their errors would add up.
-            seed=seed_from("cut", config.seed, cut),
-            guard_every=0 if terms is None else terms.guard_every,
-            num_microbatches=pipeline.num_microbatches,
-            returns_gradients=cut >= pipeline.first_trained,
-            max_rows=None if terms is None else terms.crossing.num_rows,
-            may_omit=config.is_cached and cut + 1 < pipeline.first_trained,
-            rows=rows,
-            allows=(lambda _: True) if terms is None else terms.allows,
-        ),
-        device=device,
-        is_sender=is_sender,
-        cache=Cache(admission(config, hidden_width), keeps_padding=config.keeps_padding)
-        if has_cache
-        else None,
-    )

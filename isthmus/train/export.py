@@ -16,7 +16,8 @@ from isthmus.train.build import Build, blueprint_of
 from isthmus.train.checkpoint import Checkpoints, load_weights, saved_steps
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
-from isthmus.train.run_config import RunConfig, read_config
+from isthmus.train.kinds import kind_of, read_config
+from isthmus.train.run_config import RunConfig
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER
 
 
@@ -32,11 +33,12 @@ def export_run(
     if folder.exists():
         raise UserError(f"{folder} exists already", hint="name another folder with --out")
     job, config = _read(run)
+    kind = kind_of(job)
     scratch = Path(tempfile.mkdtemp(dir=run, prefix=PARTS_PREFIX))
     try:
         parts = []
-        for members in config.pipeline.stages:
-            parts.append(scratch / members[0].cloud)
+        for cloud in kind.clouds(job):
+            parts.append(scratch / cloud)
             _write_stage(run, job, config, parts[-1], step=step, dtype=dtype)
         companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
         for text in merge(parts, folder, companions=companions):
@@ -72,7 +74,7 @@ def _write_stage(
         device=Device("cpu"),
         world=World(),
     )
-    stage = build.stage()
+    stage = kind_of(job).make(build).built.stage
     load_weights(Checkpoints(run, cloud=cloud, job=job.meaning_digest), stage, step)
     if dtype is not None:
         stage.model.to(dtype)
@@ -84,4 +86,4 @@ def _read(run: Path) -> tuple[Job, RunConfig]:
     job, config = job_of(run), read_config(run)
     if job is None:
         raise UserError(f"{run} holds no job that this version reads", hint="name the folder of a run")
-    return job, replace(config, sharding=tuple("none" for _ in config.sharding), recompute=False)
+    return job, replace(config, sharding={}, recompute=False)

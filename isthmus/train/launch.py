@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from isthmus.errors import CloudFailed, Terminated, UserError
 from isthmus.events import StopRequest
-from isthmus.job import Address, CloudSpec, Job, stage_order
+from isthmus.job import Address, CloudSpec, Job
 from isthmus.job.faults import load_faults
 from isthmus.job.rundir import lock_site
 from isthmus.observe.trackers import check_trackers, open_trackers
@@ -110,13 +110,14 @@ class Launch:
         """Be one rank of one cloud; the others are started elsewhere."""
         identity = read_identity(Path(self.job.cloud_named(cloud).certificates), cloud)
 
-        from isthmus.train.run_config import decide
+        from isthmus.train.kinds import kind_of
         from isthmus.train.runs import check_device, writing_to
         from isthmus.train.session import train_cloud
 
         check_device(self.job.cloud_named(cloud), spec)
-        decide(self.job)
-        chooses = spec.is_leader and stage_order(self.job)[0] == cloud
+        kind = kind_of(self.job)
+        kind.decide(self.job)
+        chooses = spec.is_leader and kind.clouds(self.job)[0] == cloud
         check_trackers(self.trackers if chooses else ())
         with ExitStack() as stack:
             stack.enter_context(writing_to(self.root))

@@ -1,14 +1,15 @@
 """How clouds meet and agree on a run: its run config, the step that it starts from, and its end.
 
-The first cloud sends the run config to all others. The steps that each cloud has saved travel up to it by the
-cloud's name, and its decision travels down: the newest step that all have saved, or a refusal that names the
-cloud that lacks it. The end is agreed on in the same way.
+Clouds agree along a tree of links from the first cloud, which sends the run config to all others. The steps
+that each cloud has saved travel up by the cloud's name, and the decision travels down: the newest step that
+all have saved, or a refusal that names the cloud that lacks it. The end is agreed on in the same way.
 """
 
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,10 +17,10 @@ from pydantic import Field
 
 from isthmus.errors import FrameError, UserError
 from isthmus.job import Job
-from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.types import Facts, Member, Priority, pack_facts, unpack_facts
 from isthmus.train.in_cloud import World
-from isthmus.train.run_config import RunConfig
+from isthmus.train.kinds import pack_config, unpack_config
+from isthmus.train.run_config import MAX_CONFIG_BYTES, RunConfig
 from isthmus.wan.link import Link
 from isthmus.wan.packet import Packet
 
@@ -35,7 +36,6 @@ _PIECE_BYTES: Final = 8 * 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_CLOUDS: Final = 64
 _MAX_TOLD: Final = 5
-_MAX_TEXT_BYTES: Final = 8 * 2**20
 _FACTS: Final = "facts"
 # A neighbour that has not come by then is named.
 _PATIENCE_S: Final = 5.0
@@ -71,21 +71,35 @@ Connect = Callable[[str, int], Link]
 
 
 class Neighbours:
-    """The stages before and behind this one; leaders exchange messages and broadcast them to their ranks."""
+    """The clouds beside this one in the tree along which clouds agree, whose root is the first cloud.
 
-    def __init__(self, connect: Connect, world: World, *, clouds: Sequence[str], cloud: str) -> None:
+    Leaders exchange messages and broadcast them to their ranks.
+    """
+
+    def __init__(
+        self,
+        connect: Connect,
+        world: World,
+        *,
+        clouds: Sequence[str],
+        cloud: str,
+        links: Sequence[tuple[str, str]] | None = None,
+    ) -> None:
         self.index = clouds.index(cloud)
-        """The number of this cloud's stage."""
+        """The number of this cloud."""
         self._connect = connect
         self._world = world
-        self._clouds = clouds
-        self.up = self._leaders_link(self.index - 1)
-        """The leaders' link to the stage before; None at other ranks and at the first stage."""
-        self.down = self._leaders_link(self.index + 1)
+        self._cloud = cloud
+        up, downs = tree(clouds, list(pairwise(clouds)) if links is None else links)[cloud]
+        is_leader = world.is_leader
+        self.up = connect(up, 0) if is_leader and up is not None else None
+        """The leaders' link towards the first cloud; None there, and at other ranks."""
+        self.downs = tuple(connect(down, 0) for down in downs) if is_leader else ()
+        """The leaders' links away from the first cloud."""
 
     def meet(self, job: Job, *, note: Callable[[str], None]) -> None:
         """Wait for the neighbours; report whom this cloud waits for, once it has waited a little."""
-        for link in filter(None, (self.up, self.down)):
+        for link in filter(None, (self.up, *self.downs)):
             try:
                 link.wait_ready(timeout_s=_PATIENCE_S)
             except TimeoutError:
@@ -104,14 +118,13 @@ class Neighbours:
             return {}
         if self.up is not None:
             is_wanted = self.up.receive(_PROFILE).header.get("is_wanted") is True
-        if self.down is not None:
-            self.down.send(_PROFILE, Packet({"is_wanted": is_wanted}))
+        self._send_down(_PROFILE, Packet({"is_wanted": is_wanted}))
         if not is_wanted:
             return {}
         text = own()
-        found = {} if text is None else {self._clouds[self.index]: text}
-        if self.down is not None:
-            found |= _read_profiles(self.down.receive(_PROFILES))
+        found = {} if text is None else {self._cloud: text}
+        for down in self.downs:
+            found |= _read_profiles(down.receive(_PROFILES))
         if self.up is not None:
             texts = tuple(one.encode() for one in found.values())
             self.up.send(_PROFILES, Packet({"clouds": list(found)}, texts))
@@ -119,16 +132,15 @@ class Neighbours:
 
     def agree_on_config(self, own: RunConfig | None) -> RunConfig:
         """The run config of the first cloud, whose leader alone has made one."""
-        text = None if own is None else pack_facts(own, max_bytes=_MAX_TEXT_BYTES)
+        text = None if own is None else pack_config(own)
         if self.up is not None:
             text = "".join(_read_texts(self.up.receive(_CONFIG)))
         text = str(self._world.broadcast(text))
-        config = unpack_facts(text, RunConfig, max_bytes=_MAX_TEXT_BYTES)
-        member = Member(self._clouds[self.index], self._world.rank)
-        if member not in config.pipeline.members:
+        config = unpack_config(text)
+        member = Member(self._cloud, self._world.rank)
+        if member not in config.members:
             raise FrameError(f"a run config without {member}")
-        if self.down is not None:
-            self.down.send(_CONFIG, Packet({}, (text.encode(),)))
+        self._send_down(_CONFIG, Packet({}, (text.encode(),)))
         return config
 
     def agree_on_start(self, saved: SavedSteps, *, num_steps: int) -> Start:
@@ -138,9 +150,9 @@ class Neighbours:
         return unpack_facts(text, Start)
 
     def _leaders_start(self, saved: SavedSteps, num_steps: int) -> Start:
-        known = {self._clouds[self.index]: saved}
-        if self.down is not None:
-            known |= unpack_facts(self.down.receive(_SAVED).header.get(_FACTS), _AllSaved).clouds
+        known = {self._cloud: saved}
+        for down in self.downs:
+            known |= unpack_facts(down.receive(_SAVED).header.get(_FACTS), _AllSaved).clouds
         if self.up is None:
             start = choose_start(known, num_steps=num_steps)
         else:
@@ -148,26 +160,24 @@ class Neighbours:
             start = unpack_facts(self.up.receive(_START).header.get(_FACTS), Start)
             offset_s = start.clock_offset_s + (self.up.counters().clock_offset_s or 0.0)
             start = replace(start, clock_offset_s=offset_s)
-        if self.down is not None:
-            self.down.send(_START, Packet({_FACTS: pack_facts(replace(start, note=None))}))
+        self._send_down(_START, Packet({_FACTS: pack_facts(replace(start, note=None))}))
         return start
 
     def agree_on_end(self) -> None:
         """Wait until every rank has come to the end: none closes a link that another still listens to."""
         self._world.gather(None)
-        if self.down is not None:
-            self.down.receive(_ENDED)
+        for down in self.downs:
+            down.receive(_ENDED)
         if self.up is not None:
             self.up.send(_ENDED, Packet({}))
             self.up.receive(_ALL_ENDED)
-        if self.down is not None:
-            self.down.send(_ALL_ENDED, Packet({}))
+        self._send_down(_ALL_ENDED, Packet({}))
         self._world.broadcast(None)
 
     def gather_parts(self, folder: Path) -> tuple[Path, ...]:
-        """Take in the parts of the stages behind, and send them and those in the folder up; gives all."""
-        if self.down is not None:
-            _receive(folder, self.down)
+        """Take in the parts of clouds further down, and send them and those in the folder up; gives all."""
+        for down in self.downs:
+            _receive(folder, down)
         parts = tuple(sorted(part for part in folder.iterdir() if part.is_dir()))
         if self.up is not None:
             for part in parts:
@@ -175,19 +185,32 @@ class Neighbours:
             self.up.send(_PART, Packet({"last": True}), priority=Priority.BACKGROUND)
         return parts
 
-    def links(self, pipeline: Pipeline) -> dict[Member, Link]:
-        """The links to all members of the neighbouring stages that this member exchanges messages with."""
-        return {
-            Member(self._clouds[stage], peer): self._connect(self._clouds[stage], peer)
-            for stage in (self.index - 1, self.index + 1)
-            if 0 <= stage < len(self._clouds)
-            for peer in pipeline.routing.peers(self.index, self._world.rank, neighbour=stage)
-        }
+    def links(self, peers: Sequence[Member]) -> dict[Member, Link]:
+        """The links to members of other clouds."""
+        return {peer: self._connect(peer.cloud, peer.rank) for peer in peers}
 
-    def _leaders_link(self, stage: int) -> Link | None:
-        if not self._world.is_leader or not 0 <= stage < len(self._clouds):
-            return None
-        return self._connect(self._clouds[stage], 0)
+    def _send_down(self, stream: str, packet: Packet) -> None:
+        for down in self.downs:
+            down.send(stream, packet)
+
+
+def tree(
+    clouds: Sequence[str], links: Sequence[tuple[str, str]]
+) -> dict[str, tuple[str | None, tuple[str, ...]]]:
+    """The neighbours of each cloud in the tree of least depth from the first: the one above, those below."""
+    above: dict[str, str | None] = {clouds[0]: None}
+    reached = [clouds[0]]
+    for cloud in reached:
+        linked = {one for pair in links if cloud in pair for one in pair}
+        for other in [one for one in clouds if one in linked and one not in above]:
+            above[other] = cloud
+            reached.append(other)
+    if missing := [cloud for cloud in clouds if cloud not in above]:
+        raise UserError(
+            f"no link joins cloud {missing[0]!r} to cloud {clouds[0]!r}, directly or through others",
+            hint="give the job a [[link]] between them",
+        )
+    return {cloud: (above[cloud], tuple(one for one in reached if above[one] == cloud)) for cloud in clouds}
 
 
 def choose_start(saved: Mapping[str, SavedSteps], *, num_steps: int) -> Start:
@@ -248,8 +271,8 @@ def _read_profiles(packet: Packet) -> dict[str, str]:
 
 
 def _read_texts(packet: Packet) -> list[str]:
-    if any(memoryview(one).nbytes > _MAX_TEXT_BYTES for one in packet.buffers):
-        raise FrameError(f"a text of more than {_MAX_TEXT_BYTES} bytes")
+    if any(memoryview(one).nbytes > MAX_CONFIG_BYTES for one in packet.buffers):
+        raise FrameError(f"a text of more than {MAX_CONFIG_BYTES} bytes")
     try:
         return [bytes(one).decode() for one in packet.buffers]
     except UnicodeDecodeError as error:

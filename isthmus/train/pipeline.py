@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,13 @@ from isthmus.plan.types import (
     pack_facts,
     unpack_facts,
 )
-from isthmus.train.device import Device, Mark, PassClock
+from isthmus.train.build import BuiltStage
+from isthmus.train.data.training_data import Source
+from isthmus.train.device import Mark, PassClock
 from isthmus.train.frozen_cache import HELD, Admission, Foresight, held_of
-from isthmus.train.in_cloud import Reduction, World, begin_down, begin_up
+from isthmus.train.in_cloud import Reduction, begin_down, begin_up
 from isthmus.train.integers import IDS
-from isthmus.train.optimizer import Optimizer
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
 
 
 @dataclass(slots=True, eq=False)
@@ -119,16 +120,6 @@ _NEEDED_BY: Final = {
 Key = tuple[MessageKind, int, int]
 
 
-class Source(Protocol):
-    """Gives the first stage its micro-batches."""
-
-    def training(self, step: int) -> Sequence[Batch]:
-        """The micro-batches of a step."""
-
-    def validation(self) -> Sequence[Batch]:
-        """The micro-batches of every evaluation."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Microbatch:
     """A micro-batch at a stage: integers on the host, hidden states on the device."""
@@ -155,25 +146,12 @@ class _Result(NamedTuple):
     num_correct: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltStage:
-    """A member's stage, and what trains it."""
-
-    stage: Stage
-    optimizer: Optimizer
-    device: Device
-    autocast: torch.dtype | None = None
-    world: World = field(default_factory=World)
-    reduction: Reduction | None = None
-    """None where ranks have whole parameters, or there is one rank."""
-
-
 class PipelineActor:
     """Computes the works of one member of a pipeline."""
 
     def __init__(
         self,
-        config: RunConfig,
+        config: PipelineConfig,
         member: Member,
         built: BuiltStage,
         *,
@@ -399,7 +377,7 @@ class PipelineActor:
         )
 
 
-def admission(config: RunConfig, hidden_width: int) -> Admission:
+def admission(config: PipelineConfig, hidden_width: int) -> Admission:
     return Admission(max_bytes=config.cache_bytes, row_bytes=_FLOAT32_BYTES * hidden_width)
 
 

@@ -31,13 +31,14 @@ from isthmus.plan.costs import Precision
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
 from isthmus.plan.times import NO_TIME, CodingTimes, PassTimes, Profile, Sample, fit_line
 from isthmus.plan.types import Member, Message, MessageKind
-from isthmus.train.build import blueprint_of, cut_end
+from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device, Mark
 from isthmus.train.in_cloud import Reduction, World
 from isthmus.train.integers import IDS
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline import Passes
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline_role import cut_end
 
 _NUM_WARM_UPS: Final = 2
 _SIZE_RATIO: Final = 4
@@ -580,7 +581,7 @@ def _coding_times(
     pipeline = Pipeline(
         stages=((_HERE,), (_BEYOND,)), num_steps=1, num_microbatches=1, max_in_flight=1, cuts=(cut,)
     )
-    config = RunConfig(pipeline=pipeline, seed=0)
+    config = PipelineConfig(pipeline=pipeline, seed=0)
     sending, receiving = (cut_end(config, 0, device, width, is_sender=one) for one in (True, False))
     hidden_BTD = torch.randn(1, num_rows, width, device=device.torch_device)
     integers = {IDS: torch.zeros((1, num_rows), dtype=torch.int64)}

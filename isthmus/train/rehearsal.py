@@ -27,18 +27,18 @@ from isthmus.plan.codecs import RAW_PAIR, Crossing, Cut, Pair
 from isthmus.plan.costs import Precision
 from isthmus.plan.end_of_step import StepEnded
 from isthmus.plan.job_facts import links_along
-from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
 from isthmus.plan.simulated import simulate_scenario
 from isthmus.plan.times import Profile, Sample, mean_sample
 from isthmus.plan.types import Facts, Member, Message
-from isthmus.train.build import AUTOCAST, pipeline_loop
+from isthmus.train.build import AUTOCAST, BuiltStage
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
 from isthmus.train.members import Neighbours
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import BuiltStage
+from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline_role import PipelineRole, of_pipeline
 from isthmus.train.profiling import (
     Effort,
     given_pair,
@@ -49,7 +49,7 @@ from isthmus.train.profiling import (
     open_pairs,
     threads_here,
 )
-from isthmus.train.run_config import RunConfig
+from isthmus.train.role import open_loop
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import RankSpec
 from isthmus.wan.local import LocalWan, run_ranks
@@ -178,7 +178,7 @@ class _Rehearsing:
         taken: dict[int, list[float]] = {size: [] for size in chosen}
         for _ in range(_NUM_ROUNDS):
             for size, config in configs.items():
-                taken[size] += self._run(self._neighbours.agree_on_config(config), size)
+                taken[size] += self._run(of_pipeline(self._neighbours.agree_on_config(config)), size)
         self._neighbours.agree_on_config(replace(config, run_id=_OVER))
         num_parameters = sum(one.numel() for one in stage.parameters())
         return tuple(
@@ -194,10 +194,10 @@ class _Rehearsing:
     def follow(self) -> tuple[Rehearsal, ...]:
         """Rehearse what the first cloud sends."""
         while (config := self._neighbours.agree_on_config(None)).run_id != _OVER:
-            self._run(config)
+            self._run(of_pipeline(config))
         return ()
 
-    def _run(self, config: RunConfig, num_sequences: int | None = None) -> list[float]:
+    def _run(self, config: PipelineConfig, num_sequences: int | None = None) -> list[float]:
         """Some steps of a pipeline; gives what all but the first took, at the first cloud."""
         record, source = StepRecord(), None
         if num_sequences is not None:
@@ -208,12 +208,11 @@ class _Rehearsing:
                 generator=torch.Generator().manual_seed(0),
             )
             source = SameBatches((batch,) * config.pipeline.num_microbatches)
-        loop = pipeline_loop(
-            self._built,
-            config,
+        role = PipelineRole(config, self._member, self._built)
+        loop = open_loop(
+            role,
             self._member,
-            PipelineScheduler(config.pipeline, self._member),
-            self._neighbours.links(config.pipeline),
+            self._neighbours.links(role.peers),
             observer=record,
             source=source,
             save=lambda _step, _facts: None,
@@ -224,7 +223,7 @@ class _Rehearsing:
         self._neighbours.agree_on_end()
         return [step.duration_s for step in record.steps[_NUM_WARM_UP_STEPS:]]
 
-    def _config(self, num_sequences: int, num_microbatches: int) -> RunConfig:
+    def _config(self, num_sequences: int, num_microbatches: int) -> PipelineConfig:
         width = self._blueprint.config.hidden_size
         crossing = Crossing(num_rows=made_up_size(self._job, num_sequences).num_tokens, width=width)
         links = links_along(self._job, self._clouds)
@@ -235,7 +234,7 @@ class _Rehearsing:
             max_in_flight=num_microbatches,
             cuts=tuple(Cut(crossing=crossing, codecs=self._pair(link, width)) for link in links),
         )
-        return RunConfig(pipeline=pipeline, seed=0)
+        return PipelineConfig(pipeline=pipeline, seed=0)
 
     def _pair(self, link: LinkSpec, width: int) -> Pair:
         """The link's codecs; where they are open, what the link carries in less time than passes take.

@@ -15,26 +15,23 @@ import torch
 from safetensors import SafetensorError
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus.job import CloudSpec, Job, create_run_directory, dump_job, stage_order
-from isthmus.job.codec import BottleneckSpec
+from isthmus.job import CloudSpec, Job, create_run_directory, dump_job
 from isthmus.job.load import replace_file
 from isthmus.job.rundir import JOB_FILE, changed_meaning, choosing, job_of, lock_run
 from isthmus.job.spec import KeyRole, tell_changes
-from isthmus.model.blueprint import Blueprint
 from isthmus.model.load import Checkpoint
 from isthmus.plan.costs import CostSource, nothing_measured
-from isthmus.plan.job_facts import check_cuts, links_along, num_frozen_layers
-from isthmus.plan.plan import PLAN_FILE, Decisions, Plan, decisions_of, follow, plan_to_json
-from isthmus.train.build import blueprint_of, check_fits
+from isthmus.plan.plan import PLAN_FILE, Decisions, Plan, decisions_of, plan_to_json
+from isthmus.train.build import blueprint_of
 from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.rows import open_rows, read_texts
 from isthmus.train.data.token_files import TokenFiles, tokens_of
-from isthmus.train.data.training_data import check_enough, open_data
-from isthmus.train.run_config import decide, layout_of, may_plan, plan_run, stage_layers
+from isthmus.train.data.training_data import open_data
+from isthmus.train.kinds import kind_of
+from isthmus.train.run_config import MODEL_FOLDER, may_plan
 from isthmus.wan.doctor import Devices, require_kind, require_one_each
 from isthmus.wan.handshake import RankSpec
 
-MODEL_FOLDER: Final = "model"
 TOKENIZER_FOLDER: Final = "tokenizer"
 DATA_FILE: Final = "data.json"
 PARTS_PREFIX: Final = ".parts-"
@@ -190,26 +187,18 @@ def check_job(
 
     A first plan, with the catalogue's times, refuses what can be refused before clouds are measured.
     """
-    plan, known = plan_run(job, source=source) if plans else None, job
-    decisions = decide(job, decisions if plan is None else plan.decisions)
+    kind = kind_of(job)
+    plan, known = kind.plan(job, source=source) if plans else None, job
+    decisions = kind.decide(job, decisions if plan is None else plan.decisions)
     look_at_model(job)  # before tokens are made, which takes longer
     data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
     if learn is not None and plans and may_plan(job, source):
         known = learn(job)
-        plan = plan_run(job, known=known, source=source)
-        decisions = decide(job, decisions if plan is None else plan.decisions)
-    check_export(job, blueprint)
-    layers, clouds = stage_layers(job, decisions, blueprint.num_layers), stage_order(job)
-    check_fits(follow(known, clouds, decisions), layers, blueprint)
-    check_cuts(
-        links_along(job, clouds),
-        layers,
-        num_frozen=num_frozen_layers(job),
-        hidden_width=blueprint.config.hidden_size,
-        num_steps=job.train.steps,
-    )
-    check_enough(data.samples, layout_of(job, decisions.num_microbatches))
+        plan = kind.plan(job, known=known, source=source)
+        decisions = kind.decide(job, decisions if plan is None else plan.decisions)
+    kind.check(job, known, decisions, blueprint)
+    kind.check_data(job, decisions, data)
     return plan, data.sha256
 
 
@@ -236,23 +225,6 @@ def _start(
                 replace_file(run / PLAN_FILE, plan_to_json(plan))
 
         return create_run_directory(root, job, now=datetime.now(UTC), fill=fill)
-
-
-def check_export(job: Job, blueprint: Blueprint) -> None:
-    """Refuse to train what no exported model could hold."""
-    links = links_along(job, stage_order(job))
-    bottlenecks = [link for link in links if isinstance(link.boundary, BottleneckSpec)]
-    lora = None if job.model is None else job.model.lora
-    if bottlenecks and lora is not None and not lora.merge:
-        raise UserError(
-            f"an adapter alone cannot hold {bottlenecks[0].boundary}, which would be trained with it",
-            hint="set model.lora.merge = true, so that the whole model is exported",
-        )
-    if bottlenecks and blueprint.brings_code:
-        raise UserError(
-            f"a model with code of its own cannot be exported with {bottlenecks[0].boundary}",
-            hint='leave link.boundary at "hidden", and set link.codec instead',
-        )
 
 
 def check_all_devices(job: Job) -> None:

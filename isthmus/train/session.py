@@ -3,7 +3,6 @@
 meet the neighbours → agree on run config and step → build the stage → train → gather and export the stages
 """
 
-import functools
 import json
 import shutil
 import sys
@@ -17,27 +16,23 @@ import torch
 
 from isthmus.errors import UserError
 from isthmus.events import EVENTS_FOLDER, STARTED_KIND, EventLog, StopRequest
-from isthmus.job import Job, stage_order
+from isthmus.job import Job
 from isthmus.job.rundir import join_run
-from isthmus.model.export import describe_exported, merge, write_part
+from isthmus.model.export import merge, write_part
 from isthmus.observe.trackers import Tracker
-from isthmus.plan.job_facts import common_ranks
-from isthmus.plan.pipeline import PipelineScheduler
-from isthmus.plan.pipeline_parts import PipelineState
-from isthmus.plan.plan import follow
 from isthmus.plan.types import Facts, Member, Outcome, pack_facts, unpack_facts
-from isthmus.train.build import AUTOCAST, Build, blueprint_of, pipeline_loop
+from isthmus.train.build import Build, BuiltStage, blueprint_of
 from isthmus.train.checkpoint import Checkpoints, Keeper, State
-from isthmus.train.data.samples import Cursor
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, TrainingData, open_data
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
+from isthmus.train.kinds import kind_of, write_config
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
-from isthmus.train.pipeline import BuiltStage
-from isthmus.train.run_config import RunConfig, decide, layout_of, run_config, write_config
-from isthmus.train.runs import MODEL_FOLDER, PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
+from isthmus.train.role import Role, RunKind, open_loop
+from isthmus.train.run_config import MODEL_FOLDER, RunConfig
+from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
 from isthmus.train.wire import Wire
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import RankSpec
@@ -88,13 +83,17 @@ def train_cloud(
         torch.set_num_threads(options.num_threads)
     spec = spec or RankSpec()
     device = Device(job.cloud_named(cloud).device, local_rank=spec.local_rank if spec.num_ranks > 1 else None)
+    kind = kind_of(job)
     secret = endpoint.inside_secret if spec.num_ranks > 1 else b""
     try:
         with join_world(spec, device, cloud=cloud, secret=secret, end=endpoint.abort) as world:
             session = _Session(
                 job=job,
                 member=Member(cloud, spec.rank),
-                neighbours=Neighbours(endpoint.link, world, clouds=stage_order(job), cloud=cloud),
+                kind=kind,
+                neighbours=Neighbours(
+                    endpoint.link, world, clouds=kind.clouds(job), cloud=cloud, links=kind.links(job)
+                ),
                 device=device,
                 world=world,
                 report=report,
@@ -111,10 +110,11 @@ def train_cloud(
 
 @dataclass(slots=True, kw_only=True)
 class _Session:
-    """One rank's run, from start to end; only ranks of the first cloud have data."""
+    """One rank's run, from start to end."""
 
     job: Job
     member: Member
+    kind: RunKind
     neighbours: Neighbours
     device: Device
     world: World
@@ -140,27 +140,31 @@ class _Session:
         run = join_run(self.options.root, self.job, config.run_id)
         if self._is_leader:
             write_config(run, config)
-        if self._is_first and data is None:
+        if data is None and self.kind.reads(config, self.member.cloud):
             data = self._open_data(config.run_id)
         checkpoints = Checkpoints(
             run, cloud=self.member.cloud, keep=self.job.checkpoint.keep, job=self.job.meaning_digest
         )
         saved = checkpoints.inspect(self._note) if self._is_leader else SavedSteps()
         start = self.neighbours.agree_on_start(saved, num_steps=self.job.train.steps)
-        built = Build(
+        build = Build(
             job=self.job,
             config=config,
             cloud=self.member.cloud,
             blueprint=blueprint_of(self.job, config=config.model, num_labels=config.num_labels),
             device=self.device,
             world=self.world,
-        ).make()
+        )
+        role = self.kind.make(build)
+        built = role.built
         keeper = Keeper(checkpoints, self.world, stage=built.stage, optimizer=built.optimizer)
-        stopped_at = self._train(config, built, keeper, start, data, run)
+        stopped_at = self._train(role, keeper, start, data, run)
         if stopped_at is None:
-            self._export(built, keeper, run)
-            if data is not None and self._is_leader:
-                self._note_exported(data, config, run)
+            self._export(role, keeper, run)
+            if data is not None and self._is_first and self._is_leader:
+                note = role.describe(run / MODEL_FOLDER, data)
+                if note is not None:
+                    self._note(note)
         return Trained(run=run, stopped_at=stopped_at)
 
     @property
@@ -184,68 +188,40 @@ class _Session:
     def _config(self, data: TrainingData, run_id: str) -> RunConfig:
         """The run config, from the data and from what was planned when the run started."""
         job, about = self.job, data.facts
-        decisions = decide(job, read_decisions(self.options.root / job.name / run_id))
+        decisions = self.kind.decide(job, read_decisions(self.options.root / job.name / run_id))
         self.reasons = decisions.reasons
-        held_out = data.validation_batches(
-            num_sequences=layout_of(job, decisions.num_microbatches).num_sequences,
-            multiple_of=common_ranks(follow(job, stage_order(job), decisions)),
-        )
-        return run_config(
-            job,
-            decisions,
-            blueprint_of(job, config=about.config, num_labels=about.num_labels),
-            num_validation_microbatches=sum(1 for _ in held_out),
-            run_id=run_id,
-            model=dict(about.config),
-            num_labels=about.num_labels,
-        )
+        blueprint = blueprint_of(job, config=about.config, num_labels=about.num_labels)
+        return self.kind.config_of(job, decisions, blueprint, data, run_id=run_id)
 
     # Training.
 
     def _train(
-        self,
-        config: RunConfig,
-        built: BuiltStage,
-        keeper: Keeper,
-        start: Start,
-        data: TrainingData | None,
-        run: Path,
+        self, role: Role, keeper: Keeper, start: Start, data: TrainingData | None, run: Path
     ) -> int | None:
         """Train to the end, or to the step at which an orderly stop was asked for."""
         state = keeper.load(start.step) if start.step else None
-        links = self.neighbours.links(config.pipeline)
+        links = self.neighbours.links(role.peers)
         with ExitStack() as stack:
             cursor = None if state is None else state.cursor
-            feed = stack.enter_context(self._feed(data, config, start, cursor)) if data else None
+            feed = None
+            if data is not None:
+                feed = stack.enter_context(role.feed(data, step=start.step, cursor=cursor))
             journal = stack.enter_context(self._journal(run, start, links))
-            self._note_start(journal, built, start)
+            self._note_start(journal, role.built, start)
 
             def save(step: int, facts: Facts | None) -> None:
                 with journal.saving(step):
                     keeper.save(_state(step, facts, feed, loop.wires))
 
-            scheduler = PipelineScheduler(config.pipeline, self.member)
-            loop = pipeline_loop(
-                built, config, self.member, scheduler, links, observer=journal, source=feed, save=save
-            )
-            facts = None if state is None else _restore(state, loop.wires)
+            loop = open_loop(role, self.member, links, observer=journal, source=feed, save=save)
+            facts = None if state is None else _restore(state, loop.wires, role.state)
             with loop, self.stop.honoured_by(lambda: loop.interrupt("the user or the system asked for it")):
                 ended = loop.run(start.step, facts)
                 self.neighbours.agree_on_end()
             for wire in loop.wires.values():
                 if wire.cache is not None:
                     journal.note(wire.cache.describe())
-        return scheduler.stopped_at if ended.outcome is Outcome.INTERRUPTED else None
-
-    def _feed(self, data: TrainingData, config: RunConfig, start: Start, cursor: Cursor | None) -> Feed:
-        return Feed(
-            data,
-            layout_of(self.job, config.pipeline.num_microbatches),
-            cursor=cursor,
-            share=functools.partial(config.pipeline.routing.share, 0, self.world.rank),
-            first_step=start.step,
-            multiple_of=config.common_ranks,
-        )
+        return ended.step if ended.outcome is Outcome.INTERRUPTED else None
 
     def _note_start(self, journal: Journal, built: BuiltStage, start: Start) -> None:
         if not self._is_leader:
@@ -280,37 +256,28 @@ class _Session:
 
     # The end.
 
-    def _export(self, built: BuiltStage, keeper: Keeper, run: Path) -> None:
+    def _export(self, role: Role, keeper: Keeper, run: Path) -> None:
+        """Write what this cloud has of each model, and join the parts of all clouds at the first."""
         own = run / f"{PARTS_PREFIX}{self.member.cloud}"
         if self._is_leader:
             fresh_folder(own)
         scratch = own / _GATHERED_FILE
-        tensors = keeper.export(scratch)
+        models = role.models()
+        for folder, stage in models.items():
+            tensors = keeper.export(scratch)
+            if self._is_leader:
+                write_part(stage, own / f"{folder}.{self.member.cloud}", tensors=tensors)
+                scratch.unlink(missing_ok=True)
         if not self._is_leader:
             return
-        write_part(built.stage, own / self.member.cloud, tensors=tensors)
-        scratch.unlink(missing_ok=True)
         parts = self.neighbours.gather_parts(own)
         if self._is_first:
             companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
-            for note in merge(parts, run / MODEL_FOLDER, companions=companions):
-                self._note(note)
+            for folder in sorted({part.stem for part in parts}):
+                of_model = [part for part in parts if part.stem == folder]
+                for note in merge(of_model, run / folder, companions=companions):
+                    self._note(note)
         shutil.rmtree(own)
-
-    def _note_exported(self, data: TrainingData, config: RunConfig, run: Path) -> None:
-        if not self.job.train.evaluate_every or self.job.model is None:
-            return
-        layout = layout_of(self.job, config.pipeline.num_microbatches)
-        note = describe_exported(
-            run / MODEL_FOLDER,
-            head=data.head,
-            batches=data.validation_batches(num_sequences=layout.num_sequences),
-            device=self.device.torch_device,
-            autocast=AUTOCAST[self.job.train.precision],
-            trust_remote_code=self.job.model.trust_remote_code,
-        )
-        if note is not None:
-            self._note(note)
 
 
 def _state(step: int, facts: Facts | None, feed: Feed | None, wires: Mapping[Member, Wire]) -> State:
@@ -323,9 +290,9 @@ def _state(step: int, facts: Facts | None, feed: Feed | None, wires: Mapping[Mem
     )
 
 
-def _restore(state: State, wires: Mapping[Member, Wire]) -> Facts | None:
+def _restore(state: State, wires: Mapping[Member, Wire], kind: type[Facts]) -> Facts | None:
     """Give wires their codec state; returns the facts of the scheduler."""
     for peer in state.wires.keys() & wires.keys():
         wires[peer].load(state.wires[peer])
     text = state.facts.get(_SCHEDULER)
-    return None if text is None else unpack_facts(text, PipelineState)
+    return None if text is None else unpack_facts(text, kind)

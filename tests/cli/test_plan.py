@@ -122,7 +122,7 @@ CANNOT = "strategy 'data' cannot be run yet"
 
 
 def test_a_plan_that_cannot_be_run_says_so(job_file: Path) -> None:
-    from isthmus.train.run_config import decide
+    from isthmus.train.pipeline_config import decide
 
     shown = invoke(job_file, "--no-levers", "--set", "strategy.kind=data").output
     assert f'{CANNOT}; where strategy.kind is "auto", a run takes the best pipeline instead' in shown
@@ -160,7 +160,7 @@ def tight_job(path: Path, *, memory: str) -> Path:
 def test_what_spares_memory_is_written_and_runs(
     tmp_path: Path, memory: str, sharding: str, options: tuple[bool, bool, int]
 ) -> None:
-    from isthmus.train.run_config import plan_run
+    from isthmus.train.pipeline_config import plan_run
 
     path = tight_job(tmp_path / "tight.toml", memory=memory)
     first = json.loads(invoke(path, "--json", "--write", "--no-levers").stdout)

@@ -156,7 +156,7 @@ def test_a_cloud_that_is_not_the_first_plans_nothing(
 
     monkeypatch.chdir(tmp_path)
     make_certificates(Path("certs"))
-    monkeypatch.setattr("isthmus.train.run_config.plan", never)
+    monkeypatch.setattr("isthmus.train.pipeline_config.plan", never)
     monkeypatch.setattr("isthmus.train.launch.Endpoint", far_enough)
     assert str(invoke(job_file, "--cloud", "west").exception) == "far enough"
 

@@ -10,7 +10,7 @@ from isthmus.plan.codecs import texts_of
 from isthmus.plan.plan import Form, Plan, planned_changes
 from isthmus.plan.planner import plan
 from isthmus.train.build import blueprint_of
-from isthmus.train.run_config import decide, plan_run, run_config
+from isthmus.train.pipeline_config import decide, plan_run, run_config
 from tests.plan.jobs import TWO_CLOUDS, two_clouds
 from tests.plan.test_search import random_job
 

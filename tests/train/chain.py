@@ -21,13 +21,14 @@ from isthmus.plan.end_of_step import Evaluated, StepEnded, Tally
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.types import Action, Event, Facts, Member, Message, Scheduler, Stop
-from isthmus.train.build import pipeline_loop
+from isthmus.train.build import BuiltStage
 from isthmus.train.coding import CodecState
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import BuiltStage
-from isthmus.train.run_config import RunConfig, warmup_of
+from isthmus.train.pipeline_config import PipelineConfig, warmup_of
+from isthmus.train.pipeline_role import PipelineRole
+from isthmus.train.role import open_loop
 from isthmus.train.wire import Wire
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.shaping import Shape
@@ -199,12 +200,12 @@ class Steer:
 class Chain:
     """Stages with their optimizers, ready to run."""
 
-    config: RunConfig
+    config: PipelineConfig
     stages: list[Stage]
     optimizers: list[Optimizer]
     links: list[MemoryLink]
     records: list[Record]
-    configs: Mapping[int, RunConfig] = field(default_factory=dict)
+    configs: Mapping[int, PipelineConfig] = field(default_factory=dict)
     device: str = "cpu"
     wires: dict[int, dict[Member, Wire]] = field(default_factory=dict)
     loops: dict[int, Loop] = field(default_factory=dict)
@@ -218,7 +219,7 @@ class Chain:
         autocast: torch.dtype | None = None,
         states: Sequence[Saved] = (),
         steer: Callable[[Tally], tuple[Pair, ...]] | None = None,
-        configs: Mapping[int, RunConfig] | None = None,
+        configs: Mapping[int, PipelineConfig] | None = None,
     ) -> None:
         self.configs = configs or {}
         with ThreadPoolExecutor(len(self.stages)) as pool:
@@ -282,7 +283,7 @@ class Chain:
 
 
 def make_loop(
-    config: RunConfig,
+    config: PipelineConfig,
     member: Member,
     *,
     scheduler: PipelineScheduler,
@@ -302,7 +303,8 @@ def make_loop(
     source = options.pop("source", None)
     built = BuiltStage(stage=stage, device=device, **options)
     logged = Logged(scheduler, record)
-    loop = pipeline_loop(built, config, member, logged, links, observer=record, source=source, save=save)
+    role = PipelineRole(config, member, built)
+    loop = open_loop(role, member, links, observer=record, source=source, save=save, scheduler=logged)
     return loop, dict(loop.wires)
 
 
@@ -310,7 +312,7 @@ def link_ends(number: int) -> tuple[str, str]:
     return CLOUDS[number], CLOUDS[number + 1]
 
 
-def config(num_stages: int, num_microbatches: int, **changes: Any) -> RunConfig:
+def config(num_stages: int, num_microbatches: int, **changes: Any) -> PipelineConfig:
     """The config of a chain of clouds; cuts are `CutCase`s."""
     values: dict[str, Any] = {"num_steps": 5, "max_in_flight": 64, "save_every_s": 0.0, **changes}
     cuts: Sequence[CutCase] = values.pop("cuts", ())
@@ -340,7 +342,7 @@ def config(num_stages: int, num_microbatches: int, **changes: Any) -> RunConfig:
         ),
         **values,
     )
-    return RunConfig(
+    return PipelineConfig(
         pipeline=pipeline,
         seed=seed,
         boundaries=boundaries,
@@ -352,7 +354,7 @@ def config(num_stages: int, num_microbatches: int, **changes: Any) -> RunConfig:
 @contextmanager
 def chain(
     plan: Blueprint,
-    agreed: RunConfig,
+    agreed: PipelineConfig,
     *,
     shape: Shape | None = None,
     recompute: bool = False,
@@ -381,7 +383,7 @@ def chain(
 
 def make_stages(
     plan: Blueprint,
-    agreed: RunConfig,
+    agreed: PipelineConfig,
     *,
     recompute: bool = False,
     num_frozen_layers: int = 0,

@@ -38,7 +38,8 @@ from isthmus.train.in_cloud import (
     whole,
 )
 from isthmus.train.members import Neighbours
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline_role import peers_of
 from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.handshake import RankSpec
@@ -93,7 +94,7 @@ class Case:
         return blueprint(self.model, **self.changes)
 
     @property
-    def config(self) -> RunConfig:
+    def config(self) -> PipelineConfig:
         forward, backward = map(parse_codec, self.codec or ("raw", "raw"))
         pair = Pair(forward=forward, backward=backward)
         boundary = parse_boundary(self.boundary)
@@ -293,7 +294,7 @@ class _Rank:
             member,
             scheduler=PipelineScheduler(self.config.pipeline, member),
             stage=self.stage,
-            links=neighbours.links(self.config.pipeline),
+            links=neighbours.links(peers_of(self.config.pipeline, member)),
             record=record,
             device=self.device,
             optimizer=self.optimizer,

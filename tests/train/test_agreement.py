@@ -11,9 +11,11 @@ from typing import TypeVar
 import pytest
 
 from isthmus.errors import FrameError, UserError
-from isthmus.plan.types import pack_facts
+from isthmus.plan.pipeline_parts import Pipeline
+from isthmus.plan.types import Member, pack_facts
 from isthmus.train.in_cloud import World
-from isthmus.train.members import Neighbours, SavedSteps, Start, choose_start
+from isthmus.train.members import Neighbours, SavedSteps, Start, choose_start, tree
+from isthmus.train.pipeline_config import PipelineConfig
 from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
@@ -94,16 +96,21 @@ def test_a_start_is_common_and_the_newest_whatever_was_saved(seed: int) -> None:
             assert found == max(common, default=0)
 
 
-def joined(clouds: Sequence[str], work: Callable[[Neighbours], T]) -> list[T]:
-    """What every cloud of a chain of links in memory comes to."""
+def joined(
+    clouds: Sequence[str],
+    work: Callable[[Neighbours], T],
+    given: Sequence[tuple[str, str]] | None = None,
+) -> list[T]:
+    """What every cloud comes to that links in memory join, as a chain unless given."""
+    pairs = list(pairwise(clouds)) if given is None else given
     with ExitStack() as stack, ThreadPoolExecutor(len(clouds)) as pool:
-        links = {pair: stack.enter_context(MemoryLink(*pair)) for pair in pairwise(clouds)}
+        links = {pair: stack.enter_context(MemoryLink(*pair)) for pair in pairs}
 
         def at(cloud: str) -> T:
             def connect(peer: str, _: int) -> Link:
                 return next(link for pair, link in links.items() if {cloud, peer} == {*pair}).end(cloud)
 
-            return work(Neighbours(connect, World(), clouds=clouds, cloud=cloud))
+            return work(Neighbours(connect, World(), clouds=clouds, cloud=cloud, links=pairs))
 
         return list(pool.map(at, clouds))
 
@@ -113,6 +120,47 @@ def told(stream: str, packet: Packet, work: Callable[[Neighbours], object]) -> N
     with MemoryLink("east", "west") as link:
         link.end("west").send(stream, packet)
         work(Neighbours(lambda *_: link.end("east"), World(), clouds=["east", "west"], cloud="east"))
+
+
+STAR = (("mid", "east"), ("mid", "west"), ("mid", "north"))
+RING = (("east", "mid"), ("mid", "west"), ("west", "north"), ("north", "east"))
+
+
+def agreement_of(clouds: Sequence[str]) -> PipelineConfig:
+    stages = tuple((Member(cloud),) for cloud in clouds)
+    return PipelineConfig(seed=1, pipeline=Pipeline(stages=stages, num_steps=1, num_microbatches=4))
+
+
+@pytest.mark.parametrize("links", [STAR, RING])
+def test_clouds_agree_along_any_links_that_join_them(links: tuple[tuple[str, str], ...]) -> None:
+    clouds = ("east", "mid", "west", "north")
+    agreed = agreement_of(clouds)
+    saved = {"east": steps(10, 20), "mid": steps(10, 20, 30), "west": steps(20), "north": steps(10, 20)}
+
+    def work(one: Neighbours) -> tuple[int, dict[str, str]]:
+        name = clouds[one.index]
+        found = one.gather_profiles(lambda: f"of {name}", is_wanted=one.index == 0)
+        assert one.agree_on_config(agreed if one.index == 0 else None) == agreed
+        start = one.agree_on_start(saved[name], num_steps=99)
+        one.agree_on_end()
+        return start.step, found
+
+    found = joined(clouds, work, links)
+    assert [step for step, _ in found] == [20] * 4
+    assert found[0][1] == {name: f"of {name}" for name in clouds}
+
+
+def test_the_tree_has_the_least_depth_and_clouds_that_nothing_joins_are_named() -> None:
+    clouds = ("east", "mid", "west", "north")
+    assert tree(clouds, RING) == {
+        "east": (None, ("mid", "north")),
+        "mid": ("east", ("west",)),
+        "west": ("mid", ()),
+        "north": ("east", ()),
+    }
+    with pytest.raises(UserError, match="no link joins cloud 'north' to cloud 'east'") as error:
+        tree(clouds, STAR[:2])
+    assert error.value.hint
 
 
 def test_what_each_cloud_has_travels_up_and_the_decision_down() -> None:

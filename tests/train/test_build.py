@@ -17,7 +17,8 @@ from isthmus.train.build import Build, blueprint_of, optimizer_state
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, shard
 from isthmus.train.optimizer import Optimizer
-from isthmus.train.run_config import RunConfig, decide, run_config
+from isthmus.train.pipeline_config import PipelineConfig, decide, run_config
+from isthmus.train.pipeline_role import pipeline_stage
 from isthmus.wan.handshake import RankSpec
 from tests.model.cases import blueprint, build, make_batch
 from tests.train.chain import SCHEDULE, Given, chain, config
@@ -62,14 +63,19 @@ def made(*overrides: str, num_ranks: int = 1, cloud: str = "west") -> Build:
     )
 
 
+def agreed(build: Build) -> PipelineConfig:
+    assert isinstance(build.config, PipelineConfig)
+    return build.config
+
+
 def test_a_stage_recomputes_as_the_run_config_says() -> None:
-    assert made().stage().recompute == Fixed()
-    stage = made("train.recompute=true").stage()
+    assert pipeline_stage(made()).recompute == Fixed()
+    stage = pipeline_stage(made("train.recompute=true"))
     assert stage.recompute == Fixed(frozenset(stage.layers))
-    auto = made("train.recompute=auto", "cloud.west.memory=8 GiB").stage().recompute
+    auto = pipeline_stage(made("train.recompute=auto", "cloud.west.memory=8 GiB")).recompute
     assert isinstance(auto, Budgeted)
     assert auto._budget_bytes == int(0.9 * 8 * 2**30)
-    stage = made("train.recompute=auto", "train.memory_budget=1 GiB").stage()
+    stage = pipeline_stage(made("train.recompute=auto", "train.memory_budget=1 GiB"))
     assert isinstance(stage.recompute, Budgeted)
     assert stage.recompute._budget_bytes == 2**30
     assert stage.recompute._standing_bytes() == 16 * sum(one.numel() for one in stage.parameters())
@@ -78,8 +84,8 @@ def test_a_stage_recomputes_as_the_run_config_says() -> None:
 def test_ranks_of_a_fully_sharded_stage_recompute_alike(given: list[Options]) -> None:
     assert not given
     build = made("train.recompute=auto", num_ranks=2)
-    build = replace(build, config=replace(build.config, sharding=("none", "full")))
-    stage = build.stage()
+    build = replace(build, config=replace(build.config, sharding={"west": "full"}))
+    stage = pipeline_stage(build)
     assert stage.recompute == Fixed(frozenset(stage.layers))
     assert "compute alike" in stage.notes[-1]
 
@@ -135,7 +141,7 @@ class Watched(Budgeted):
 @pytest.mark.parametrize("offloads", [False, True])
 def test_the_jobs_offload_reaches_fsdp(given: list[Options], offloads: bool) -> None:
     options = ("cloud.west.sharding=optimizer", f"train.offload_optimizer={str(offloads).lower()}")
-    made(*options, num_ranks=2).stage()
+    pipeline_stage(made(*options, num_ranks=2))
     assert given
     assert all(isinstance(one["offload_policy"], CPUOffloadPolicy) == offloads for one in given)
 
@@ -155,25 +161,25 @@ def test_a_cache_that_cannot_be_is_said(
     num_ranks: tuple[int, ...], cache_bytes: int, first_trained: int, is_said: bool
 ) -> None:
     build = made(num_ranks=num_ranks[1])
-    pipeline = replace(build.config.pipeline, first_trained=first_trained)
-    build = replace(build, config=replace(build.config, pipeline=pipeline, cache_bytes=cache_bytes))
-    stage = build.stage()
+    pipeline = replace(agreed(build).pipeline, first_trained=first_trained)
+    config = replace(agreed(build), pipeline=pipeline, cache_bytes=cache_bytes)
+    stage = pipeline_stage(replace(build, config=config))
     assert any("is not cached" in note for note in stage.notes) == is_said
 
 
 def test_a_run_config_returns_from_the_line_as_it_was() -> None:
     found = made("link.east-west.codec=auto", num_ranks=2).config
-    assert unpack_facts(pack_facts(found), RunConfig) == found
+    assert unpack_facts(pack_facts(found), PipelineConfig) == found
     coded = made("link.east-west.codec=rotate | int4", "link.east-west.boundary=bottleneck(4)").config
-    assert unpack_facts(pack_facts(coded), RunConfig) == coded
+    assert unpack_facts(pack_facts(coded), PipelineConfig) == coded
 
 
 @pytest.mark.parametrize("text", [None, 3, "", "[]", "{}", '{"pipeline": 3, "seed": 1}', "x" * 10**6])
 def test_a_run_config_that_is_none_is_refused(text: object) -> None:
-    with pytest.raises(FrameError, match="RunConfig"):
-        unpack_facts(text, RunConfig)
+    with pytest.raises(FrameError, match="PipelineConfig"):
+        unpack_facts(text, PipelineConfig)
 
 
 def test_layers_that_do_not_fit_the_model_are_refused() -> None:
     with pytest.raises(UserError, match="planned with 4 layers, but the model has 5"):
-        replace(made().config, layers=(2, 2)).stage_layers(5)
+        replace(agreed(made()), layers=(2, 2)).stage_layers(5)

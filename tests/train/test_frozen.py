@@ -14,7 +14,7 @@ from isthmus.plan.codecs import Pair
 from isthmus.plan.job_facts import first_trained
 from isthmus.plan.types import Member
 from isthmus.train.frozen_cache import Admission, Cache, sequences_of
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
 from tests.model.cases import blueprint, make_batch
 from tests.train.chain import (
     CLOUDS,
@@ -42,13 +42,13 @@ def epochs(plan: Blueprint, *, num_steps: int) -> list[list[Batch]]:
     return [two[step % 2] for step in range(num_steps)]
 
 
-def agreed_on(num_stages: int, num_frozen: int, **changes: Any) -> RunConfig:
+def agreed_on(num_stages: int, num_frozen: int, **changes: Any) -> PipelineConfig:
     cuts = (CutCase(),) * (num_stages - 1)
     return config(num_stages, 3, **{"cuts": cuts, "first_trained": num_frozen, **changes})
 
 
 def trained(
-    plan: Blueprint, agreed: RunConfig, steps: Sequence[Sequence[Batch]], num_frozen_layers: int
+    plan: Blueprint, agreed: PipelineConfig, steps: Sequence[Sequence[Batch]], num_frozen_layers: int
 ) -> Chain:
     with chain(plan, agreed, num_frozen_layers=num_frozen_layers) as found:
         found.run(Given(steps))
@@ -138,7 +138,7 @@ def test_codecs_and_evaluation_go_with_the_cache() -> None:
 
 
 def trained_with(
-    plan: Blueprint, agreed: RunConfig, steps: Sequence[Sequence[Batch]], held_out: Sequence[Batch]
+    plan: Blueprint, agreed: PipelineConfig, steps: Sequence[Sequence[Batch]], held_out: Sequence[Batch]
 ) -> Chain:
     with chain(plan, agreed, num_frozen_layers=2) as found:
         found.run(Given(steps, held_out))

@@ -17,9 +17,10 @@ from isthmus.job.codec import parse_boundary
 from isthmus.plan.end_of_step import Evaluated, Tally, Verdict
 from isthmus.plan.scenario import Hop
 from isthmus.plan.types import MessageKind
+from isthmus.train.build import BuiltStage
 from isthmus.train.device import Device
-from isthmus.train.pipeline import BuiltStage, PipelineActor
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline import PipelineActor
+from isthmus.train.pipeline_config import PipelineConfig
 from isthmus.train.wire import Delivery
 from isthmus.wan.packet import Buffer, Packet, pack, unpack
 from tests.train.chain import CutCase, config
@@ -46,7 +47,7 @@ CODECS = {
 class Channel:
     """One kind of message: a good one, and a member that awaits it."""
 
-    agreed: RunConfig
+    agreed: PipelineConfig
     kind: MessageKind
     stream: str
     packet: Packet
@@ -61,13 +62,13 @@ class Channel:
         return found
 
 
-def actor_of(agreed: RunConfig, end: End) -> PipelineActor:
+def actor_of(agreed: PipelineConfig, end: End) -> PipelineActor:
     nothing: Any = None
     built = BuiltStage(stage=nothing, optimizer=nothing, device=Device("cpu"))
     return PipelineActor(agreed, end.member, built, on_span=end.record.span)
 
 
-def tensor_channel(agreed: RunConfig, kind: MessageKind, codecs: tuple[str, str]) -> Channel:
+def tensor_channel(agreed: PipelineConfig, kind: MessageKind, codecs: tuple[str, str]) -> Channel:
     """A channel of activations, or of gradients whose activation has left."""
     sent = microbatch((9, 4))
     if agreed.is_cached:
@@ -89,7 +90,7 @@ def tensor_channel(agreed: RunConfig, kind: MessageKind, codecs: tuple[str, str]
     return Channel(agreed, kind, stream, packet, make)
 
 
-def facts_channel(agreed: RunConfig, kind: MessageKind, facts: Any, tensors: Any) -> Channel:
+def facts_channel(agreed: PipelineConfig, kind: MessageKind, facts: Any, tensors: Any) -> Channel:
     def make() -> Joined:
         return Joined(agreed, hidden_width=WIDTH)
 

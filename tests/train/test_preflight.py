@@ -10,12 +10,12 @@ from isthmus.errors import UserError
 from isthmus.job import Job, load_job
 from isthmus.job.sections import LoraSpec
 from isthmus.plan.plan import PLAN_FILE
-from isthmus.train import run_config, runs
+from isthmus.train import pipeline_config, runs
 from isthmus.train.build import blueprint_of
+from isthmus.train.pipeline_role import check_export
 from isthmus.train.runs import (
     check_all_devices,
     check_device,
-    check_export,
     choose_run,
     look_at_data,
     look_at_model,
@@ -154,7 +154,7 @@ def never(*_: object) -> None:
 def test_a_run_goes_on_with_the_plan_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = chosen(tiny_job(*FIGURES), tmp_path)
     plan = (run / PLAN_FILE).read_text()
-    monkeypatch.setattr(run_config, "plan", never)
+    monkeypatch.setattr(pipeline_config, "plan", never)
     job = tiny_job("link.0.rtt=40 ms", "link.0.bandwidth=1 Mbps", "train.steps=9")
     assert chosen(job, tmp_path) == run
     assert (run / PLAN_FILE).read_text() == plan
@@ -166,7 +166,7 @@ def test_a_run_that_nothing_was_planned_for_goes_on_without_a_plan(
 ) -> None:
     run = chosen(tiny_job(), tmp_path)
     assert not (run / PLAN_FILE).exists()
-    monkeypatch.setattr(run_config, "plan", never)
+    monkeypatch.setattr(pipeline_config, "plan", never)
     assert chosen(tiny_job(*FIGURES), tmp_path) == run
 
 

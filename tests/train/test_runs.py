@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Job, create_run_directory, load_job
 from isthmus.job.rundir import JOB_FILE, join_run
+from isthmus.train.run_config import MODEL_FOLDER
 from isthmus.train.runs import (
     DATA_FILE,
-    MODEL_FOLDER,
     TOKENIZER_FOLDER,
     continue_run,
     find_unfinished,

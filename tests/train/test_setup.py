@@ -13,7 +13,7 @@ from isthmus.plan.codecs import Cut, Pair, texts_of
 from isthmus.plan.plan import Decisions, follow
 from isthmus.plan.scenario import Policy
 from isthmus.train.build import blueprint_of, check_fits
-from isthmus.train.run_config import decide, plan_run, run_config, stage_layers
+from isthmus.train.pipeline_config import decide, plan_run, run_config, stage_layers
 from isthmus.train.runs import check_job
 
 TINY = """

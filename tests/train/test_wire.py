@@ -16,7 +16,7 @@ from isthmus.model.stage import Batch
 from isthmus.plan.end_of_step import Cosines, Evaluated, Tally, Verdict
 from isthmus.plan.scenario import Hop
 from isthmus.plan.types import Carried, Facts, Member, MessageKind
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
 from isthmus.wan.packet import Packet
 from tests.model.cases import make_batch
 from tests.train.chain import CutCase, config
@@ -28,7 +28,7 @@ ACTIVATION, EVALUATION, GRADIENT = MessageKind.ACTIVATION, MessageKind.EVALUATIO
 numbers = st.floats()
 
 
-def joined(agreed: RunConfig | None = None, *, cut: int = 0) -> Joined:
+def joined(agreed: PipelineConfig | None = None, *, cut: int = 0) -> Joined:
     return Joined(agreed or config(2, 2), hidden_width=WIDTH, cut=cut)
 
 

@@ -8,11 +8,12 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from isthmus.plan.pipeline_parts import FACTS
 from isthmus.plan.types import Arrived, Facts, Member, Message, MessageKind, Sent
-from isthmus.train.build import pipeline_wires
 from isthmus.train.device import Device, Mark
 from isthmus.train.integers import pack_integers
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline_role import cut_end
 from isthmus.train.wire import Delivery, Failure, Inbox, Wire
 from isthmus.wan.packet import Packet, pack, unpack, wire_bytes
 from tests.train.chain import CLOUDS, Record
@@ -63,23 +64,18 @@ class Line:
 class End:
     """One member of a config, and its wire to the other one."""
 
-    def __init__(self, agreed: RunConfig, here: Member, peer: Member, *, hidden_width: int) -> None:
+    def __init__(self, agreed: PipelineConfig, here: Member, peer: Member, *, hidden_width: int) -> None:
         self.member = here
         self.peer = peer
         self.line = Line()
         self.inbox = Inbox()
         self.record = Record()
-        links: Any = {peer: self.line}
-        wires = pipeline_wires(
-            agreed,
-            here,
-            links,
-            hidden_width=hidden_width,
-            device=Device("cpu"),
-            inbox=self.inbox,
-            observer=self.record,
+        line: Any = self.line
+        stages = agreed.pipeline.stage_of(here), agreed.pipeline.stage_of(peer)
+        cut = cut_end(agreed, min(stages), Device("cpu"), hidden_width, is_sender=stages[0] < stages[1])
+        self.wire = Wire(
+            line, here=here, peer=peer, inbox=self.inbox, observer=self.record, facts=FACTS, cut=cut
         )
-        self.wire: Wire = wires[peer]
 
     def send(
         self,
@@ -117,7 +113,7 @@ class End:
 class Joined:
     """The members at both sides of a cut, with wires to each other."""
 
-    def __init__(self, agreed: RunConfig, *, hidden_width: int, cut: int = 0) -> None:
+    def __init__(self, agreed: PipelineConfig, *, hidden_width: int, cut: int = 0) -> None:
         before, behind = Member(CLOUDS[cut]), Member(CLOUDS[cut + 1])
         self.before = End(agreed, before, behind, hidden_width=hidden_width)
         self.behind = End(agreed, behind, before, hidden_width=hidden_width)

@@ -292,6 +292,16 @@ def _check_filled(spec: DataSpec, samples: Samples, validation: Samples | None) 
         )
 
 
+class Source(Protocol):
+    """Gives a member its micro-batches."""
+
+    def training(self, step: int) -> Sequence[Batch]:
+        """The micro-batches of a step."""
+
+    def validation(self) -> Sequence[Batch]:
+        """The micro-batches of every evaluation."""
+
+
 class Feed:
     """The steps of a run from a cursor on, prefetched until it is closed."""
 

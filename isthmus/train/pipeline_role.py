@@ -1,0 +1,274 @@
+"""The role of a member in a pipeline: its stage, its wires to the stages beside it, its part of the data."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.job import Job, stage_order
+from isthmus.job.codec import BottleneckSpec, HiddenSpec
+from isthmus.model.blueprint import Blueprint
+from isthmus.model.export import describe_exported
+from isthmus.model.random import seed_from
+from isthmus.model.stage import Stage
+from isthmus.plan.costs import CostSource
+from isthmus.plan.job_facts import check_cuts, common_ranks, links_along, num_frozen_layers
+from isthmus.plan.pipeline import PipelineScheduler
+from isthmus.plan.pipeline_parts import FACTS, Pipeline, PipelineState
+from isthmus.plan.plan import Decisions, Plan, follow
+from isthmus.plan.types import Member, Scheduler
+from isthmus.train.build import AUTOCAST, Build, BuiltStage, check_fits
+from isthmus.train.coding import CutCoding, CutEnd
+from isthmus.train.data.samples import Cursor
+from isthmus.train.data.training_data import Feed, Layout, Source, TrainingData, check_enough
+from isthmus.train.device import Device
+from isthmus.train.frozen_cache import HELD, Cache, held_of
+from isthmus.train.integers import IDS, MASK, mask_of, valid_rows
+from isthmus.train.pipeline import PipelineActor, admission
+from isthmus.train.pipeline_config import PipelineConfig, decide, plan_run, run_config, stage_layers
+from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of
+from isthmus.train.wire import Observer
+
+_NOT_CACHED: Final = (
+    "what frozen layers give is not cached: where clouds have several ranks a sequence comes to "
+    "another one every time, so it crosses every time"
+)
+_HIDDEN: Final = HiddenSpec()
+
+
+class PipelineKind:
+    """Each cloud holds a stage; a cloud that is lost holds up all others."""
+
+    config = PipelineConfig
+    rejoins = False
+
+    def clouds(self, job: Job) -> tuple[str, ...]:
+        """The clouds in the order of their stages."""
+        return stage_order(job)
+
+    def links(self, job: Job) -> Sequence[tuple[str, str]]:
+        """The cuts."""
+        return list(pairwise(stage_order(job)))
+
+    def plan(self, job: Job, *, known: Job | None = None, source: CostSource) -> Plan | None:
+        """The best cut, order, micro-batches and codecs, each with its reason."""
+        return plan_run(job, known=known, source=source)
+
+    def decide(self, job: Job, decisions: Decisions | None = None) -> Decisions:
+        """Complete the decisions of a plan, or decide by a rule; refuse a job that is no pipeline."""
+        return decide(job, decisions)
+
+    def check(self, job: Job, known: Job, decisions: Decisions, blueprint: Blueprint) -> None:
+        """Refuse stages that do not fit, cuts that cannot be, and what no exported model could hold."""
+        check_export(job, blueprint)
+        layers, clouds = stage_layers(job, decisions, blueprint.num_layers), stage_order(job)
+        check_fits(follow(known, clouds, decisions), layers, blueprint)
+        check_cuts(
+            links_along(job, clouds),
+            layers,
+            num_frozen=num_frozen_layers(job),
+            hidden_width=blueprint.config.hidden_size,
+            num_steps=job.train.steps,
+        )
+
+    def check_data(self, job: Job, decisions: Decisions, data: TrainingData) -> None:
+        """Refuse data that cannot fill a step."""
+        check_enough(data.samples, layout_of(job, decisions.num_microbatches))
+
+    def reads(self, config: RunConfig, cloud: str) -> bool:
+        """The first stage reads for all."""
+        return config.members[0].cloud == cloud
+
+    def config_of(
+        self, job: Job, decisions: Decisions, blueprint: Blueprint, data: TrainingData, *, run_id: str
+    ) -> PipelineConfig:
+        """The run config, with as many micro-batches in an evaluation as the data gives."""
+        held_out = data.validation_batches(
+            num_sequences=layout_of(job, decisions.num_microbatches).num_sequences,
+            multiple_of=common_ranks(follow(job, stage_order(job), decisions)),
+        )
+        return run_config(
+            job,
+            decisions,
+            blueprint,
+            num_validation_microbatches=sum(1 for _ in held_out),
+            run_id=run_id,
+            model=dict(data.facts.config),
+            num_labels=data.facts.num_labels,
+        )
+
+    def make(self, build: Build) -> "PipelineRole":
+        """Build the stage of this cloud."""
+        config = of_pipeline(build.config)
+        member = Member(build.cloud, build.world.rank)
+        return PipelineRole(config, member, build.make(pipeline_stage(build)), job=build.job)
+
+
+class PipelineRole:
+    """One rank of one stage; without a job it can neither read data nor describe the model."""
+
+    facts = FACTS
+    state = PipelineState
+
+    def __init__(
+        self, config: PipelineConfig, member: Member, built: BuiltStage, *, job: Job | None = None
+    ) -> None:
+        self.built = built
+        self.peers = peers_of(config.pipeline, member)
+        self._config = config
+        self._pipeline = config.pipeline
+        self._member = member
+        self._index = config.pipeline.stage_of(member)
+        self._job = job
+
+    def scheduler(self) -> Scheduler:
+        """The schedule of this member."""
+        return PipelineScheduler(self._pipeline, self._member)
+
+    def actor(self, observer: Observer, source: Source | None) -> PipelineActor:
+        """The passes of the stage."""
+        return PipelineActor(self._config, self._member, self.built, on_span=observer.span, source=source)
+
+    def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> Feed:
+        """This rank's micro-batches of each step, as the schedule routes them."""
+        return Feed(
+            data,
+            self._layout,
+            cursor=cursor,
+            share=functools.partial(self._pipeline.routing.share, 0, self._member.rank),
+            first_step=step,
+            multiple_of=self._config.common_ranks,
+        )
+
+    def cut(self, peer: Member) -> CutEnd:
+        """This end of the cut to a neighbouring stage."""
+        other = self._pipeline.stage_of(peer)
+        return cut_end(
+            self._config,
+            min(self._index, other),
+            self.built.device,
+            self.built.stage.model.config.hidden_size,
+            is_sender=other > self._index,
+        )
+
+    def extra(self) -> Mapping[str, Tensor]:
+        """Nothing beside weights, moments and the codec state of wires."""
+        return {}
+
+    def models(self) -> Mapping[str, Stage]:
+        """The stage of every cloud is a part of the one model."""
+        return {MODEL_FOLDER: self.built.stage}
+
+    def describe(self, model: Path, data: TrainingData) -> str | None:
+        """The loss of the exported model on held-out data."""
+        job = self._job
+        if job is None or job.model is None or not job.train.evaluate_every:
+            return None
+        return describe_exported(
+            model,
+            head=data.head,
+            batches=data.validation_batches(num_sequences=self._layout.num_sequences),
+            device=self.built.device.torch_device,
+            autocast=AUTOCAST[job.train.precision],
+            trust_remote_code=job.model.trust_remote_code,
+        )
+
+    @property
+    def _layout(self) -> Layout:
+        if self._job is None:
+            raise ValueError("the batch of a step is divided as a job says")
+        return layout_of(self._job, self._pipeline.num_microbatches)
+
+
+def of_pipeline(config: RunConfig) -> PipelineConfig:
+    """The run config of a pipeline; another kind is the caller's mistake."""
+    if not isinstance(config, PipelineConfig):
+        raise TypeError(f"a pipeline is built from the run config of a pipeline, not of {config.kind}")
+    return config
+
+
+def pipeline_stage(build: Build) -> Stage:
+    """The stage of a cloud, on its device."""
+    config = of_pipeline(build.config)
+    pipeline = config.pipeline
+    index = pipeline.stage_of(Member(build.cloud))
+    stage = build.stage(
+        config.stage_layers(build.blueprint.num_layers)[index],
+        inbound=_HIDDEN if index == 0 else config.boundary(index - 1),
+        outbound=_HIDDEN if index + 1 == len(pipeline.stages) else config.boundary(index),
+    )
+    if config.cache_bytes > 0 and 0 < index == pipeline.first_trained and not config.is_cached:
+        stage.notes += (_NOT_CACHED,)
+    return stage
+
+
+def peers_of(pipeline: Pipeline, member: Member) -> tuple[Member, ...]:
+    """The members of the neighbouring stages that a member exchanges messages with."""
+    index = pipeline.stage_of(member)
+    return tuple(
+        pipeline.stages[stage][rank]
+        for stage in (index - 1, index + 1)
+        if 0 <= stage < len(pipeline.stages)
+        for rank in pipeline.routing.peers(index, member.rank, neighbour=stage)
+    )
+
+
+def check_export(job: Job, blueprint: Blueprint) -> None:
+    """Refuse to train what no exported model could hold."""
+    links = links_along(job, stage_order(job))
+    bottlenecks = [link for link in links if isinstance(link.boundary, BottleneckSpec)]
+    lora = None if job.model is None else job.model.lora
+    if bottlenecks and lora is not None and not lora.merge:
+        raise UserError(
+            f"an adapter alone cannot hold {bottlenecks[0].boundary}, which would be trained with it",
+            hint="set model.lora.merge = true, so that the whole model is exported",
+        )
+    if bottlenecks and blueprint.brings_code:
+        raise UserError(
+            f"a model with code of its own cannot be exported with {bottlenecks[0].boundary}",
+            hint='leave link.boundary at "hidden", and set link.codec instead',
+        )
+
+
+def cut_end(
+    config: PipelineConfig, cut: int, device: Device, hidden_width: int, *, is_sender: bool
+) -> CutEnd:
+    """One end of the cut behind a stage, with codec state of its own."""
+    pipeline = config.pipeline
+    receives_from_frozen = config.is_cached and cut + 1 == pipeline.first_trained
+    boundary = config.boundary(cut)
+    terms = pipeline.cuts[cut] if pipeline.cuts else None
+
+    def rows(integers: Mapping[str, Tensor]) -> Tensor | None:
+        ids, mask = integers[IDS], integers.get(MASK)
+        held = held_of(integers) if HELD in integers else None
+        if receives_from_frozen and held:
+            return valid_rows(mask_of(ids, mask, keeps_padding=config.keeps_padding), without=held)
+        return valid_rows(None if config.keeps_padding else mask)
+
+    has_cache = receives_from_frozen and not is_sender
+    return CutEnd(
+        coding=CutCoding(
+            hidden_width=hidden_width,
+            crossing_width=boundary.crossing_width(hidden_width),
+            num_warmup_steps=config.num_warmup_steps if cut in pipeline.bottlenecks else 0,
+            # Cuts round by themselves, or their errors would add up.
+            seed=seed_from("cut", config.seed, cut),
+            guard_every=0 if terms is None else terms.guard_every,
+            num_microbatches=pipeline.num_microbatches,
+            returns_gradients=cut >= pipeline.first_trained,
+            max_rows=None if terms is None else terms.crossing.num_rows,
+            may_omit=config.is_cached and cut + 1 < pipeline.first_trained,
+            rows=rows,
+            allows=(lambda _: True) if terms is None else terms.allows,
+        ),
+        device=device,
+        is_sender=is_sender,
+        cache=Cache(admission(config, hidden_width), keeps_padding=config.keeps_padding)
+        if has_cache
+        else None,
+    )

@@ -1,0 +1,138 @@
+"""What a session knows of a strategy: the kind of the run, and the role of one member in it.
+
+    RunKind    before anything is built: which clouds agree along which links, what is refused, the run config
+    Role       one member in one epoch: its model, scheduler, actor and wires, and what it saves and exports
+
+A new strategy implements both in its file in `train`, and is listed in `train/kinds.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from isthmus.job import Job
+from isthmus.model.blueprint import Blueprint
+from isthmus.model.stage import Stage
+from isthmus.plan.costs import CostSource
+from isthmus.plan.plan import Decisions, Plan
+from isthmus.plan.types import Facts, Member, MessageKind, Scheduler
+from isthmus.train.build import Build, BuiltStage
+from isthmus.train.coding import CutEnd
+from isthmus.train.data.samples import Cursor
+from isthmus.train.data.training_data import Feed, Source, TrainingData
+from isthmus.train.loop import Actor, Loop
+from isthmus.train.run_config import RunConfig
+from isthmus.train.wire import Inbox, Observer, Wire
+from isthmus.wan.link import Link
+
+
+class Role(Protocol):
+    """What one member does in one epoch of a run."""
+
+    @property
+    def built(self) -> BuiltStage:
+        """The model and what trains it; checkpoints hold them by parameter name."""
+
+    @property
+    def peers(self) -> Sequence[Member]:
+        """The members of other clouds that this one exchanges messages with."""
+
+    @property
+    def facts(self) -> Mapping[MessageKind, type[Facts]]:
+        """The facts that messages carry."""
+
+    @property
+    def state(self) -> type[Facts]:
+        """The facts that the scheduler saves and starts from."""
+
+    def scheduler(self) -> Scheduler:
+        """A fresh scheduler."""
+
+    def actor(self, observer: Observer, source: Source | None) -> Actor:
+        """What computes, with the data of this member if it reads any."""
+
+    def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> Feed:
+        """The micro-batches of this member from a step on; asked for where the kind says that it reads."""
+
+    def cut(self, peer: Member) -> CutEnd | None:
+        """This end of the cut between two stages; None where tensors cross as they are."""
+
+    def extra(self) -> Mapping[str, Tensor]:
+        """Tensors beside weights and moments that are saved, and loaded in place, by name."""
+
+    def models(self) -> Mapping[str, Stage]:
+        """The stages whose weights are exported at the end, by the folder in the run directory."""
+
+    def describe(self, model: Path, data: TrainingData) -> str | None:
+        """What to say of the exported model, at the first cloud."""
+
+
+class RunKind(Protocol):
+    """What choosing a run and its session ask of a strategy before a member is built."""
+
+    @property
+    def config(self) -> type[RunConfig]:
+        """The run config that `config_of` makes."""
+
+    @property
+    def rejoins(self) -> bool:
+        """Whether schedulers go on without a lost member and take it in again; else all form a new epoch."""
+
+    def clouds(self, job: Job) -> tuple[str, ...]:
+        """All clouds in order; the first makes the run config and exports the model."""
+
+    def links(self, job: Job) -> Sequence[tuple[str, str]]:
+        """The links along which clouds agree; together they join all clouds."""
+
+    def plan(self, job: Job, *, known: Job | None = None, source: CostSource) -> Plan | None:
+        """The plan for `known`, the job with what was measured; None where too little is known."""
+
+    def decide(self, job: Job, decisions: Decisions | None = None) -> Decisions:
+        """Complete the decisions of a plan, or decide by a rule; refuse a job that cannot run."""
+
+    def check(self, job: Job, known: Job, decisions: Decisions, blueprint: Blueprint) -> None:
+        """Refuse what cannot run or could not be exported, before any cloud starts."""
+
+    def check_data(self, job: Job, decisions: Decisions, data: TrainingData) -> None:
+        """Refuse data that cannot fill a step."""
+
+    def reads(self, config: RunConfig, cloud: str) -> bool:
+        """Whether the members of a cloud read data."""
+
+    def config_of(
+        self, job: Job, decisions: Decisions, blueprint: Blueprint, data: TrainingData, *, run_id: str
+    ) -> RunConfig:
+        """The run config, at the first cloud."""
+
+    def make(self, build: Build) -> Role:
+        """Build the model and what trains it on the device of this member."""
+
+
+def open_loop(
+    role: Role,
+    member: Member,
+    links: Mapping[Member, Link],
+    *,
+    observer: Observer,
+    source: Source | None,
+    save: Callable[[int, Facts | None], None],
+    scheduler: Scheduler | None = None,
+) -> Loop:
+    """The loop of a member, with its scheduler, its actor and a wire to each peer."""
+    inbox = Inbox()
+    wires = {
+        peer: Wire(
+            link,
+            here=member,
+            peer=peer,
+            inbox=inbox,
+            observer=observer,
+            facts=role.facts,
+            cut=role.cut(peer),
+        )
+        for peer, link in links.items()
+    }
+    actor = role.actor(observer, source)
+    return Loop(scheduler or role.scheduler(), actor, wires, inbox, tell=observer.tell, save=save)
