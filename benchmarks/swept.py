@@ -20,16 +20,17 @@ from isthmus.errors import CloudFailed
 from isthmus.job import Job, LinkSpec, parse_codec, stage_order
 from isthmus.plan.end_of_step import StepEnded
 from isthmus.plan.job_facts import links_along
-from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.plan import Decisions
 from isthmus.plan.types import Member
-from isthmus.train.build import Build, pipeline_loop
+from isthmus.train.build import Build
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
 from isthmus.train.members import Neighbours
+from isthmus.train.pipeline_config import decide, run_config
+from isthmus.train.pipeline_role import PipelineRole, pipeline_stage
 from isthmus.train.profiling import made_up_batch, made_up_blueprint, made_up_size, threads_here
 from isthmus.train.rehearsal import SameBatches, StepRecord
-from isthmus.train.run_config import decide, run_config
+from isthmus.train.role import open_loop
 from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import RankSpec
@@ -157,9 +158,8 @@ def _train_all(
 
     first = config_of(settings[0])
     eager = job.model_copy(update={"train": job.train.model_copy(update={"compile": False})})
-    built = Build(
-        job=eager, config=first, cloud=cloud, blueprint=blueprint, device=device, world=World()
-    ).make()
+    build = Build(job=eager, config=first, cloud=cloud, blueprint=blueprint, device=device, world=World())
+    built = build.make(pipeline_stage(build))
     if job.train.compile:
         # A run compiles for its one size; sizes after the first must not get kernels for any size.
         built.stage.compile_layers(dynamic=False)
@@ -174,12 +174,11 @@ def _train_all(
             batch = made_up_batch(blueprint.head, blueprint.config.vocab_size, size, generator=generator)
             source = SameBatches((batch,) * setting.num_microbatches)
         member = Member(cloud)
-        loop = pipeline_loop(
-            built,
-            config,
+        role = PipelineRole(config, member, built)
+        loop = open_loop(
+            role,
             member,
-            PipelineScheduler(config.pipeline, member),
-            neighbours.links(config.pipeline),
+            neighbours.links(role.peers),
             observer=record,
             source=source,
             save=lambda _step, _facts: None,

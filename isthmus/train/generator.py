@@ -38,11 +38,12 @@ from isthmus.plan.types import (
     pack_facts,
     unpack_facts,
 )
+from isthmus.train.build import BuiltStage
 from isthmus.train.data.samples import Cursor, Order, Samples
 from isthmus.train.data.training_data import collate
 from isthmus.train.device import Mark, PassClock
 from isthmus.train.in_cloud import Reduction, World
-from isthmus.train.pipeline import BuiltStage, Passes
+from isthmus.train.pipeline import Passes
 
 BATCH: Final = "batch"
 """The one tensor of IDS: the length of each sequence, then an id and a label of each token, bit by bit."""

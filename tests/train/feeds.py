@@ -17,12 +17,12 @@ from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
 from isthmus.plan.feed import FACTS, GeneratorDiscriminator, feed_scheduler
 from isthmus.plan.types import Facts, Member, Message, Stop, Work
+from isthmus.train.build import BuiltStage
 from isthmus.train.data.samples import LabelledSequence, MaskedSamples, Pick
 from isthmus.train.device import Device, Mark
 from isthmus.train.generator import BatchForm, DiscriminatorActor, GeneratorActor, MaskedBatches, WholeModel
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import BuiltStage
 from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.shaping import Shape
