@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -119,8 +119,8 @@ def make_authority(folder: Path, *, force: bool = False, now: datetime | None = 
     for path in (key_path, certificate_path):
         _refuse_to_replace(path, force=force, loss="what the old authority signed is then void")
     authority = Authority.create(days=AUTHORITY_DAYS, now=_time(now))
-    _write_key(key_path, authority.key)
-    _write_public(certificate_path, authority.certificate)
+    _write(key_path, _key_pem(authority.key), mode=0o600)
+    _write(certificate_path, authority.certificate.public_bytes(Encoding.PEM))
     return certificate_path
 
 
@@ -130,9 +130,9 @@ def make_request(folder: Path, cloud: str, *, force: bool = False) -> Path:
     key_path, request_path = folder / f"{cloud}.key", folder / f"{cloud}.csr"
     _refuse_to_replace(key_path, force=force, loss=f"{cloud} then needs a new certificate")
     key = new_key()
-    _write_key(key_path, key)
+    _write(key_path, _key_pem(key), mode=0o600)
     request = x509.CertificateSigningRequestBuilder(_common_name(cloud)).sign(key, SHA256())
-    _write_public(request_path, request)
+    _write(request_path, request.public_bytes(Encoding.PEM))
     return request_path
 
 
@@ -152,7 +152,8 @@ def sign_request(
             hint=f"give the cloud that made it, or ask {cloud} for a request: isthmus certs request {cloud}",
         )
     path = folder / f"{cloud}.crt"
-    _write_public(path, authority.issue(cloud, public_key, days=days, now=_time(now)))
+    certificate = authority.issue(cloud, public_key, days=days, now=_time(now))
+    _write(path, certificate.public_bytes(Encoding.PEM))
     return path
 
 
@@ -276,7 +277,7 @@ def _builder(
         decipher_only=False,
         **dict.fromkeys(unused, False),
     )
-    constraints = x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None)
+    constraints = x509.BasicConstraints(is_authority, 0 if is_authority else None)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -396,11 +397,10 @@ def _load_request(path: Path) -> tuple[x509.Name, ec.EllipticCurvePublicKey]:
     def parse(pem: bytes) -> tuple[x509.Name, ec.EllipticCurvePublicKey]:
         request = x509.load_pem_x509_csr(pem)
         key = request.public_key()
-        if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != ec.SECP256R1.name:
+        is_p256 = isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name == ec.SECP256R1.name
+        if not is_p256 or not request.is_signature_valid:
             raise ValueError
-        if not request.is_signature_valid:
-            raise ValueError
-        return request.subject, key
+        return request.subject, cast("ec.EllipticCurvePublicKey", key)
 
     cure = "ask the cloud for the .csr file that isthmus certs request made"
     return _load(path, parse, form="a sound signing request for a P-256 key in PEM", cure=cure)
@@ -469,17 +469,7 @@ def _refuse_to_replace(path: Path, *, force: bool, loss: str) -> None:
         raise CertificateError(f"{path} exists already", hint=f"keep it, or add --force; {loss}")
 
 
-def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    """Write a private key that only this user can read."""
-    _write(path, _key_pem(key), mode=0o600)
-
-
-def _write_public(path: Path, thing: x509.Certificate | x509.CertificateSigningRequest) -> None:
-    """Write a certificate or a request, which everybody may read."""
-    _write(path, thing.public_bytes(Encoding.PEM), mode=0o644)
-
-
-def _write(path: Path, content: bytes, *, mode: int) -> None:
+def _write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Put a file in place whole or not at all, at no time open to more than `mode` allows."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -77,9 +77,9 @@ class Registration:
     async def start(self) -> None:
         """Register; waits for a gateway that is not there yet, and raises Refused if it turns us down."""
         self._task = asyncio.create_task(self._keep())
-        registered = asyncio.create_task(self._registered.wait())
-        await asyncio.wait([self._task, registered], return_when=asyncio.FIRST_COMPLETED)
-        registered.cancel()
+        # However the task ends, nobody waits any longer.
+        self._task.add_done_callback(lambda _: self._registered.set())
+        await self._registered.wait()
         if self._task.done():
             self._task.result()
 
@@ -111,14 +111,13 @@ class Registration:
         """Register and stay until the connection ends."""
         try:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(
-                    self._gateway.host,
-                    self._gateway.port,
+                streams = await asyncio.open_connection(
+                    *(self._gateway.host, self._gateway.port),
                     ssl=context,
                     server_hostname=gateway_name(self._identity.cloud),
                     limit=MAX_LINE_BYTES,
                 )
-            channel = Channel(reader, writer, self._heartbeat())
+            channel = Channel(*streams, self._heartbeat())
             try:
                 channel.write(self._entry.to_notice())
                 while True:
@@ -185,6 +184,7 @@ class Gateway:
         self._heartbeat = heartbeat
         self._holders: dict[int, tuple[Address, Channel]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # They all come through the relay, which tells their sources apart.
         self._unregistered: dict[asyncio.Task[None], str] = {}
         self._complaints = Complaints(_log)
         self._listener = listen("127.0.0.1", 0)
@@ -205,10 +205,9 @@ class Gateway:
         if self._server is not None:
             self._server.close()
         self._listener.close()
-        tasks = [*self._tasks]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def route(self, name: str) -> Address:
         """Return where a server name leads, or raise Refused with the reason."""
@@ -229,7 +228,6 @@ class Gateway:
         # Not a coroutine: the task that asyncio makes of one logs a traceback when it is cancelled.
         task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
-        # They all come through the relay, which tells their sources apart.
         self._unregistered[task] = ""
         task.add_done_callback(partial(self._settle, writer))
         max_num = _NUM_UNREGISTERED + self._num_ranks

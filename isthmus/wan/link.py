@@ -183,11 +183,7 @@ class Link(Exchange):
         lane = _Lane(connection)
         self._open(number, lane)
         writing = self._write_control(lane) if number == CONTROL_LANE else self._write_chunks(number, lane)
-        tasks = [
-            asyncio.ensure_future(self._read(lane)),
-            asyncio.ensure_future(writing),
-            asyncio.ensure_future(lane.hang_up.wait()),
-        ]
+        tasks = [asyncio.ensure_future(one) for one in (self._read(lane), writing, lane.hang_up.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -268,16 +264,13 @@ class Link(Exchange):
 
     def _complain(self, number: int, reason: str) -> None:
         """Log why the peer cannot be reached, once for each reason: it may just not have started yet."""
-        is_news = reason != self.problem
+        level = logging.DEBUG if reason == self.problem else logging.INFO
         self.problem = reason
-        log.log(
-            logging.INFO if is_news else logging.DEBUG, "connection %d to %s: %s", number, self._peer, reason
-        )
+        log.log(level, "connection %d to %s: %s", number, self._peer, reason)
 
     def _open(self, number: int, lane: _Lane) -> None:
-        previous = self._lanes.get(number)
-        if previous is not None:
-            self._close(number, previous)
+        if number in self._lanes:
+            self._close(number, self._lanes[number])
         self._lanes[number] = lane
         self.problem = ""
         self._idle.clear()

@@ -206,7 +206,7 @@ class _Told:
     """A complaint that was told, and what has come since."""
 
     told_s: float
-    heard_s: float
+    heard_s: float = 0.0
     wait_s: float = 0.0
     num_untold: int = 0
 
@@ -253,13 +253,13 @@ class Complaints:
         return what[:_MAX_LENGTH] + often + hidden
 
     def _known(self, key: tuple[str, str], now_s: float) -> _Told:
-        known = self._told.get(key)
+        known = self._told.pop(key, None)
         if known is None or now_s - known.heard_s > _REST_S:
-            # Peers may come from any number of addresses, so the oldest is forgotten.
-            self._told.pop(key, None)
-            if len(self._told) >= _MAX_NUM_KEPT:
-                del self._told[next(iter(self._told))]
-            known = self._told[key] = _Told(told_s=now_s, heard_s=now_s)
+            known = _Told(told_s=now_s)
+        self._told[key] = known
+        # Peers may come from any number of addresses, so the one that rests longest is forgotten.
+        if len(self._told) > _MAX_NUM_KEPT:
+            del self._told[next(iter(self._told))]
         known.heard_s = now_s
         known.num_untold += 1
         return known
@@ -287,11 +287,9 @@ _IPV6_SOURCE_BITS = 64
 def source_of(host: str) -> str:
     """The source of an address: an IPv4 address itself, of an IPv6 address its /64, which one user owns."""
     address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is None:
-            return str(ipaddress.ip_network((address, _IPV6_SOURCE_BITS), strict=False))
-        address = address.ipv4_mapped
-    return str(address)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((address, _IPV6_SOURCE_BITS), strict=False))
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def plain_host(host: str) -> str:
@@ -323,6 +321,7 @@ def own_sockets() -> Iterator[socket.socket]:
 def _twin(number: int) -> socket.socket | None:
     """A second descriptor of a socket; None for other files, and for what was closed meanwhile."""
     try:
+        # Never a second descriptor of a file, since closing it would release the locks of the first.
         if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):  # noqa: PTH115
             return None
         twin = os.dup(number)

@@ -357,7 +357,7 @@ def test_a_caller_without_certificate_is_refused(caplog: pytest.LogCaptureFixtur
         (line_of(rank=1), "a registration is a rank and an address"),
         (line_of(rank=1.5, address="10.0.0.5:4000"), "a registration is a rank and an address"),
         (line_of(rank=1, address="10.0.0.5"), "'10.0.0.5' is no address"),
-        (line_of(rank=1, address="10.0.0.5:0"), "'10.0.0.5:0' has port 0"),
+        (line_of(rank=1, address="10.0.0.5:0"), "'10.0.0.5:0' is no address"),
         (line_of(rank=4, address="10.0.0.5:4000"), "east has no rank 4, only 0 to 3"),
         (line_of(rank=-1, address="10.0.0.5:4000"), "east has no rank -1, only 0 to 3"),
         (b"x" * 40_000 + b"\n", "a line is longer than 32768 bytes"),
