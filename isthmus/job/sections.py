@@ -107,7 +107,7 @@ class ModelSpec(Frozen):
 _LABELLED: Final = ("sequence-classification", "token-classification")
 _READERS: Final = {
     "text_column": ("causal-lm", "masked-lm", *_LABELLED),
-    "pair_column": ("sequence-classification",),
+    "pair_column": ("masked-lm", "sequence-classification"),
     "label_column": _LABELLED,
 }
 
@@ -128,7 +128,7 @@ class DataSpec(Frozen):
     text_column: Text | None = Field(None, examples=["sentence"])
     """Column of the text, or of the words for token classification; "text" or "tokens"."""
     pair_column: Text | None = Field(None, examples=["hypothesis"])
-    """Column of the second text, where pairs are classified."""
+    """Column of the second text, where pairs are classified, or masked together."""
     label_column: Text | None = Field(None, examples=["topic"])
     """Column of the label, or of the tags of the words; "label" or "tags"."""
     validation_source: Text | None = Field(None, examples=["corpus/held-out.jsonl"])
@@ -197,15 +197,59 @@ class DataStrategy(Frozen):
     """Bits per parameter that cross the links; chosen by the planner unless given."""
 
 
+class GeneratorSpec(Frozen):
+    """The generator of one cloud: its model, its own data, and its share of what the discriminator sees."""
+
+    model: ModelSpec | None = Field(None, examples=[{"source": "xlm-roberta-base"}])
+    """Its model; strategy.generator unless given."""
+    source: Text | None = Field(None, examples=["corpus/sw.jsonl"])
+    """Its data, which no other cloud reads; data.source unless given."""
+    text_column: Text | None = Field(None, examples=["sentence"])
+    """Column of its text; data.text_column unless given."""
+    pair_column: Text | None = Field(None, examples=["translation"])
+    """Column of a translation: both are masked as one sequence; none unless given."""
+    size: float = Field(1.0, gt=0, examples=[2.5e9])
+    """Size of its data, in a unit that all generators share."""
+    quota: Count | None = Field(None, examples=[10_000])
+    """The batches that it makes; its share of all unless given."""
+    loss_weight: float = Field(1.0, gt=0)
+    """What its batches count in the discriminator's loss."""
+
+
 class GeneratorDiscriminatorStrategy(Frozen):
-    """One cloud trains a generator, another a discriminator; token ids cross the links."""
+    """One cloud trains a discriminator, the others generators; token ids cross the links, one way."""
 
     kind: Literal["generator-discriminator"] = Field(examples=["generator-discriminator"])
-    """One cloud generates, another discriminates."""
+    """Generators replace some tokens, and the discriminator tells which."""
     generator: ModelSpec | None = Field(None, examples=[{"source": "xlm-roberta-base"}])
-    """The generator; the model with a third of its layers unless given."""
+    """The model of each generator; [model] with a third of its layers unless given."""
+    generators: dict[Text, GeneratorSpec] = Field({}, examples=[{"east": {"source": "corpus/sw.jsonl"}}])
+    """What generators have of their own, by cloud."""
     discriminator_cloud: Text | None = Field(None, examples=["west"])
-    """The cloud that the others feed; chosen by the planner unless given."""
+    """The cloud that the others feed; chosen by the planner unless given, the first by isthmus run."""
+    batches: Count = 1
+    """Batches in a step of the discriminator; a generator takes a step with each of its own."""
+    masked_share: float = Field(0.15, gt=0, lt=1)
+    """Share of the tokens that a generator masks and replaces."""
+    temperature: float = Field(1.0, gt=0)
+    """Temperature at which it draws replacements."""
+    size_exponent: float = Field(0.7, ge=0, le=1)
+    """A generator's share of the stream is its size to this power."""
+    max_queued: Count = 8
+    """The most batches of one generator that wait at the discriminator."""
+    on_lost: Literal["wait", "continue"] = "wait"
+    """What the discriminator does while a generator is lost."""
+    wait_s: Deadline = Field(3600.0, alias="wait")
+    """How long a lost cloud is waited for."""
+
+    @model_validator(mode="after")
+    def _has_generators_elsewhere(self) -> Self:
+        if self.discriminator_cloud in self.generators:
+            raise FieldError(
+                f"has a generator in the discriminator's cloud, {self.discriminator_cloud!r}",
+                cure=f"leave [strategy.generators.{self.discriminator_cloud}] out",
+            )
+        return self
 
 
 Strategy = Annotated[

@@ -58,7 +58,8 @@ _ROLES: Final = {
         cloud.name cloud.ranks link.between link.boundary
         strategy.kind strategy.microbatches strategy.max_in_flight strategy.policy strategy.clouds
         strategy.layers strategy.windows strategy.inner_steps strategy.fragments strategy.bits
-        strategy.generator strategy.discriminator_cloud
+        strategy.generator strategy.generators strategy.discriminator_cloud strategy.batches
+        strategy.masked_share strategy.temperature strategy.size_exponent
         train.batch_tokens train.learning_rate train.warmup_share train.decay train.weight_decay
         train.max_norm train.precision train.optimizer_bits
     """,
@@ -69,6 +70,7 @@ _ROLES: Final = {
         link.stripes link.heartbeat_timeout link.usd_per_gib link.codec link.guard_every link.guard_cosine
         train.steps train.recompute train.memory_budget train.offload_optimizer train.compile
         train.evaluate_every train.evaluate_without_codec
+        strategy.max_queued strategy.on_lost strategy.wait
         checkpoint.every checkpoint.keep
     """,
     KeyRole.SITE: """

@@ -16,7 +16,7 @@ from tests.job.test_spec import DESIGN, parse
 
 SCHEMA: Any = job_schema()
 # A text or a table, and tables whose keys are not ours.
-WHOLE = {"link.codec", "model.config", "strategy.generator"}
+WHOLE = {"link.codec", "model.config", "strategy.generator", "strategy.generators"}
 
 
 def tables_of(node: Any) -> list[Any]:

@@ -24,6 +24,7 @@ SECTIONS = {
     "`[model.lora]`": ["LoraSpec"],
     "`[data]`": ["DataSpec"],
     "`[strategy]`": ["AutoStrategy", "PipelineStrategy", "DataStrategy", "GeneratorDiscriminatorStrategy"],
+    "`[strategy.generators.CLOUD]`": ["GeneratorSpec"],
     "`[train]`": ["TrainSpec"],
     "`[checkpoint]`": ["CheckpointSpec"],
     "`[limits]`": ["LimitsSpec"],

@@ -17,6 +17,7 @@ from isthmus.train.data.rows import open_rows
         ("messages", "b65ecb8a5885d878"),
         ("names", "39035804f9a74dd6"),
         ("questions", "94cf23be93e9aa6c"),
+        ("pairs", "57901f924b6c5446"),
     ],
 )
 def test_a_corpus_never_changes(name: str, digest: str) -> None:

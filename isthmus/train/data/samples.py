@@ -282,9 +282,10 @@ _Encoded = tuple[Any, Iterable[Any]]
 
 
 def _encode_windows(chunk: list[Row], tokenizer: Any, spec: DataSpec, _: Labels) -> _Encoded:
-    """Texts for a masked language model, long ones cut into several; masking adds the labels."""
-    texts = [read_text(row, text_column(spec)) for row in chunk]
-    encoded = _encode(tokenizer, spec, texts, return_overflowing_tokens=True)
+    """Texts for a masked language model, long ones cut into several, or pairs; masking adds the labels."""
+    texts = map(list, zip(*(read_texts(row, spec) for row in chunk), strict=True))
+    cut = {} if spec.pair_column else {"return_overflowing_tokens": True}
+    encoded = _encode(tokenizer, spec, *texts, **cut)
     return encoded, [[]] * len(encoded["input_ids"])
 
 
