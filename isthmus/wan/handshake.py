@@ -4,9 +4,11 @@ A hello says who speaks and to whom; if two ends do not belong together, both ar
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import Annotated, Final
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from isthmus.errors import FrameError
 from isthmus.events import __version__
@@ -39,14 +41,13 @@ class RankSpec:
 
 
 _PREFIX = "isthmus-"
-_MAX_TEXT = 128
-_MAX_JOB = 4096
+_Number = Annotated[int, Field(ge=0, lt=2**63)]
+_Text = Annotated[str, Field(max_length=128)]
 # Links of protocol 1 did not say their release.
 _UNNAMED = "of an early release"
 _WRONG_DOOR = "look whether `listen`, and what forwards its port, lead to that cloud and its gateway"
 VERSION_KEY = _PREFIX + "version"
 MAX_NUM_LANES = 66
-_NUMBERS = {"version", "rank", "epoch", "peer_rank", "lane"}
 
 
 def name_of(member: Member) -> str:
@@ -61,18 +62,18 @@ class Hello:
     `session` names one life of one end of the link.
     """
 
-    version: int = PROTOCOL_VERSION
-    release: str = __version__
-    job_digest: str = ""
-    job: str = ""
+    version: _Number = PROTOCOL_VERSION
+    release: _Text = __version__
+    job_digest: _Text = ""
+    job: Annotated[str, Field(max_length=4096)] = ""
     """What the clouds must agree on, to tell where jobs differ."""
-    cloud: str
-    rank: int = 0
-    epoch: int = 0
-    peer_cloud: str = ""
-    peer_rank: int = 0
-    session: str = ""
-    lane: int = 0
+    cloud: _Text
+    rank: _Number = 0
+    epoch: _Number = 0
+    peer_cloud: _Text = ""
+    peer_rank: _Number = 0
+    session: _Text = ""
+    lane: _Number = 0
 
     @property
     def sender(self) -> Member:
@@ -103,20 +104,22 @@ class Hello:
         return tuple((_PREFIX + field.name, str(getattr(self, field.name))) for field in fields(self))
 
 
+_HELLO = TypeAdapter(Hello)
+
+
 def read_hello(metadata: Iterable[tuple[str, str | bytes]]) -> Hello:
     """The hello in call metadata, every field checked; of another protocol no more than who speaks it."""
     found = {key.removeprefix(_PREFIX): value for key, value in metadata if key.startswith(_PREFIX)}
     # Other protocols may have other fields; these three are in all of them, and the release in most.
-    needed = ["version", "cloud", "rank"]
-    _require(found, needed)
-    if _number(found, "version") == PROTOCOL_VERSION:
-        needed = [field.name for field in fields(Hello)]
-        _require(found, needed)
-    release = _text(found, "release") if "release" in found else _UNNAMED
-    values: dict[str, Any] = {
-        name: _number(found, name) if name in _NUMBERS else _text(found, name) for name in needed
-    }
-    return Hello(**(values | {"release": release}))
+    is_ours = found.get("version") == str(PROTOCOL_VERSION)
+    needed = {field.name for field in fields(Hello)} if is_ours else {"version", "cloud", "rank"}
+    if missing := sorted(needed - found.keys()):
+        raise FrameError(f"a handshake without {', '.join(missing)}")
+    known = {name: value for name, value in found.items() if name in {*needed, "release"}}
+    try:
+        return _HELLO.validate_python({"release": _UNNAMED} | known)
+    except ValidationError as error:
+        raise FrameError(f"a handshake with a broken {error.errors()[0]['loc'][0]}") from error
 
 
 def mismatch(here: Hello, there: Hello) -> str | None:
@@ -147,25 +150,6 @@ def mismatch(here: Hello, there: Hello) -> str | None:
 
 def _release(hello: Hello) -> str:
     return f"{hello.release} (link protocol {hello.version})"
-
-
-def _require(found: Mapping[str, str | bytes], names: Iterable[str]) -> None:
-    if missing := sorted(set(names) - found.keys()):
-        raise FrameError(f"a handshake without {', '.join(missing)}")
-
-
-def _text(found: Mapping[str, str | bytes], name: str) -> str:
-    value = found[name]
-    if not isinstance(value, str) or len(value) > (_MAX_JOB if name == "job" else _MAX_TEXT):
-        raise FrameError(f"a handshake with a broken {name}")
-    return value
-
-
-def _number(found: Mapping[str, str | bytes], name: str) -> int:
-    value = _text(found, name)
-    if not (value.isascii() and value.isdigit() and len(value) <= 18):
-        raise FrameError(f"a handshake whose {name} is no number")
-    return int(value)
 
 
 def server_name(cloud: str, rank: int) -> str:

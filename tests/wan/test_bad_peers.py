@@ -240,7 +240,7 @@ def test_another_job_is_refused_on_both_sides_with_one_sentence(
         ({"peer_cloud": "north"}, "west rank 0 has dialled north rank 0 and reached east rank 0"),
         ({"lane": 1000}, "west rank 0 asks for connection number 1000"),
         ({"session": "x" * 500}, "a handshake with a broken session"),
-        ({"rank": -1}, "a handshake whose rank is no number"),
+        ({"rank": -1}, "a handshake with a broken rank"),
     ],
 )
 def test_a_handshake_that_does_not_fit_is_refused_with_one_sentence(
