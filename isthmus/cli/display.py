@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.cli.output import duration, percent, size
-from isthmus.observe.report import CodingError, Summary
 from isthmus.units import shorten
+
+if TYPE_CHECKING:
+    from isthmus.observe.report import CodingError, Summary
 
 _LINE_EVERY_S: Final = 2.0
 _LEAST_SHOWN_SHARE: Final = 0.005
@@ -105,7 +107,7 @@ class Display:
         return Group(Text(self._line()), table)
 
 
-def show_summary(console: Console, summary: Summary) -> None:
+def show_summary(console: Console, summary: "Summary") -> None:
     """Print what the run came to."""
     table = Table("", "", box=None, show_header=False)
     for name, value in _figures(summary).items():
@@ -114,7 +116,7 @@ def show_summary(console: Console, summary: Summary) -> None:
     console.print(table)
 
 
-def _figures(summary: Summary) -> dict[str, str]:
+def _figures(summary: "Summary") -> dict[str, str]:
     """Return the figures by their names; those that were not measured are empty."""
     first, last, plain = summary.first_loss, summary.last_loss, summary.plain_validation_loss
     without = "" if plain is None else f" ({plain:.3f} without codecs)"
@@ -138,7 +140,7 @@ def _figures(summary: Summary) -> dict[str, str]:
     }
 
 
-def _each(summary: Summary, name: str, digits: int) -> str:
+def _each(summary: "Summary", name: str, digits: int) -> str:
     """Return the shares of all clouds, nothing where all are 0."""
     shares = {one.cloud: getattr(one, name) for one in summary.clouds}
     return (
@@ -148,7 +150,7 @@ def _each(summary: Summary, name: str, digits: int) -> str:
     )
 
 
-def _coding_error(one: CodingError) -> str:
+def _coding_error(one: "CodingError") -> str:
     if one.relative_error is None:
         return f"{one.track} everything"
     return f"{one.track} {one.relative_error:.2%} (cosine {one.cosine:.4f})"

@@ -1,47 +1,60 @@
 """The `isthmus` command: its verbs, and the one place that turns errors into messages and exit codes."""
 
 import os
+import pkgutil
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from isthmus import __version__
-from isthmus.cli.checkpoints import checkpoints, export
-from isthmus.cli.output import print_json
-from isthmus.cli.plan import plan
-from isthmus.cli.probe import probe, profile
-from isthmus.cli.report import report
-from isthmus.cli.run import run
-from isthmus.cli.simulate import simulate
-from isthmus.cli.site import certs_app, doctor, gateway
 from isthmus.errors import IsthmusError, JobError, UserError
-from isthmus.job import job_schema
 
 # The packages of the extra `train`.
 _FOR_TRAINING: Final = frozenset({"huggingface_hub", "safetensors", "tokenizers", "torch", "transformers"})
+_VERBS: Final = {
+    "run": "run:run",
+    "plan": "plan:plan",
+    "simulate": "simulate:simulate",
+    "probe": "probe:probe",
+    "profile": "probe:profile",
+    "gateway": "site:gateway",
+    "doctor": "site:doctor",
+    "report": "report:report",
+    "checkpoints": "checkpoints:checkpoints",
+    "export": "checkpoints:export",
+    "schema": "output:schema",
+    "certs": "site:certs_app",
+}
+"""The module of `isthmus.cli` and the name in it by verb."""
+
+
+class _Verbs(TyperGroup):
+    """Imports a verb's module when the verb is asked for: many need what takes long to import."""
+
+    def list_commands(self, ctx: object) -> list[str]:  # noqa: ARG002 click's signature
+        return list(_VERBS)
+
+    def get_command(self, ctx: object, cmd_name: str) -> Any:  # noqa: ARG002 click's signature
+        if cmd_name not in _VERBS:
+            return None
+        verb = pkgutil.resolve_name(f"isthmus.cli.{_VERBS[cmd_name]}")
+        if not isinstance(verb, typer.Typer):
+            verb, function = typer.Typer(add_completion=False, rich_markup_mode="markdown"), verb
+            verb.command(cmd_name)(function)
+        return typer.main.get_command(verb)
+
 
 app = typer.Typer(
     name="isthmus",
+    cls=_Verbs,
     help="Train one language model on several clouds joined by slow links.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-
-
-def schema() -> None:
-    """Print the JSON schema of a job file, for editors that complete and check it.
-
-    Example: `isthmus schema > job.schema.json`
-    """
-    print_json(job_schema())
-
-
-for _verb in (run, plan, simulate, probe, profile, gateway, doctor, report, checkpoints, export, schema):
-    app.command()(_verb)
-app.add_typer(certs_app, name="certs")
 
 
 def _tell_version(asked: bool) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from isthmus.errors import UserError
+from isthmus.job import job_schema
 from isthmus.observe.draw import Drawing, Section, Table, to_html, to_png, to_svg
 from isthmus.units import format_bytes, format_duration, shorten
 
@@ -117,6 +118,14 @@ def write_file(console: Console, path: Path, content: bytes) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", hint=_WHERE) from None
     console.print(f"[green]✓[/] wrote {path}", soft_wrap=True)
+
+
+def schema() -> None:
+    """Print the JSON schema of a job file, for editors that complete and check it.
+
+    Example: `isthmus schema > job.schema.json`
+    """
+    print_json(job_schema())
 
 
 def print_json(facts: object) -> None:

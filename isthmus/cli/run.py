@@ -58,11 +58,11 @@ def run(
 
     Example: `isthmus run job.toml --set train.steps=100`
     """
-    from isthmus.train.launch import find_rank
-
     if cloud is not None:
         _check_real(faults, restarts)
     loaded = isthmus.load_job(job, overrides=overrides or ())
+    from isthmus.train.launch import find_rank
+
     console = Console(stderr=as_json, highlight=False)
     spec = None if cloud is None else find_rank(os.environ, loaded.cloud_named(cloud))
     is_heard = spec is None or spec.is_leader

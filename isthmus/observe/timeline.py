@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from isthmus.events import COMPUTE_KINDS, WAITING_KIND, Span
-from isthmus.plan.simulate import Timeline
+
+if TYPE_CHECKING:
+    from isthmus.plan.simulate import Timeline
 
 Interval = tuple[float, float]
 
@@ -119,7 +121,7 @@ def _leave_out(by_track: dict[str, list[Span]], drawn: Collection[str]) -> None:
 
 
 def chart_of_step(
-    timeline: Timeline, *, at_s: float | None = None, num_microbatches: int | None = None
+    timeline: "Timeline", *, at_s: float | None = None, num_microbatches: int | None = None
 ) -> Chart:
     """Return the chart of one simulated step: that at a time, else the second, whose windows are measured.
 
