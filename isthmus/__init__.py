@@ -60,8 +60,10 @@ def plan(
     With `measure`, clouds on this machine that have no profile are measured for a few seconds. A quick plan
     is the same without runners-up.
     """
+    from isthmus.job.hub import check_model
     from isthmus.plan.planner import plan as make_plan
 
+    check_model(job)
     known = with_profiles(job, note=note, progress=progress) if measure else job
     return make_plan(known, is_quick=is_quick, progress=progress, source=cost_source())
 
@@ -119,8 +121,10 @@ def run(
     cloud and what happened there: {"kind": "step" | "evaluation" | "link" | "note", …}.
     """
     from isthmus.events import StopRequest
+    from isthmus.job.hub import check_model
     from isthmus.train.launch import Launch, find_rank
 
+    check_model(job)
     launch = Launch(
         job=job.used(),
         root=Path(runs),
@@ -151,6 +155,9 @@ def with_profiles(
 
     What was measured is cached. Without torch nothing can be measured, and plans use the catalogue.
     """
+    from isthmus.job.hub import check_model
+
+    check_model(job)
     if all(cloud.profile is not None for cloud in job.cloud):
         return job
     if importlib.util.find_spec("torch") is None:

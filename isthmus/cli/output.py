@@ -55,12 +55,22 @@ def print_tables(console: Console, tables: Iterable[Table]) -> None:
         if not is_first:
             console.print()
         is_first = False
-        shown = rich.table.Table(box=None, pad_edge=False, show_header=any(table.header))
-        for place, word in enumerate(table.header):
-            shown.add_column(word, justify="left" if place == 0 else "right", overflow="fold")
+        # A line may be too long for the terminal, but no word is broken.
+        columns = [[word for text in column for word in text.split()] for column in _columns(table)]
+        least = [max(map(len, words), default=0) for words in columns]
+        gap = 2 if sum(least) + 2 * len(least) - 2 <= console.width else 1
+        shown = rich.table.Table(
+            box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=any(table.header)
+        )
+        for place, (word, width) in enumerate(zip(table.header, least, strict=True)):
+            shown.add_column(word, justify="left" if place == 0 else "right", min_width=width)
         for row in table.rows:
             shown.add_row(*row)
-        console.print(shown)
+        console.print(shown, width=max(console.width, sum(least) + gap * (len(least) - 1)), crop=False)
+
+
+def _columns(table: Table) -> Iterable[tuple[str, ...]]:
+    return zip(table.header, *table.rows, strict=True)
 
 
 def tabulate(items: Iterable[T], columns: Mapping[str, Callable[[T], str]]) -> Table:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from isthmus.errors import UserError
+from isthmus.job.spec import Job
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 GENERATION_FILE: Final = "generation_config.json"
-_REACHABLE_WITHIN_S: Final = 5.0
+_REACHABLE_WITHIN_S: Final = 2.0
 
 
 def find_file(source: str, file: str) -> Path | None:
@@ -49,6 +50,13 @@ def find_file(source: str, file: str) -> Path | None:
         raise UserError(f"{source!r} is gated on the hub", hint="get access, then hf auth login") from error
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         raise no_model(source) from error
+
+
+def check_model(job: Job) -> None:
+    """Refuse a job whose model is neither here nor on the hub, before torch is imported."""
+    source = None if job.model is None else job.model.source
+    if source is not None and find_file(source, CONFIG_FILE) is None:
+        raise no_model(source)
 
 
 def no_model(source: str) -> UserError:

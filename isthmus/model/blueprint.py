@@ -200,7 +200,7 @@ def _draw(
         num_labels = 2  # where an answer begins, and where it ends
     if num_labels is not None:
         config.num_labels = num_labels
-    _check(config, head)
+    _check(config, head, trust_remote_code=trust_remote_code)
     model = _empty_model(config, head, trust_remote_code=trust_remote_code)
     if type(model).__module__.startswith("transformers.") and not has_head(head.auto_class, model.config):
         raise cannot_cut(type(model).__name__, "transformers loads it only together with its other parts")
@@ -260,9 +260,16 @@ def _check_whole(config: PreTrainedConfig) -> None:
         )
 
 
-def _check(config: PreTrainedConfig, head: Head) -> None:
+def _check(config: PreTrainedConfig, head: Head, *, trust_remote_code: bool) -> None:
     if config.is_encoder_decoder:
         raise cannot_cut(type(config).__name__, "it is an encoder with a decoder")
+    brings_class = trust_remote_code and head.auto_class.__name__ in getattr(config, "auto_map", {})
+    if not has_head(head.auto_class, config) and not brings_class:
+        offered = [other.name for other in HEADS.values() if has_head(other.auto_class, config)]
+        raise UserError(
+            f"transformers {transformers.__version__} has no {head.name} head for {type(config).__name__}",
+            hint=f"choose one of {', '.join(offered)}" if offered else "language models alone can be trained",
+        )
     if head is HEADS["sequence-classification"]:
         if (config.num_labels or 0) < 2:
             raise UserError("a classifier needs at least two labels", hint="set num_labels to 2 or more")
@@ -274,13 +281,6 @@ def _check(config: PreTrainedConfig, head: Head) -> None:
 
 
 def _empty_model(config: PreTrainedConfig, head: Head, *, trust_remote_code: bool) -> PreTrainedModel:
-    brings_class = trust_remote_code and head.auto_class.__name__ in getattr(config, "auto_map", {})
-    if not has_head(head.auto_class, config) and not brings_class:
-        offered = [other.name for other in HEADS.values() if has_head(other.auto_class, config)]
-        raise UserError(
-            f"transformers {transformers.__version__} has no {head.name} head for {type(config).__name__}",
-            hint=f"choose one of {', '.join(offered)}" if offered else "language models alone can be trained",
-        )
     try:
         with torch.device("meta"):
             model: PreTrainedModel = head.auto_class.from_config(config, trust_remote_code=trust_remote_code)

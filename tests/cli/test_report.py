@@ -1,15 +1,19 @@
 """`isthmus report` on run directories as workers leave them."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from isthmus.cli.main import app as isthmus
+from isthmus.cli.output import print_tables
 from isthmus.cli.report import report
 from isthmus.errors import UserError
+from isthmus.observe.draw import Table
 from isthmus.plan.simulated import simulate_scenario
 from tests.observe.test_compare import SCENARIO, write_run
 
@@ -61,3 +65,15 @@ def test_a_folder_without_events_is_one_sentence(tmp_path: Path) -> None:
 def test_the_help_names_the_folder() -> None:
     shown = CliRunner().invoke(isthmus, ["report", "--help"], env={"COLUMNS": "150"}).output
     assert "The folder of a run, runs/NAME/ID, or runs/NAME." in shown
+
+
+def test_no_word_is_broken_on_a_narrow_terminal() -> None:
+    header = ("cloud", "", "busy", "bubble", "data", "saving", "activations", "gradients", "other stages")
+    row = ("frankfurt", "predicted", *("12.3%" for _ in header[2:]))
+    for width in (80, 40):
+        shown = Console(file=io.StringIO(), width=width)
+        print_tables(shown, [Table(header=header, rows=(row,))])
+        lines = shown.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        words = {word for one in (*header, *row) for word in one.split()}
+        assert words == {word for line in lines for word in line.split()}
+        assert width < 80 or all(len(line) <= width for line in lines)
