@@ -7,12 +7,11 @@ client ◀── Side ◀── Pipe down ◀── Side ◀── server       
 import asyncio
 import contextlib
 import logging
-import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
 from isthmus.errors import FrameError, Refused
 from isthmus.job import Address
@@ -20,8 +19,10 @@ from isthmus.job.faults import Fault, FaultKind
 from isthmus.wan.handshake import parse_client_hello
 from isthmus.wan.shaping import Direction, Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
 from isthmus.wan.sockets import (
+    LISTEN_BACKLOG,
     Closing,
     Complaints,
+    HostPort,
     LoopThread,
     PreciseSelector,
     evict,
@@ -37,15 +38,15 @@ _LATE_S = 0.001
 _MAX_LATE_S = 0.5
 _CATCH_UP_S = 0.05
 _MAX_PAUSE_S = 0.005
-_ACCEPT_PAUSE_S = 0.1
 _WRITE_BUFFER_BYTES = 262_144
-_HELLO_READ_BYTES = 4096
 # The kernel's own buffer counts as bottleneck too; above this, what it adds to a fast line does not matter.
 _MAX_RECEIVE_BYTES = 1 << 20
 
+_HELLO_READ_BYTES = 4096
+_CUT = "the link is cut"
+
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Route = Callable[[str], Address | None]
 
 
@@ -123,21 +124,31 @@ class _Lateness:
 class Side(asyncio.BufferedProtocol):
     """One socket of a relayed connection: its reads go into `inward`, `outward` comes out at it.
 
-    The side that is made first makes the other.
+    The side that is made first makes the other. Until they are joined, nothing is read but by `hear`.
     """
 
     _transport: asyncio.Transport
 
-    def __init__(self, *, inward: Pipe, outward: Pipe, other: "Side | None" = None) -> None:
+    def __init__(
+        self,
+        *,
+        inward: Pipe,
+        outward: Pipe,
+        made: "Callable[[Side], None] | None" = None,
+        other: "Side | None" = None,
+    ) -> None:
         self.other = other or Side(inward=outward, outward=inward, other=self)
+        self.hello = bytearray()
+        self._heard: asyncio.Event | None = asyncio.Event()
+        self._made = made
         self.flow = ShapedFlow()
         self.ready_s = 0.0
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inward = inward
         self._outward = outward
-        self._buffer = bytearray(inward.line.max_read_bytes)
+        self._buffer = bytearray(_HELLO_READ_BYTES)
         self._is_open = False
-        self._is_reset = False
+        self.is_reset = False
         self._presses = False
         self._has_read_all = False
         self._has_written_all = False
@@ -149,8 +160,32 @@ class Side(asyncio.BufferedProtocol):
         tune(transport.get_extra_info("socket"), receive_bytes=self._inward.receive_bytes)
         self._transport.set_write_buffer_limits(high=self._outward.write_buffer_bytes)
         self._transport.pause_reading()
-        if self._is_reset:
+        if self.is_reset:
             self.reset()
+        if self._made is not None:
+            self._made(self)
+
+    @property
+    def peer(self) -> HostPort:
+        """The address from which the socket was dialled, or which it has dialled."""
+        host, port = self._transport.get_extra_info("peername")[:2]
+        return plain_host(host), port
+
+    async def hear(self) -> None:
+        """Add what comes next to `hello`."""
+        self._heard = asyncio.Event()
+        self._transport.resume_reading()
+        await self._heard.wait()
+        if self.lost.done():
+            raise ConnectionError("it has left")
+        if self._has_read_all:
+            raise FrameError(f"closed after {len(self.hello)} bytes, before the TLS hello was whole")
+
+    def join(self) -> None:
+        """Read from now on into the line, what was heard first."""
+        self._heard = None
+        self._buffer = bytearray(self._inward.line.max_read_bytes)
+        self._inward.start(self, bytes(self.hello))
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         """Return as much buffer as the line has room for."""
@@ -163,13 +198,21 @@ class Side(asyncio.BufferedProtocol):
         else:
             piece = memoryview(self._buffer)[:num_bytes]
             self._buffer = bytearray(len(self._buffer))
-        self._inward.take(self, piece)
+        if self._heard is None:
+            self._inward.take(self, piece)
+        else:
+            self.hello += piece
+            self._transport.pause_reading()
+            self._heard.set()
 
     def eof_received(self) -> bool:
         """Pass on the half-close; the other direction lives on."""
         self._has_read_all = True
-        self._inward.take(self, End.EOF)
-        self._close_if_done()
+        if self._heard is None:
+            self._inward.take(self, End.EOF)
+            self._close_if_done()
+        else:
+            self._heard.set()
         return True
 
     def pause_writing(self) -> None:
@@ -186,6 +229,8 @@ class Side(asyncio.BufferedProtocol):
             self._inward.break_off(self.flow)
         self._outward.part(self.other.flow)
         self.lost.set_result(None)
+        if self._heard is not None:
+            self._heard.set()
 
     def was_pressing(self, at_s: float) -> bool:
         """Return whether the sender had more than the line takes, up to that time and without a pause."""
@@ -219,7 +264,7 @@ class Side(asyncio.BufferedProtocol):
 
     def reset(self) -> None:
         """End the socket at once, or as soon as it is there, so that its peer sees a reset."""
-        self._is_reset = True
+        self.is_reset = True
         if self._is_open and not self.lost.done():
             reset_on_close(self._transport.get_extra_info("socket"))
             self._transport.abort()
@@ -250,12 +295,6 @@ class RelayLimits:
     max_num_waiting_per_source: int = 256
     max_num_open: int = 2048
 
-    def evict(self, pending: dict[T, str]) -> list[T]:
-        """Remove what is beyond the limits for connections that wait, or that are unproven."""
-        return evict(
-            pending, max_num=self.max_num_waiting, max_num_per_source=self.max_num_waiting_per_source
-        )
-
 
 class Relay(Disturbed, Closing):
     """Accepts connections, asks `route` for the address behind the server name, and passes bytes both ways.
@@ -280,20 +319,21 @@ class Relay(Disturbed, Closing):
         self._route = route
         self._reads_hello = reads_hello
         self._limits = limits or RelayLimits()
-        self._waiting: dict[asyncio.Task[None], str] = {}
-        self._evicted: set[asyncio.Task[None]] = set()
+        self._waiting: dict[Side, str] = {}
         self._unproven: dict[Side, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._open: set[Side] = set()
         self._complaints = Complaints(_log)
         self.num_relayed = 0
         self.num_dropped = 0
-        self._listener = listen(host, port)
-        self.address = Address(host=self._listener.getsockname()[0], port=self._listener.getsockname()[1])
+        listener = listen(host, port)
+        self.address = Address(host=listener.getsockname()[0], port=listener.getsockname()[1])
         thread = LoopThread(name="isthmus-relay", loop=asyncio.SelectorEventLoop(PreciseSelector()))
         self._up = Pipe(up or Shape(), thread.loop, seed=2 * seed)
         self._down = Pipe(down or Shape(), thread.loop, seed=2 * seed + 1)
         super().__init__(thread, self._up, self._down)
-        thread.call(self._resume_accepting)
+        accepted = partial(Side, inward=self._up, outward=self._down, made=self._receive)
+        self._server = thread.run(self._loop.create_server(accepted, sock=listener, backlog=LISTEN_BACKLOG))
 
     @property
     def num_open(self) -> int:
@@ -324,107 +364,75 @@ class Relay(Disturbed, Closing):
         self.disturb(fault, dialer=dialer)
 
     async def _close(self) -> None:
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        ends = [*self._waiting, *(side.lost for one in self._open for side in (one, one.other))]
+        self._server.close()
+        ends = [side.lost for client in self._open for side in (client, client.other)]
+        ends += [client.lost for client in self._waiting]
         self._reset_all()
-        await asyncio.gather(*ends, return_exceptions=True)
+        await asyncio.gather(*ends)
 
-    def _resume_accepting(self) -> None:
-        # A task that awaits the next connection would lose the one that comes while the task is cancelled.
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener, self._accept)
-
-    def _accept(self) -> None:
-        try:
-            client, place = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            # No file descriptor is left, say: that must not end the listener, nor keep it spinning.
-            text = f"cannot accept a connection: {why(error)}"
-            self._complaints.tell(text, about="accept", kind="network")
-            self._loop.remove_reader(self._listener)
-            self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
-        else:
-            client.setblocking(False)
-            self._receive(client, source_of(place[0]))
-
-    def _receive(self, client: socket.socket, source: str) -> None:
+    def _receive(self, client: Side) -> None:
         if self._loop.time() < self._cut_until_s:
-            self._drop(client, "the link is cut", kind="cut", level=logging.INFO)
+            self._drop(client, _CUT, kind="cut", level=logging.INFO)
         elif self.num_open >= self._limits.max_num_open:
             self._drop(client, f"{self.num_open} connections are open already", kind="open")
         else:
-            task = self._loop.create_task(self._join(client, source))
-            self._waiting[task] = source
+            task = self._loop.create_task(self._join(client))
+            self._tasks.add(task)
             task.add_done_callback(partial(self._settle, client))
-            for late in self._limits.evict(self._waiting):
-                self._evicted.add(late)
-                late.cancel()
+            self._count(client, among=self._waiting)
 
-    def _settle(self, client: socket.socket, task: asyncio.Task[None]) -> None:
-        # Not in the task itself: one that is cancelled before its first step would leave the socket open.
-        self._waiting.pop(task, None)
-        if task in self._evicted:
-            self._evicted.discard(task)
-            self._drop(client, f"{len(self._waiting)} connections are waiting already", kind="waiting")
+    def _count(self, client: Side, *, among: dict[Side, str]) -> None:
+        """Count an unauthenticated connection, and drop those beyond the limits."""
+        among[client] = source_of(client.peer[0])
+        limits = self._limits
+        for late in evict(
+            among, max_num=limits.max_num_waiting, max_num_per_source=limits.max_num_waiting_per_source
+        ):
+            self._drop(late, f"{len(among)} connections are waiting already", kind="waiting")
+
+    def _settle(self, client: Side, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._waiting.pop(client, None)
+        self._unproven.pop(client, None)
+        if task.cancelled() or client.is_reset:
             return
-        error = ConnectionError("the link is cut") if task.cancelled() else task.exception()
-        match error:
+        match error := task.exception():
             case FrameError() | Refused():
                 self._drop(client, error.message, kind=type(error).__name__)
             case OSError():
                 # A rank that has not started yet, or a client that has left, is nobody's misdeed.
                 self._drop(client, why(error), kind="network", level=logging.INFO)
             case BaseException():
-                client.close()
+                client.reset_both()
                 raise error
 
-    async def _join(self, sock: socket.socket, source: str) -> None:
-        tune(sock, receive_bytes=self._up.receive_bytes)
-        name, hello = await self._read_hello(sock) if self._reads_hello else ("", b"")
+    async def _join(self, client: Side) -> None:
+        name = await self._read_hello(client) if self._reads_hello else ""
         address = self._route(name)
         if address is None:
             raise Refused(f"no route to {name!r}")
         await self._travel()
-        client = Side(inward=self._up, outward=self._down)
         await self._dial(address, client.other)
-        self._admit(client, source)
-        await self._loop.connect_accepted_socket(lambda: client, sock)
-        self._up.start(client, hello)
-        self._down.start(client.other)
-
-    def _admit(self, client: Side, source: str) -> None:
-        # From here on a cut goes by way of the connection; cancelling the task would leave a socket open.
-        if (task := asyncio.current_task()) is not None:
-            self._waiting.pop(task, None)
-        self._open.add(client)
-        asyncio.gather(client.lost, client.other.lost).add_done_callback(lambda _: self._forget(client))
+        if client.lost.done():
+            raise ConnectionError("it has left")
         self.num_relayed += 1
-        if self._limits.unproven_s:
-            self._unproven[client] = source
-            self._loop.call_later(self._limits.unproven_s, self._unproven.pop, client, None)
-        for late in self._limits.evict(self._unproven):
-            self.num_dropped += 1
-            late.reset_both()
+        self._open.add(client)
+        closed = asyncio.gather(client.lost, client.other.lost)
+        closed.add_done_callback(lambda _: self._open.discard(client))
+        client.join()
+        client.other.join()
+        self._waiting.pop(client, None)
+        self._count(client, among=self._unproven)
+        await asyncio.wait([closed], timeout=self._limits.unproven_s)
 
-    def _forget(self, client: Side) -> None:
-        self._open.discard(client)
-        self._unproven.pop(client, None)
-
-    async def _read_hello(self, client: socket.socket) -> tuple[str, bytes]:
-        hello = bytearray()
+    async def _read_hello(self, client: Side) -> str:
         try:
             async with asyncio.timeout(self._limits.hello_timeout_s):
-                while (name := parse_client_hello(hello)) is None:
-                    received = await self._loop.sock_recv(client, _HELLO_READ_BYTES)
-                    if not received:
-                        raise FrameError(f"closed after {len(hello)} bytes, before the TLS hello was whole")
-                    hello += received
+                while (name := parse_client_hello(client.hello)) is None:
+                    await client.hear()
         except TimeoutError:
             raise FrameError(f"no whole TLS hello within {self._limits.hello_timeout_s:g} s") from None
-        return name, bytes(hello)
+        return name
 
     async def _dial(self, address: Address, server: Side) -> None:
         try:
@@ -434,28 +442,20 @@ class Relay(Disturbed, Closing):
             raise ConnectionError(f"{address} did not answer in {self._limits.dial_timeout_s:g} s") from None
         except OSError as error:
             raise ConnectionError(f"cannot reach {address}: {why(error)}") from None
-        except asyncio.CancelledError:
-            server.reset()
-            raise
         own_host = transport.get_extra_info("sockname")[0]
         if transport.get_extra_info("peername")[:2] == (own_host, self.address.port):
             server.reset()
             raise Refused(f"{address} leads back to this relay")
 
-    def _drop(self, client: socket.socket, reason: str, *, kind: str, level: int = logging.WARNING) -> None:
+    def _drop(self, client: Side, reason: str, *, kind: str, level: int = logging.WARNING) -> None:
         self.num_dropped += 1
-        try:
-            host, port = client.getpeername()[:2]
-            peer = str(Address(host=plain_host(host), port=port))
-        except OSError:
-            peer = "a peer that has left"
-        text = f"dropped a connection from {peer}: {reason}"
-        self._complaints.tell(text, about=peer.rpartition(":")[0], kind=kind, level=level)
-        reset_on_close(client)
-        client.close()
+        host, port = client.peer
+        text = f"dropped a connection from {Address(host=host, port=port)}: {reason}"
+        self._complaints.tell(text, about=host, kind=kind, level=level)
+        client.reset_both()
 
     def _reset_all(self) -> None:
-        for task in [*self._waiting]:
-            task.cancel()
-        for connection in [*self._open]:
-            connection.reset_both()
+        for client in self._waiting:
+            self._drop(client, _CUT, kind="cut", level=logging.INFO)
+        for client in self._open:
+            client.reset_both()

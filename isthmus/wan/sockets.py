@@ -117,7 +117,7 @@ def why(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error) or type(error).__name__
 
 
-_LISTEN_BACKLOG = 256
+LISTEN_BACKLOG = 256
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
@@ -127,7 +127,7 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
     try:
         listener = socket.create_server(
-            (host, port), family=family, backlog=_LISTEN_BACKLOG, dualstack_ipv6=is_dual
+            (host, port), family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=is_dual
         )
     except OSError as error:
         raise UserError(
