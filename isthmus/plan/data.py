@@ -40,8 +40,9 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Final
 
-from isthmus.plan.end_of_step import Read
+from isthmus.plan.end_of_step import Evaluated, Read, Scored
 from isthmus.plan.membership import (
+    Applied,
     DataEnded,
     DataParallel,
     DataState,
@@ -115,8 +116,8 @@ class Rounds:
         """Rounds that are complete and not applied."""
         self._committed_in: dict[int, Ruling] = {}
         self._shards = Shards()
-        self._owners_then = self.views.members
-        """The owners of the newest view in which this cloud was up to date."""
+        self._owners_then = self._summing(self.views.members)
+        """The clouds whose shards made rounds in the newest view in which this cloud was up to date."""
         self._interrupted: set[int] = set()
         """The clouds that have been lost or have returned since then; what they had sent may not arrive."""
         self._has_asked = False
@@ -127,6 +128,9 @@ class Rounds:
         self._arrived: defaultdict[int, set[int]] = defaultdict(set)
         """The fragments of the donor's state that have arrived, by the number of its rounds."""
         self._snapshot: Snapshot | None = None
+        self._installing: Snapshot | None = None
+        """The donor's state, while the host puts it in the place of the old one; no view begins meanwhile."""
+        self._postponed: Ruling | None = None
         self._early: list[Message] = []
         self._host = HostLane(leader)
         self._forget_open_rounds()
@@ -159,10 +163,10 @@ class Rounds:
         self._interrupted.add(cloud)
         self.views.join(cloud)
 
-    @property
-    def can_be_saved(self) -> bool:
-        """Whether the outer parameters are between two rounds and up to date."""
-        return self.ledger.applied == self.committed and not self.is_behind and not self.has_new_state
+    def can_be_saved(self, mixed: int) -> bool:
+        """Whether the outer parameters are those after the rounds that all clouds save, and all mixed."""
+        is_current = not self.is_behind and not self.has_new_state
+        return is_current and mixed == self._ruling.saves == self.ledger.applied == self.committed
 
     # Deltas.
 
@@ -176,13 +180,15 @@ class Rounds:
     def _offer(self, number: int) -> None:
         if not self.views.is_installed or self.is_behind:
             return
-        owners, share = self._owners, self._own[number]
-        piece = Piece(view=self.views.number, share=share, num_shards=len(owners))
-        for owner in owners:
-            if owner == self._leader.leader:
-                self._pieces[number][self._cloud] = share
-            else:
-                self._send(MessageKind.DELTA, number, (owner,), piece, Priority.NORMAL)
+        owners = self._owners
+        to = [owners] if self._spec.gathers else [(owner,) for owner in owners]
+        piece = Piece(view=self.views.number, share=self._own[number], shard=0, num_shards=len(to))
+        for shard, receivers in enumerate(to):
+            of_shard = replace(piece, shard=shard)
+            self._send(MessageKind.DELTA, number, receivers, of_shard, Priority.NORMAL)
+
+    def _summing(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        return (self._cloud,) if self._spec.gathers else members
 
     @property
     def _owners(self) -> tuple[Member, ...]:
@@ -234,16 +240,14 @@ class Rounds:
         if self.views.is_installed:
             self._follow(ruling)
         elif ruling.is_installed:
-            self._install(ruling)
+            self._postponed = ruling
 
     # What follows from it.
 
     def go_on(self, now_s: float) -> None:
         """Do all that can be done after an event, and send what others need to know."""
-        installed = self.views.ruling_to_install()
-        if installed is not None:
-            self._broadcast(installed)
-            self._install(installed)
+        if self._installing is None:
+            self._begin_view()
         self._complete()
         if self.views.is_installed:
             self._catch_up()
@@ -256,6 +260,15 @@ class Rounds:
             self._send(kind, 0, self._spec.owners(clouds), facts)
         self.views.outbox = []
         self._host.run_next()
+
+    def _begin_view(self) -> None:
+        postponed, self._postponed = self._postponed, None
+        if postponed is not None and postponed.view == self.views.number and not self.views.is_installed:
+            self._install(postponed)
+        installed = self.views.ruling_to_install()
+        if installed is not None:
+            self._broadcast(installed)
+            self._install(installed)
 
     def _install(self, ruling: Ruling) -> None:
         """Begin a view: from its base, without anything of rounds that older views have left open."""
@@ -288,12 +301,12 @@ class Rounds:
 
     def _catch_up(self) -> None:
         """Become up to date: as the view starts, by shards that were under way, or by the donor's state."""
-        if not self.is_behind:
+        if not self.is_behind or self._installing is not None:
             return
         if self._is_at_base:
             self._be_current()
         elif self._snapshot is not None:
-            self._replace_state(self._snapshot)
+            self._put_in_place(self._snapshot)
         elif not self._has_asked and not self._is_under_way:
             self._has_asked = True
             self.views.outbox.append(((self._ruling.donor,), self._report(wants_state=True)))
@@ -301,7 +314,8 @@ class Rounds:
     @property
     def _is_under_way(self) -> bool:
         """Whether all shards that this cloud lacks were sent to it and nothing keeps them from arriving."""
-        if self.must_wait or self.current_view != self._ruling.base_view:
+        if self._spec.gathers or self.must_wait or self.current_view != self._ruling.base_view:
+            # Where clouds gather, what a lost one had sent to others alone is nowhere to be had.
             return False
         lacks = range(self.complete, self._ruling.base)
         missing = (self._shards.missing(self.current_view, one, self._owners_then) for one in lacks)
@@ -317,7 +331,7 @@ class Rounds:
 
     def _be_current(self) -> None:
         self.current_view = self.views.number
-        self._owners_then = self.views.members
+        self._owners_then = self._summing(self.views.members)
         self._interrupted = set()
         self.is_behind = self.must_wait = self._is_restarted = False
         self._own = {number: share for number, share in self._own.items() if number >= self.committed}
@@ -358,6 +372,9 @@ class Rounds:
         is_open = (one for one in self._pieces if one >= self.committed and one not in self._closed)
         sent = {number: self._pieces[number] for number in sorted(is_open)}
         ruling = self.views.rule(self._ruling, sent, now_s)
+        if ruling.committed > self._ruling.committed and self._leader.is_save_due(now_s):
+            self._leader.note_save(now_s)
+            ruling = replace(ruling, saves=ruling.committed)
         for at_s in self.views.new_deadlines_s:
             self._leader.act(Wake(at_s))
         if ruling != self._ruling:
@@ -390,7 +407,7 @@ class Rounds:
     def _complete(self) -> None:
         """Count the rounds of which all shards are here, and commit what the primary has committed."""
         before = self.complete
-        while not self.must_wait and not self._lacks_shards(self.complete):
+        while not self.must_wait and self._installing is None and not self._lacks_shards(self.complete):
             commit = self._shards.take(self.current_view, self.complete)
             self._commits[self.complete] = commit
             self.ledger.complete(self.complete, commit)
@@ -416,16 +433,20 @@ class Rounds:
     def _work(self, kind: WorkKind, number: int, facts: Facts) -> Work:
         return Work(kind, number, self._spec.fragment(number), facts, lane=Lane.HOST)
 
-    def end_on_host(self, work: Work) -> None:
+    def end_on_host(self, work: Work, applied: Facts | None) -> None:
         """Take in the end of a work on the host."""
         facts = work.facts
-        if self._host.end(work) and isinstance(facts, RoundCommit):
+        counts = self._host.end(work)
+        if isinstance(facts, Snapshot):
+            self._replace_state(facts)
+        elif counts and isinstance(facts, RoundCommit):
             if work.kind is WorkKind.OUTER:
-                self._apply(work.step, facts)
+                self._apply(work.step, facts, applied.content if isinstance(applied, Applied) else "")
             elif facts.view == self.views.number and self.views.is_installed:
-                self._send(MessageKind.COMMIT, work.step, self._owners, facts, Priority.NORMAL)
+                to = (self._leader.leader,) if self._spec.gathers else self._owners
+                self._send(MessageKind.COMMIT, work.step, to, facts, Priority.NORMAL)
 
-    def _apply(self, number: int, commit: RoundCommit) -> None:
+    def _apply(self, number: int, commit: RoundCommit, content: str) -> None:
         del self._commits[number]
         ruling = self._committed_in.pop(number)
         self.ledger.apply(number, commit)
@@ -437,6 +458,7 @@ class Rounds:
             participating=ruling.current,
             shares=commit.shares,
             digest=self.ledger.digest(number + 1),
+            content=content,
         )
         self._leader.act(Tell(told))
 
@@ -468,11 +490,15 @@ class Rounds:
         if self._arrived[snapshot.rounds] >= set(snapshot.fragments):
             self._snapshot = snapshot
 
+    def _put_in_place(self, snapshot: Snapshot) -> None:
+        """Make the host put the donor's state in the place of the old one, when it has done with that."""
+        if self._host.is_idle:
+            self._installing, self._snapshot = snapshot, None
+            self._host.add(Work(WorkKind.OUTER, snapshot.rounds, 0, snapshot, lane=Lane.HOST))
+
     def _replace_state(self, snapshot: Snapshot) -> None:
-        """Continue from the donor's state, when the host has done with the old one."""
-        if not self._host.is_idle:
-            return
-        self._snapshot = None
+        """Continue from the donor's state."""
+        self._installing = None
         self.ledger.replace(snapshot.rounds, snapshot.digest, snapshot.cursors)
         lacks = snapshot.rounds - self.complete
         if self.must_wait or snapshot.is_whole or lacks > self._spec.num_fragments:
@@ -482,7 +508,10 @@ class Rounds:
         self.accepted += [item for item in sorted(self._own.items()) if self._is_accepted(*item)]
         self.complete = self.committed = snapshot.rounds
         self._commits = {}
-        self._be_current()
+        if self.views.is_installed and self.views.number == snapshot.view:
+            self._be_current()
+        else:
+            self.current_view = snapshot.view
 
     def _is_accepted(self, number: int, share: Share) -> bool:
         """Whether the donor's state holds a share of this cloud."""
@@ -522,6 +551,8 @@ class DataScheduler(Leader):
         self._taken = 0
         """The rounds of which this cloud has taken its delta, or which have been committed without it."""
         self._mixed = 0
+        self._evaluated = 0
+        """The phase of the last evaluation."""
         self._since = [0] * spec.num_fragments
         self._num_tokens = [0] * spec.num_fragments
         """What this cloud's next share of each fragment holds: from which cursor on, and so many tokens."""
@@ -531,7 +562,8 @@ class DataScheduler(Leader):
     def _start(self, started: Started) -> None:
         state = started.facts if isinstance(started.facts, DataState) else None
         if state is not None:
-            self._phase, self._mixed, self._taken = state.step, state.mixed, state.rounds
+            self._phase = self._evaluated = state.step
+            self._mixed, self._taken = state.mixed, state.rounds
             self._since, self._num_tokens = list(state.since), list(state.num_tokens)
             self._saved_rounds = state.rounds
         self.step = 0 if state is None else state.cursor
@@ -551,19 +583,22 @@ class DataScheduler(Leader):
 
     def _finish(self, work: Work, facts: Facts | None, now_s: float) -> None:
         if work.lane is Lane.HOST:
-            self._rounds.end_on_host(work)
+            self._rounds.end_on_host(work, facts)
             return
         found = self.ended(work, facts)
-        if work.kind is WorkKind.READ:
-            self.num_tokens = sum(one.num_tokens for one in found if isinstance(one, Read))
+        if work.kind is WorkKind.READ and not work.item:
+            read = [one for one in found if isinstance(one, Read)]
+            self.num_tokens = sum(one.num_tokens for one in read)
+            self.num_targets = sum(one.num_targets for one in read)
+        elif work.kind is WorkKind.SCORE:
+            self._tell_score([one for one in found if isinstance(one, Scored)])
         elif work.kind is WorkKind.DELTA:
             self._rounds.contribute(work.item, self._share(work.item))
         elif work.kind is WorkKind.UPDATE:
             for fragment in range(self._spec.num_fragments):
-                self._num_tokens[fragment] += self.num_tokens
+                self._num_tokens[fragment] += self.num_targets
             self._phase += 1
-        if self.is_step_over(work, found, now_s):
-            self._save_if_due(now_s)
+        self.is_step_over(work, found, now_s)
 
     def _count_accepted(self) -> None:
         for number, share in self._rounds.accepted:
@@ -581,10 +616,19 @@ class DataScheduler(Leader):
             num_tokens=self._num_tokens[fragment],
         )
 
+    def _tell_score(self, found: list[Scored]) -> None:
+        rounds = [one for scored in found for one in scored.rounds]
+        told = Evaluated(
+            step=self._phase,
+            loss_sum=sum(sum(one.losses) for one in rounds),
+            num_correct=sum(one.num_correct for one in rounds),
+            num_targets=sum(one.num_targets for one in rounds),
+        )
+        self.act(Tell(told))
+
     def _save_if_due(self, now_s: float) -> None:
         rounds = self._rounds
-        is_new = rounds.can_be_saved and rounds.ledger.applied > self._saved_rounds
-        if not is_new or not self.is_save_due(now_s):
+        if not rounds.can_be_saved(self._mixed) or rounds.ledger.applied <= self._saved_rounds:
             return
         self._saved_rounds = rounds.ledger.applied
         state = DataState(
@@ -621,14 +665,15 @@ class DataScheduler(Leader):
         if self._rounds.has_new_state:
             self._adopt()
             return
+        self._save_if_due(now_s)
         self._keep_phase()
         spec, applied, is_end = self._spec, self._rounds.ledger.applied, self._phase >= self._spec.num_steps
         is_delta_due = self._taken < spec.num_rounds and spec.due(self._taken) <= self._phase
         # A cloud that has just got a new state has no delta before its next step.
         is_delta_due = is_delta_due and (is_end or self._since[spec.fragment(self._taken)] < self.step)
         is_mix_due = is_end or spec.due(self._mixed) + spec.delay_steps <= self._phase
-        if is_delta_due and applied > self._taken - spec.num_fragments:
-            # The round of this fragment before has ended, so it is known what the delta has to hold.
+        if is_delta_due and self._mixed > self._taken - spec.num_fragments:
+            # The round of this fragment before is mixed in, so it is known what the delta has to hold.
             self._taken += 1
             self._run(WorkKind.DELTA, self._taken - 1)
         elif is_mix_due and self._mixed < applied:
@@ -636,11 +681,31 @@ class DataScheduler(Leader):
             self._run(WorkKind.MIX, self._mixed - 1)
         elif is_delta_due or (is_mix_due and self._mixed < self._taken):
             self._wait(now_s)
+        elif self._is_evaluation_due(is_end):
+            self._evaluate()
         elif is_end:
             self._rounds.set_done(now_s)
             self._wait(now_s)
         else:
             self._begin_step()
+
+    def _is_evaluation_due(self, is_end: bool) -> bool:
+        every = self._spec.evaluate_every
+        if every is None or not self._spec.num_validation_microbatches or self._phase == self._evaluated:
+            return False
+        return is_end or self._phase // every > self._evaluated // every
+
+    def _evaluate(self) -> None:
+        self._blocked_s, self._evaluated = None, self._phase
+        items = range(self._spec.num_validation_microbatches)
+        works = [Work(WorkKind.READ, self.step, 1, group=self.group)]
+        works += [Work(WorkKind.EVALUATE, self.step, item) for item in items]
+        self._run_all([*works, Work(WorkKind.SCORE, self.step, group=self.group)])
+
+    def _run_all(self, works: list[Work]) -> None:
+        self.order(works)
+        self._works.extend(works)
+        self.run(self._works.popleft())
 
     def _keep_phase(self) -> None:
         """Continue from the newest boundary that another cloud has reached before this one."""
@@ -672,10 +737,9 @@ class DataScheduler(Leader):
         works = [Work(WorkKind.READ, cursor, group=group)]
         for item in range(self._spec.num_microbatches):
             works += [Work(WorkKind.FORWARD, cursor, item), Work(WorkKind.BACKWARD, cursor, item)]
-        works += [Work(WorkKind.REDUCE, cursor, group=group), Work(WorkKind.UPDATE, cursor, group=group)]
-        self.order(works)
-        self._works.extend(works)
-        self.run(self._works.popleft())
+        works += [Work(WorkKind.REDUCE, cursor, group=group)]
+        # The learning rate is that of the phase.
+        self._run_all([*works, Work(WorkKind.UPDATE, cursor, self._phase, group=group)])
 
     def _wait(self, now_s: float) -> None:
         """Wait for other clouds; not for ever."""

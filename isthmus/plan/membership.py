@@ -56,6 +56,10 @@ class DataParallel:
     grace_s: float = 0.0
     """How long a round that has its quorum waits for the other clouds."""
     save_every_s: float | None = None
+    gathers: bool = False
+    """Whether each cloud sends its whole delta to all, which sum alike, instead of shards to owners."""
+    evaluate_every: int | None = None
+    num_validation_microbatches: int = 0
     on_partition: Literal["wait", "continue"] = "wait"
     """With "wait", only clouds that are more than half of all commit rounds."""
     wait_s: float = 3600.0
@@ -100,7 +104,7 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share(Facts):
-    """What a delta holds: a cloud's own steps from `since` to `until`, which read so many tokens."""
+    """What a delta holds: a cloud's own steps from `since` to `until`, with so many tokens to learn from."""
 
     cloud: Count
     since: Count
@@ -110,10 +114,11 @@ class Share(Facts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece(Facts):
-    """DELTA: one shard of a cloud's delta, to the member that owns the shard."""
+    """DELTA: one shard of a cloud's delta, to the member that owns it; the only one where clouds gather."""
 
     view: Count
     share: Share
+    shard: Count
     num_shards: Count
 
 
@@ -149,6 +154,15 @@ class RoundEnded(Facts):
     participating: tuple[int, ...]
     shares: tuple[Share, ...]
     digest: str
+    content: str = ""
+    """The digest of the outer parameters of the round's fragment; empty where it is simulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied(Facts):
+    """The end of OUTER: the digest of the outer parameters of the fragment."""
+
+    content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +235,8 @@ class Ruling(Facts):
     """The clouds whose state is up to date."""
     closed: Annotated[tuple[ClosedRound, ...], Field(max_length=MAX_OPEN_ROUNDS)] = ()
     committed: Count = 0
+    saves: Count = 0
+    """The newest number of rounds of which all clouds save the state."""
     is_over: bool = False
 
 
@@ -527,3 +543,18 @@ class Ledger:
     def disown(self) -> None:
         """Give up all rounds: no other cloud knows them."""
         self.applied, self._digests = 0, {}
+
+
+LAYERS_PER_FRAGMENT: Final = 3
+
+
+def num_fragments_of(num_layers: int, given: int | None, *, sync_every: int) -> int:
+    """As many fragments as the job says, or about three layers each beside the embeddings and the head."""
+    wanted = given or -(-num_layers // LAYERS_PER_FRAGMENT) + 2
+    return max(1, min(wanted, num_layers + 2, sync_every))
+
+
+def fragment_layers(num_layers: int, num_fragments: int) -> tuple[int, ...]:
+    """The fragment of each layer, strided; the first of three has the embeddings, the last the head."""
+    first, number = (1, num_fragments - 2) if num_fragments > 2 else (0, num_fragments)
+    return tuple(first + layer % number for layer in range(num_layers))

@@ -31,6 +31,7 @@ from isthmus.plan.types import (
     MessageKind,
     Outcome,
     Priority,
+    Ran,
     Run,
     Save,
     Saved,
@@ -83,7 +84,7 @@ class Leader(ABC):
         self._save_every_s = save_every_s
         self._to_end: deque[WorkKind] = deque()
         """The works that are left to end the step."""
-        self._loss_sum = self._norm = 0.0
+        self._loss_sum = self._norm = self._busy_s = 0.0
         self._begun_s = self._saved_s = 0.0
         self._missing: dict[int, int] = {}
         self._actions: list[Action] = []
@@ -173,6 +174,8 @@ class Leader(ABC):
         if work != self.running:
             raise ScheduleError(f"{work.name} is reported as done but does not run")
         self.running = None
+        if isinstance(facts, Ran):
+            self._busy_s += facts.busy_s
         return facts.of if isinstance(facts, Gathered) else (facts,)
 
     def end_step(self) -> None:
@@ -191,6 +194,7 @@ class Leader(ABC):
             reduced = [one for one in found if isinstance(one, Reduced)]
             self._loss_sum = sum(one.loss_sum for one in reduced)
             self._norm = total_norm(reduced[0].squared_norms) if reduced else 0.0
+            self._busy_s += sum(one.busy_s for one in reduced) / max(len(reduced), 1)
         if work.kind is not WorkKind.UPDATE:
             return False
         ended = StepEnded(
@@ -200,20 +204,25 @@ class Leader(ABC):
             learning_rate=next((one.learning_rate for one in found if isinstance(one, Updated)), 0.0),
             num_tokens=self.num_tokens,
             duration_s=now_s - self._begun_s,
-            busy_s=(),
+            busy_s=(self._busy_s,),
             windows=(),
         )
         self.act(Tell(ended))
-        self.step, self.num_tokens, self._begun_s = self.step + 1, 0, now_s
+        self.step, self.num_tokens, self.num_targets = self.step + 1, 0, 0
+        self._begun_s, self._busy_s = now_s, 0.0
         return True
 
     def is_save_due(self, now_s: float) -> bool:
         """Whether the last save is long enough ago."""
         return self._save_every_s is not None and now_s - self._saved_s >= self._save_every_s
 
+    def note_save(self, now_s: float) -> None:
+        """Count the time to the next save from now on."""
+        self._saved_s = now_s
+
     def save(self, step: int, facts: Facts, now_s: float) -> None:
         """Save the state of all ranks under a number; the leader's part holds the scheduler's facts."""
-        self._saved_s = now_s
+        self.note_save(now_s)
         self._missing[step] = len(self.group)
         self._tell_siblings(Orders(saves=step))
         self.act(Save(step, facts))

@@ -3,7 +3,8 @@
 The scheduler decides, the actor computes, wires carry. This thread computes and nothing else; what arrives
 waits in the inbox:
 
-    inbox ──► scheduler.on(event, now_s) ──► Run     the actor computes, here and now, then Done
+    inbox ──► scheduler.on(event, now_s) ──► Run     the actor computes, here and now, then Done; works on the
+                                                     host run on a thread beside
       ▲                                  ──► Send    the wire codes and sends, on its own threads, then Sent
       │                                  ──► Save    the state is written, then Saved
       └── wires: Arrived, Sent           ──► Stop    the end
@@ -12,9 +13,11 @@ What arrived while a pass ran is taken in before the next is chosen, so a gradie
 there.
 """
 
+import functools
 import queue
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -25,12 +28,14 @@ from isthmus.errors import FrameError, IsthmusError, LinkError
 from isthmus.plan.types import (
     Action,
     Arrived,
+    Carried,
     Done,
     Drop,
     Elapsed,
     Event,
     Facts,
     Interrupted,
+    Lane,
     Lost,
     Member,
     Message,
@@ -81,6 +86,9 @@ class Loop:
     _wake_s: float | None = field(default=None, init=False)
     _stop: Stop | None = field(default=None, init=False)
     _failure: LinkError | None = field(default=None, init=False)
+    _host: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="host")
+    )
 
     def run(self, step: int = 0, facts: Facts | None = None) -> Stop:
         """Work from a step on until the scheduler stops; a failure is raised."""
@@ -106,11 +114,9 @@ class Loop:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Run(work=work):
-                self.inbox.put(Done(work, self.actor.run(work)))
+                self._run(work)
             case Send(message=message):
-                tensors, ready = self.actor.tensors(message)
-                for to in message.to:
-                    self.wires[to].send(message, tensors, ready)
+                self._send(message)
             case Drop(message=message):
                 self.actor.drop(message)
             case Tell(fact=fact):
@@ -122,6 +128,31 @@ class Loop:
                 self._wake_s = at_s
             case Stop():
                 self._stop = action
+
+    def _run(self, work: Work) -> None:
+        if work.lane is Lane.HOST:
+            done = functools.partial(self._host_done, work)
+            self._host.submit(self.actor.run, work).add_done_callback(done)
+        else:
+            self.inbox.put(Done(work, self.actor.run(work)))
+
+    def _send(self, message: Message) -> None:
+        tensors, ready = self.actor.tensors(message)
+        for to in message.to:
+            if to == message.sender:
+                own = Delivery(message=message, tensors=tensors, travel_s=0.0, facts=Carried())
+                self.inbox.put(own)
+            else:
+                self.wires[to].send(message, tensors, ready)
+
+    def _host_done(self, work: Work, future: "Future[Facts | None]") -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            self.inbox.put(Done(work, future.result()))
+        else:
+            self.inbox.put(Failure(member=Member(""), error=error))
 
     def _next(self) -> Event:
         """The next event; waits for it, at most until the scheduler wants to be woken."""
@@ -157,6 +188,7 @@ class Loop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Send what is left and end the threads; after an error nobody may wait for a peer any more."""
+        self._host.shutdown(wait=error is None, cancel_futures=error is not None)
         for wire in self.wires.values():
             if error is None:
                 wire.close()

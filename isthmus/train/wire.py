@@ -45,7 +45,9 @@ from isthmus.wan.packet import Buffer, Packet
 _POLL_S: Final = 0.2
 _MAX_NUM_DIMENSIONS: Final = 3
 _MAX_SHOWN: Final = 200
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_BYTES: Final = {"uint8": torch.uint8}
+"""What the strategy has coded itself crosses as it is."""
+_NAMES: Final = {dtype: name for name, dtype in (DTYPES | _BYTES).items()}
 _RAW: Final = "raw"
 # The first is taken in first, so that a verdict need not wait until activations of the next step are decoded.
 _STREAMS: Final = {
@@ -60,6 +62,9 @@ _STREAMS: Final = {
     MessageKind.CREDIT: "facts",
     MessageKind.COVERED: "facts",
     MessageKind.IDS: "ids",
+    MessageKind.DELTA: "delta",
+    MessageKind.COMMIT: "commit",
+    MessageKind.STATE: "state",
 }
 _CARRIES_HIDDEN: Final = frozenset({MessageKind.ACTIVATION, MessageKind.EVALUATION, MessageKind.GRADIENT})
 
@@ -159,8 +164,8 @@ class Wire:
 
     def _send(self, message: Message, tensors: Mapping[str, Tensor], ready: Mark) -> None:
         started_s = steady_s()
-        integers = {name: one for name, one in tensors.items() if not one.is_floating_point()}
-        others = {name: one for name, one in tensors.items() if one.is_floating_point()}
+        others = {name: one for name, one in tensors.items() if one.dtype in _NAMES}
+        integers = {name: one for name, one in tensors.items() if name not in others}
         hidden, coded = None, None
         if self.cut is not None and message.kind in _CARRIES_HIDDEN and HIDDEN in others:
             hidden = others.pop(HIDDEN)
@@ -247,10 +252,11 @@ class Wire:
         tensors: dict[str, Tensor] = dict(integers)
         if others.keys() & {*integers, *([HIDDEN] if message.kind in _CARRIES_HIDDEN else [])}:
             raise FrameError("a message whose header lists a tensor twice")
-        for (name, (dtype, shape)), part in zip(others.items(), buffers[num_integers:], strict=True):
-            if math.prod(shape) * DTYPES[dtype].itemsize != part.numel():
+        for (name, (stored, shape)), part in zip(others.items(), buffers[num_integers:], strict=True):
+            kind = (DTYPES | _BYTES)[stored]
+            if math.prod(shape) * kind.itemsize != part.numel():
                 raise FrameError(f"a tensor of shape {shape} in {part.numel()} bytes")
-            tensors[name] = part.view(DTYPES[dtype]).view(shape)
+            tensors[name] = part.view(kind).view(shape)
         if message.kind in _CARRIES_HIDDEN:
             if self.cut is None:
                 raise FrameError(f"{message.name} crosses where no cut lies between")
@@ -301,7 +307,7 @@ class _Header(BaseModel):
     codecs: dict[Literal["hidden", "gradient"], str]
     facts: str | None
     integers: Any
-    tensors: dict[str, Annotated[tuple[_Dtype, _Shape], _LAX]]
+    tensors: dict[str, Annotated[tuple[_Dtype | Literal["uint8"], _Shape], _LAX]]
     hidden: Annotated[tuple[str, _Dtype, _Count, _Count], _LAX] | None
     """The codec, the type, and how many rows in how many parts; None without hidden states."""
 

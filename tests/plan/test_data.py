@@ -206,6 +206,7 @@ def specs(draw: st.DrawFn, *, min_clouds: int = 1) -> DataParallel:
         quorum=draw(st.integers(1, number)),
         grace_s=draw(st.sampled_from([0.0, 0.5, 5.0])),
         save_every_s=draw(st.sampled_from([None, 0.0, 4.0])),
+        gathers=draw(st.booleans()),
         wait_s=1e5,
     )
 
@@ -567,7 +568,12 @@ def test_what_belongs_to_an_older_view_is_ignored() -> None:
     scheduler.on(Joined(Member("c0")), 2.0)
     share = Share(cloud=0, since=0, until=2, num_tokens=2)
     stale = Message(
-        MessageKind.DELTA, 0, 0, Member("c0"), (Member("c1"),), Piece(view=0, share=share, num_shards=3)
+        MessageKind.DELTA,
+        0,
+        0,
+        Member("c0"),
+        (Member("c1"),),
+        Piece(view=0, share=share, shard=0, num_shards=3),
     )
     assert scheduler.on(Arrived(stale), 3.0) == ()
 
