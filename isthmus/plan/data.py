@@ -67,10 +67,12 @@ from isthmus.plan.types import (
     Member,
     Message,
     MessageKind,
+    Outcome,
     Priority,
     ScheduleError,
     Scheduler,
     Started,
+    Stop,
     Tell,
     Wake,
     Work,
@@ -106,6 +108,7 @@ class Rounds:
         self.has_new_state = False
         """Whether the outer parameters have been replaced, and the local ones not yet."""
         self.is_over = False
+        self.wants_stop = False
         self.accepted: list[tuple[int, Share]] = []
         """Shares of this cloud that are in the outer parameters now, with their rounds; for its scheduler."""
         self.current_view = 0
@@ -349,6 +352,7 @@ class Rounds:
             is_restarted=self._is_restarted,
             is_done=self._is_done,
             wants_state=wants_state,
+            wants_stop=self.wants_stop,
         )
 
     def _tell_primary(self) -> None:
@@ -364,6 +368,17 @@ class Rounds:
             self._tell_primary()
             self.go_on(now_s)
 
+    def ask_to_stop(self) -> None:
+        """Tell the primary that all clouds are to stop when they have saved."""
+        self.wants_stop = True
+        if self.views.is_installed:
+            self._tell_primary()
+
+    @property
+    def stops(self) -> bool:
+        """Whether all clouds stop once they have saved."""
+        return self._ruling.stops
+
     # The primary decides.
 
     def _rule(self, now_s: float) -> None:
@@ -372,9 +387,10 @@ class Rounds:
         is_open = (one for one in self._pieces if one >= self.committed and one not in self._closed)
         sent = {number: self._pieces[number] for number in sorted(is_open)}
         ruling = self.views.rule(self._ruling, sent, now_s)
-        if ruling.committed > self._ruling.committed and self._leader.is_save_due(now_s):
+        stops = ruling.stops or self.wants_stop or any(of.wants_stop for of in self.views.reports.values())
+        if ruling.committed > self._ruling.committed and (self._leader.is_save_due(now_s) or stops):
             self._leader.note_save(now_s)
-            ruling = replace(ruling, saves=ruling.committed)
+            ruling = replace(ruling, saves=ruling.committed, stops=stops)
         for at_s in self.views.new_deadlines_s:
             self._leader.act(Wake(at_s))
         if ruling != self._ruling:
@@ -556,7 +572,7 @@ class DataScheduler(Leader):
         self._since = [0] * spec.num_fragments
         self._num_tokens = [0] * spec.num_fragments
         """What this cloud's next share of each fragment holds: from which cursor on, and so many tokens."""
-        self._saved_rounds = 0
+        self._saved_rounds = self._saved_phase = 0
         self._blocked_s: float | None = None
 
     def _start(self, started: Started) -> None:
@@ -565,9 +581,12 @@ class DataScheduler(Leader):
             self._phase = self._evaluated = state.step
             self._mixed, self._taken = state.mixed, state.rounds
             self._since, self._num_tokens = list(state.since), list(state.num_tokens)
-            self._saved_rounds = state.rounds
+            self._saved_rounds, self._saved_phase = state.rounds, state.step
         self.step = 0 if state is None else state.cursor
         self._rounds.start(state, restarts=started.restarts)
+
+    def _interrupt(self) -> None:
+        self._rounds.ask_to_stop()
 
     def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:  # noqa: ARG002 - no time is needed
         match event:
@@ -628,8 +647,10 @@ class DataScheduler(Leader):
 
     def _save_if_due(self, now_s: float) -> None:
         rounds = self._rounds
-        if not rounds.can_be_saved(self._mixed) or rounds.ledger.applied <= self._saved_rounds:
+        is_new = rounds.ledger.applied > self._saved_rounds and self._phase > self._saved_phase
+        if not rounds.can_be_saved(self._mixed) or not is_new:
             return
+        self._saved_phase = self._phase
         self._saved_rounds = rounds.ledger.applied
         state = DataState(
             view=rounds.current_view,
@@ -642,7 +663,12 @@ class DataScheduler(Leader):
             since=tuple(self._since),
             num_tokens=tuple(self._num_tokens),
         )
-        self.save(rounds.ledger.applied, state, now_s)
+        self.save(self._phase, state, now_s)
+
+    def _saved(self, step: int) -> None:
+        if self._rounds.stops and step == self._saved_phase:
+            self.is_stopped = True
+            self.act(Stop(Outcome.INTERRUPTED, "every cloud has saved", step=step))
 
     # What to run.
 
@@ -710,7 +736,7 @@ class DataScheduler(Leader):
     def _keep_phase(self) -> None:
         """Continue from the newest boundary that another cloud has reached before this one."""
         self._taken = max(self._taken, self._rounds.committed)
-        reached = max(self._taken, self._rounds.opened)
+        reached = max(self._taken, self._rounds.opened if self._spec.adapts else 0)
         if reached:
             self._phase = max(self._phase, self._spec.due(reached - 1))
 
@@ -723,7 +749,7 @@ class DataScheduler(Leader):
         self.step = min(rounds.ledger.cursors[self._cloud])
         self._since = [self.step] * self._spec.num_fragments
         self._num_tokens = [0] * self._spec.num_fragments
-        self._saved_rounds = 0
+        self._saved_rounds = self._saved_phase = 0
         self._run(WorkKind.MIX, self._spec.num_rounds)
 
     def _run(self, kind: WorkKind, number: int) -> None:

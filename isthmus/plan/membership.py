@@ -58,6 +58,8 @@ class DataParallel:
     save_every_s: float | None = None
     gathers: bool = False
     """Whether each cloud sends its whole delta to all, which sum alike, instead of shards to owners."""
+    adapts: bool = True
+    """Whether a slower cloud runs fewer steps in a round; else the others wait, and all is reproducible."""
     evaluate_every: int | None = None
     num_validation_microbatches: int = 0
     on_partition: Literal["wait", "continue"] = "wait"
@@ -208,6 +210,7 @@ class Report(Facts):
     is_restarted: bool = False
     is_done: bool = False
     wants_state: bool = False
+    wants_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +239,8 @@ class Ruling(Facts):
     closed: Annotated[tuple[ClosedRound, ...], Field(max_length=MAX_OPEN_ROUNDS)] = ()
     committed: Count = 0
     saves: Count = 0
-    """The newest number of rounds of which all clouds save the state."""
+    """The newest number of rounds of which all clouds save the state, and whether they stop then."""
+    stops: bool = False
     is_over: bool = False
 
 

@@ -24,6 +24,7 @@ from isthmus.plan.types import (
     Event,
     Facts,
     Gathered,
+    Interrupted,
     Joined,
     Lost,
     Member,
@@ -107,6 +108,8 @@ class Leader(ABC):
                 self._count_saved(step)
             case Lost(member=member, final=True) if member in self.group:
                 self.fail(f"{member} of this cloud is lost")
+            case Interrupted():
+                self._interrupt()
             case Lost() | Joined() | Elapsed():
                 self._notice(event, now_s)
         if not self.is_stopped:
@@ -135,6 +138,9 @@ class Leader(ABC):
     @abstractmethod
     def _next(self, now_s: float) -> None:
         """Run what comes next, if nothing runs."""
+
+    def _interrupt(self) -> None:  # noqa: B027 - a strategy may do without
+        """Stop in order as soon as that can be."""
 
     def _saved(self, step: int) -> None:  # noqa: B027 - a strategy may do without
         """Take in that all ranks have saved a step."""

@@ -49,6 +49,7 @@ def spec(num_clouds: int, **more: Any) -> DataParallel:
         delay_steps=1,
         quorum=num_clouds,
         wait_s=60.0,
+        adapts=False,
     )
     return replace(bare, **more)
 
