@@ -98,10 +98,8 @@ class Leader(ABC):
             case Started():
                 self.step, self._begun_s, self._saved_s = event.step, now_s, now_s
                 self._start(event)
-            case Arrived(message=message) if message.kind is MessageKind.RECORD:
-                self._count_saved(message.step, message)
             case Arrived(message=message):
-                self._arrive(message)
+                self._take_in(message)
             case Done(work=work, facts=facts):
                 self._finish(work, facts, now_s)
             case Saved(step=step):
@@ -116,6 +114,12 @@ class Leader(ABC):
             self._next(now_s)
         actions, self._actions = tuple(self._actions), []
         return actions
+
+    def _take_in(self, message: Message) -> None:
+        if message.kind is MessageKind.RECORD:
+            self._count_saved(message.step, message)
+        else:
+            self._arrive(message)
 
     # What a strategy says.
 
