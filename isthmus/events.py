@@ -17,7 +17,9 @@ from isthmus.errors import UserError
 __version__ = "0.1.0"
 """The release, which all clouds of a run must share."""
 EVENTS_FOLDER: Final = "events"
-COMPUTE_KINDS: Final = frozenset({"forward", "backward", "evaluation", "optimize"})
+COMPUTE_KINDS: Final = frozenset(
+    {"forward", "backward", "evaluation", "optimize", "generate", "discriminate"}
+)
 """The kinds of spans in which a device is at work; `transfer` is another."""
 WAITING_KIND: Final = "data"
 """The kind of spans in which the first stage waits for its data."""

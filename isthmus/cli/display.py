@@ -14,7 +14,7 @@ from isthmus.cli.output import duration, percent, size
 from isthmus.units import shorten
 
 if TYPE_CHECKING:
-    from isthmus.observe.report import CodingError, Summary
+    from isthmus.observe.report import CodingError, FeedSummary, Summary
 
 _LINE_EVERY_S: Final = 2.0
 _LEAST_SHOWN_SHARE: Final = 0.005
@@ -124,6 +124,7 @@ def _figures(summary: "Summary") -> dict[str, str]:
     bits = summary.bits_per_element
     return {
         "loss": "" if first is None or last is None else f"{first:.3f} → {last:.3f}",
+        **({} if summary.feed is None else feed_figures(summary.feed)),
         "validation loss": ""
         if summary.validation_loss is None
         else f"{summary.validation_loss:.3f}{without}",
@@ -137,6 +138,14 @@ def _figures(summary: "Summary") -> dict[str, str]:
         "changed by coding, at the worst": ", ".join(map(_coding_error, summary.coding_errors)),
         "coding, beside the computation": _each(summary, "coding_share", 1),
         "waiting for data": _each(summary, "data_share", 1) if has_data else "",
+    }
+
+
+def feed_figures(feed: "FeedSummary") -> dict[str, str]:
+    """Return what a discriminator learnt, and how long it waited."""
+    return {
+        "accuracy": f"{feed.accuracy:.2%} in the last steps; calling all original: {feed.original_share:.2%}",
+        "waited for batches": duration(feed.waited_s),
     }
 
 

@@ -10,6 +10,7 @@ from typer import Option
 
 import isthmus
 from isthmus.cli import output
+from isthmus.cli.display import feed_figures
 from isthmus.cli.output import duration, percent, tabulate
 from isthmus.observe.draw import Drawing, Section, Table, draw_chart, draw_curve, to_html
 from isthmus.observe.report import Compared, Comparison
@@ -53,6 +54,19 @@ def _tables(found: Comparison) -> dict[str, Table]:
         "Bubble as planned": tabulate(
             found.bubble_split.items(),
             {"predicted bubble": lambda one: one[0], "share": lambda one: percent(one[1], digits=1)},
+        ),
+        "Generators": tabulate(
+            () if found.feed is None else found.feed.streams,
+            {
+                "generator": lambda one: one.cloud,
+                "tokens": lambda one: f"{one.num_tokens:,}",
+                "batches waiting": lambda one: f"{one.num_queued:.1f}",
+                "staleness": lambda one: f"{one.staleness:.1f}",
+            },
+        ),
+        "Discriminator": tabulate(
+            () if found.feed is None else feed_figures(found.feed).items(),
+            {"discriminator": lambda one: one[0], "": lambda one: one[1]},
         ),
         "Bytes a step": _compared_table("bytes a step", found.bytes_per_step, _size),
     }
@@ -130,6 +144,7 @@ def _facts(run: Path, found: Comparison) -> dict[str, Any]:
         },
         "bubble_split": dict(found.bubble_split),
         "losses": found.losses,
+        "feed": None if found.feed is None else asdict(found.feed),
     }
 
 

@@ -260,7 +260,8 @@ Strategy = Annotated[
 
 def why_not_run(kind: str) -> str | None:
     """Return why `isthmus run` cannot follow a strategy, None where it can; "auto" runs as a pipeline."""
-    return None if kind in ("auto", "pipeline") else f"strategy {kind!r} cannot be run yet"
+    can_run = ("auto", "pipeline", "generator-discriminator")
+    return None if kind in can_run else f"strategy {kind!r} cannot be run yet"
 
 
 class TrainSpec(Frozen):

@@ -1,6 +1,5 @@
 """The tasks a model can be trained for: transformers' class, its scores, and the target of each score."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -70,6 +69,17 @@ _HEADS: Final = (
 HEADS: Final[Mapping[str, Head]] = MappingProxyType({head.name: head for head in _HEADS})
 
 
+class _Detector(nn.Linear):
+    """The logit, behind a dense layer; the names of its own weights are those of transformers' classifier."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1)
+        self.dense = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(F.gelu(self.dense(hidden)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectionHead(Head):
     """Tells whether a token was replaced (1) or is the original (0): dense, activation, one logit."""
@@ -77,9 +87,7 @@ class DetectionHead(Head):
     def prepare(self, model: PreTrainedModel) -> None:
         for name, module in model.named_children():
             if isinstance(module, nn.Linear) and module.out_features == 1:
-                width = module.in_features
-                layers = {"dense": nn.Linear(width, width), "act": nn.GELU(), "logit": nn.Linear(width, 1)}
-                setattr(model, name, nn.Sequential(OrderedDict(layers)))
+                setattr(model, name, _Detector(module.in_features))
 
     def loss(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Binary cross-entropy in float32, summed over all tokens but padding."""

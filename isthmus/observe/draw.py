@@ -91,6 +91,10 @@ _LOOKS: Final = MappingProxyType(
         ),
         "evaluation": _Look(word="evaluation", colour="#cdd6df", mark="▒", style="black on white"),
         "optimize": _Look(word="update", colour="#8e4a9e", ink=PAPER, mark="█", style="magenta"),
+        "generate": _Look(word="generate", colour="#8ecae6", mark="░", style="black on cyan"),
+        "discriminate": _Look(
+            word="discriminate", colour="#2f6f9f", is_hatched=True, ink=PAPER, mark="▓", style="white on blue"
+        ),
         "transfer": _Look(word="under way", colour="#f4c95d", mark="─", style="yellow"),
         "encode": _CODING,
         "decode": _CODING,

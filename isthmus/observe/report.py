@@ -44,7 +44,16 @@ from isthmus.plan.simulated import simulate_scenario
 _NO_RUN: Final = "give the folder of a run, runs/<name>/<id>"
 _NUM_WARM_UP_STEPS: Final = 1
 _NUM_PREDICTED_STEPS: Final = 3
-_KINDS: Final = ("forward", "backward", "optimize", "encode", "transfer", "decode")
+_KINDS: Final = (
+    "forward",
+    "backward",
+    "generate",
+    "discriminate",
+    "optimize",
+    "encode",
+    "transfer",
+    "decode",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +182,7 @@ class Summary:
     ratio_to_float32: float | None = None
     ratio_to_bfloat16: float | None = None
     coding_errors: tuple[CodingError, ...] = ()
+    feed: "FeedSummary | None" = None
 
     @property
     def bubble(self) -> float | None:
@@ -213,6 +223,51 @@ def summarize(recorded: Recorded) -> Summary:
         ratio_to_float32=32 / bits if bits else None,
         ratio_to_bfloat16=16 / bits if bits else None,
         coding_errors=_coding_errors(recorded.values(MEASURED_KIND)),
+        feed=summarize_feed(recorded.values("feed")),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSummary:
+    """What came from one generator: its tokens, and the means over steps of its queue and staleness."""
+
+    cloud: str
+    num_tokens: int
+    num_queued: float
+    staleness: float
+    """By how many updates the stalest batch of a step was behind the newest that had arrived."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedSummary:
+    """What a discriminator told: its accuracy in the last tenth of all steps, and how long it waited."""
+
+    streams: tuple[StreamSummary, ...]
+    accuracy: float
+    original_share: float
+    """The accuracy of calling all tokens original."""
+    waited_s: float
+
+
+def summarize_feed(steps: Sequence[Mapping[str, Any]]) -> FeedSummary | None:
+    """Return what the steps of a discriminator say; None where there are none."""
+    if not steps:
+        return None
+    last = steps[-max(1, len(steps) // 10) :]
+
+    def means(key: str) -> list[float]:
+        return [statistics.fmean(values) for values in zip(*(one[key] for one in steps), strict=True)]
+
+    tokens = [sum(values) for values in zip(*(one["num_tokens"] for one in steps), strict=True)]
+    rows = zip(steps[-1]["clouds"], tokens, means("num_queued"), means("staleness"), strict=True)
+    return FeedSummary(
+        streams=tuple(
+            StreamSummary(cloud=cloud, num_tokens=number, num_queued=queued, staleness=staleness)
+            for cloud, number, queued, staleness in rows
+        ),
+        accuracy=statistics.fmean(one["accuracy"] for one in last),
+        original_share=statistics.fmean(one["original_share"] for one in last),
+        waited_s=sum(one["waited_s"] for one in steps),
     )
 
 
@@ -289,6 +344,7 @@ class Comparison:
     predicted_chart: Chart | None
     bubble_split: Mapping[str, float]
     """The predicted bubble by its causes, as the plan has it."""
+    feed: FeedSummary | None = None
 
     def error_of(self, kind: str) -> float | None:
         """Return the mean size of the errors of a kind over its tracks."""
@@ -319,6 +375,7 @@ def compare(recorded: Recorded) -> Comparison:
         measured_chart=_measured_chart(spans, clouds),
         predicted_chart=None if timeline is None else chart_of_step(timeline),
         bubble_split={name: share for name, share in split.items() if isinstance(share, int | float)},
+        feed=summarize_feed(recorded.values("feed")),
     )
 
 

@@ -108,6 +108,7 @@ class FeedStep(Facts):
     """What the discriminator tells at the end of a step; of its queues one value for each generator."""
 
     step: int
+    clouds: tuple[str, ...]
     num_batches: tuple[int, ...]
     """The batches of the step."""
     num_tokens: tuple[int, ...]
@@ -126,6 +127,7 @@ class GeneratorLost(Facts):
     """A generator does not take part until it returns; the discriminator has no batch from this number on."""
 
     generator: int
+    cloud: str
     next: int
     reason: str = ""
 
@@ -307,7 +309,9 @@ class DiscriminatorScheduler(Leader):
         queue = self._queues[index]
         queue.lost_s = now_s
         self.act(Wake(now_s + self._spec.wait_s))
-        self.act(Tell(GeneratorLost(generator=index, next=queue.arrived, reason=reason)))
+        self.act(
+            Tell(GeneratorLost(generator=index, cloud=queue.leader.cloud, next=queue.arrived, reason=reason))
+        )
 
     def _arrive(self, message: Message) -> None:
         index = self._spec.generator_of(message.sender.cloud)
@@ -402,6 +406,7 @@ class DiscriminatorScheduler(Leader):
         num_tokens = max(1, sum(queue.tokens_in_step for queue in queues))
         told = FeedStep(
             step=self.step - 1,
+            clouds=tuple(queue.leader.cloud for queue in queues),
             num_batches=tuple(queue.num_in_step for queue in queues),
             num_tokens=tuple(queue.tokens_in_step for queue in queues),
             num_queued=tuple(len(queue.tags) for queue in queues),

@@ -80,7 +80,6 @@ class Leader(ABC):
         self.step = 0
         self.num_tokens = 0
         self.num_targets = 0
-        """The tokens with a loss, where these are not all."""
         self._siblings = tuple(siblings)
         self._save_every_s = save_every_s
         self._to_end: deque[WorkKind] = deque()
@@ -207,11 +206,12 @@ class Leader(ABC):
             self._busy_s += sum(one.busy_s for one in reduced) / max(len(reduced), 1)
         if work.kind is not WorkKind.UPDATE:
             return False
+        updated = next((one for one in found if isinstance(one, Updated)), None)
         ended = StepEnded(
             step=self.step,
             loss=self._loss_sum / max(self.num_targets or self.num_tokens, 1),
             norm=self._norm,
-            learning_rate=next((one.learning_rate for one in found if isinstance(one, Updated)), 0.0),
+            learning_rate=0.0 if updated is None else updated.learning_rate,
             num_tokens=self.num_tokens,
             duration_s=now_s - self._begun_s,
             busy_s=(self._busy_s,),

@@ -234,6 +234,29 @@ def gathered(world: World, own: Facts) -> Gathered:
     return Gathered(of=(own,) if texts is None else tuple(unpack_facts(one, type(own)) for one in texts))
 
 
+class KeptBatches:
+    """The batches that no save of the discriminator covers, each in a row by its number."""
+
+    def __init__(self, max_kept: int, form: BatchForm) -> None:
+        self._rows = torch.zeros(max_kept, form.max_bytes, dtype=torch.uint8)
+        self._sizes = torch.zeros(max_kept, dtype=torch.int64)
+
+    def put(self, number: int, data: bytes) -> None:
+        """Keep a batch in the place of one that is covered."""
+        row = number % len(self._rows)
+        self._rows[row, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._sizes[row] = len(data)
+
+    def get(self, number: int) -> Tensor:
+        """A copy of a batch: its row may have another one before this one has left."""
+        row = number % len(self._rows)
+        return self._rows[row, : int(self._sizes[row])].clone()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a checkpoint holds of them, loaded in place."""
+        return {"feed/kept": self._rows, "feed/kept_sizes": self._sizes}
+
+
 class GeneratorActor:
     """Makes batches, keeps them, and trains the generator on them."""
 
@@ -242,19 +265,17 @@ class GeneratorActor:
         model: WholeModel,
         form: BatchForm,
         source: BatchSource,
+        kept: KeptBatches,
         *,
         seed: int,
         temperature: float,
-        max_kept: int,
     ) -> None:
         self._model = model
         self._form = form
         self._source = source
+        self._kept = kept
         self._seed = seed
         self._temperature = temperature
-        self.kept = torch.zeros(max_kept, form.max_bytes, dtype=torch.uint8)
-        """The batches that no save of the discriminator covers, each in the row of its number."""
-        self.kept_bytes = torch.zeros(max_kept, dtype=torch.int64)
 
     def run(self, work: Work) -> Facts | None:
         """Carry out a work."""
@@ -272,9 +293,7 @@ class GeneratorActor:
         """A batch that is kept; nothing else carries tensors."""
         if message.kind is not MessageKind.IDS:
             return {}, Mark()
-        row = message.item % len(self.kept)
-        # A copy: the row may have another batch before this one is on its way.
-        return {BATCH: self.kept[row, : int(self.kept_bytes[row])].clone()}, Mark()
+        return {BATCH: self._kept.get(message.item)}, Mark()
 
     def take(self, message: Message, tensors: Mapping[str, Tensor]) -> None:
         """Nothing that arrives has tensors."""
@@ -292,16 +311,14 @@ class GeneratorActor:
         parts = world.gather_bytes(_to_bytes(own))
         if parts is not None:
             data = _joined([_from_bytes(one) for one in parts]).pack(self._form)
-            row = work.item % len(self.kept)
-            self.kept[row, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self.kept_bytes[row] = len(data)
+            self._kept.put(work.item, data)
         return gathered(world, Generated(num_tokens=own.num_tokens))
 
     def _replace(self, batch: Batch, scores: Tensor, *, number: int) -> Corrupted:
         """Draw a token for each that is masked; one that is drawn as it was counts as original."""
         labels = batch.labels if batch.labels is not None else batch.ids
         is_masked = labels != IGNORED
-        logits = scores[is_masked.to(scores.device)].float() / self._temperature
+        logits = scores[is_masked.to(scores.device), : self._form.vocabulary_size].float() / self._temperature
         drawing = torch.Generator(logits.device)
         drawing.manual_seed(seed_from("replacements", self._seed, number, self._model.world.rank))
         # The largest share over an exponential number is as likely as its share.

@@ -12,6 +12,7 @@ from isthmus.events import COMPUTE_KINDS, MEASURED_KIND, EventLog, Span, steady_
 from isthmus.observe.timeline import shared_s, total_s, union
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.end_of_step import Evaluated, Note, StepEnded
+from isthmus.plan.feed import FeedStep, GeneratorLost
 from isthmus.plan.types import Facts, Member, Message
 from isthmus.wan.link import Link, LinkState
 
@@ -67,6 +68,11 @@ class Journal:
                 self._step_ended(fact)
             case Evaluated():
                 self._evaluated(fact)
+            case FeedStep():
+                self._log.fact("feed", asdict(fact))
+                self._tell("feed", asdict(fact))
+            case GeneratorLost():
+                self.note(f"generator {fact.cloud!r} is lost at batch {fact.next}: {fact.reason}")
             case Note(text=text):
                 self.note(text)
 

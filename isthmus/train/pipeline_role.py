@@ -45,6 +45,7 @@ class PipelineKind:
 
     config = PipelineConfig
     rejoins = False
+    chooses = True
 
     def clouds(self, job: Job) -> tuple[str, ...]:
         """The clouds in the order of their stages."""
@@ -53,6 +54,10 @@ class PipelineKind:
     def links(self, job: Job) -> Sequence[tuple[str, str]]:
         """The cuts."""
         return list(pairwise(stage_order(job)))
+
+    def data_job(self, job: Job, cloud: str) -> Job:  # noqa: ARG002 - all have one model
+        """The first cloud reads what the job says."""
+        return job
 
     def plan(self, job: Job, *, known: Job | None = None, source: CostSource) -> Plan | None:
         """The best cut, order, micro-batches and codecs, each with its reason."""

@@ -53,8 +53,11 @@ class Role(Protocol):
     def actor(self, observer: Observer, source: Source | None) -> Actor:
         """What computes, with the data of this member if it reads any."""
 
-    def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> Feed:
-        """The micro-batches of this member from a step on; asked for where the kind says that it reads."""
+    def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> Feed | None:
+        """The micro-batches of this member from a step on, where the kind says that it reads.
+
+        None where the actor reads by itself.
+        """
 
     def cut(self, peer: Member) -> CutEnd | None:
         """This end of the cut between two stages; None where tensors cross as they are."""
@@ -80,11 +83,18 @@ class RunKind(Protocol):
     def rejoins(self) -> bool:
         """Whether schedulers go on without a lost member and take it in again; else all form a new epoch."""
 
+    @property
+    def chooses(self) -> bool:
+        """Whether a plan may choose something, so that it is worth to measure first."""
+
     def clouds(self, job: Job) -> tuple[str, ...]:
         """All clouds in order; the first makes the run config and exports the model."""
 
     def links(self, job: Job) -> Sequence[tuple[str, str]]:
         """The links along which clouds agree; together they join all clouds."""
+
+    def data_job(self, job: Job, cloud: str) -> Job:
+        """The job with the model and the data of one cloud."""
 
     def plan(self, job: Job, *, known: Job | None = None, source: CostSource) -> Plan | None:
         """The plan for `known`, the job with what was measured; None where too little is known."""

@@ -193,7 +193,7 @@ def check_job(
     look_at_model(job)  # before tokens are made, which takes longer
     data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
-    if learn is not None and plans and may_plan(job, source):
+    if learn is not None and plans and kind.chooses and may_plan(job, source):
         known = learn(job)
         plan = kind.plan(job, known=known, source=source)
         decisions = kind.decide(job, decisions if plan is None else plan.decisions)

@@ -183,7 +183,8 @@ class _Session:
     def _open_data(self, run_id: str) -> TrainingData:
         run = join_run(self.options.root, self.job, run_id)
         tokens = tokens_of(self.job, root=self.options.root, note=self._note)
-        return open_data(self.job, tokenizer_folder=run / TOKENIZER_FOLDER, tokens=tokens)
+        job = self.kind.data_job(self.job, self.member.cloud)
+        return open_data(job, tokenizer_folder=run / TOKENIZER_FOLDER, tokens=tokens)
 
     def _config(self, data: TrainingData, run_id: str) -> RunConfig:
         """The run config, from the data and from what was planned when the run started."""
@@ -205,7 +206,9 @@ class _Session:
             cursor = None if state is None else state.cursor
             feed = None
             if data is not None:
-                feed = stack.enter_context(role.feed(data, step=start.step, cursor=cursor))
+                feed = role.feed(data, step=start.step, cursor=cursor)
+            if feed is not None:
+                stack.enter_context(feed)
             journal = stack.enter_context(self._journal(run, start, links))
             self._note_start(journal, role.built, start)
 

@@ -205,7 +205,7 @@ class Wire:
         coding_s = steady_s() - arrived_s
         if coded is not None:
             self._observe("decode", message, coded, arrived_s, arrived_s + coding_s)
-        if message.kind in _CARRIES_HIDDEN:
+        if message.kind in _CARRIES_HIDDEN or message.kind is MessageKind.IDS:
             self._span("transfer", message, sent_s, arrived_s, packet.payload_bytes)
         self.inbox.put(
             Delivery(

@@ -20,7 +20,14 @@ from isthmus.plan.types import Facts, Member, Message, Stop, Work
 from isthmus.train.build import BuiltStage
 from isthmus.train.data.samples import LabelledSequence, MaskedSamples, Pick
 from isthmus.train.device import Device, Mark
-from isthmus.train.generator import BatchForm, DiscriminatorActor, GeneratorActor, MaskedBatches, WholeModel
+from isthmus.train.generator import (
+    BatchForm,
+    DiscriminatorActor,
+    GeneratorActor,
+    KeptBatches,
+    MaskedBatches,
+    WholeModel,
+)
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.wire import Inbox, Wire
@@ -101,7 +108,7 @@ class Saved:
     facts: Facts | None
     tensors: dict[str, Tensor]
     moments: dict[str, Tensor]
-    kept: tuple[Tensor, ...]
+    kept: dict[str, Tensor]
 
 
 @dataclass
@@ -112,6 +119,7 @@ class Trainee:
     stage: Stage
     optimizer: Optimizer
     actor: Any
+    kept: KeptBatches | None = None
     record: Record = field(default_factory=Record)
     saves: list[Saved] = field(default_factory=list)
     stop: Stop | None = None
@@ -121,14 +129,14 @@ class Trainee:
         return {name: one.detach().clone() for name, one in self.stage.model.named_parameters()}
 
     def save(self, step: int, facts: Facts | None) -> None:
-        kept = (self.actor.kept, self.actor.kept_bytes) if hasattr(self.actor, "kept") else ()
+        kept = self.kept.tensors() if self.kept is not None else {}
         self.saves.append(
             Saved(
                 step,
                 facts,
                 self.parameters,
                 {name: one.clone() for name, one in self.optimizer.tensors().items()},
-                tuple(one.clone() for one in kept),
+                {name: one.clone() for name, one in kept.items()},
             )
         )
 
@@ -137,9 +145,8 @@ class Trainee:
             for name, one in self.stage.model.named_parameters():
                 one.copy_(saved.tensors[name])
         self.optimizer.load_tensors({name: one.clone() for name, one in saved.moments.items()})
-        if saved.kept:
-            self.actor.kept.copy_(saved.kept[0])
-            self.actor.kept_bytes.copy_(saved.kept[1])
+        for name, one in saved.kept.items():
+            self.kept.tensors()[name].copy_(one)  # type: ignore[union-attr]
 
 
 def trainee(spec: GeneratorDiscriminator, member: Member, loss_weights: Sequence[float] = ()) -> Trainee:
@@ -152,8 +159,9 @@ def trainee(spec: GeneratorDiscriminator, member: Member, loss_weights: Sequence
         leaders = [one.members[0] for one in spec.generators]
         weights = loss_weights or [1.0] * len(leaders)
         return Trainee(member, own, optimizer, DiscriminatorActor(model, FORM, leaders, loss_weights=weights))
-    actor = GeneratorActor(model, FORM, source(index), seed=index, temperature=1.0, max_kept=spec.max_kept)
-    return Trainee(member, own, optimizer, actor)
+    kept = KeptBatches(spec.max_kept, FORM)
+    actor = GeneratorActor(model, FORM, source(index), kept, seed=index, temperature=1.0)
+    return Trainee(member, own, optimizer, actor, kept)
 
 
 def train(

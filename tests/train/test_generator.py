@@ -182,7 +182,7 @@ def test_the_loss_of_the_discriminator_is_over_all_tokens_but_padding() -> None:
         float(F.binary_cross_entropy_with_logits(valid, truth)) * 5
     )
     assert int(output.num_correct) == int(((valid > 0) == truth.bool()).sum())
-    assert own.model.classifier[0].weight.shape == (16, 16)
+    assert own.model.classifier.dense.weight.shape == (16, 16)
 
 
 def test_tokens_are_drawn_by_their_shares_at_a_temperature() -> None:

@@ -1,0 +1,408 @@
+"""The role of a cloud in generator–discriminator pre-training: its own model, its own data, its schedule."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.job import DataSpec, GeneratorDiscriminatorStrategy, Job, ModelSpec
+from isthmus.job.codec import HiddenSpec
+from isthmus.job.sections import GeneratorSpec
+from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
+from isthmus.model.heads import DETECTION, HEADS
+from isthmus.model.random import seed_from
+from isthmus.model.stage import Stage
+from isthmus.plan.costs import CostSource
+from isthmus.plan.feed import (
+    FACTS,
+    MAX_KEPT,
+    DiscriminatorState,
+    GeneratorDiscriminator,
+    GeneratorState,
+    GeneratorStream,
+    feed_scheduler,
+)
+from isthmus.plan.plan import Decisions, Plan
+from isthmus.plan.types import Facts, Member, Scheduler
+from isthmus.train.build import Build, BuiltStage
+from isthmus.train.coding import CutEnd
+from isthmus.train.data.samples import Cursor, MaskedSamples
+from isthmus.train.data.tokenizer import token_values, vocabulary_size
+from isthmus.train.data.training_data import Source, TrainingData
+from isthmus.train.generator import (
+    BatchForm,
+    DiscriminatorActor,
+    GeneratorActor,
+    KeptBatches,
+    MaskedBatches,
+    WholeModel,
+)
+from isthmus.train.loop import Actor
+from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of
+from isthmus.train.wire import Observer
+
+_LAYERS: Final = "num_hidden_layers"
+# XLM-E's generator has 4 layers to the discriminator's 12, of the same width.
+_LAYER_SHARE: Final = 3
+_LEAST_KEPT: Final = 64
+_KEPT_BYTES: Final = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedConfig(RunConfig):
+    """What generators and discriminator agree on."""
+
+    kind: Literal["generator-discriminator"] = "generator-discriminator"
+    feed: GeneratorDiscriminator
+    form: BatchForm
+    tokenizer: str
+    """The digest of the vocabulary that all clouds must have."""
+    tokens: Mapping[str, Any] = field(default_factory=dict)
+    """What a fresh generator's configuration takes from the tokenizer."""
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The discriminator's members, then those of each generator."""
+        return self.feed.members
+
+
+def strategy_of(job: Job) -> GeneratorDiscriminatorStrategy:
+    """The strategy of a job that is run as this kind."""
+    if not isinstance(job.strategy, GeneratorDiscriminatorStrategy):
+        raise TypeError(f"a job of kind {job.strategy.kind!r} has no discriminator")
+    return job.strategy
+
+
+def clouds_of(job: Job) -> tuple[str, ...]:
+    """The discriminator's cloud, then those of the generators, in the order of the job."""
+    strategy, names = strategy_of(job), [cloud.name for cloud in job.cloud]
+    judge = job.cloud_named(strategy.discriminator_cloud or names[0]).name
+    for name in strategy.generators:
+        job.cloud_named(name)
+    return (judge, *(name for name in names if name != judge))
+
+
+def spec_of(job: Job, cloud: str) -> GeneratorSpec:
+    """What a generator has of its own."""
+    return strategy_of(job).generators.get(cloud, GeneratorSpec())
+
+
+def feed_of(job: Job, form: BatchForm) -> GeneratorDiscriminator:
+    """The schedule that a job asks for."""
+    strategy, (judge, *clouds) = strategy_of(job), clouds_of(job)
+    specs = [spec_of(job, name) for name in clouds]
+    weights = [one.size**strategy.size_exponent for one in specs]
+    quotas = shared_out(job.train.steps * strategy.batches, weights, given=[one.quota for one in specs])
+    streams = tuple(
+        GeneratorStream(members=(Member(name),), quota=quota, weight=weight)
+        for name, quota, weight in zip(clouds, quotas, weights, strict=True)
+    )
+    least = max(2 * strategy.batches, strategy.max_queued, _LEAST_KEPT)
+    return GeneratorDiscriminator(
+        discriminator=(Member(judge),),
+        generators=streams,
+        batches_per_step=strategy.batches,
+        max_queued=strategy.max_queued,
+        max_kept=max(least, min(MAX_KEPT, _KEPT_BYTES // form.max_bytes)),
+        save_every_s=job.checkpoint.every_s,
+        on_lost=strategy.on_lost,
+        wait_s=strategy.wait_s,
+    )
+
+
+def shared_out(total: int, weights: Sequence[float], *, given: Sequence[int | None]) -> list[int]:
+    """Batches of each generator: as given, or what is left by weight, and one at least."""
+    left = max(0, total - sum(one or 0 for one in given))
+    open_weight = sum(weight for weight, one in zip(weights, given, strict=True) if one is None)
+    ends, quotas = 0.0, []
+    for weight, one in zip(weights, given, strict=True):
+        start = round(ends)
+        ends += 0.0 if one is not None else left * weight / open_weight
+        quotas.append(one if one is not None else max(1, round(ends) - start))
+    return quotas
+
+
+def own_job(job: Job, cloud: str) -> Job:
+    """The job as one cloud sees it: a generator has a model and data of its own."""
+    judge, *_ = clouds_of(job)
+    if cloud == judge or job.model is None or job.data is None:
+        return job
+    spec = spec_of(job, cloud)
+    model = spec.model or strategy_of(job).generator or _smaller(job.model)
+    own = {"source": spec.source, "text_column": spec.text_column}
+    changes = {"pair_column": spec.pair_column, **{key: one for key, one in own.items() if one is not None}}
+    data = DataSpec.model_validate({**job.data.model_dump(), **changes, "validation_share": 0.0})
+    return job.model_copy(update={"model": model, "data": data})
+
+
+def _smaller(model: ModelSpec) -> ModelSpec:
+    """A model of the same configuration with a third of its layers."""
+    number = (model.config or {}).get(_LAYERS)
+    if not isinstance(number, int):
+        raise UserError(
+            f"the job has no [strategy.generator], and [model.config] has no {_LAYERS} to take a third of",
+            hint='write [strategy.generator] with source = "…" or a config',
+        )
+    return ModelSpec(config={**(model.config or {}), _LAYERS: max(1, number // _LAYER_SHARE)})
+
+
+def feed_blueprint(model: ModelSpec, tokens: Mapping[str, Any], *, is_generator: bool) -> Blueprint:
+    """A masked language model, or an encoder that tells which tokens were replaced."""
+    head, num_labels = (HEADS["masked-lm"], None) if is_generator else (DETECTION, 1)
+    if model.source is None:
+        return fresh_blueprint({**tokens, **(model.config or {})}, head=head, num_labels=num_labels)
+    return pretrained_blueprint(
+        model.source, head=head, num_labels=num_labels, trust_remote_code=model.trust_remote_code
+    )
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Two tokenizers with this digest mean the same by each id."""
+    known = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.special_tokens_map.items())]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+class FeedKind:
+    """Generators feed a discriminator; each cloud trains a model of its own."""
+
+    config = FeedConfig
+    rejoins = True
+    chooses = False
+
+    def clouds(self, job: Job) -> tuple[str, ...]:
+        """The discriminator's cloud, then those of the generators."""
+        return clouds_of(job)
+
+    def links(self, job: Job) -> Sequence[tuple[str, str]]:
+        """From the discriminator to each generator."""
+        judge, *clouds = clouds_of(job)
+        return [(judge, name) for name in clouds]
+
+    def data_job(self, job: Job, cloud: str) -> Job:
+        """The job with the data that a cloud reads."""
+        return own_job(job, cloud)
+
+    def plan(self, job: Job, *, known: Job | None = None, source: CostSource) -> Plan | None:  # noqa: ARG002
+        """The job leaves nothing open that a run needs."""
+        return None
+
+    def decide(self, job: Job, decisions: Decisions | None = None) -> Decisions:
+        """Refuse a job that cannot run."""
+        strategy, (judge, *clouds) = strategy_of(job), clouds_of(job)
+        _check(job, judge, clouds)
+        layout_of(job, strategy.batches)
+        return decisions or Decisions(
+            layers=(),
+            num_microbatches=strategy.batches,
+            max_in_flight=None,
+            recompute=job.train.recompute is True,
+            codecs=(),
+            reasons=() if strategy.discriminator_cloud else (f"discriminator: {judge}, the first cloud",),
+            offload_optimizer=job.train.offload_optimizer,
+            optimizer_bits=job.train.optimizer_bits,
+        )
+
+    def check(self, job: Job, known: Job, decisions: Decisions, blueprint: Blueprint) -> None:
+        """All that can be wrong with models is known once there are tokens."""
+
+    def check_data(self, job: Job, decisions: Decisions, data: TrainingData) -> None:  # noqa: ARG002
+        """Refuse a model that cannot be built, or does not know all tokens."""
+        size, tokens = vocabulary_size(data.tokenizer), token_values(data.tokenizer, {})
+        judge, *clouds = clouds_of(job)
+        for name in (judge, *clouds):
+            model = own_job(job, name).model
+            if model is None:
+                raise UserError("the job has no [model] section", hint="docs/job.md shows what it holds")
+            found = feed_blueprint(model, tokens, is_generator=name != judge)
+            if found.config.vocab_size < size:
+                raise UserError(
+                    f"the model of cloud {name!r} has {found.config.vocab_size} tokens, the tokenizer {size}",
+                    hint="name one tokenizer in data.tokenizer that all models know",
+                )
+
+    def reads(self, config: RunConfig, cloud: str) -> bool:
+        """Generators read."""
+        return of_feed(config).feed.generator_of(cloud) is not None
+
+    def config_of(
+        self, job: Job, decisions: Decisions, blueprint: Blueprint, data: TrainingData, *, run_id: str
+    ) -> FeedConfig:
+        """The run config, with the tokenizer of the first cloud."""
+        if job.data is None:
+            raise UserError("the job has no [data] section", hint="docs/job.md shows what it holds")
+        form = BatchForm(
+            num_sequences=layout_of(job, decisions.num_microbatches).num_sequences,
+            sequence_length=job.data.sequence_length,
+            vocabulary_size=vocabulary_size(data.tokenizer),
+            pad_id=data.pad_id,
+        )
+        return FeedConfig(
+            seed=job.seed,
+            run_id=run_id,
+            model=dict(data.facts.config),
+            recompute=decisions.recompute or job.train.recompute,
+            offload_optimizer=decisions.offload_optimizer,
+            optimizer_bits=8 if decisions.optimizer_bits == 8 else 32,
+            keeps_padding=blueprint.mixes_tokens,
+            feed=feed_of(job, form),
+            form=form,
+            tokenizer=vocabulary_digest(data.tokenizer),
+            tokens=token_values(data.tokenizer, {}),
+        )
+
+    def make(self, build: Build) -> "FeedRole":
+        """Build the model of this cloud."""
+        config, job = of_feed(build.config), own_job(build.job, build.cloud)
+        index = config.feed.generator_of(build.cloud)
+        if job.model is None:
+            raise UserError("the job has no [model] section", hint="docs/job.md shows what it holds")
+        tokens = config.model if index is None else config.tokens
+        blueprint = feed_blueprint(job.model, tokens, is_generator=index is not None)
+        if index is not None:
+            steps = math.ceil(
+                config.feed.generators[index].quota / config.feed.generators[index].batches_per_step
+            )
+            job = job.model_copy(update={"train": job.train.model_copy(update={"steps": steps})})
+        own = replace(build, job=job, blueprint=blueprint)
+        built = own.make(own.stage(range(blueprint.num_layers)))
+        return FeedRole(config, Member(build.cloud, build.world.rank), built, job=job)
+
+
+def of_feed(config: RunConfig) -> FeedConfig:
+    """The run config of this kind; another kind is the caller's mistake."""
+    if not isinstance(config, FeedConfig):
+        raise TypeError(f"a generator is built from the run config of its kind, not of {config.kind}")
+    return config
+
+
+def _check(job: Job, judge: str, clouds: Sequence[str]) -> None:
+    if job.model is None or job.data is None:
+        missing = "[data]" if job.data is None else "[model]"
+        raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
+    if not clouds:
+        raise UserError("generator and discriminator need two clouds", hint="add a [[cloud]] and a [[link]]")
+    if job.data.task != "masked-lm":
+        raise UserError(f"generators do not learn {job.data.task}", hint='set data.task to "masked-lm"')
+    linked = {frozenset(link.between): link for link in job.link}
+    for name in clouds:
+        link = linked.get(frozenset((judge, name)))
+        if link is None:
+            raise UserError(
+                f"no link joins generator {name!r} to the discriminator's cloud {judge!r}",
+                hint=f'add a [[link]] with between = ["{judge}", "{name}"]',
+            )
+        if not isinstance(link.boundary, HiddenSpec):
+            raise UserError(
+                f"no hidden states cross {link.name}, so it has no {link.boundary}",
+                hint="leave link.boundary out",
+            )
+    for cloud in job.cloud:
+        if cloud.ranks > 1:
+            raise UserError(
+                f"cloud {cloud.name!r} has {cloud.ranks} ranks, but models are trained by one each so far",
+                hint=f"set cloud.{cloud.name}.ranks to 1",
+            )
+    models = [own_job(job, name).model for name in (judge, *clouds)]
+    if any(one is not None and (one.lora is not None or one.frozen_layers) for one in models):
+        raise UserError(
+            "generator-discriminator trains whole models: neither adapters nor frozen layers are offered",
+            hint="leave model.lora and model.frozen_layers out",
+        )
+
+
+class FeedRole:
+    """One generator, or the discriminator."""
+
+    facts = FACTS
+
+    def __init__(self, config: FeedConfig, member: Member, built: BuiltStage, *, job: Job) -> None:
+        self.built = built
+        self._config = config
+        self._member = member
+        self._job = job
+        self._index = config.feed.generator_of(member.cloud)
+        self._kept = KeptBatches(config.feed.max_kept, config.form) if self._index is not None else None
+        self._batches: MaskedBatches | None = None
+
+    @property
+    def peers(self) -> Sequence[Member]:
+        """The leaders of the generators at the discriminator; that one elsewhere."""
+        feed = self._config.feed
+        return (
+            feed.discriminator[:1] if self._index is not None else [one.members[0] for one in feed.generators]
+        )
+
+    @property
+    def state(self) -> type[Facts]:
+        """What its scheduler saves."""
+        return DiscriminatorState if self._index is None else GeneratorState
+
+    def scheduler(self) -> Scheduler:
+        """The schedule of this member."""
+        return feed_scheduler(self._config.feed, self._member)
+
+    def actor(self, observer: Observer, source: Source | None) -> Actor:  # noqa: ARG002 - batches have numbers
+        """What trains the model of this cloud."""
+        config, index = self._config, self._index
+        seed = seed_from("generator", config.seed, index)
+        model = WholeModel(
+            self.built,
+            seed=config.seed if index is None else seed,
+            track=self._member.cloud,
+            on_span=observer.span,
+        )
+        if index is None:
+            leaders = [one.members[0] for one in config.feed.generators]
+            weights = [spec_of(self._job, one.cloud).loss_weight for one in leaders]
+            return DiscriminatorActor(model, config.form, leaders, loss_weights=weights)
+        if self._batches is None or self._kept is None:
+            raise ValueError("a generator computes once it has data")
+        temperature = strategy_of(self._job).temperature
+        return GeneratorActor(
+            model, config.form, self._batches, self._kept, seed=seed, temperature=temperature
+        )
+
+    def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> None:  # noqa: ARG002
+        """Read batches by their numbers; refuses another tokenizer."""
+        if self._index is None:
+            return
+        if vocabulary_digest(data.tokenizer) != self._config.tokenizer:
+            raise UserError(
+                f"generator {self._member.cloud!r} has another tokenizer than the discriminator",
+                hint="name one folder or name in data.tokenizer, the same for all clouds",
+            )
+        if not isinstance(data.samples, MaskedSamples):
+            raise TypeError("a generator reads what can be masked")
+        seed = seed_from("order", self._config.seed, self._index)
+        samples = replace(
+            data.samples,
+            seed=seed,
+            masked_share=strategy_of(self._job).masked_share,
+            to_mask_share=1.0,
+        )
+        self._batches = MaskedBatches(
+            samples=samples, seed=seed, num_sequences=self._config.form.num_sequences, pad_id=data.pad_id
+        )
+
+    def cut(self, peer: Member) -> CutEnd | None:  # noqa: ARG002
+        """No hidden states cross."""
+        return None
+
+    def extra(self) -> Mapping[str, Tensor]:
+        """The batches that the discriminator may ask for again."""
+        return {} if self._kept is None else self._kept.tensors()
+
+    def models(self) -> Mapping[str, Stage]:
+        """A whole model."""
+        folder = MODEL_FOLDER if self._index is None else f"generator-{self._member.cloud}"
+        return {folder: self.built.stage}
+
+    def describe(self, model: Path, data: TrainingData) -> str | None:  # noqa: ARG002
+        """The accuracy of the last steps stands in the report."""
+        return None
