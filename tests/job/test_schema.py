@@ -49,8 +49,12 @@ def unknown_keys(value: object, node: Any) -> Iterator[str]:
                 yield from unknown_keys(entry, one.get("items", {}))
     elif isinstance(value, dict) and not any(one.get("additionalProperties") is True for one in nodes):
         known = {key: inner for one in nodes for key, inner in one.get("properties", {}).items()}
+        by_any_name = [extra for one in nodes if isinstance(extra := one.get("additionalProperties"), dict)]
         for key, inner in value.items():
-            yield from unknown_keys(inner, known[key]) if key in known else [key]
+            if by_any_name and key not in known:
+                yield from unknown_keys(inner, by_any_name[0])
+            else:
+                yield from unknown_keys(inner, known[key]) if key in known else [key]
 
 
 def all_properties() -> Iterator[tuple[str, Any]]:

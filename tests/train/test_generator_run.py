@@ -1,0 +1,82 @@
+"""A whole run of generators and a discriminator: processes, sockets, an emulated WAN, exported models."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+
+import isthmus
+from isthmus.errors import UserError
+from isthmus.job import Job, load_job
+from isthmus.observe.report import read_run, summarize
+from isthmus.plan.costs import nothing_measured
+from isthmus.train.generator_role import FeedKind, clouds_of, own_job, shared_out
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "generator-discriminator.toml"
+
+
+def job(*overrides: str) -> Job:
+    return load_job(EXAMPLE, overrides=overrides)
+
+
+@pytest.mark.slow
+def test_the_example_runs_and_its_models_are_loaded_by_transformers(tmp_path: Path) -> None:
+    run = isthmus.run(job("train.steps=30"), runs=tmp_path).run
+    summary = summarize(read_run(run))
+    assert summary.num_steps == 30
+    assert summary.first_loss is not None
+    assert summary.last_loss is not None
+    assert summary.last_loss < summary.first_loss
+    feed = summary.feed
+    assert feed is not None
+    assert [one.cloud for one in feed.streams] == ["english", "esperanto"]
+    assert 0.7 < feed.original_share < 0.95
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    ids = tokenizer("La juna hundo dormas.", return_tensors="pt")
+    encoder = AutoModel.from_pretrained(run / "model")
+    assert encoder(**ids).last_hidden_state.shape[-1] == 128
+    for name in ("english", "esperanto"):
+        generator = AutoModelForMaskedLM.from_pretrained(run / f"generator-{name}")
+        assert generator(**ids).logits.shape[-1] == generator.config.vocab_size
+    assert summary.num_bytes < 2 * sum(one.num_tokens for one in feed.streams)
+    assert asdict(isthmus.report(run).comparison)["feed"]["accuracy"] == pytest.approx(feed.accuracy)
+
+
+def test_generators_share_batches_by_the_size_of_their_data() -> None:
+    assert shared_out(10, [3.0, 1.0], given=[None, None]) == [8, 2]
+    assert shared_out(100, [1.0, 1.0, 2.0], given=[None, 40, None]) == [20, 40, 40]
+    assert sum(shared_out(601, [1.0, 2.0, 4.0], given=[None] * 3)) == 601
+
+
+def test_a_generator_has_a_third_of_the_layers_and_data_of_its_own() -> None:
+    small = own_job(job("model.config.num_hidden_layers=9"), "esperanto")
+    assert small.data is not None
+    assert small.data.text_column == "translation"
+    assert small.data.pair_column is None
+    tables = job().tables()
+    strategy = {key: one for key, one in tables["strategy"].items() if key != "generator"}  # type: ignore[attr-defined]
+    without = own_job(Job.from_tables({**tables, "strategy": strategy}), "english")
+    assert without.model is not None
+    assert without.model.config is not None
+    assert without.model.config["num_hidden_layers"] == 1
+    assert clouds_of(job())[0] == "judge"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("cloud.english.ranks=2", "cloud.english.ranks"),
+        ("model.frozen_layers=1", "frozen"),
+        ("strategy.discriminator_cloud=english", "link"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_cure(override: str, key: str) -> None:
+    with pytest.raises(UserError) as found:
+        FeedKind().decide(job(override))
+    assert key in f"{found.value.message} {found.value.hint}"
+    assert found.value.hint
+
+
+def test_nothing_is_planned_before_a_run() -> None:
+    assert FeedKind().plan(job(), source=nothing_measured) is None
