@@ -3,14 +3,16 @@
 from isthmus.job.codec import CodecSpec, gradient_codec, parse_codec
 from isthmus.job.fields import Address, parse_address
 from isthmus.job.load import dump_job, load_job, update_job_file
-from isthmus.job.network import CloudSpec, CodecSpecs, LinkSpec
 from isthmus.job.rundir import create_run_directory
 from isthmus.job.sections import (
     AutoStrategy,
     CheckpointSpec,
+    CloudSpec,
+    CodecSpecs,
     DataSpec,
     DataStrategy,
     GeneratorDiscriminatorStrategy,
+    LinkSpec,
     ModelSpec,
     PipelineStrategy,
     TrainSpec,

@@ -24,13 +24,14 @@ from isthmus.job.mistakes import (
     entry_name,
     link_pair,
 )
-from isthmus.job.network import CloudSpec, LinkSpec
 from isthmus.job.sections import (
     AcceleratorSpec,
     AutoStrategy,
     CheckpointSpec,
+    CloudSpec,
     DataSpec,
     LimitsSpec,
+    LinkSpec,
     ModelSpec,
     PipelineStrategy,
     Strategy,
@@ -49,20 +50,6 @@ class KeyRole(enum.Enum):
 
 
 _ROLES: Final = {
-    # The plan is a part of the run, so all that it was made from is part of the meaning.
-    KeyRole.MEANING: """
-        name seed
-        model.source model.config model.frozen_layers model.lora.r model.lora.alpha model.lora.targets
-        data.source data.sequence_length data.task data.tokenizer data.text_column data.pair_column
-        data.label_column data.validation_source data.validation_share
-        cloud.name cloud.ranks link.between link.boundary
-        strategy.kind strategy.microbatches strategy.max_in_flight strategy.policy strategy.clouds
-        strategy.layers strategy.windows strategy.inner_steps strategy.fragments strategy.bits
-        strategy.generator strategy.generators strategy.discriminator_cloud strategy.batches
-        strategy.masked_share strategy.temperature strategy.size_exponent
-        train.batch_tokens train.learning_rate train.warmup_share train.decay train.weight_decay
-        train.max_norm train.precision train.optimizer_bits
-    """,
     KeyRole.OPERATION: """
         model.cache_frozen model.trust_remote_code model.lora.merge
         cloud.device cloud.sharding cloud.memory cloud.flops cloud.accelerator cloud.listen
@@ -80,7 +67,8 @@ _ROLES: Final = {
     """,
 }
 KEY_ROLES: Final = MappingProxyType({key: role for role, keys in _ROLES.items() for key in keys.split()})
-"""The role of every key of a job, by its name in the file; a table whose keys have one role is one entry."""
+"""The role of keys and tables by their names in the file. All others are part of the meaning, since a plan is
+a part of the run, and so is all that it was made from."""
 
 
 class Change(NamedTuple):
@@ -106,15 +94,16 @@ def keys_of(tables: Tables, *roles: KeyRole) -> dict[str, object]:
         found["the order of clouds"] = [entry_name("cloud", one) for one in entries(tables, "cloud")]
 
     def visit(key: str, name: str, value: object) -> None:
-        if key in KEY_ROLES:
-            if KEY_ROLES[key] in roles:
-                found[name] = value
-        elif isinstance(value, dict):
+        role = KEY_ROLES.get(key)
+        if role is None and isinstance(value, dict):
             for inner, one in value.items():
                 visit(f"{key}.{inner}", f"{name}.{inner}", one)
-        elif isinstance(value, list):
-            for one in value:
-                visit(key, f"{name}.{entry_name(key, one)}", one)
+        elif role is None and key in ("cloud", "link"):
+            for one in entries(tables, key):
+                for inner, part in one.items():
+                    visit(f"{key}.{inner}", f"{name}.{entry_name(key, one)}.{inner}", part)
+        elif (role or KeyRole.MEANING) in roles:
+            found[name] = value
 
     for section, value in tables.items():
         visit(section, section, value)

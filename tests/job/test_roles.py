@@ -1,4 +1,4 @@
-"""Every key of a job has a role: it changes what a run means, how it is operated, or only one site."""
+"""A key of a job changes what a run means, unless it is one of operation or of a site."""
 
 import json
 import re
@@ -37,15 +37,8 @@ def keys_of(node: Any, prefix: str = "") -> Iterator[str]:
             yield from keys_of(table, f"{prefix}{key}.")
 
 
-def test_every_key_of_the_schema_has_a_role_and_no_other_has() -> None:
-    assert set(keys_of(SCHEMA)) == set(KEY_ROLES)
-
-
-def test_the_walk_over_the_schema_goes_into_every_table() -> None:
-    """Else a new key of a table that it leaves out would pass without a role."""
-    found = set(keys_of(SCHEMA))
-    assert {"seed", "cloud.listen", "link.codec", "model.lora.r", "train.steps", "strategy.layers"} <= found
-    assert not any(key in KEY_ROLES for key in ("cloud", "link", "model", "model.lora", "train", "strategy"))
+def test_only_keys_of_the_schema_have_roles() -> None:
+    assert set(KEY_ROLES) <= set(keys_of(SCHEMA))
 
 
 def test_the_page_lists_the_keys_of_operation() -> None:
