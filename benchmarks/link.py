@@ -12,6 +12,7 @@ import os
 import socket
 import ssl
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -248,6 +249,17 @@ def _grpc_options() -> list[tuple[str, int]]:
     return [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
+def _tls_context(identity: Identity, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=identity.authority_pem.decode())
+    with tempfile.TemporaryDirectory() as folder:
+        chain = Path(folder, "chain.pem")
+        chain.write_bytes(identity.key_pem + identity.certificate_pem)
+        context.load_cert_chain(chain)
+    return context
+
+
 def tls_receiver(pipe: Connection, *, identity: Identity, duration_s: float) -> None:
     """A plain TLS socket."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -255,7 +267,7 @@ def tls_receiver(pipe: Connection, *, identity: Identity, duration_s: float) -> 
         plain, _ = listener.accept()
         meter = Meter(0.5, duration_s)
         buffer = bytearray(MESSAGE_BYTES)
-        with identity.ssl_server_context().wrap_socket(plain, server_side=True) as secure:
+        with _tls_context(identity, ssl.PROTOCOL_TLS_SERVER).wrap_socket(plain, server_side=True) as secure:
             while not meter.count(secure.recv_into(buffer)):
                 continue
     pipe.send(meter.bytes_per_s)
@@ -265,7 +277,7 @@ def tls_sender(pipe: Connection, *, identity: Identity) -> None:
     """The other end."""
     plain = socket.create_connection(("127.0.0.1", pipe.recv()))
     data = os.urandom(MESSAGE_BYTES)
-    context = identity.ssl_client_context()
+    context = _tls_context(identity, ssl.PROTOCOL_TLS_CLIENT)
     with (
         contextlib.suppress(OSError, ssl.SSLError),
         context.wrap_socket(plain, server_hostname=server_name("east", 0)) as secure,

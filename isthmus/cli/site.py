@@ -1,11 +1,11 @@
 """The commands of an operator at one site: `isthmus certs`, `isthmus doctor` and `isthmus gateway`."""
 
-import asyncio
 import json
 import logging
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -258,10 +258,10 @@ def gateway(
     def say(text: str, facts: Mapping[str, object]) -> None:
         typer.echo(json.dumps(facts) if as_json else text)
 
-    asyncio.run(_serve(loaded, spec, identity, _place(bind, spec.listen), say))
+    _serve(loaded, spec, identity, _place(bind, spec.listen), say)
 
 
-async def _serve(job: Job, spec: CloudSpec, identity: "Identity", place: tuple[str, int], say: Say) -> None:
+def _serve(job: Job, spec: CloudSpec, identity: "Identity", place: tuple[str, int], say: Say) -> None:
     from isthmus.wan.endpoint import num_connections
     from isthmus.wan.gateway import Gateway
 
@@ -273,21 +273,16 @@ async def _serve(job: Job, spec: CloudSpec, identity: "Identity", place: tuple[s
         count = f"{change.num_registered} of {spec.ranks} ranks"
         say(f"rank {change.rank} {event}{at} ({count})", {"event": event, **where, **facts})
 
-    stop = asyncio.Event()
+    stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    served = Gateway(
-        identity=identity,
-        num_ranks=spec.ranks,
-        num_expected=spec.ranks * num_connections(job, spec.name),
-        on_change=tell,
-    )
-    try:
-        address = await served.start(*place)
-        say(f"gateway of {spec.name} listens at {address}", {"event": "listening", "address": str(address)})
-        await stop.wait()
-    finally:
-        await served.close()
+        signal.signal(number, lambda *_: stop.set())
+    num_expected = spec.ranks * num_connections(job, spec.name)
+    with Gateway(
+        *place, identity=identity, num_ranks=spec.ranks, num_expected=num_expected, on_change=tell
+    ) as served:
+        facts = {"event": "listening", "address": str(served.address)}
+        say(f"gateway of {spec.name} listens at {served.address}", facts)
+        stop.wait()
 
 
 def _place(bind: str | None, listen: Address) -> tuple[str, int]:

@@ -12,7 +12,6 @@ The operator holds `authority.key` and signs; each cloud makes its own key, whic
 import hashlib
 import os
 import re
-import ssl
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,22 +43,8 @@ CLOUD_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 # A cloud whose clock is a little behind must accept what was signed a moment ago.
 _CLOCK_SKEW = timedelta(minutes=5)
 _MAX_FILE_BYTES = 65536
-_SERVER_NAME = re.compile(
-    rf"(rank-(?:0|[1-9][0-9]{{0,8}})|gateway)\.({CLOUD_NAME.pattern})\.isthmus", re.ASCII
-)
 _Parsed = TypeVar("_Parsed")
 Kind = Literal["authority", "cloud", "request"]
-
-
-def gateway_name(cloud: str) -> str:
-    """Return the TLS server name of a cloud's gateway itself."""
-    return f"gateway.{cloud}.isthmus"
-
-
-def parse_server_name(text: str) -> tuple[str, str] | None:
-    """Return the cloud and the part of it that is meant (`rank-3`, `gateway`), or None for any other name."""
-    match = _SERVER_NAME.fullmatch(text)
-    return (match[2], match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,30 +56,10 @@ class Identity:
     certificate_pem: bytes
     authority_pem: bytes
 
-    def ssl_server_context(self) -> ssl.SSLContext:
-        """Return a context that accepts only clients whose certificate our authority signed."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.verify_mode = ssl.CERT_REQUIRED
-        return self._load_into(context)
-
-    def ssl_client_context(self) -> ssl.SSLContext:
-        """Return a context that shows our certificate and checks the server's authority and name."""
-        return self._load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-
     def secret(self, purpose: str) -> bytes:
         """Return a secret that only holders of the cloud's private key can know, another for each purpose."""
         derivation = HKDF(algorithm=SHA256(), length=32, salt=None, info=f"isthmus {purpose}".encode())
         return derivation.derive(self.key_pem)
-
-    def _load_into(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_verify_locations(cadata=self.authority_pem.decode())
-        # The ssl module reads keys from files only; this folder is ours alone and gone on return.
-        with tempfile.TemporaryDirectory(prefix="isthmus-") as folder:
-            chain = Path(folder, "chain.pem")
-            _write(chain, self.key_pem + self.certificate_pem, mode=0o600)
-            context.load_cert_chain(chain)
-        return context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from isthmus.plan.types import Member
 from isthmus.wan.certificates import Identity
 from isthmus.wan.exchange import FIRST_STRIPE, LinkSettings
 from isthmus.wan.flight import LARGE_BYTES
-from isthmus.wan.gateway import Entry, Registration
+from isthmus.wan.gateway import Registration
 from isthmus.wan.handshake import Hello, mismatch, name_of, server_name
 from isthmus.wan.link import Connection, Dial, Link
 from isthmus.wan.sockets import ConnectionLimiter, own_address, try_to_bind
@@ -152,7 +152,7 @@ class Endpoint:
         for link in self._all_links():
             link.close()
         if self._registration is not None:
-            self._loop.run(self._registration.close())
+            self._registration.close()
         if self._listener is not None:
             self._loop.run(self._listener.close())
 
@@ -186,9 +186,11 @@ class Endpoint:
 
     def _register(self, gateway: Address) -> None:
         log.info("%s registers at its gateway %s", name_of(self.here), gateway)
-        entry = Entry(rank=self.here.rank, address=Address(host=_host_seen_by(gateway), port=self.port or 0))
-        self._registration = Registration(gateway, identity=self._identity, entry=entry)
-        self._loop.run(self._registration.start())
+        address = Address(host=_host_seen_by(gateway), port=self.port or 0)
+        self._registration = Registration(
+            gateway, identity=self._identity, rank=self.here.rank, address=address
+        )
+        self._registration.wait()
 
     def _listen(self, bind: Address) -> None:
         limiter = ConnectionLimiter(

@@ -42,6 +42,8 @@ class LinkSettings:
     stream_window_bytes: int = 64 * 1024 * 1024
     bandwidth_bps: float | None = None
     rtt_s: float | None = None
+    carries_packets: bool = True
+    """Without packets, only the control connection is opened."""
 
 
 class Exchange:

@@ -15,6 +15,7 @@ from isthmus.events import __version__
 from isthmus.job.fields import Address
 from isthmus.job.spec import disagreement
 from isthmus.plan.types import Member
+from isthmus.wan.certificates import CLOUD_NAME
 from isthmus.wan.packet import PROTOCOL_VERSION
 
 EXIT_LOST: Final = 75
@@ -48,10 +49,17 @@ _UNNAMED = "of an early release"
 _WRONG_DOOR = "look whether `listen`, and what forwards its port, lead to that cloud and its gateway"
 VERSION_KEY = _PREFIX + "version"
 MAX_NUM_LANES = 66
+GATEWAY_RANK: Final = 10**9
+"""Stands for the gateway of a cloud, where a rank is named."""
+_SERVER_NAME = re.compile(
+    rf"(?:rank-(0|[1-9][0-9]{{0,8}})|gateway)\.({CLOUD_NAME.pattern})\.isthmus", re.ASCII
+)
 
 
 def name_of(member: Member) -> str:
     """A member as messages and logs name it."""
+    if member.rank == GATEWAY_RANK:
+        return f"the gateway of {member.cloud}"
     return f"{member.cloud} rank {member.rank}"
 
 
@@ -74,6 +82,8 @@ class Hello:
     peer_rank: _Number = 0
     session: _Text = ""
     lane: _Number = 0
+    address: _Text = ""
+    """Where a rank listens, if it registers at its gateway."""
 
     @property
     def sender(self) -> Member:
@@ -129,6 +139,10 @@ def mismatch(here: Hello, there: Hello) -> str | None:
             f"{there.who} runs Isthmus {_release(there)}, {here.who} runs {_release(here)}: "
             "install the same release at both"
         )
+    if there.who != here.whom:
+        return f"{here.who} has dialled {here.whom}, and {there.who} has answered: {_WRONG_DOOR}"
+    if there.whom != here.who:
+        return f"{there.who} has dialled {there.whom} and reached {here.who}: {_WRONG_DOOR}"
     if there.job_digest != here.job_digest:
         told = f"{{key}} is {{there}} at {there.cloud} and {{here}} at {here.cloud}"
         return (
@@ -139,10 +153,6 @@ def mismatch(here: Hello, there: Hello) -> str | None:
         return (
             f"{there.who} is in epoch {there.epoch}, {here.who} in epoch {here.epoch}: restart the older one"
         )
-    if there.who != here.whom:
-        return f"{here.who} has dialled {here.whom}, and {there.who} has answered: {_WRONG_DOOR}"
-    if there.whom != here.who:
-        return f"{there.who} has dialled {there.whom} and reached {here.who}: {_WRONG_DOOR}"
     if not 0 <= there.lane < MAX_NUM_LANES:
         return f"{there.who} asks for connection number {there.lane}, beyond {MAX_NUM_LANES - 1}"
     return None
@@ -153,8 +163,14 @@ def _release(hello: Hello) -> str:
 
 
 def server_name(cloud: str, rank: int) -> str:
-    """Return the TLS server name of one rank of a cloud."""
-    return f"rank-{rank}.{cloud}.isthmus"
+    """Return the TLS server name of one rank of a cloud, or of its gateway."""
+    return f"{'gateway' if rank == GATEWAY_RANK else f'rank-{rank}'}.{cloud}.isthmus"
+
+
+def parse_server_name(text: str) -> Member | None:
+    """Return the rank or gateway that a server name means, or None for any other name."""
+    match = _SERVER_NAME.fullmatch(text)
+    return match and Member(match[2], int(match[1] or GATEWAY_RANK))
 
 
 MAX_HELLO_BYTES: Final = 16_384

@@ -112,12 +112,14 @@ class Link(Exchange):
         self._here = hello.who
         self._on_abort = on_abort
         self._dials = dial is not None
-        self._peer_session: str | None = None
+        self.peer_session: str | None = None
         self._is_known = False
         self._is_hasty = False
         self._lanes: dict[int, _Lane] = {}
         self._complaints = Complaints(log)
-        self._met, self._ended, self._parted, self._idle = (asyncio.Event() for _ in range(4))
+        self._met, self._parted, self._idle = (asyncio.Event() for _ in range(3))
+        self.ended = asyncio.Event()
+        """Set on the event loop when the link has failed or finished."""
         self._idle.set()
         self._running: Future[None] = loop.submit(self._run(dial))
 
@@ -161,13 +163,13 @@ class Link(Exchange):
         """Why a connection of the peer must be turned down, or None; the first fixes the peer's session."""
         if self.failure is not None and not self._needs(hello.lane):
             return f"{self._here} has ended its link: {self.failure.message}"
-        if self._peer_session not in (None, hello.session):
+        if self.peer_session not in (None, hello.session):
             # A process that has ended leaves no control connection, and one that is silent is hung up.
             if CONTROL_LANE in self._lanes:
                 return f"{self._peer} is already connected to {self._here}: end one of its two processes"
             self._lose("has restarted")
             return f"{self._peer} has restarted while {self._here} has not: restart both"
-        self._peer_session = hello.session
+        self.peer_session = hello.session
         # It must be missed even if it vanishes before its connection is used.
         self.heartbeat.heard()
         self._met.set()
@@ -198,7 +200,8 @@ class Link(Exchange):
 
     async def _run(self, dial: Dial | None) -> None:
         """The link's whole life on the event loop; when it is over, nothing of it is left there."""
-        lanes = range(FIRST_STRIPE + self.settings.num_stripes) if dial is not None else ()
+        num_lanes = FIRST_STRIPE + self.settings.num_stripes if self.settings.carries_packets else 1
+        lanes = range(num_lanes if dial is not None else 0)
         keeping = [asyncio.ensure_future(self._keep(number, dial)) for number in lanes if dial is not None]
         for task in keeping:
             task.add_done_callback(self._end_if_broken)
@@ -306,7 +309,7 @@ class Link(Exchange):
         """Judge by progress: silence on all connections is a lost peer, on one a broken connection."""
         timeout_s = self.settings.heartbeat_timeout_s
         while self.failure is None:
-            await _wait_for(self._ended, min(timeout_s / 20, 0.25))
+            await _wait_for(self.ended, min(timeout_s / 20, 0.25))
             if self.heartbeat.is_lost:
                 self._lose(f"has been silent for {timeout_s:g} s")
             self._hang_up_stalled()
@@ -439,7 +442,7 @@ class Link(Exchange):
         for lane in self._lanes.values():
             lane.wake.set()
         if self.failure is not None:
-            self._ended.set()
+            self.ended.set()
 
 
 async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:

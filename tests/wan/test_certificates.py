@@ -2,7 +2,6 @@ import os
 import re
 import shutil
 import ssl
-import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,19 +16,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import CertificateError
+from isthmus.plan.types import Member
 from isthmus.wan.certificates import (
-    Identity,
-    gateway_name,
     inspect_folder,
     key_fingerprint,
     make_authority,
     make_request,
-    parse_server_name,
     read_identity,
     sign_request,
     throwaway,
 )
-from isthmus.wan.handshake import server_name
+from isthmus.wan.handshake import GATEWAY_RANK, parse_server_name, server_name
+from tests.wan.tls import client_context, server_context
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 LABEL = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)
@@ -89,8 +87,9 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> di
 
 @given(cloud=LABEL, rank=st.integers(0, 10**6))
 def test_server_names_parse_back(cloud: str, rank: int) -> None:
-    assert parse_server_name(server_name(cloud, rank)) == (cloud, f"rank-{rank}")
-    assert parse_server_name(gateway_name(cloud)) == (cloud, "gateway")
+    assert parse_server_name(server_name(cloud, rank)) == Member(cloud, rank)
+    assert parse_server_name(f"gateway.{cloud}.isthmus") == Member(cloud, GATEWAY_RANK)
+    assert server_name(cloud, GATEWAY_RANK) == f"gateway.{cloud}.isthmus"
 
 
 @pytest.mark.parametrize(
@@ -375,26 +374,26 @@ def test_renewal_keeps_the_key(folder: Path) -> None:
 
 def test_both_ends_know_each_other(made: Path) -> None:
     east, west = read_identity(made, "east"), read_identity(made, "west")
-    for name in (server_name("east", 0), server_name("east", 4095), gateway_name("east"), "east.isthmus"):
-        seen = shake_hands(east.ssl_server_context(), west.ssl_client_context(), name)
+    for name in (server_name("east", 0), server_name("east", GATEWAY_RANK), "east.isthmus"):
+        seen = shake_hands(server_context(east), client_context(west), name)
         assert seen["subject"] == ((("commonName", "west"),),)
 
 
 def test_throwaway_clouds_know_each_other_and_nobody_else() -> None:
     clouds = throwaway(["east", "west"])
-    server = clouds["east"].ssl_server_context()
+    server = server_context(clouds["east"])
     assert list(clouds) == ["east", "west"]
-    shake_hands(server, clouds["west"].ssl_client_context(), server_name("east", 1))
+    shake_hands(server, client_context(clouds["west"]), server_name("east", 1))
     stranger = throwaway(["west"])["west"]
     with pytest.raises(ssl.SSLCertVerificationError):
-        shake_hands(server, stranger.ssl_client_context(), server_name("east", 1))
+        shake_hands(server, client_context(stranger), server_name("east", 1))
 
 
 @pytest.mark.parametrize("name", ["rank-0.west.isthmus", "a.rank-0.east.isthmus", "east.example"])
 def test_a_server_is_refused_under_any_name_but_its_own(name: str) -> None:
     clouds = throwaway(["east", "west"])
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
-        shake_hands(clouds["east"].ssl_server_context(), clouds["west"].ssl_client_context(), name)
+        shake_hands(server_context(clouds["east"]), client_context(clouds["west"]), name)
 
 
 def test_a_client_without_certificate_is_refused() -> None:
@@ -402,35 +401,13 @@ def test_a_client_without_certificate_is_refused() -> None:
     bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     bare.load_verify_locations(cadata=east.authority_pem.decode())
     with pytest.raises(ssl.SSLError, match=r"(?i)peer did not return a certificate"):
-        shake_hands(east.ssl_server_context(), bare, "east.isthmus")
+        shake_hands(server_context(east), bare, "east.isthmus")
 
 
 def test_expired_throwaways_are_refused() -> None:
     clouds = throwaway(["east", "west"], now=NOW - timedelta(days=8))
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
-        shake_hands(clouds["east"].ssl_server_context(), clouds["west"].ssl_client_context(), "east.isthmus")
-
-
-def test_old_protocols_are_refused() -> None:
-    east = throwaway(["east"])["east"]
-    for context in (east.ssl_server_context(), east.ssl_client_context()):
-        assert context.minimum_version is ssl.TLSVersion.TLSv1_2
-        assert context.verify_mode is ssl.CERT_REQUIRED
-
-
-def test_contexts_leave_no_key_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    east = throwaway(["east"])["east"]
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    east.ssl_server_context()
-    broken = Identity(
-        cloud="east",
-        key_pem=b"no key",
-        certificate_pem=east.certificate_pem,
-        authority_pem=east.authority_pem,
-    )
-    with pytest.raises(ssl.SSLError):
-        broken.ssl_client_context()
-    assert list(tmp_path.iterdir()) == []
+        shake_hands(server_context(clouds["east"]), client_context(clouds["west"]), "east.isthmus")
 
 
 def test_facts_name_every_state(folder: Path) -> None:

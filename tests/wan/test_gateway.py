@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import socket
 import ssl
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,51 +17,50 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from isthmus import __version__
 from isthmus.cli.site import gateway as gateway_verb
-from isthmus.errors import Refused, UserError
+from isthmus.errors import Aborted, Refused, UserError
 from isthmus.job import Address
+from isthmus.plan.types import Member
 from isthmus.wan.certificates import Identity, make_authority, make_request, sign_request, throwaway
-from isthmus.wan.gateway import Entry, Gateway, RankChange, Registration
-from isthmus.wan.gateway import _limits as gateway_limits
-from isthmus.wan.handshake import server_name
-from isthmus.wan.heartbeat import Channel, Heartbeat
-from isthmus.wan.packet import Abort, Close, Frame, Notice, Ping, decode, encode
+from isthmus.wan.exchange import LinkSettings
+from isthmus.wan.gateway import REGISTRATION, Gateway, RankChange, Registration
+from isthmus.wan.gateway import relay_limits as gateway_limits
+from isthmus.wan.handshake import GATEWAY_RANK, Hello, mismatch, server_name
+from isthmus.wan.link import Dialled
+from isthmus.wan.transport import Dialer, process_loop
+from tests.wan.tls import client_context, server_context
 
 PATIENCE_S = 20.0
-CALM = partial(Heartbeat, interval_s=0.2, timeout_s=PATIENCE_S)
-HASTY = partial(Heartbeat, interval_s=0.05, timeout_s=1.5)
+HASTY = replace(REGISTRATION, heartbeat_timeout_s=1.5)
 IDENTITIES = throwaway(["east", "west"])
 EAST, WEST = IDENTITIES["east"], IDENTITIES["west"]
 STRANGER = throwaway(["east"])["east"]
+ANYWHERE = Address(host="10.0.0.5", port=4000)
 
 
 class Running:
     """A gateway of east with four ranks, and what it has told."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        address: Address,
-        changes: list[RankChange],
-        heartbeat: Callable[[], Heartbeat],
-    ) -> None:
+    def __init__(self, gateway: Gateway, changes: list[RankChange], settings: LinkSettings) -> None:
         self.gateway = gateway
-        self.address = address
+        self.address = gateway.address
         self.changes = changes
-        self.heartbeat = heartbeat
+        self.settings = settings
 
     @asynccontextmanager
     async def registered(self, rank: int, address: Address) -> AsyncIterator[Registration]:
         registration = self.registration(rank, address)
-        await registration.start()
+        await asyncio.to_thread(registration.wait)
         try:
             yield registration
         finally:
-            await registration.close()
+            await asyncio.to_thread(registration.close)
 
     def registration(self, rank: int, address: Address, identity: Identity = EAST) -> Registration:
-        entry = Entry(rank=rank, address=address)
-        return Registration(self.address, identity=identity, entry=entry, heartbeat=self.heartbeat)
+        return Registration(
+            self.address, identity=identity, rank=rank, address=address, settings=self.settings
+        )
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -68,14 +69,14 @@ class Running:
 
 
 @asynccontextmanager
-async def running(*, port: int = 0, heartbeat: Callable[[], Heartbeat] = CALM) -> AsyncIterator[Running]:
+async def running(*, port: int = 0, settings: LinkSettings = REGISTRATION) -> AsyncIterator[Running]:
     changes: list[RankChange] = []
-    gateway = Gateway(identity=EAST, num_ranks=4, on_change=changes.append, heartbeat=heartbeat)
-    address = await gateway.start("127.0.0.1", port)
+    make = partial(Gateway, "127.0.0.1", port, identity=EAST, num_ranks=4, on_change=changes.append)
+    gateway = await asyncio.to_thread(make, settings=settings)
     try:
-        yield Running(gateway, address, changes, heartbeat)
+        yield Running(gateway, changes, settings)
     finally:
-        await gateway.close()
+        await asyncio.to_thread(gateway.close)
 
 
 @asynccontextmanager
@@ -87,7 +88,7 @@ async def rank_server(identity: Identity = EAST) -> AsyncIterator[Address]:
         writer.write(names[0].encode() + b" said " + await reader.readline())
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=identity.ssl_server_context())
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=server_context(identity))
     async with server:
         yield Address(host="127.0.0.1", port=server.sockets[0].getsockname()[1])
 
@@ -96,7 +97,7 @@ async def say(gateway: Address, name: str, line: bytes, identity: Identity = WES
     """Dial a name through a gateway, say one line, and return the answer."""
     async with asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection(
-            gateway.host, gateway.port, ssl=identity.ssl_client_context(), server_hostname=name
+            gateway.host, gateway.port, ssl=client_context(identity), server_hostname=name
         )
         try:
             writer.write(line)
@@ -105,31 +106,22 @@ async def say(gateway: Address, name: str, line: bytes, identity: Identity = WES
             writer.close()
 
 
-async def connect(gateway: Address, identity: Identity = EAST) -> Channel:
+def dial(gateway: Address, hello: Hello, identity: Identity = EAST) -> Dialled:
     """Connect to a gateway itself, as a rank does."""
-    reader, writer = await asyncio.open_connection(
-        gateway.host,
-        gateway.port,
-        ssl=identity.ssl_client_context(),
-        server_hostname="gateway.east.isthmus",
-    )
-    return Channel(reader, writer, CALM())
+    name = server_name("east", GATEWAY_RANK)
+    return process_loop().run(Dialer(address=str(gateway), server_name=name, identity=identity)(hello))[0]
 
 
-def line_of(**values: str | float) -> bytes:
-    return encode(Notice(values)) + b"\n"
-
-
-ENTRY = line_of(rank=1, address="10.0.0.5:4000")
-
-
-async def answer_to(gateway: Address, line: bytes, identity: Identity = EAST) -> Frame:
-    channel = await connect(gateway, identity)
-    channel._writer.write(line)
-    try:
-        return await channel.read()
-    finally:
-        channel.close()
+def hello_of(
+    cloud: str = "east",
+    *,
+    rank: int = 1,
+    address: str = str(ANYWHERE),
+    release: str = __version__,
+    peer_cloud: str = "east",
+) -> Hello:
+    hello = Hello(cloud=cloud, rank=rank, session="by hand", address=address, release=release)
+    return hello.to(Member(peer_cloud, GATEWAY_RANK))
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -233,21 +225,19 @@ def test_a_rank_that_leaves_is_forgotten() -> None:
 
 def test_a_rank_that_falls_silent_is_forgotten() -> None:
     async def scenario() -> None:
-        async with running(heartbeat=HASTY) as here:
-            channel = await connect(here.address)
-            channel._writer.write(ENTRY)
-            while (line := await channel._reader.readline()) != b"":
-                assert isinstance(decode(line), Notice | Ping)
+        async with running(settings=HASTY) as here:
+            connection = await asyncio.to_thread(dial, here.address, hello_of())
+            await here.until(lambda: len(here.changes) == 2)
             assert [change.address is None for change in here.changes] == [False, True]
-            channel.close()
+            process_loop().run(connection.close())
 
     run(scenario)
 
 
 def test_a_rank_stays_registered_while_it_shows_life() -> None:
     async def scenario() -> None:
-        async with running(heartbeat=HASTY) as here, rank_server() as rank, here.registered(1, rank):
-            await asyncio.sleep(2 * HASTY().timeout_s)
+        async with running(settings=HASTY) as here, rank_server() as rank, here.registered(1, rank):
+            await asyncio.sleep(2 * HASTY.heartbeat_timeout_s)
             assert here.gateway.route("rank-1.east.isthmus") == rank
             assert len(here.changes) == 1
 
@@ -258,9 +248,9 @@ def test_of_two_registrations_the_newer_holds_and_the_older_is_told() -> None:
     async def scenario() -> None:
         old, new = Address(host="10.0.0.5", port=4000), Address(host="10.0.0.6", port=4000)
         async with running() as here, here.registered(1, old) as older, here.registered(1, new):
-            assert older._task is not None
-            with pytest.raises(Refused, match=r"rank 1 has been registered again, at 10\.0\.0\.6:4000"):
-                await older._task
+            reason = r"rank 1 has been registered again, at 10\.0\.0\.6:4000"
+            with pytest.raises(Aborted, match=reason):
+                await asyncio.to_thread(older.link.receive, "never", timeout_s=PATIENCE_S)
             assert here.gateway.route("rank-1.east.isthmus") == new
             assert [change.address for change in here.changes] == [old, new]
 
@@ -273,116 +263,101 @@ def test_a_registration_outlives_its_gateway(caplog: pytest.LogCaptureFixture) -
             async with running() as first:
                 port = first.address.port
                 registration = first.registration(2, rank)
-                await registration.start()
+                await asyncio.to_thread(registration.wait)
             async with running(port=port) as second:
                 await second.until(lambda: len(second.changes) == 1)
                 assert await say(second.address, server_name("east", 2), b"again\n") == (
                     b"west.isthmus said again\n"
                 )
-                await registration.close()
+                await asyncio.to_thread(registration.close)
 
     run(scenario)
     assert "trying again" in caplog.text
 
 
-def test_a_registration_waits_for_a_gateway_that_comes_later() -> None:
+def test_a_registration_waits_for_a_gateway_that_comes_later(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with running() as early:
             address = early.address
-        here = Address(host="10.0.0.5", port=4000)
-        entry = Entry(rank=0, address=here)
-        registration = Registration(address, identity=EAST, entry=entry, heartbeat=CALM)
-        starting = asyncio.create_task(registration.start())
-        await asyncio.sleep(0.1)
-        assert not starting.done()
+        registration = early.registration(0, ANYWHERE)
+        waiting = asyncio.create_task(asyncio.to_thread(registration.wait))
+        await early.until(lambda: "Connection refused; trying again" in caplog.text)
+        assert not waiting.done()
         async with running(port=address.port) as late:
-            await starting
-            assert late.gateway.route("rank-0.east.isthmus") == here
-            await registration.close()
+            await waiting
+            assert late.gateway.route("rank-0.east.isthmus") == ANYWHERE
+            await asyncio.to_thread(registration.close)
 
     run(scenario)
 
 
-def test_only_ranks_of_the_cloud_itself_register(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_certificate_of_another_authority_is_refused_on_both_sides() -> None:
     async def scenario() -> None:
         async with running() as here:
-            answer = await answer_to(here.address, ENTRY, WEST)
-            assert answer == Abort(
-                "east", "only ranks of east register here, not west.isthmus, *.west.isthmus"
-            )
-            assert here.changes == []
-
-    run(scenario)
-    assert "only ranks of east register here" in caplog.text
-
-
-def test_a_certificate_of_another_authority_is_refused_on_both_sides(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def scenario() -> None:
-        async with running() as here:
-            with pytest.raises(Refused, match="certificate shown by or to the gateway"):
-                await here.registration(1, here.address, STRANGER).start()
-            await here.until(lambda: "refused a registration" in caplog.text)
+            registration = here.registration(1, here.address, STRANGER)
+            with pytest.raises(Refused, match="certificate shown by or to"):
+                await asyncio.to_thread(registration.wait)
+            await asyncio.to_thread(registration.close)
             assert here.changes == []
 
     run(scenario)
 
 
-def test_a_caller_without_certificate_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_caller_without_certificate_is_refused() -> None:
     async def scenario() -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(cadata=EAST.authority_pem.decode())
         async with running() as here:
-            reader, writer = await asyncio.open_connection(
-                here.address.host, here.address.port, ssl=context, server_hostname="gateway.east.isthmus"
-            )
-            writer.write(ENTRY)
             with contextlib.suppress(OSError):
-                assert await reader.readline() == b""
-            writer.close()
-            await here.until(lambda: "peer did not return a certificate" in caplog.text)
+                reader, writer = await asyncio.open_connection(
+                    here.address.host, here.address.port, ssl=context, server_hostname="gateway.east.isthmus"
+                )
+                writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+                assert await reader.read() == b""
+                writer.close()
             assert here.changes == []
 
     run(scenario)
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("hello", "identity", "reason"),
     [
-        (b"hello\n", "bytes that are no frame"),
-        (b'{"kind":"notice","values":[]}\n', "bytes that are no frame"),
-        (encode(Close()) + b"\n", "a registration is a rank and an address"),
-        (line_of(rank=True, address="10.0.0.5:4000"), "a registration is a rank and an address"),
-        (line_of(rank=1), "a registration is a rank and an address"),
-        (line_of(rank=1.5, address="10.0.0.5:4000"), "a registration is a rank and an address"),
-        (line_of(rank=1, address="10.0.0.5"), "'10.0.0.5' is no address"),
-        (line_of(rank=1, address="10.0.0.5:0"), "'10.0.0.5:0' is no address"),
-        (line_of(rank=4, address="10.0.0.5:4000"), "east has no rank 4, only 0 to 3"),
-        (line_of(rank=-1, address="10.0.0.5:4000"), "east has no rank -1, only 0 to 3"),
-        (b"x" * 40_000 + b"\n", "a line is longer than 32768 bytes"),
+        (hello_of("west"), WEST, "only ranks of east register here, not west"),
+        (hello_of("east"), WEST, "shows a certificate for west.isthmus, *.west.isthmus"),
+        (hello_of(address=""), EAST, "'' is no address"),
+        (hello_of(address="10.0.0.5"), EAST, "'10.0.0.5' is no address"),
+        (hello_of(address="10.0.0.5:0"), EAST, "'10.0.0.5:0' is no address"),
+        (hello_of(address="x" * 200), EAST, "a handshake with a broken address"),
+        (hello_of(rank=4), EAST, "east has no rank 4, only 0 to 3"),
+        (hello_of(rank=-1), EAST, "a handshake with a broken rank"),
+        (hello_of(release="0.0.9"), EAST, "the gateway of east runs "),
+        (
+            hello_of(peer_cloud="west"),
+            EAST,
+            "dialled the gateway of west and reached the gateway of east",
+        ),
     ],
 )
-def test_a_bad_registration_is_answered_with_one_sentence(line: bytes, reason: str) -> None:
+def test_a_bad_registration_is_refused_with_one_sentence(
+    hello: Hello, identity: Identity, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         async with running() as here, rank_server() as rank, here.registered(3, rank):
-            assert await answer_to(here.address, line) == Abort("east", reason)
+            with pytest.raises(Refused, match=re.escape(reason)):
+                await asyncio.to_thread(dial, here.address, hello, identity)
+            assert len(here.changes) == 1
             assert await say(here.address, server_name("east", 3), b"fine\n") == b"west.isthmus said fine\n"
 
     run(scenario)
+    assert reason in caplog.text
 
 
-def test_a_registered_rank_that_says_anything_else_is_forgotten() -> None:
-    async def scenario() -> None:
-        async with running() as here:
-            channel = await connect(here.address)
-            channel._writer.write(2 * ENTRY)
-            assert await channel.read() == Notice({})
-            assert await channel.read() == Abort("east", "a registered rank only sends heartbeats")
-            assert [change.address is None for change in here.changes] == [False, True]
-            channel.close()
-
-    run(scenario)
+def test_a_rank_that_dials_a_rank_instead_of_its_gateway_is_told() -> None:
+    here = Hello(cloud="east", rank=0).to(Member("east", 1))
+    reason = mismatch(here, hello_of())
+    assert reason is not None
+    assert reason.startswith("east rank 1 has dialled the gateway of east and reached east rank 0")
 
 
 JOB = """

@@ -40,24 +40,18 @@ def exchange(near: Endpoint, far: Endpoint, near_rank: int = 0, far_rank: int = 
     there.receive("answer", timeout_s=20)
 
 
-def test_each_rank_is_reached_through_the_gateways_one_port(loop: LoopThread) -> None:
+def test_each_rank_is_reached_through_the_gateways_one_port() -> None:
     identities = throwaway(["east", "west"])
-    gateway, address = loop.run(start_gateway(Gateway, identities["east"], num_ranks=2))
-    job = job_with("cloud.east.ranks=2", f"cloud.east.listen='{address}'")
-    with (
-        Endpoint(job, cloud="east", rank=0, identity=identities["east"]) as first,
-        Endpoint(job, cloud="east", rank=1, identity=identities["east"]) as second,
-        Endpoint(job, cloud="west", identity=identities["west"]) as west,
-    ):
-        assert {first.port, second.port}.isdisjoint({address.port})
-        for rank, east in enumerate((first, second)):
-            exchange(west, east, far_rank=rank)
-    loop.run(gateway.close())
-
-
-async def start_gateway(kind: type[Gateway], identity: object, *, num_ranks: int) -> tuple[Gateway, Address]:
-    gateway = kind(identity=identity, num_ranks=num_ranks)  # type: ignore[arg-type]
-    return gateway, await gateway.start("127.0.0.1", 0)
+    with Gateway("127.0.0.1", 0, identity=identities["east"], num_ranks=2) as gateway:
+        job = job_with("cloud.east.ranks=2", f"cloud.east.listen='{gateway.address}'")
+        with (
+            Endpoint(job, cloud="east", rank=0, identity=identities["east"]) as first,
+            Endpoint(job, cloud="east", rank=1, identity=identities["east"]) as second,
+            Endpoint(job, cloud="west", identity=identities["west"]) as west,
+        ):
+            assert {first.port, second.port}.isdisjoint({gateway.address.port})
+            for rank, east in enumerate((first, second)):
+                exchange(west, east, far_rank=rank)
 
 
 class Proxy:
@@ -206,14 +200,13 @@ def test_a_rank_listens_where_the_job_says_and_nowhere_else(host: str, bound: st
         assert place[0].removeprefix("::ffff:") == bound
 
 
-def test_a_rank_behind_a_gateway_listens_on_the_gateways_side(loop: LoopThread) -> None:
+def test_a_rank_behind_a_gateway_listens_on_the_gateways_side() -> None:
     identity = throwaway(["east"])["east"]
-    gateway, address = loop.run(start_gateway(Gateway, identity, num_ranks=2))
-    job = job_with("cloud.east.ranks=2", f"cloud.east.listen='{address}'")
-    with Endpoint(job, cloud="east", rank=1, identity=identity) as east:
-        (place,) = (place for place in listening_places() if place[1] == east.port)
-        assert place[0].removeprefix("::ffff:") == "127.0.0.1"
-    loop.run(gateway.close())
+    with Gateway("127.0.0.1", 0, identity=identity, num_ranks=2) as gateway:
+        job = job_with("cloud.east.ranks=2", f"cloud.east.listen='{gateway.address}'")
+        with Endpoint(job, cloud="east", rank=1, identity=identity) as east:
+            (place,) = (place for place in listening_places() if place[1] == east.port)
+            assert place[0].removeprefix("::ffff:") == "127.0.0.1"
 
 
 def test_an_address_of_a_router_is_listened_for_everywhere_and_that_is_told(
