@@ -17,6 +17,7 @@ side leaves no batch out and trains on none twice.
 The leader of each cloud decides; all works are works of all ranks of a cloud, by `plan/orders.py`.
 """
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,9 +37,11 @@ from isthmus.plan.types import (
     Member,
     Message,
     MessageKind,
+    Outcome,
     Scheduler,
     Send,
     Started,
+    Stop,
     Tell,
     Wake,
     Work,
@@ -253,7 +256,49 @@ class _Queue:
         return self.started == self.quota
 
 
-class DiscriminatorScheduler(Leader):
+class FeedLeader(Leader):
+    """A leader that stops in order between two steps, once it has saved; each cloud does so for itself."""
+
+    def __init__(self, group: tuple[Member, ...], save_every_s: float | None) -> None:
+        super().__init__(group, save_every_s)
+        self._wants_stop = False
+        self._asked_step = self._saved_step = -1
+        """The steps of the last save that was asked for, and of the last that is there."""
+
+    def _interrupt(self) -> None:
+        self._wants_stop = True
+
+    def _start(self, started: Started) -> None:
+        if started.facts is not None:
+            self._asked_step = self._saved_step = started.step
+
+    @abstractmethod
+    def _save(self, now_s: float) -> None:
+        """Save the state between two steps."""
+
+    def save(self, step: int, facts: Facts, now_s: float) -> None:
+        """Save the state of all ranks, and remember which step it is of."""
+        self._asked_step = step
+        super().save(step, facts, now_s)
+
+    def _saved(self, step: int) -> None:
+        self._saved_step = step
+
+    def _stops(self, now_s: float, *, is_between_steps: bool) -> bool:
+        """Whether nothing more is to run; within a step that cannot be ended what was saved last counts."""
+        if not self._wants_stop or self.is_stopped:
+            return self.is_stopped
+        if is_between_steps and self._asked_step != self.step:
+            self._save(now_s)
+        if not is_between_steps or self._saved_step == self.step:
+            self.is_stopped = True
+            self._tell_siblings(Orders(stops=True))
+            step = max(self._saved_step, 0)
+            self.act(Stop(Outcome.INTERRUPTED, "every cloud saves for itself", step=step))
+        return True
+
+
+class DiscriminatorScheduler(FeedLeader):
     """Decides what the leader of the discriminator's cloud runs, sends and saves."""
 
     def __init__(self, spec: GeneratorDiscriminator) -> None:
@@ -269,6 +314,7 @@ class DiscriminatorScheduler(Leader):
         self._num_correct = self._num_replaced = 0
 
     def _start(self, started: Started) -> None:
+        super()._start(started)
         if isinstance(started.facts, DiscriminatorState):
             self._merge.turns = list(started.facts.turns)
             for queue, number in zip(self._queues, started.facts.next, strict=True):
@@ -344,6 +390,8 @@ class DiscriminatorScheduler(Leader):
                 self._lose(index, now_s, queue.refused)
         if not self.is_idle or self.run_end_of_step():
             return
+        if not self._num_in_step and self._stops(now_s, is_between_steps=True):
+            return
         streams = [index for index, queue in enumerate(self._queues) if self._takes_turns(queue)]
         if not streams:
             self._end_run(now_s)
@@ -353,6 +401,8 @@ class DiscriminatorScheduler(Leader):
         if queue.tags:
             self._merge.take(index, streams)
             self._discriminate(queue, now_s)
+        elif self._stops(now_s, is_between_steps=False):
+            return
         elif self._is_given_up(queue, now_s):
             cloud = queue.leader.cloud
             hint = f'start {cloud!r} again, or set strategy.on_lost = "continue"'
@@ -428,6 +478,7 @@ class DiscriminatorScheduler(Leader):
         self.save(self.step, DiscriminatorState(next=positions, turns=tuple(self._merge.turns)), now_s)
 
     def _saved(self, step: int) -> None:
+        super()._saved(step)
         self._is_final = step == self._final_step
         for queue, number in zip(self._queues, self._positions.pop(step), strict=True):
             queue.covered = number
@@ -449,7 +500,7 @@ class DiscriminatorScheduler(Leader):
             self._save(now_s)
 
 
-class GeneratorScheduler(Leader):
+class GeneratorScheduler(FeedLeader):
     """Decides what the leader of a generator's cloud runs, sends, keeps and saves."""
 
     def __init__(self, spec: GeneratorDiscriminator, index: int) -> None:
@@ -471,6 +522,7 @@ class GeneratorScheduler(Leader):
         self._is_saved = False
 
     def _start(self, started: Started) -> None:
+        super()._start(started)
         if isinstance(started.facts, GeneratorState):
             self._number = started.facts.next
             self._covered = self._number - len(started.facts.kept_tokens)
@@ -518,6 +570,7 @@ class GeneratorScheduler(Leader):
             self._is_final, self._limit = True, self._stream.quota
 
     def _saved(self, step: int) -> None:
+        super()._saved(step)
         self._is_saved = step == self._final_step
 
     def _next(self, now_s: float) -> None:
@@ -529,11 +582,16 @@ class GeneratorScheduler(Leader):
         self._send_allowed()
         if not self.is_idle or self.run_end_of_step():
             return
+        is_between_steps = self._number % self._stream.batches_per_step == 0
+        if is_between_steps and self._stops(now_s, is_between_steps=True):
+            return
         limit = min(self._limit, self._stream.quota, self._covered + self._spec.max_kept)
         if (self._is_open or self._is_final) and self._number < limit:
             self.run_together(WorkKind.GENERATE, self._number)
         elif self._is_saved and self._is_final:
             self.finish()
+        else:
+            self._stops(now_s, is_between_steps=False)
 
     def _send_allowed(self) -> None:
         """Send what was made and is allowed; what is covered need not be sent any more."""
@@ -553,8 +611,11 @@ class GeneratorScheduler(Leader):
         is_last = self._number == self._stream.quota
         if self.is_step_over(work, found, now_s) and (is_last or self.is_save_due(now_s)):
             self._final_step = self.step if is_last else None
-            kept_tokens = tuple(_num_tokens(self._kept[one]) for one in sorted(self._kept))
-            self.save(self.step, GeneratorState(next=self._number, kept_tokens=kept_tokens), now_s)
+            self._save(now_s)
+
+    def _save(self, now_s: float) -> None:
+        kept_tokens = tuple(_num_tokens(self._kept[one]) for one in sorted(self._kept))
+        self.save(self.step, GeneratorState(next=self._number, kept_tokens=kept_tokens), now_s)
 
     def _made(self, num_tokens: int) -> None:
         if self._number >= self._covered:

@@ -173,6 +173,7 @@ class FeedKind:
 
     config = FeedConfig
     rejoins = True
+    saves_together = False
     chooses = False
 
     def clouds(self, job: Job) -> tuple[str, ...]:

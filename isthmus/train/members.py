@@ -143,25 +143,28 @@ class Neighbours:
         self._send_down(_CONFIG, Packet({}, (text.encode(),)))
         return config
 
-    def agree_on_start(self, saved: SavedSteps, *, num_steps: int) -> Start:
-        """Where all clouds can start; the first cloud decides, and refuses where one of them lacks a part."""
-        start = self._leaders_start(saved, num_steps) if self._world.is_leader else None
+    def agree_on_start(self, saved: SavedSteps, *, num_steps: int, is_common: bool = True) -> Start:
+        """Where all clouds can start; the first cloud decides, and refuses where one of them lacks a part.
+
+        Unless the step is to be common, each starts from the newest that it has.
+        """
+        start = self._leaders_start(saved, num_steps, is_common) if self._world.is_leader else None
         text: object = self._world.broadcast(None if start is None else pack_facts(start))
         return unpack_facts(text, Start)
 
-    def _leaders_start(self, saved: SavedSteps, num_steps: int) -> Start:
+    def _leaders_start(self, saved: SavedSteps, num_steps: int, is_common: bool) -> Start:
         known = {self._cloud: saved}
         for down in self.downs:
             known |= unpack_facts(down.receive(_SAVED).header.get(_FACTS), _AllSaved).clouds
         if self.up is None:
-            start = choose_start(known, num_steps=num_steps)
+            start = choose_start(known, num_steps=num_steps) if is_common else Start(step=0)
         else:
             self.up.send(_SAVED, Packet({_FACTS: pack_facts(_AllSaved(clouds=known))}))
             start = unpack_facts(self.up.receive(_START).header.get(_FACTS), Start)
             offset_s = start.clock_offset_s + (self.up.counters().clock_offset_s or 0.0)
             start = replace(start, clock_offset_s=offset_s)
         self._send_down(_START, Packet({_FACTS: pack_facts(replace(start, note=None))}))
-        return start
+        return start if is_common else replace(start, step=max(saved.whole, default=0))
 
     def agree_on_end(self) -> None:
         """Wait until every rank has come to the end: none closes a link that another still listens to."""

@@ -45,6 +45,7 @@ class PipelineKind:
 
     config = PipelineConfig
     rejoins = False
+    saves_together = True
     chooses = True
 
     def clouds(self, job: Job) -> tuple[str, ...]:

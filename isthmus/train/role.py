@@ -84,6 +84,10 @@ class RunKind(Protocol):
         """Whether schedulers go on without a lost member and take it in again; else all form a new epoch."""
 
     @property
+    def saves_together(self) -> bool:
+        """Whether all clouds start from one step; else each from the newest that it has saved."""
+
+    @property
     def chooses(self) -> bool:
         """Whether a plan may choose something, so that it is worth to measure first."""
 

@@ -146,7 +146,9 @@ class _Session:
             run, cloud=self.member.cloud, keep=self.job.checkpoint.keep, job=self.job.meaning_digest
         )
         saved = checkpoints.inspect(self._note) if self._is_leader else SavedSteps()
-        start = self.neighbours.agree_on_start(saved, num_steps=self.job.train.steps)
+        start = self.neighbours.agree_on_start(
+            saved, num_steps=self.job.train.steps, is_common=self.kind.saves_together
+        )
         build = Build(
             job=self.job,
             config=config,

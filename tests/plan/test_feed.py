@@ -31,11 +31,14 @@ from isthmus.plan.types import (
     Done,
     Drop,
     Facts,
+    Interrupted,
     Member,
     Message,
     MessageKind,
     Outcome,
     Run,
+    Save,
+    Saved,
     ScheduleError,
     Send,
     Started,
@@ -464,3 +467,46 @@ def test_a_generator_takes_credit_from_the_discriminator_alone() -> None:
 def test_what_cannot_work_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"queue|generator|max_kept"):
         replace(feed(9), **change)
+
+
+# Orderly stops.
+
+
+@pytest.mark.parametrize("batches_per_step", [1, 3])
+def test_clouds_that_are_interrupted_save_and_the_run_goes_on_from_there(batches_per_step: int) -> None:
+    spec = feed(12, 7, batches_per_step=batches_per_step, max_queued=4)
+    recorded, _ = run(spec)
+    leader = spec.discriminator[0]
+    (life,) = recorded.lives[leader]
+    middle = next(
+        index
+        for index, (event, _, _) in enumerate(life.log)
+        if isinstance(event, Done) and event.work.kind is WorkKind.UPDATE and event.work.step == 2
+    )
+    scheduler = DiscriminatorScheduler(spec)
+    for event, now_s, _ in life.log[:middle]:
+        scheduler.on(event, now_s)
+    scheduler.on(Interrupted("SIGTERM"), 9.0)
+    (save,) = (one for one in scheduler.on(life.log[middle][0], 9.0) if isinstance(one, Save))
+    assert save.step == 3
+    (stop,) = (one for one in scheduler.on(Saved(3), 9.5) if isinstance(one, Stop))
+    assert (stop.outcome, stop.step) == (Outcome.INTERRUPTED, 3)
+    again = DiscriminatorScheduler(spec)
+    told = [one.message.facts for one in again.on(Started(3, save.facts), 0.0) if isinstance(one, Send)]
+    assert sum(one.next for one in told if isinstance(one, Allowance)) == 3 * batches_per_step
+
+
+def test_a_discriminator_that_waits_within_a_step_stops_with_what_it_saved_last() -> None:
+    scheduler = DiscriminatorScheduler(feed(9, 9, batches_per_step=2))
+    scheduler.on(Started(0), 0.0)
+    (ran,) = (one for one in scheduler.on(batch(0), 0.0) if isinstance(one, Run))
+    scheduler.on(Done(ran.work), 1.0)
+    (stop,) = (one for one in scheduler.on(Interrupted("SIGTERM"), 2.0) if isinstance(one, Stop))
+    assert (stop.outcome, stop.step) == (Outcome.INTERRUPTED, 0)
+
+
+def test_a_generator_that_waits_for_credit_saves_and_stops() -> None:
+    scheduler = GeneratorScheduler(feed(9, 9), 0)
+    scheduler.on(Started(0), 0.0)
+    (save,) = (one for one in scheduler.on(Interrupted("SIGTERM"), 1.0) if isinstance(one, Save))
+    assert [type(one) for one in scheduler.on(Saved(save.step), 2.0)] == [Stop]

@@ -68,7 +68,6 @@ def test_a_generator_has_a_third_of_the_layers_and_data_of_its_own() -> None:
     [
         ("cloud.english.ranks=2", "cloud.english.ranks"),
         ("model.frozen_layers=1", "frozen"),
-        ("strategy.discriminator_cloud=english", "link"),
     ],
 )
 def test_what_cannot_run_is_refused_with_a_cure(override: str, key: str) -> None:
@@ -76,6 +75,13 @@ def test_what_cannot_run_is_refused_with_a_cure(override: str, key: str) -> None
         FeedKind().decide(job(override))
     assert key in f"{found.value.message} {found.value.hint}"
     assert found.value.hint
+
+
+def test_a_generator_without_a_link_to_the_discriminator_is_refused() -> None:
+    whole = job()
+    with pytest.raises(UserError, match="esperanto") as found:
+        FeedKind().decide(whole.model_copy(update={"link": whole.link[:1]}))
+    assert 'between = ["judge", "esperanto"]' in str(found.value.hint)
 
 
 def test_nothing_is_planned_before_a_run() -> None:
