@@ -205,7 +205,7 @@ class Training:
         for index, batch in enumerate(batches):
             if index >= self._window:
                 self._backward(number, index - self._window)
-            self._passes.forward(batch, None, step=number, item=index, num_step_targets=num_targets)
+            self._passes.forward(batch, {}, step=number, item=index, num_step_targets=num_targets)
         for index in range(max(0, len(batches) - self._window), len(batches)):
             self._backward(number, index)
         self._optimizer.squared_norms()
@@ -220,7 +220,7 @@ class Training:
         way.steps.append(Taken(duration_s=time.perf_counter() - started_s, peak_bytes=peak_bytes))
 
     def _backward(self, step: int, index: int) -> None:
-        self._passes.backward(step=step, item=index, gradient=None)
+        self._passes.backward(step=step, item=index, gradients={})
 
     def _peak_bytes(self, work: Callable[[], None]) -> int:
         """The most that a step holds above weights, gradients and moments."""

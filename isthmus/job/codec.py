@@ -102,6 +102,14 @@ class HiddenSpec:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class MemorySpec(HiddenSpec):
+    """The output of an encoder crosses as it is, which all layers of a decoder attend to."""
+
+    def __str__(self) -> str:
+        return "memory"
+
+
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class BottleneckSpec:
     """A trained projection to `rank` numbers per token; hidden states cross as they are until it begins."""
 
@@ -168,10 +176,12 @@ def read_codec(value: object) -> object:
 
 def parse_boundary(text: str) -> BoundarySpec:
     """Return the boundary that a text names, or say what is wrong with it."""
-    cure = 'write "hidden", or a bottleneck such as "bottleneck(64, warmup=100)"'
-    kinds = {"hidden": HiddenSpec, "bottleneck": BottleneckSpec}
+    cure = 'write "hidden", "memory", or a bottleneck such as "bottleneck(64, warmup=100)"'
+    kinds = {"hidden": HiddenSpec, "memory": MemorySpec, "bottleneck": BottleneckSpec}
     spec = _read_step(text, kinds, noun="boundary", cure=cure)
-    needs_warmup = spec != HiddenSpec() and (spec.init is Init.PCA or spec.anchor is Anchor.TOKENS)
+    needs_warmup = isinstance(spec, BottleneckSpec) and (
+        spec.init is Init.PCA or spec.anchor is Anchor.TOKENS
+    )
     if needs_warmup and spec.num_warmup_steps == 0:
         raise FieldError(
             "init=pca and anchor=tokens are taken from hidden states of the warm-up, and warmup is 0",

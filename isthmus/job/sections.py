@@ -131,8 +131,8 @@ class ModelSpec(Frozen):
 
 _LABELLED: Final = ("sequence-classification", "token-classification")
 _READERS: Final = {
-    "text_column": ("causal-lm", "masked-lm", *_LABELLED),
-    "pair_column": ("masked-lm", "sequence-classification"),
+    "text_column": ("causal-lm", "masked-lm", *_LABELLED, "translation"),
+    "pair_column": ("masked-lm", "sequence-classification", "translation"),
     "label_column": _LABELLED,
 }
 
@@ -145,7 +145,12 @@ class DataSpec(Frozen):
     sequence_length: Count = 1024
     """Tokens per sequence, at most for a task that pads."""
     task: Literal[
-        "causal-lm", "masked-lm", "sequence-classification", "token-classification", "question-answering"
+        "causal-lm",
+        "masked-lm",
+        "sequence-classification",
+        "token-classification",
+        "question-answering",
+        "translation",
     ] = "causal-lm"
     """What the model learns to do."""
     tokenizer: Text = Field("auto", examples=["Qwen/Qwen3-0.6B"])
@@ -153,7 +158,7 @@ class DataSpec(Frozen):
     text_column: Text | None = Field(None, examples=["sentence"])
     """Column of the text, or of the words for token classification; "text" or "tokens"."""
     pair_column: Text | None = Field(None, examples=["hypothesis"])
-    """Column of the second text, where pairs are classified, or masked together."""
+    """Column of the second text, where pairs are classified, or masked together, and of the translation."""
     label_column: Text | None = Field(None, examples=["topic"])
     """Column of the label, or of the tags of the words; "label" or "tags"."""
     validation_source: Text | None = Field(None, examples=["corpus/held-out.jsonl"])
@@ -506,7 +511,7 @@ class LinkSpec(Frozen):
     ] = Field(CodecSpecs(), examples=["rotate | int4"])
     """Codec of both directions, a table with `forward` and `backward`, or "auto"."""
     boundary: BoundaryChoice = Field(HiddenSpec(), examples=["bottleneck(64, warmup=100)"])
-    """What crosses between stages: "hidden" states, or a trained bottleneck."""
+    """What crosses between stages: "hidden" states, the "memory" of an encoder, or a trained bottleneck."""
     guard_every: int = Field(50, ge=0)
     """Every so many-th coded message is measured by its sender; 0 for none."""
     guard_cosine: float = Field(0.98, ge=-1, le=1)

@@ -15,7 +15,8 @@ from isthmus.errors import UserError
 from isthmus.job.hub import CONFIG_FILE, code_not_run, find_file, needs_code, no_model
 from isthmus.job.sections import unknown_key
 from isthmus.model.cut import sorts_tokens
-from isthmus.model.families import BUILD_ERRORS, HOW_TO_ADD, MISFITS, Family, cannot_cut, family_of
+from isthmus.model.encoder_decoder import check_translates, stacks_of
+from isthmus.model.families import BUILD_ERRORS, HOW_TO_ADD, MISFITS, Family, cannot_cut, family_of, within
 from isthmus.model.heads import HEADS, Head
 from isthmus.model.transformers_calls import has_head
 from isthmus.units import closest
@@ -47,18 +48,17 @@ class ParameterLayout:
 def layout_of(model: PreTrainedModel, family: Family) -> ParameterLayout:
     """Place every parameter of a model; one that has no place makes the model unsupported."""
     first: dict[str, int] = {}
-    layers: list[dict[str, int]] = [{} for _ in model.base_model.get_submodule(family.layers).children()]
+    layers: list[dict[str, int]] = [{} for _ in range(family.num_layers(model.base_model))]
     last: dict[str, int] = {}
     in_base = "" if model.base_model is model else f"{model.base_model_prefix}."
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path = name.removeprefix(in_base)
-        if not name.startswith(in_base) or _within(path, family.last):
+        if not name.startswith(in_base) or within(path, family.last):
             last[name] = parameter.numel()
-        elif _within(path, family.first):
+        elif within(path, family.first):
             first[name] = parameter.numel()
-        elif _within(path, (family.layers,)):
-            index = path.removeprefix(f"{family.layers}.").split(".")[0]
-            layers[int(index)][name] = parameter.numel()
+        elif (index := family.layer_of(path)) is not None:
+            layers[index][name] = parameter.numel()
         else:
             raise cannot_cut(type(model).__name__, f"{name} belongs to no stage")
     return ParameterLayout(first=first, layers=tuple(layers), last=last)
@@ -85,12 +85,8 @@ def check_layers(layers: range, num_layers: int) -> None:
         )
 
 
-def _within(path: str, places: tuple[str, ...]) -> bool:
-    return any(path == place or path.startswith(f"{place}.") for place in places)
-
-
 # Every configuration takes them, whether it lists them or not.
-_TOKEN_IDS: Final = {"bos_token_id", "eos_token_id", "pad_token_id"}
+_TOKEN_IDS: Final = {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +112,15 @@ class Blueprint:
         return self.layout.num_layers
 
     @property
+    def num_encoder_layers(self) -> int:
+        """How many of them are an encoder's before a decoder; 0 for other models."""
+        return 0 if self.family.decoder is None else self.family.decoder.start
+
+    @property
     def is_tied_across_layers(self) -> bool:
         """Whether embedding and head share weights, which any cut parts."""
+        if self.family.decoder is not None:
+            return bool(self.ties)
         first, last = self.layout.first, self.layout.last
         return any(taker in last and giver in first for taker, giver in self.ties.items())
 
@@ -129,6 +132,8 @@ class Blueprint:
     @property
     def mixes_tokens(self) -> bool:
         """Whether what is computed for a token depends on others of its batch, padding among them."""
+        if self.family.decoder is not None:
+            return False
         model = _empty_model(self.config, self.head, trust_remote_code=self.trust_remote_code)
         try:
             return sorts_tokens(model, self.family)
@@ -205,7 +210,7 @@ def _draw(
     if type(model).__module__.startswith("transformers.") and not has_head(head.auto_class, model.config):
         raise cannot_cut(type(model).__name__, "transformers loads it only together with its other parts")
     config = model.config
-    family = family_of(model)
+    family = stacks_of(model) if config.is_encoder_decoder else family_of(model)
     if family.router is None and getattr(config, "output_router_logits", False):
         raise UserError(
             f"the balancing loss of {type(model).__name__} cannot be taken layer by layer",
@@ -261,8 +266,11 @@ def _check_whole(config: PreTrainedConfig) -> None:
 
 
 def _check(config: PreTrainedConfig, head: Head, *, trust_remote_code: bool) -> None:
-    if config.is_encoder_decoder:
-        raise cannot_cut(type(config).__name__, "it is an encoder with a decoder")
+    if head is HEADS["translation"]:
+        check_translates(config)
+    elif config.is_encoder_decoder:
+        reason = f"it is an encoder with a decoder, which is trained for translation, not for {head.name}"
+        raise cannot_cut(type(config).__name__, reason)
     brings_class = trust_remote_code and head.auto_class.__name__ in getattr(config, "auto_map", {})
     if not has_head(head.auto_class, config) and not brings_class:
         offered = [other.name for other in HEADS.values() if has_head(other.auto_class, config)]

@@ -63,6 +63,8 @@ class Seam:
 
     model_class: str
     passage: Passage | None = None
+    learns_aside: bool = False
+    """Whether gradients flow into more than hidden states: into the memory that a decoder attends to."""
 
     def current(self) -> Passage:
         """The passage under way; without one the model was called past its stage."""
@@ -160,7 +162,7 @@ class LayerCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
         passage = self._seam.current()
-        if not only_hidden_learns(args, kwargs):
+        if not self._seam.learns_aside and not only_hidden_learns(args, kwargs):
             raise self._seam.misfit("its layers get more than hidden states and what follows from the ids")
         hidden = first_input(args, kwargs)
         if passage.meter is not None:

@@ -27,6 +27,7 @@ from isthmus.job.hub import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from isthmus.job.load import sync
 from isthmus.model import modeling_bottleneck
 from isthmus.model.bottleneck import Half
+from isthmus.model.encoder_decoder import decoder_inputs, untied_embedding
 from isthmus.model.heads import Head
 from isthmus.model.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from isthmus.model.modeling_bottleneck import BottleneckConfig, BottleneckModel
@@ -113,6 +114,7 @@ def write_part(
     """
     with _all_or_nothing(folder) as new, quiet_transformers():
         weights = dict(stage.model.state_dict() if tensors is None else tensors)
+        weights |= untied_embedding(stage.model, weights) if stage.is_first else {}
         adapters = stage.adapters
         if adapters is not None:
             adapters.write(weights, new)
@@ -415,11 +417,18 @@ def exported_loss(
     loss_sum, num_targets = 0.0, 0
     for batch in (one.to(device) for one in batches):
         with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            scores = head.scores(model(**batch.arguments()))
+            scores = head.scores(model(**_arguments(model, batch)))
         if batch.labels is not None:
             loss_sum += float(head.loss(scores, batch.labels))
             num_targets += batch.num_targets
     return loss_sum / max(num_targets, 1)
+
+
+def _arguments(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
+    inner = model.inner if isinstance(model, BottleneckModel) else model
+    if not inner.config.is_encoder_decoder:
+        return batch.arguments()
+    return batch.arguments() | {"decoder_input_ids": decoder_inputs(inner, batch.labels)}
 
 
 def _why_not_loaded(folder: Path, device: torch.device) -> str | None:

@@ -49,6 +49,20 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Modules of a base model, as dotted paths, that an encoder–decoder has beside its encoder."""
+
+    layers: str
+    start: int
+    """The number of its first layer, which is how many layers the encoder has."""
+    encoder_end: tuple[str, ...]
+    """What follows the encoder's layers."""
+    first: tuple[str, ...]
+    is_joined: bool
+    """Whether the layers of a stack share weights, so that no cut may part them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Modules of a base model, as dotted paths, that belong to the first stage, the layers and the last.
 
@@ -63,6 +77,36 @@ class Family:
     has_experts: bool = False
     """Whether some layer keeps the weights of its experts in one tensor."""
     router: Router | None = None
+    decoder: Decoder | None = None
+    """Of an encoder–decoder, whose `layers` are those of the encoder."""
+
+    def layer_path(self, index: int) -> str:
+        """The path of a layer; those of a decoder count on from the encoder's."""
+        if self.decoder is None or index < self.decoder.start:
+            return f"{self.layers}.{index}"
+        return f"{self.decoder.layers}.{index - self.decoder.start}"
+
+    def num_layers(self, base: nn.Module) -> int:
+        """How many layers a base model has."""
+        stacks = [self.layers] if self.decoder is None else [self.layers, self.decoder.layers]
+        return sum(len(list(base.get_submodule(path).children())) for path in stacks)
+
+    def layer_of(self, path: str) -> int | None:
+        """The layer to whose stage a module between the ends of the model belongs; None for all others."""
+        decoder = self.decoder
+        if decoder is not None and within(path, decoder.encoder_end):
+            return decoder.start - 1
+        if decoder is not None and within(path, decoder.first):
+            return decoder.start
+        for stack, start in ((self.layers, 0), *([(decoder.layers, decoder.start)] if decoder else [])):
+            if within(path, (stack,)):
+                return start + int(path.removeprefix(f"{stack}.").split(".")[0])
+        return None
+
+
+def within(path: str, places: tuple[str, ...]) -> bool:
+    """Whether a module is one of these, or lies inside one."""
+    return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
 def _mixtral_balance(logits: Tensor, config: PreTrainedConfig, mask: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
@@ -65,6 +66,7 @@ _HEADS: Final = (
     Head(name="sequence-classification", auto_class=AutoModelForSequenceClassification),
     Head(name="token-classification", auto_class=AutoModelForTokenClassification),
     Head(name="question-answering", auto_class=AutoModelForQuestionAnswering, scores=_span_logits),
+    Head(name="translation", auto_class=AutoModelForSeq2SeqLM),
 )
 HEADS: Final[Mapping[str, Head]] = MappingProxyType({head.name: head for head in _HEADS})
 

@@ -21,6 +21,7 @@ from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint, check_layers
 from isthmus.model.bottleneck import Down, Half, Up
 from isthmus.model.cut import LayerCall, Seam, drop_absent
+from isthmus.model.encoder_decoder import drop_stacks, seed_decoder
 from isthmus.model.lora import add_adapters
 from isthmus.model.random import CPU, generators_kept, seed_from
 from isthmus.model.recompute import Fixed
@@ -59,7 +60,7 @@ def build_stage(
     check_layers(layers, blueprint.num_layers)
     is_whole = layers == range(blueprint.num_layers)
     untied = blueprint.is_tied_across_layers and (untie or not is_whole)
-    seam = Seam(model_class=blueprint.model_class.__name__)
+    seam = Seam(model_class=blueprint.model_class.__name__, learns_aside=blueprint.family.decoder is not None)
     model, new_names = _load(blueprint, layers, seam=seam, seed=seed, dtype=dtype, untied=untied)
     stage = assemble(
         blueprint,
@@ -98,7 +99,7 @@ def assemble(
     With `lora` parameters with new names, such as a new head's, are trained beside the adapters.
     """
     in_base = "" if model.base_model is model else f"{model.base_model_prefix}."
-    paths = {index: f"{in_base}{blueprint.family.layers}.{index}" for index in present or layers}
+    paths = {index: f"{in_base}{blueprint.family.layer_path(index)}" for index in present or layers}
     adapters = None
     if lora is not None:
         fresh = [name for name, _ in model.named_parameters() if name in new_names]
@@ -115,6 +116,8 @@ def assemble(
     for index, path in paths.items():
         layer = model.get_submodule(path)
         layer.forward = LayerCall(layer, index=index, seam=seam, router=stage.router)
+    if blueprint.family.decoder is not None:
+        seed_decoder(model.base_model.get_submodule("decoder"), seam)
     freeze_below(stage, num_frozen_layers)
     return stage
 
@@ -139,7 +142,11 @@ def _load(
 
     def prepare(model: PreTrainedModel) -> None:
         blueprint.head.prepare(model)
-        drop_absent(model, blueprint.family, layers, seam)
+        if blueprint.family.decoder is None:
+            drop_absent(model, blueprint.family, layers, seam)
+        else:
+            keeps_shared = bool(blueprint.ties) and not untied
+            drop_stacks(model, blueprint.family, layers, seam, keeps_shared=keeps_shared)
         seed_initialisation(model, seed)
 
     config = copy.deepcopy(blueprint.config)
@@ -229,7 +236,8 @@ def _notes(
     if blueprint.whole is not None:
         notes.append(f"only the text part of {blueprint.whole} is trained and exported")
     if untied:
-        notes.append("embedding and head share weights in this model; they are trained and exported untied")
+        which = "embedding and head" if blueprint.family.decoder is None else "encoder, decoder and head"
+        notes.append(f"{which} share weights in this model; they are trained and exported untied")
     elif blueprint.is_tied_across_layers and num_frozen_layers:
         notes.append("embedding and head share weights in this model; both are frozen")
     if new_names:

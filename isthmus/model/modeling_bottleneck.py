@@ -2,6 +2,8 @@
 
     h ← W_up W_down h + b + t[id]        before the layers that `boundaries` of the configuration names
 
+A bottleneck before the layer that would follow an encoder's last one lies between encoder and decoder.
+
 This file lies beside the weights, so it needs nothing but torch and transformers:
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -93,9 +95,16 @@ class BottleneckModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.inner: PreTrainedModel = getattr(transformers, config.auto_class).from_config(config.text_config)
         self.boundaries = nn.ModuleDict({str(one["layer"]): Boundary(**one) for one in config.boundaries})
         self._ids: Tensor | None = None
-        self.inner.register_forward_pre_hook(self._note_ids, with_kwargs=True)
+        base = self.inner.base_model
+        layers = base.get_submodule(config.layers)
+        # Generation calls the encoder of an encoder–decoder by itself.
+        whole = base.get_submodule("encoder") if self.inner.config.is_encoder_decoder else self.inner
+        whole.register_forward_pre_hook(self._note_ids, with_kwargs=True)
         for index, boundary in self.boundaries.items():
-            layer = self.inner.base_model.get_submodule(f"{config.layers}.{index}")
+            if int(index) == sum(1 for _ in layers.children()):
+                whole.register_forward_hook(self._leaving(boundary))
+                continue
+            layer = layers.get_submodule(index)
             layer.register_forward_pre_hook(self._crossing(boundary), with_kwargs=True)
         self.post_init()
 
@@ -124,3 +133,10 @@ class BottleneckModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             return args, {**kwargs, name: boundary(kwargs[name], self._ids)}
 
         return cross
+
+    def _leaving(self, boundary: nn.Module) -> Any:
+        def leave(_encoder: nn.Module, _args: Any, output: Any) -> Any:
+            output.last_hidden_state = boundary(output.last_hidden_state, self._ids)
+            return output
+
+        return leave

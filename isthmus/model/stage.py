@@ -13,6 +13,7 @@ from isthmus.errors import UserError
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.bottleneck import Anchors, Down, Up
 from isthmus.model.cut import LayerCall, Passage, Seam
+from isthmus.model.encoder_decoder import decoder_inputs, run_stacks
 from isthmus.model.lora import Adapters
 from isthmus.model.random import RngKey, generators_kept
 from isthmus.model.recompute import ActivationSlot, Fixed, InputSize, Recompute
@@ -73,6 +74,8 @@ class StageInput:
 
     batch: Batch
     crossing: Tensor | None = None
+    memory: Tensor | None = None
+    """The output of the encoder, for a stage behind the first one of the decoder."""
     rng_key: RngKey | None = None
     """Needed while training, for dropout."""
     is_warming_up: bool = False
@@ -91,6 +94,8 @@ class StageOutput:
 
     crossing: Tensor | None = None
     """What crosses the next cut; None from the last stage."""
+    memory: Tensor | None = None
+    """The output of the encoder, beside hidden states of the decoder."""
     loss: Tensor | None = None
     """The loss of the head; from the last stage only."""
     balance: Tensor | None = None
@@ -107,7 +112,9 @@ class StageOutput:
         """Whether the gradient of what crosses is to come back; not from behind frozen layers."""
         return self.crossing is not None and self.crossing.requires_grad
 
-    def backward(self, *, grad: Tensor | None = None, loss_weight: float = 1.0) -> None:
+    def backward(
+        self, *, grad: Tensor | None = None, memory_grad: Tensor | None = None, loss_weight: float = 1.0
+    ) -> None:
         """Back-propagate the gradient that came back over the cut, and this stage's own losses."""
         roots: list[Tensor] = []
         grads: list[Tensor] = []
@@ -116,6 +123,9 @@ class StageOutput:
                 raise ValueError("a stage that is not the last needs the gradient of what crossed")
             roots.append(self.crossing)
             grads.append(aligned(grad))
+        if self.memory is not None and self.memory.requires_grad and memory_grad is not None:
+            roots.append(self.memory)
+            grads.append(aligned(memory_grad))
         for loss in (self.loss, self.balance):
             if loss is not None and loss.requires_grad:
                 roots.append(loss)
@@ -226,14 +236,15 @@ class Stage(nn.Module):
         """Run this stage's part of the model on one micro-batch."""
         slot = self._slot(inputs)
         with self._passage(inputs, slot) as passage:
+            output, memory = self._run(passage, inputs)
             if not self.is_last:
-                self.model.base_model(**self._arguments(inputs.batch))
                 return StageOutput(
                     crossing=self._depart(passage, inputs),
+                    memory=memory,
                     balance=self._balance(inputs.batch, passage.router_logits),
                     slot=slot,
                 )
-            scores = self.head.scores(self.model(**self._arguments(inputs.batch)))
+            scores = self.head.scores(output)
             labels = inputs.batch.labels
             if labels is None:
                 raise ValueError("the last stage needs the labels of a micro-batch")
@@ -244,6 +255,33 @@ class Stage(nn.Module):
                 scores=scores.detach() if inputs.keeps_scores else None,
                 slot=slot,
             )
+
+    def _run(self, passage: Passage, inputs: StageInput) -> tuple[Any, Tensor | None]:
+        """Run the model's own forward; gives its output, and the memory that goes on to the next stage."""
+        batch, decoder = inputs.batch, self.family.decoder
+        if decoder is None:
+            model = self.model if self.is_last else self.model.base_model
+            return model(**self._arguments(batch)), None
+        memory = inputs.memory
+        if memory is not None:
+            memory = aligned(memory.view_as(memory))
+        elif self.layers.start == decoder.start:
+            memory = passage.arrived
+        output, memory = run_stacks(
+            self.model,
+            self.family,
+            self.layers,
+            ids=batch.ids,
+            mask=batch.mask,
+            labels=batch.labels,
+            memory=memory,
+        )
+        if self.layers.stop == decoder.start:
+            passage.departed = memory
+        if memory is None or self.is_last or self.layers.stop <= decoder.start:
+            return output, None
+        # Made last, so that the gradient that comes back is the first to be added, as in one process.
+        return output, memory.view_as(memory)
 
     def _slot(self, inputs: StageInput) -> ActivationSlot:
         """Let a micro-batch into the memory; one that no backward follows keeps nothing there."""
@@ -300,7 +338,7 @@ class Stage(nn.Module):
             # A view: autocast casts a leaf once for all its readers, and would add gradients in bfloat16.
             hidden = aligned(inputs.crossing.view_as(inputs.crossing))
             return hidden if self.stream_dtype is None else hidden.to(self.stream_dtype)
-        widened: Tensor = self.up(aligned(inputs.crossing), inputs.batch.ids)
+        widened: Tensor = self.up(aligned(inputs.crossing), self._ids(inputs.batch, self.layers.start))
         return widened.to(self.stream_dtype or self.model.dtype)
 
     def _depart(self, passage: Passage, inputs: StageInput) -> Tensor | None:
@@ -309,13 +347,23 @@ class Stage(nn.Module):
             passage.meter.keep(passage.departed)
         if self.down is None or passage.departed is None:
             return passage.departed
-        batch = inputs.batch
+        batch, ids = inputs.batch, self._ids(inputs.batch, self.layers.stop)
         if not inputs.is_warming_up:
-            crossing: Tensor = self.down(passage.departed, batch.ids)
+            crossing: Tensor = self.down(passage.departed, ids)
             return crossing
         if self.training:
-            self.down.observe(passage.departed, batch.ids, batch.mask)
+            mask = batch.mask
+            if ids is not batch.ids and batch.labels is not None:
+                mask = torch.ge(batch.labels, 0).long()
+            self.down.observe(passage.departed, ids, mask)
         return passage.departed
+
+    def _ids(self, batch: Batch, cut: int) -> Tensor:
+        """The token ids that the hidden states before a layer belong to."""
+        decoder = self.family.decoder
+        if decoder is None or cut <= decoder.start:
+            return batch.ids
+        return decoder_inputs(self.model, batch.labels)
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
         # The model's own balancing loss spans all layers, which no stage has.
@@ -368,5 +416,7 @@ def _below(stage: Stage, num_layers: int) -> list[nn.Module]:
     present = dict(stage.model.base_model.named_modules())
     first = stage.family.first if stage.is_first else ()
     frozen_layers = range(stage.layers.start, min(stage.layers.stop, num_layers))
-    paths = [*first, *(f"{stage.family.layers}.{index}" for index in frozen_layers)]
+    paths = [*first, *(stage.family.layer_path(index) for index in frozen_layers)]
+    if stage.family.decoder is not None:
+        paths = ["encoder"]  # with all that its own forward draws
     return [present[path] for path in paths if path in present]

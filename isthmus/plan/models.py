@@ -291,6 +291,11 @@ def read_model(
     job: Job, config: Mapping[str, object] | None = None, *, source: CostSource = nothing_measured
 ) -> PlannedModel:
     """The job's model with its costs, or that of another configuration in its place."""
+    if job.data is not None and job.data.task == "translation":
+        raise UserError(
+            "an encoder–decoder that translates cannot be planned yet",
+            hint="isthmus run parts encoder and decoder by a rule, without a plan",
+        )
     values = model_config(job) if config is None else config
     if values.get("model_type") == ENCODER_DECODER:
         return _encoder_decoder(job, values, source)

@@ -65,6 +65,8 @@ class CutCoding:
     max_rows: int | None = None
     """The most tokens of a micro-batch, with its padding; None where that is not agreed on."""
     rows: RowRule
+    ids: Callable[[Integers], Tensor] = lambda integers: integers[IDS]
+    """The token ids of the hidden states, of shape (batch, tokens)."""
     allows: Callable[[Pair], bool] = lambda _: True
 
 
@@ -144,7 +146,7 @@ class CutEnd:
         if is_gradient is not self.is_sender:
             raise FrameError(f"{message.name} has come from the wrong side of a cut")
         if not is_gradient:
-            self._check_ids(message, integers.get(IDS))
+            self._check_ids(message, integers)
         hidden = None
         if coded is not None:
             decode = self._decode_gradient if is_gradient else self._decode_activation
@@ -155,19 +157,35 @@ class CutEnd:
             raise FrameError(f"{message.name} without hidden states")
         return hidden
 
-    def _check_ids(self, message: Message, ids_BT: Tensor | None) -> None:
+    def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What crosses uncoded beside hidden states that were encoded before, on the host."""
+        if not tensors:
+            return {}
+        with self.lane.work():
+            return {name: self.lane.to_host(one.contiguous()) for name, one in tensors.items()}
+
+    def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What crossed uncoded, on the device."""
+        if not tensors:
+            return {}
+        with self.lane.work():
+            found = {name: self.lane.to_device(one) for name, one in tensors.items()}
+        return {name: self.lane.hand_over(one) for name, one in found.items()}
+
+    def _check_ids(self, message: Message, integers: Integers) -> None:
         """Refuse more tokens than a micro-batch of the job has, before memory is taken for them."""
-        if ids_BT is None or ids_BT.ndim != 2:
+        if IDS not in integers or integers[IDS].ndim != 2:
             raise FrameError(f"{message.name} without token ids")
-        if self.coding.max_rows is not None and ids_BT.numel() > self.coding.max_rows:
+        num_tokens = max(integers[IDS].numel(), self.coding.ids(integers).numel())
+        if self.coding.max_rows is not None and num_tokens > self.coding.max_rows:
             most = self.coding.max_rows
-            raise FrameError(f"{message.name} of {ids_BT.numel()} tokens, where {most} are the most")
+            raise FrameError(f"{message.name} of {num_tokens} tokens, where {most} are the most")
 
     def _decode_activation(self, message: Message, coded: Coded, integers: Integers) -> Tensor:
         self._note_start(message.step)
         end = self._switch(message)
         index = self.coding.rows(integers)
-        ids_BT = integers[IDS]
+        ids_BT = self.coding.ids(integers)
         num_rows = ids_BT.numel() if index is None else len(index)
         is_training = message.kind is MessageKind.ACTIVATION
         keeps = is_training and self.coding.returns_gradients
@@ -330,7 +348,7 @@ class CutEnd:
 
     def _ids(self, integers: Integers, index_N: Tensor | None) -> Tensor:
         """The token ids of the rows that cross, on the device."""
-        ids = integers[IDS].flatten()
+        ids = self.coding.ids(integers).flatten()
         return self.lane.to_device(ids if index_N is None else ids[index_N])
 
 

@@ -149,12 +149,12 @@ class DataParallelActor:
         # Clouds draw dropout as the micro-batches of one step would.
         item = work.item + self._cloud * self._spec.num_microbatches
         if work.kind is WorkKind.BACKWARD:
-            self._passes.backward(step=work.step, item=item, gradient=None)
+            self._passes.backward(step=work.step, item=item, gradients={})
         elif work.item < len(self._batches):
             batch = self._batches[work.item]
             output = self._passes.forward(
                 batch,
-                None,
+                {},
                 step=work.step,
                 item=item,
                 num_step_targets=self._num_targets,

@@ -185,7 +185,7 @@ class WholeModel:
         item = work.item * self.world.num_ranks + self.world.rank
 
         def compute() -> StageOutput:
-            output = self._passes.forward(batch, None, step=work.step, item=item, num_step_targets=1)
+            output = self._passes.forward(batch, {}, step=work.step, item=item, num_step_targets=1)
             self._passes.in_flight.clear()
             output.backward(loss_weight=loss_weight)
             return output

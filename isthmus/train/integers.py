@@ -13,6 +13,7 @@ from isthmus.errors import FrameError
 from isthmus.wan.packet import Buffer
 
 IDS: Final = "ids"
+LABELS: Final = "labels"
 MASK: Final = "mask"
 """1 for a token, 0 for padding; other tensors of its shape cross without what they have at padding."""
 _LENGTHS: Final = "lengths"
@@ -201,6 +202,19 @@ def valid_rows(mask_BT: Tensor | None, *, without: Collection[int] = ()) -> Tens
         crosses = crosses.clone()
         crosses[list(without)] = False
     return crosses.flatten().nonzero().squeeze(1)
+
+
+def target_ids(integers: Mapping[str, Tensor]) -> Tensor:
+    """The token ids that a decoder is to say, below zero at padding."""
+    labels = integers.get(LABELS)
+    if labels is None or labels.ndim != 2:
+        raise FrameError("a micro-batch without the target that its decoder is to say")
+    return labels
+
+
+def said_before(integers: Mapping[str, Tensor]) -> Tensor:
+    """The token before each one of the target: what stands at a place knows nothing of the one to come."""
+    return torch.nn.functional.pad(target_ids(integers)[:, :-1], (1, 0)).clamp(min=0)
 
 
 def drop_padding(x_BTD: Tensor, index_N: Tensor | None) -> Tensor:

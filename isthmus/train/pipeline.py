@@ -35,6 +35,12 @@ from isthmus.train.in_cloud import Reduction, begin_down, begin_up
 from isthmus.train.integers import IDS
 from isthmus.train.pipeline_config import PipelineConfig
 
+MEMORY: Final = "memory"
+"""The output of an encoder, which every stage of its decoder gets."""
+
+Arrived = Mapping[str, Tensor]
+"""Hidden states by their name, and the memory by its own; or the gradients of both."""
+
 
 @dataclass(slots=True, eq=False)
 class Passes:
@@ -56,7 +62,7 @@ class Passes:
     window: int = 1
     """The most micro-batches in flight at a time."""
     keeps_scores: bool = False
-    in_flight: dict[tuple[int, int], tuple[Tensor | None, StageOutput, int]] = field(default_factory=dict)
+    in_flight: dict[tuple[int, int], tuple[Arrived, StageOutput, int]] = field(default_factory=dict)
     """By step and micro-batch: what arrived for it, what it gave, and the targets of its step."""
 
     def train(self, is_training: bool) -> None:
@@ -66,20 +72,22 @@ class Passes:
     def forward(
         self,
         batch: Batch,
-        hidden: Tensor | None,
+        arrived: Arrived,
         *,
         step: int,
         item: int,
         num_step_targets: int,
         is_evaluation: bool = False,
     ) -> StageOutput:
-        """Run a micro-batch, with the hidden states that arrived for it."""
+        """Run a micro-batch, with what arrived for it."""
         is_training = not is_evaluation and not self.is_frozen
-        if hidden is not None and is_training and self.sends_gradients:
-            hidden.requires_grad_()
+        if is_training and self.sends_gradients:
+            for one in arrived.values():
+                one.requires_grad_()
         inputs = StageInput(
             batch=batch.to(self.device),
-            crossing=hidden,
+            crossing=arrived.get(HIDDEN),
+            memory=arrived.get(MEMORY),
             rng_key=RngKey(seed=self.seed, step=step, microbatch=item),
             is_warming_up=step < self.num_warmup_steps,
             window=self.window,
@@ -89,14 +97,18 @@ class Passes:
         with torch.set_grad_enabled(is_training), self._precision():
             output: StageOutput = self.stage(inputs)
         if is_training:
-            self.in_flight[step, item] = hidden, output, num_step_targets
+            self.in_flight[step, item] = arrived, output, num_step_targets
         return output
 
-    def backward(self, *, step: int, item: int, gradient: Tensor | None) -> Tensor | None:
-        """Run a micro-batch back, given the gradient of what it sent; gives that of what had arrived."""
+    def backward(self, *, step: int, item: int, gradients: Arrived) -> dict[str, Tensor]:
+        """Run a micro-batch back, given the gradients of what it sent; gives those of what had arrived."""
         arrived, output, num_step_targets = self.in_flight.pop((step, item))
-        output.backward(grad=gradient, loss_weight=1 / max(num_step_targets, 1))
-        return None if arrived is None else arrived.grad
+        output.backward(
+            grad=gradients.get(HIDDEN),
+            memory_grad=gradients.get(MEMORY),
+            loss_weight=1 / max(num_step_targets, 1),
+        )
+        return {name: one.grad for name, one in arrived.items() if one.grad is not None}
 
     def _precision(self) -> AbstractContextManager[None]:
         if self.autocast is None:
@@ -122,11 +134,11 @@ Key = tuple[MessageKind, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Microbatch:
-    """A micro-batch at a stage: integers on the host, hidden states on the device."""
+    """A micro-batch at a stage: integers on the host, what else arrived on the device."""
 
     batch: Batch
     num_step_targets: int
-    hidden: Tensor | None = None
+    arrived: Arrived = field(default_factory=dict)
     cached: tuple[int, ...] | None = None
     """The sequences that the first trained stage has cached; None where nothing is cached."""
 
@@ -186,7 +198,7 @@ class PipelineActor:
             rule = admission(config, built.stage.model.config.hidden_size)
             self._foresight = Foresight(admission=rule, keeps_padding=config.keeps_padding)
         self._microbatches: dict[Key, _Microbatch] = {}
-        self._gradients: dict[Key, Tensor] = {}
+        self._gradients: dict[Key, Arrived] = {}
         self._outgoing: dict[Key, tuple[Mapping[str, Tensor], Mark]] = {}
         self._basis: Mapping[str, Tensor] = {}
         self._basis_to_send: Mapping[str, Tensor] = {}
@@ -224,7 +236,7 @@ class PipelineActor:
         key = message.kind, message.step, message.item
         match message.kind:
             case MessageKind.GRADIENT:
-                self._gradients[key] = tensors[HIDDEN]
+                self._gradients[key] = tensors
             case MessageKind.ACTIVATION | MessageKind.EVALUATION:
                 self._microbatches[key] = _read_microbatch(tensors)
             case MessageKind.BASIS:
@@ -295,11 +307,11 @@ class PipelineActor:
     def _forward(self, work: Work) -> Mapping[str, Tensor] | None:
         found = self._microbatches.pop((_NEEDED_BY[work.kind], work.step, work.item))
         if self._is_frozen and found.is_cached:
-            return self._carried(found, None)
+            return self._carried(found)
         is_evaluation = work.kind is WorkKind.EVALUATE
         output = self._passes.forward(
             found.batch,
-            found.hidden,
+            found.arrived,
             step=work.step,
             item=work.item,
             num_step_targets=found.num_step_targets,
@@ -309,21 +321,21 @@ class PipelineActor:
             is_plain = is_evaluation and self._config.pipeline.is_without_codecs(work)
             result = _Result(is_plain, found.batch.num_targets, output.loss.detach(), output.num_correct)
             self._results.append(result)
-        return None if output.crossing is None else self._carried(found, output.crossing.detach())
+        return None if output.crossing is None else self._carried(found, output)
 
-    def _carried(self, found: _Microbatch, hidden: Tensor | None) -> dict[str, Tensor]:
+    def _carried(self, found: _Microbatch, output: StageOutput | None = None) -> dict[str, Tensor]:
         """What the next stage gets with a micro-batch."""
         tensors = _integers(found.batch)
         tensors[TARGETS] = torch.tensor([found.batch.num_targets, found.num_step_targets])
         if found.cached is not None and self._is_frozen:
             # Behind the first trained stage there is nothing more to leave out.
             tensors[HELD] = torch.tensor(found.cached, dtype=torch.int64)
-        return tensors if hidden is None else {**tensors, HIDDEN: hidden}
+        crosses = {} if output is None else {HIDDEN: output.crossing, MEMORY: output.memory}
+        return tensors | {name: one.detach() for name, one in crosses.items() if one is not None}
 
     def _backward(self, work: Work) -> Mapping[str, Tensor] | None:
-        arrived = self._gradients.pop((MessageKind.GRADIENT, work.step, work.item), None)
-        gradient = self._passes.backward(step=work.step, item=work.item, gradient=arrived)
-        return None if gradient is None else {HIDDEN: gradient}
+        arrived = self._gradients.pop((MessageKind.GRADIENT, work.step, work.item), {})
+        return self._passes.backward(step=work.step, item=work.item, gradients=arrived) or None
 
     # The end of a step or of an evaluation.
 
@@ -399,6 +411,9 @@ def _read_microbatch(tensors: Mapping[str, Tensor]) -> _Microbatch:
     num_targets, num_step_targets = (int(one) for one in targets)
     if min(num_targets, num_step_targets) < 0:
         raise FrameError("a micro-batch with fewer than no targets")
+    memory = tensors.get(MEMORY)
+    if memory is not None and (memory.ndim != 3 or memory.shape[:2] != ids.shape):
+        raise FrameError("a micro-batch whose memory does not fit its ids")
     names = {one.name for one in fields(Batch)} - {"num_targets"}
     planes = {name: tensors[name] for name in names if name in tensors}
     for name, plane in planes.items():
@@ -408,7 +423,7 @@ def _read_microbatch(tensors: Mapping[str, Tensor]) -> _Microbatch:
     return _Microbatch(
         batch=Batch(num_targets=num_targets, **planes),
         num_step_targets=num_step_targets,
-        hidden=tensors.get(HIDDEN),
+        arrived={name: tensors[name] for name in (HIDDEN, MEMORY) if name in tensors},
         cached=held_of(tensors) if HELD in tensors else None,
     )
 

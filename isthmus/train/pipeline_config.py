@@ -7,9 +7,11 @@ from typing import Any, Final, Literal
 
 from isthmus.errors import UserError
 from isthmus.job import CodecSpec, Job, LinkSpec, PipelineStrategy, parse_codec, stage_order
-from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
+from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec, MemorySpec
 from isthmus.job.sections import why_not_run
 from isthmus.model.blueprint import Blueprint, split_layers
+from isthmus.model.encoder_decoder import check_stacks, split_stacks
+from isthmus.model.families import Decoder
 from isthmus.plan.codecs import RAW, Bounds, Crossing, Cut, Loss, Pair, num_learners
 from isthmus.plan.costs import CostSource, nothing_measured
 from isthmus.plan.job_facts import (
@@ -71,11 +73,24 @@ def decide(job: Job, decisions: Decisions | None = None) -> Decisions:
     return replace(decisions, policy=policy, max_in_flight=in_flight)
 
 
-def stage_layers(job: Job, decisions: Decisions, num_layers: int) -> tuple[range, ...]:
+def stage_layers(
+    job: Job, decisions: Decisions, num_layers: int, decoder: Decoder | None = None
+) -> tuple[range, ...]:
     """The layers of each stage."""
-    if not decisions.layers:
-        return split_layers(num_layers, len(stage_order(job)))
-    return _ranges(decisions.layers, num_layers)
+    links, counts = links_along(job, stage_order(job)), decisions.layers
+    memory_cut = next((cut for cut, link in enumerate(links) if isinstance(link.boundary, MemorySpec)), None)
+    if decoder is not None:
+        counts = counts or split_stacks(decoder, num_layers, len(links) + 1, memory_cut)
+        stages = _ranges(counts, num_layers)
+        boundaries = [link.boundary for link in links]
+        check_stacks(decoder, stages, boundaries, memory_cut=memory_cut, num_frozen=num_frozen_layers(job))
+        return stages
+    if memory_cut is not None:
+        raise UserError(
+            f'link {links[memory_cut].name} has the boundary "memory", but the model is no encoder–decoder',
+            hint='set it to "hidden", or set data.task = "translation" and take a model such as T5',
+        )
+    return _ranges(counts, num_layers) if counts else split_layers(num_layers, len(links) + 1)
 
 
 def _ranges(counts: tuple[int, ...], num_layers: int) -> tuple[range, ...]:
@@ -134,7 +149,10 @@ def _memory_reasons(job: Job, chosen: Plan) -> Iterator[str]:
 def _by_rule(job: Job, strategy: PipelineStrategy) -> Decisions:
     """Decisions without a plan."""
     why_not = why_not_planned(job, nothing_measured)
-    notes = [] if why_not is None else [f"layers are split evenly, since nothing can be planned: {why_not}"]
+    split = "layers are split evenly"
+    if job.data is not None and job.data.task == "translation":
+        split = "stages hold layers of the encoder or of the decoder, split evenly"
+    notes = [] if why_not is None else [f"{split}, since nothing can be planned: {why_not}"]
     number = strategy.microbatches
     if number is None:
         number = _choose_microbatches(job, notes)
@@ -196,6 +214,12 @@ class PipelineConfig(RunConfig):
     """What crosses each cut, in order; hidden states everywhere where nothing is said."""
     cache_bytes: int = 0
     """The most that the first trained stage keeps of what frozen layers gave."""
+    num_encoder_layers: int = 0
+    """Of an encoder–decoder; 0 for other models."""
+
+    def is_in_decoder(self, cut: int) -> bool:
+        """Whether hidden states of a decoder cross behind a stage, and the memory beside them."""
+        return 0 < self.num_encoder_layers < sum(self.layers[: cut + 1])
 
     @property
     def members(self) -> Sequence[Member]:
@@ -249,8 +273,10 @@ def run_config(
     clouds = stage_order(job)
     followed = follow(job, clouds, decisions)
     specs = [followed.cloud_named(name) for name in clouds]
-    layers = stage_layers(job, decisions, blueprint.num_layers)
-    boundaries = tuple(link.boundary for link in links_along(job, clouds))
+    layers = stage_layers(job, decisions, blueprint.num_layers, blueprint.family.decoder)
+    found = [link.boundary for link in links_along(job, clouds)]
+    # Where an encoder ends is known by its layers.
+    boundaries = tuple(_HIDDEN if isinstance(one, MemorySpec) else one for one in found)
     trained_from = first_trained(layers, num_frozen_layers(job))
     pipeline = Pipeline(
         stages=tuple(tuple(Member(one.name, rank) for rank in range(one.ranks)) for one in specs),
@@ -288,6 +314,7 @@ def run_config(
         boundaries=boundaries,
         keeps_padding=blueprint.mixes_tokens,
         cache_bytes=0 if job.model is None else job.model.cache_frozen_bytes,
+        num_encoder_layers=blueprint.num_encoder_layers,
     )
 
 

@@ -27,7 +27,7 @@ from isthmus.train.data.samples import Cursor
 from isthmus.train.data.training_data import Feed, Layout, Source, TrainingData, check_enough
 from isthmus.train.device import Device
 from isthmus.train.frozen_cache import HELD, Cache, held_of
-from isthmus.train.integers import IDS, MASK, mask_of, valid_rows
+from isthmus.train.integers import IDS, MASK, mask_of, said_before, target_ids, valid_rows
 from isthmus.train.pipeline import PipelineActor, admission
 from isthmus.train.pipeline_config import PipelineConfig, decide, plan_run, run_config, stage_layers
 from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of
@@ -71,7 +71,8 @@ class PipelineKind:
     def check(self, job: Job, known: Job, decisions: Decisions, blueprint: Blueprint) -> None:
         """Refuse stages that do not fit, cuts that cannot be, and what no exported model could hold."""
         check_export(job, blueprint)
-        layers, clouds = stage_layers(job, decisions, blueprint.num_layers), stage_order(job)
+        clouds = stage_order(job)
+        layers = stage_layers(job, decisions, blueprint.num_layers, blueprint.family.decoder)
         check_fits(follow(known, clouds, decisions), layers, blueprint)
         check_cuts(
             links_along(job, clouds),
@@ -248,8 +249,11 @@ def cut_end(
     receives_from_frozen = config.is_cached and cut + 1 == pipeline.first_trained
     boundary = config.boundary(cut)
     terms = pipeline.cuts[cut] if pipeline.cuts else None
+    is_in_decoder = config.is_in_decoder(cut)
 
     def rows(integers: Mapping[str, Tensor]) -> Tensor | None:
+        if is_in_decoder:
+            return valid_rows(target_ids(integers) >= 0)
         ids, mask = integers[IDS], integers.get(MASK)
         held = held_of(integers) if HELD in integers else None
         if receives_from_frozen and held:
@@ -270,6 +274,7 @@ def cut_end(
             max_rows=None if terms is None else terms.crossing.num_rows,
             may_omit=config.is_cached and cut + 1 < pipeline.first_trained,
             rows=rows,
+            ids=said_before if is_in_decoder else lambda integers: integers[IDS],
             allows=(lambda _: True) if terms is None else terms.allows,
         ),
         device=device,

@@ -132,13 +132,13 @@ class Rig:
         batch = made_up_batch(
             self.stage.head, self.stage.model.config.vocab_size, self.size, generator=self._generator
         )
-        arrived = None if self.stage.is_first else self._hidden()
+        arrived = {} if self.stage.is_first else {HIDDEN: self._hidden()}
         self._passes.forward(batch, arrived, step=step, item=microbatch, num_step_targets=batch.num_targets)
 
     def backward(self, microbatch: int, *, step: int = 0) -> None:
         """Run a micro-batch back, with a made-up gradient where one would come from behind."""
-        gradient = None if self.stage.is_last else self._hidden()
-        self._passes.backward(step=step, item=microbatch, gradient=gradient)
+        gradients = {} if self.stage.is_last else {HIDDEN: self._hidden()}
+        self._passes.backward(step=step, item=microbatch, gradients=gradients)
 
     def update(self) -> None:
         """Update the weights, and clear the gradients."""

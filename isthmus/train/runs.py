@@ -256,6 +256,8 @@ def look_at_model(job: Job) -> str:
     """Describe the job's model without loading it; a folder must have its weights."""
     # A run has the ids of its tokenizer; those that a family assumes may lie beyond a small vocabulary.
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    if job.data is not None and job.data.task == "translation":
+        ids["decoder_start_token_id"] = 0
     blueprint = blueprint_of(job, config=ids, num_labels=None)
     name = None if job.model is None else job.model.source
     if name is not None and Path(name).is_dir():

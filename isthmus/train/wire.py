@@ -170,6 +170,7 @@ class Wire:
         if self.cut is not None and message.kind in _CARRIES_HIDDEN and HIDDEN in others:
             hidden = others.pop(HIDDEN)
             coded = self.cut.encode(message, hidden, integers, after=ready)
+            others = self.cut.to_host(others)
         coding_s = steady_s() - started_s
         packet = _pack(message, integers, others, coded)
         num_bytes = self.link.send(_STREAMS[message.kind], packet, priority=message.priority)
@@ -261,6 +262,7 @@ class Wire:
             if self.cut is None:
                 raise FrameError(f"{message.name} crosses where no cut lies between")
             hidden = self.cut.decode(message, coded, integers)
+            tensors |= self.cut.to_device({name: tensors[name] for name in others})
             tensors |= {} if hidden is None else {HIDDEN: hidden}
         return tensors, coded
 

@@ -13,6 +13,7 @@ from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch
 from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload
 from isthmus.plan.memory import StageOptions, stage_memory
+from isthmus.plan.pipeline_parts import HIDDEN
 from isthmus.train.pipeline import Passes
 from tests.model.tiny import tiny_blueprint
 
@@ -60,9 +61,10 @@ def saved_bytes(model: Blueprint, layers: range, *, autocast: torch.dtype | None
 
     ids = torch.zeros(NUM_SEQUENCES, LENGTH, dtype=torch.int64)
     batch = Batch(ids=ids, labels=ids, num_targets=1)
-    hidden = None if layers.start == 0 else torch.zeros(NUM_SEQUENCES, LENGTH, SIZES["hidden_size"])
+    hidden = torch.zeros(NUM_SEQUENCES, LENGTH, SIZES["hidden_size"])
+    arrived = {} if layers.start == 0 else {HIDDEN: hidden}
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        passes.forward(batch, hidden, step=0, item=0, num_step_targets=1)
+        passes.forward(batch, arrived, step=0, item=0, num_step_targets=1)
     return sum(kept.values())
 
 

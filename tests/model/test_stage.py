@@ -17,6 +17,7 @@ from tests.model.cases import (
     CASES,
     CONFIGS,
     RNG_KEY,
+    TASKS,
     assert_identical,
     blueprint,
     build,
@@ -45,7 +46,7 @@ def test_the_mean_over_targets_is_transformers_own_loss(model_type: str, head: s
     torch.testing.assert_close(output.loss / batch.num_targets, expected)
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", TASKS)
 def test_only_labels_that_count_are_targets(head: str) -> None:
     batch = make_batch(HEADS[head])
     assert batch.labels is not None

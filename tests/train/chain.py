@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from isthmus.events import Span
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
@@ -155,12 +154,13 @@ class LockedOutput:
         self.output = output
         self.lock = lock
         self.crossing = output.crossing
+        self.memory = output.memory
         self.loss = output.loss
         self.num_correct = output.num_correct
 
-    def backward(self, *, grad: Tensor | None = None, loss_weight: float = 1.0) -> None:
+    def backward(self, **options: Any) -> None:
         with self.lock:
-            self.output.backward(grad=grad, loss_weight=loss_weight)
+            self.output.backward(**options)
 
 
 @dataclass(frozen=True)
@@ -404,7 +404,11 @@ def make_stages(
             num_frozen_layers=num_frozen_layers,
             lora=lora,
         )
-        for index, layers in enumerate(split_layers(plan.num_layers, num_stages))
+        for index, layers in enumerate(
+            agreed.stage_layers(plan.num_layers)
+            if agreed.layers
+            else split_layers(plan.num_layers, num_stages)
+        )
     ]
 
 

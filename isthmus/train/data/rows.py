@@ -205,6 +205,8 @@ def read_texts(row: Row, spec: DataSpec) -> tuple[str, ...]:
             return read_text(row, "question"), read_text(row, "context")
         case "token-classification":
             return (" ".join(read_words(row, text_column(spec))),)
+        case "translation":
+            return read_text(row, text_column(spec)), read_text(row, spec.pair_column or "translation")
     columns = (text_column(spec), *([spec.pair_column] if spec.pair_column else []))
     return tuple(read_text(row, column) for column in columns)
 

@@ -149,18 +149,27 @@ class RaggedSamples:
     token_types: Integers | None
     has_tags: bool
     """Whether labels are one a token."""
+    label_ends: Integers | None = None
+    """Where each sample ends in `labels`, where these are tokens of their own."""
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def read(self, pick: Pick) -> LabelledSequence:
-        start = int(self.ends[pick.index - 1]) if pick.index else 0
-        own = slice(start, int(self.ends[pick.index]))
+        own = _slice(self.ends, pick.index)
+        if self.label_ends is not None:
+            labels = self.labels[_slice(self.label_ends, pick.index)]
+        else:
+            labels = self.labels[own] if self.has_tags else np.asarray(self.labels[pick.index])
         return LabelledSequence(
             ids=self.ids[own],
-            labels=self.labels[own] if self.has_tags else np.asarray(self.labels[pick.index]),
+            labels=labels,
             token_types=None if self.token_types is None else self.token_types[own],
         )
+
+
+def _slice(ends: Integers, index: int) -> slice:
+    return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
 
 
 def in_chunks(items: Iterable[T]) -> Iterator[list[T]]:
@@ -253,7 +262,9 @@ def padded_arrays(rows: Iterable[Row], tokenizer: Any, spec: DataSpec, labels: L
             hint=f"set data.sequence_length to {_LEAST_ANSWER_LENGTH} or more",
         )
     yield {"ids": np.empty(0, np.int32), "ends": np.empty(0, np.int64)}
-    end = 0
+    end, label_end = 0, 0
+    has_targets = spec.task == "translation"
+    are_flat = has_targets or has_tags(spec)
     for chunk in in_chunks(rows):
         encoded, own = _ENCODERS[spec.task](chunk, tokenizer, spec, labels)
         lengths = [len(ids) for ids in encoded["input_ids"]]
@@ -265,10 +276,13 @@ def padded_arrays(rows: Iterable[Row], tokenizer: Any, spec: DataSpec, labels: L
         piece: dict[str, Integers] = {
             "ids": np.concatenate(encoded["input_ids"]).astype(np.int32),
             "ends": ends,
-            "labels": np.array(list(itertools.chain(*found)) if has_tags(spec) else found, np.int32),
+            "labels": np.array([*itertools.chain(*found)] if are_flat else found, np.int32),
         }
         if "token_type_ids" in encoded:
             piece["token_types"] = np.concatenate(encoded["token_type_ids"]).astype(np.uint8)
+        if has_targets:
+            piece["label_ends"] = label_end + np.cumsum([*map(len, found)], dtype=np.int64)
+            label_end = int(piece["label_ends"][-1])
         yield piece
 
 
@@ -326,11 +340,21 @@ def _encode_answered(chunk: list[Row], tokenizer: Any, spec: DataSpec, _: Labels
     )
 
 
+def _encode_translated(chunk: list[Row], tokenizer: Any, spec: DataSpec, _: Labels) -> _Encoded:
+    """Texts, each with the tokens of its translation as labels."""
+    sources, targets = zip(*(read_texts(row, spec) for row in chunk), strict=True)
+    said = tokenizer(text_target=[*targets], truncation=True, max_length=spec.sequence_length, verbose=False)
+    if not all(said["input_ids"]):
+        raise UserError("a translation of the data has no tokens", hint="leave out rows with empty texts")
+    return _encode(tokenizer, spec, [*sources]), said["input_ids"]
+
+
 _ENCODERS: Final[Mapping[str, Callable[[list[Row], Any, DataSpec, Labels], _Encoded]]] = {
     "masked-lm": _encode_windows,
     "sequence-classification": _encode_classified,
     "token-classification": _encode_tagged,
     "question-answering": _encode_answered,
+    "translation": _encode_translated,
 }
 
 
@@ -430,6 +454,7 @@ class Recipe:
             labels=own.get("labels", own["ids"]),
             token_types=own.get("token_types"),
             has_tags=has_tags(self.spec),
+            label_ends=own.get("label_ends"),
         )
 
     @property

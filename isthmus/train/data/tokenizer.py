@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, ModelSpec
 from isthmus.job.hub import CONFIG_FILE, code_not_run, find_file, needs_code, no_model
+from isthmus.model.encoder_decoder import MODEL_TYPES
 
 TRAINED: Final = "trained"
 _SPECIAL: Final = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
@@ -147,6 +148,9 @@ def token_values(tokenizer: Any, given: Mapping[str, object]) -> dict[str, objec
                 hint=f"leave {key} out: it is then taken from the tokenizer",
             )
         values[key] = own
+    if given.get("model_type") in MODEL_TYPES:
+        # As in Marian and T5: a decoder starts with padding.
+        values["decoder_start_token_id"] = values[_PADDING]
     return {key: value for key, value in values.items() if key not in given}
 
 
