@@ -119,7 +119,6 @@ class FlightRecord:
     """What was known when a chunk left, so that its acknowledgement gives a rate."""
 
     num_bytes: int
-    sent_s: float
     delivered_bytes: int
     delivered_s: float
     idle: bool
@@ -177,7 +176,7 @@ class Flight:
             self._delivered_s = now_s
         self.in_flight_bytes += num_bytes
         idle = self._delivered_bytes < self._idle_until_bytes
-        return FlightRecord(num_bytes, now_s, self._delivered_bytes, self._delivered_s, idle)
+        return FlightRecord(num_bytes, self._delivered_bytes, self._delivered_s, idle)
 
     def arrived(self, departure: FlightRecord, *, now_s: float) -> None:
         """A chunk was acknowledged."""

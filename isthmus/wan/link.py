@@ -379,7 +379,7 @@ class Link(Exchange):
 
     def _handle(self, frame: Frame, frame_bytes: int, received_ns: int) -> None:
         match frame:
-            case Chunk():
+            case Chunk() if self.settings.carries_packets:
                 self.on_chunk(frame, frame_bytes)
                 self._wake(CONTROL_LANE)
             case Ack():
@@ -392,8 +392,8 @@ class Link(Exchange):
                 self._part(Aborted(frame.cloud, frame.reason))
             case Close():
                 self._part(LinkClosed(f"{self._peer} has closed the link"))
-            case Notice():
-                raise FrameError("a notice, which has no place on a link")
+            case Notice() | Chunk():
+                raise FrameError(f"a {type(frame).__name__.lower()}, which has no place on this link")
 
     def _part(self, error: Aborted | LinkClosed) -> None:
         """The peer has said its last word; ours, if it is not said yet, is the answer."""

@@ -28,6 +28,7 @@ from isthmus.wan.gateway import REGISTRATION, Gateway, RankChange, Registration
 from isthmus.wan.gateway import relay_limits as gateway_limits
 from isthmus.wan.handshake import GATEWAY_RANK, Hello, mismatch, server_name
 from isthmus.wan.link import Dialled
+from isthmus.wan.packet import encode_chunk
 from isthmus.wan.transport import Dialer, process_loop
 from tests.wan.tls import client_context, server_context
 
@@ -351,6 +352,22 @@ def test_a_bad_registration_is_refused_with_one_sentence(
 
     run(scenario)
     assert reason in caplog.text
+
+
+def test_a_registered_rank_that_sends_anything_but_heartbeats_is_disconnected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with running(settings=HASTY) as here:
+            connection = await asyncio.to_thread(dial, here.address, hello_of())
+            pieces = [memoryview(b"data")]
+            chunk = encode_chunk(sequence=0, stream="s", packet=0, packet_bytes=4, offset=0, pieces=pieces)
+            await asyncio.to_thread(process_loop().run, connection.write(chunk))
+            await here.until(lambda: "a chunk, which has no place on this link" in caplog.text)
+            await here.until(lambda: len(here.changes) == 2)
+            await asyncio.to_thread(process_loop().run, connection.close())
+
+    run(scenario)
 
 
 def test_a_rank_that_dials_a_rank_instead_of_its_gateway_is_told() -> None:
