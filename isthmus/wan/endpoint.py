@@ -18,7 +18,7 @@ from isthmus.wan.exchange import FIRST_STRIPE, LinkSettings
 from isthmus.wan.flight import LARGE_BYTES
 from isthmus.wan.gateway import Registration
 from isthmus.wan.handshake import Hello, mismatch, name_of, server_name
-from isthmus.wan.link import Connection, Dial, Link
+from isthmus.wan.link import Dial, Link
 from isthmus.wan.sockets import ConnectionLimiter, own_address, try_to_bind
 from isthmus.wan.transport import Dialer, Listener, process_loop
 
@@ -197,9 +197,7 @@ class Endpoint:
             num_expected=num_connections(self._job, self._cloud.name),
             is_behind_gateway=self._is_behind_gateway,
         )
-        self._listener = Listener(
-            identity=self._identity, greet=self._greet, accept=self._accept, limiter=limiter
-        )
+        self._listener = Listener(identity=self._identity, find=self._find, limiter=limiter)
         try:
             # gRPC keeps to itself what is wrong.
             try_to_bind(bind.host, bind.port)
@@ -246,19 +244,11 @@ class Endpoint:
         for link in self._all_links():
             link.start_abort(error)
 
-    def _greet(self, hello: Hello) -> Hello:
-        """Our answer to a caller, or Refused with the sentence that both sides will read."""
-        reason = mismatch(self._hello.to(hello.sender), hello)
-        if reason is not None:
+    def _find(self, hello: Hello) -> Link:
+        """The link that a caller asks for, or Refused."""
+        if reason := mismatch(self._hello.to(hello.sender), hello):
             raise Refused(reason)
-        link = self.link(hello.cloud, hello.rank)
-        reason = link.admit(hello)
-        if reason is not None:
-            raise Refused(reason)
-        return link.hello.on_lane(hello.lane)
-
-    async def _accept(self, hello: Hello, connection: Connection) -> None:
-        await self.link(hello.cloud, hello.rank).serve(hello.lane, connection)
+        return self.link(hello.cloud, hello.rank)
 
 
 def _words(error: BaseException) -> str:

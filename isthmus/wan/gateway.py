@@ -18,7 +18,7 @@ from isthmus.plan.types import Member
 from isthmus.wan.certificates import Identity
 from isthmus.wan.exchange import LinkSettings
 from isthmus.wan.handshake import GATEWAY_RANK, Hello, mismatch, parse_server_name, server_name
-from isthmus.wan.link import Connection, Link
+from isthmus.wan.link import Link
 from isthmus.wan.relay import Relay, RelayLimits
 from isthmus.wan.sockets import Closing, Complaints, ConnectionLimiter, num_files_left
 from isthmus.wan.transport import Dialer, Listener, process_loop
@@ -143,7 +143,7 @@ class Gateway(Closing):
         self._followers: set[asyncio.Task[None]] = set()
         # They all come through the relay, which tells their sources apart.
         limiter = ConnectionLimiter(num_expected=num_ranks, is_behind_gateway=True)
-        self._listener = Listener(identity=identity, greet=self._greet, accept=self._accept, limiter=limiter)
+        self._listener = Listener(identity=identity, find=self._find, limiter=limiter)
         inside = self._loop.run(self._listener.start("127.0.0.1:0"))
         self._inside = Address(host="127.0.0.1", port=inside)
         limits = relay_limits(num_ranks=num_ranks, num_expected=num_expected)
@@ -172,8 +172,8 @@ class Gateway(Closing):
 
     # On the event loop.
 
-    def _greet(self, hello: Hello) -> Hello:
-        """Our answer to a rank, which is registered from now on, or Refused."""
+    def _find(self, hello: Hello) -> Link:
+        """The link to a rank, which is registered from now on, or Refused."""
         here = Hello(cloud=self._cloud, rank=GATEWAY_RANK).to(hello.sender)
         if hello.cloud != self._cloud:
             raise Refused(f"only ranks of {self._cloud} register here, not {hello.cloud}")
@@ -181,12 +181,6 @@ class Gateway(Closing):
             raise Refused(f"{self._cloud} has no rank {hello.rank}, only 0 to {self._num_ranks - 1}")
         if reason := mismatch(here, hello):
             raise Refused(reason)
-        link = self._link_for(hello, here)
-        if reason := link.admit(hello):
-            raise Refused(reason)
-        return link.hello.on_lane(hello.lane)
-
-    def _link_for(self, hello: Hello, here: Hello) -> Link:
         older = self._holders.get(hello.rank)
         if older is not None and older[1].failure is None and older[1].peer_session == hello.session:
             return older[1]
@@ -197,10 +191,13 @@ class Gateway(Closing):
         if older is not None:
             reason = f"rank {hello.rank} has been registered again, at {address}"
             older[1].start_abort(Aborted(self._cloud, reason))
+        return self._register(here, hello.rank, address)
+
+    def _register(self, here: Hello, rank: int, address: Address) -> Link:
         link = Link(hello=here, settings=self._settings, loop=self._loop)
-        self._holders[hello.rank] = (address, link)
-        self._tell(hello.rank, address)
-        follower = asyncio.create_task(self._follow(hello.rank, link))
+        self._holders[rank] = (address, link)
+        self._tell(rank, address)
+        follower = asyncio.create_task(self._follow(rank, link))
         self._followers.add(follower)
         follower.add_done_callback(self._followers.discard)
         return link
@@ -211,9 +208,6 @@ class Gateway(Closing):
         if self._holders[rank][1] is link:
             del self._holders[rank]
             self._tell(rank, None)
-
-    async def _accept(self, hello: Hello, connection: Connection) -> None:
-        await self._holders[hello.rank][1].serve(hello.lane, connection)
 
     def _tell(self, rank: int, address: Address | None) -> None:
         if self._on_change is not None:

@@ -159,21 +159,21 @@ class Link(Exchange):
 
     # For the transport, on the event loop.
 
-    def admit(self, hello: Hello) -> str | None:
-        """Why a connection of the peer must be turned down, or None; the first fixes the peer's session."""
+    def admit(self, hello: Hello) -> None:
+        """Prepare for a connection of the peer, or raise Refused; the first fixes the peer's session."""
         if self.failure is not None and not self._needs(hello.lane):
-            return f"{self._here} has ended its link: {self.failure.message}"
+            raise Refused(f"{self._here} has ended its link: {self.failure.message}")
         if self.peer_session not in (None, hello.session):
             # A process that has ended leaves no control connection, and one that is silent is hung up.
             if CONTROL_LANE in self._lanes:
-                return f"{self._peer} is already connected to {self._here}: end one of its two processes"
+                both = f"{self._peer} is already connected to {self._here}"
+                raise Refused(f"{both}: end one of its two processes")
             self._lose("has restarted")
-            return f"{self._peer} has restarted while {self._here} has not: restart both"
+            raise Refused(f"{self._peer} has restarted while {self._here} has not: restart both")
         self.peer_session = hello.session
         # It must be missed even if it vanishes before its connection is used.
         self.heartbeat.heard()
         self._met.set()
-        return None
 
     def give_up(self) -> None:
         """The peer cannot come any more: end, and wait for nothing."""
@@ -250,8 +250,7 @@ class Link(Exchange):
 
     async def _serve_dialled(self, number: int, connection: Dialled, hello: Hello) -> None:
         try:
-            if refusal := self.admit(hello):
-                raise Refused(refusal)
+            self.admit(hello)
             await self.serve(number, connection)
         finally:
             await connection.close()

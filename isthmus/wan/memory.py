@@ -79,9 +79,9 @@ class MemoryLink(Disturbed):
             raise ConnectionError("the link is cut")
         await self._travel()
         answer = self._listener.hello.on_lane(hello.lane)
-        reason = mismatch(answer, hello) or self._listener.admit(hello)
-        if reason is not None:
+        if reason := mismatch(answer, hello):
             raise Refused(reason)
+        self._listener.admit(hello)
         return self._connect(hello.lane), answer
 
     def _connect(self, lane: int) -> "_End":

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -13,7 +13,7 @@ import grpc.aio
 from isthmus.errors import FrameError, Refused
 from isthmus.wan.certificates import Identity
 from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
-from isthmus.wan.link import Connection, Dialled
+from isthmus.wan.link import Dialled, Link
 from isthmus.wan.packet import MAX_FRAME_BYTES
 from isthmus.wan.sockets import Complaints, ConnectionLimiter, LoopThread, place_of
 
@@ -157,24 +157,17 @@ def _tls_reason(details: str) -> str:
     return "it names another cloud" if "Hostname Verification" in details else details
 
 
-Accept = Callable[[Hello, Connection], Awaitable[None]]
-"""Use a connection until it ends."""
-
-
 class Listener:
-    """Accepts connections on one port and passes those with a valid handshake on; a limiter limits others."""
+    """Accepts connections on one port; a limiter limits those that are not authenticated.
+
+    `find` gives the link that a valid hello asks for, or raises Refused with a sentence for both ends.
+    """
 
     def __init__(
-        self,
-        *,
-        identity: Identity,
-        greet: Callable[[Hello], Hello],
-        accept: Accept,
-        limiter: ConnectionLimiter,
+        self, *, identity: Identity, find: Callable[[Hello], Link], limiter: ConnectionLimiter
     ) -> None:
         self._identity = identity
-        self._greet = greet
-        self._accept = accept
+        self._find = find
         self._limiter = limiter
         self._complaints = Complaints(log)
 
@@ -203,16 +196,17 @@ class Listener:
         try:
             hello = read_hello(context.invocation_metadata())
             _check_certificate(hello, context)
-            answer = self._greet(hello)
+            link = self._find(hello)
+            link.admit(hello)
         except (FrameError, Refused) as error:
             text = f"refused {place[0]}: {error.message}"
             self._complaints.tell(text, about=place[0], kind=type(error).__name__)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
         self._limiter.authenticated(place)
         try:
-            await context.send_initial_metadata(answer.to_metadata())
+            await context.send_initial_metadata(link.hello.on_lane(hello.lane).to_metadata())
             # It ends when this handler returns.
-            await self._accept(hello, context)
+            await link.serve(hello.lane, context)
         finally:
             self._limiter.closed(place)
 
