@@ -104,7 +104,6 @@ def pipeline_loop(
         {Member(peer): link for peer, link in links.items()},
         observer=record,
         source=source,
-        save=lambda _step, _facts: None,
     )
     loop.on_event = on_event
     return loop

@@ -181,7 +181,6 @@ def _train_all(
             neighbours.links(role.peers),
             observer=record,
             source=source,
-            save=lambda _step, _facts: None,
         )
         with loop:
             loop.run()

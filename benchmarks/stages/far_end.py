@@ -97,7 +97,7 @@ def answer(config: PipelineConfig, link: Link, gradient: Coded, *, width: int) -
         cut=PreparedCut(coding=coding, device=device, is_sender=False, gradient=gradient),
     )
     scheduler = PipelineScheduler(config.pipeline, BEYOND)
-    with Loop(scheduler, FarActor(), {HERE: wire}, inbox, tell=lambda _: None, save=lambda *_: None) as loop:
+    with Loop(scheduler, FarActor(), {HERE: wire}, inbox, tell=lambda _: None) as loop:
         loop.run()
 
 

@@ -345,12 +345,16 @@ class TrainSpec(Frozen):
 
 
 class CheckpointSpec(Frozen):
-    """When the state of the run is saved."""
+    """When the state of the run is saved, and where."""
 
     every_s: CheckpointInterval = Field(300.0, alias="every")
-    """Time between two checkpoints; 1 s to 7 d."""
+    """The most time whose work may be lost; 1 s to 7 d."""
+    overhead: Share = 0.01
+    """The most of the time that saves may take; where that asks for it, they are rarer than `every`."""
     keep: int = Field(2, ge=2)
     """How many checkpoints are kept; a crash may fall between the saves of two clouds."""
+    store: Text | None = Field(None, examples=["s3://bucket/prefix"])
+    """Where this site keeps them: a folder, or an address of fsspec; in the run directory if absent."""
 
 
 class LimitsSpec(Frozen):

@@ -58,12 +58,12 @@ _ROLES: Final = {
         train.steps train.recompute train.memory_budget train.offload_optimizer train.compile
         train.evaluate_every train.evaluate_without_codec
         strategy.max_queued strategy.on_lost strategy.wait
-        checkpoint.every checkpoint.keep
+        checkpoint.every checkpoint.overhead checkpoint.keep
     """,
     KeyRole.SITE: """
         cloud.profile cloud.gateway cloud.proxy cloud.certificates
         link.bandwidth link.rtt link.jitter link.handling link.connection_bandwidth
-        limits accelerator
+        checkpoint.store limits accelerator
     """,
 }
 KEY_ROLES: Final = MappingProxyType({key: role for role, keys in _ROLES.items() for key in keys.split()})

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
+from isthmus.plan.saving import Saving, slowest
 from isthmus.plan.scenario import Hop
 from isthmus.plan.types import Carried, Count, Facts, Seconds
 
@@ -69,6 +70,7 @@ class Seen(Facts):
     backward_cosine: float = _NAN
     busy_s: float = 0.0
     wants_stop: bool = False
+    saving: Saving = field(default_factory=Saving)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ class Tally(Facts):
     element_bytes: Annotated[tuple[ElementBytes, ...], _PER_CUT] = ()
     gradient_cosine: Cosine = _NAN
     wants_stop: bool = False
+    saving: Saving = field(default_factory=Saving)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,8 @@ class Verdict(Facts):
     norm: Norm
     windows: Annotated[tuple[Window, ...], _PER_STAGE]
     save: bool = False
+    safe_step: Count = 0
+    """The newest step that all clouds have saved."""
     stop: bool = False
     codecs: Annotated[tuple[Texts, ...], _PER_CUT] = ()
     """The codecs of all cuts from the next step on; empty where nothing is coded."""
@@ -227,7 +232,7 @@ class StepMeter:
             self._code("up", "decode", found)
             self.forward_travel_s = _shorter(self.forward_travel_s, travel_s)
 
-    def seen(self, *, wants_stop: bool) -> Seen:
+    def seen(self, *, wants_stop: bool, saving: Saving) -> Seen:
         """What was collected, as facts."""
         return Seen(
             forward_travel_s=self.forward_travel_s,
@@ -240,6 +245,7 @@ class StepMeter:
             backward_cosine=self.backward_cosine,
             busy_s=self.busy_s,
             wants_stop=wants_stop,
+            saving=saving,
         )
 
     def _code(self, side: str, verb: str, found: Carried) -> None:
@@ -263,6 +269,7 @@ def stage_tally(step: int, members: Sequence[Reduced]) -> Tally:
         coding_s=max(one.up_coding_s for one in seen),
         gradient_cosine=_lowest(one.backward_cosine for one in seen),
         wants_stop=any(one.wants_stop for one in seen),
+        saving=slowest(one.saving for one in seen),
     )
 
 
@@ -284,6 +291,7 @@ def joined(own: Tally, members: Sequence[Reduced], behind: Tally) -> Tally:
         cosines=(here, *behind.cosines),
         element_bytes=(max(one.element_bytes for one in seen), *behind.element_bytes),
         wants_stop=own.wants_stop or behind.wants_stop,
+        saving=slowest((own.saving, behind.saving)),
     )
 
 

@@ -30,6 +30,7 @@ from isthmus.plan.types import (
     Member,
     Message,
     MessageKind,
+    NotStored,
     Outcome,
     Priority,
     Ran,
@@ -101,8 +102,8 @@ class Leader(ABC):
                 self._take_in(message)
             case Done(work=work, facts=facts):
                 self._finish(work, facts, now_s)
-            case Saved(step=step):
-                self._count_saved(step)
+            case Saved(step=step, facts=facts):
+                self._count_saved(step, facts=facts)
             case Lost(member=member, final=True) if member in self.group:
                 self.fail(f"{member} of this cloud is lost")
             case Interrupted():
@@ -237,8 +238,11 @@ class Leader(ABC):
         self._tell_siblings(Orders(saves=step))
         self.act(Save(step, facts))
 
-    def _count_saved(self, step: int, record: Message | None = None) -> None:
-        """Count one rank that has saved a step."""
+    def _count_saved(self, step: int, record: Message | None = None, facts: Facts | None = None) -> None:
+        """Count one rank that has saved a step, or end the run where it cannot be saved."""
+        if isinstance(facts, NotStored):
+            self.fail(facts.reason, facts.hint)
+            return
         if record is not None and record.sender not in self.group:
             raise not_awaited(record)
         if step not in self._missing:
@@ -342,6 +346,9 @@ class Sibling:
                 self._take(message)
             case Done(work=work):
                 self._finish(work)
+            case Saved(facts=NotStored(reason=reason, hint=hint)):
+                self._is_stopped = True
+                return (Stop(Outcome.FAILED, reason, hint),)
             case Saved(step=step):
                 record = MessageKind.RECORD
                 actions.append(Send(Message(record, step, 0, self._member, self._group[:1])))

@@ -53,6 +53,7 @@ from isthmus.plan.pipeline_parts import (
     PipelineState,
     StepState,
 )
+from isthmus.plan.saving import Saves
 from isthmus.plan.types import (
     Action,
     Arrived,
@@ -66,6 +67,7 @@ from isthmus.plan.types import (
     Member,
     Message,
     MessageKind,
+    NotStored,
     Outcome,
     Priority,
     Ran,
@@ -123,7 +125,7 @@ class PipelineScheduler:
         self._sending: list[Message] = []
         self._results_due: set[tuple[int, bool]] = set()
         """Evaluations whose result has not come from behind: the step, and whether it is without codecs."""
-        self._saving: set[int] = set()
+        self._saves = Saves()
         self._wants_stop = False
         self.stopped_at: int | None = None
         """The step that is saved where an orderly stop was asked for."""
@@ -149,8 +151,8 @@ class PipelineScheduler:
                 self._start(event, now_s)
             case Interrupted():
                 self._wants_stop = True
-            case Saved(step=step):
-                self._note_saved(step)
+            case Saved(step=step, facts=facts):
+                self._note_saved(step, facts)
             case Lost(member=lost, final=True):
                 self._stop(Outcome.FAILED, f"cloud {lost.cloud!r} left the pipeline")
         self._next(now_s)
@@ -162,6 +164,7 @@ class PipelineScheduler:
         if self._arrivals.has_started or not 0 <= started.step <= self._pipeline.num_steps:
             raise ScheduleError(f"a pipeline of {self._pipeline.num_steps} steps starts at {started.step}")
         self._arrivals.start(started.step)
+        self._saves.safe_step = started.step
         self._upcoming = self._all_steps(started.step)
         self._end.start(now_s)
         if isinstance(started.facts, PipelineState):
@@ -242,7 +245,7 @@ class PipelineScheduler:
 
     def _end_run(self) -> None:
         """Stop when all is saved, all that was sent is taken over and every evaluation is passed on."""
-        if self._sending or self._saving or self._results_due or not self._arrivals.has_started:
+        if self._sending or self._saves.under_way or self._results_due or not self._arrivals.has_started:
             return
         if self.stopped_at is None:
             self._stop(Outcome.FINISHED)
@@ -273,9 +276,8 @@ class PipelineScheduler:
                 return None
 
     def _tell_notes(self) -> None:
-        if self._end.steering is not None and self._is_leader:
-            self._actions += [Tell(Note(text=text)) for text in self._end.steering.notes]
-            self._end.steering.notes.clear()
+        if self._is_leader:
+            self._actions += [Tell(Note(text=text)) for text in self._end.take_notes()]
 
     def _group_work(
         self, kind: WorkKind, current: StepState, facts: Facts | None = None, item: int = 0
@@ -335,7 +337,7 @@ class PipelineScheduler:
         if any(message.kind is MessageKind.GRADIENT for message in self._sending):
             # The last gradients are still being coded, and their errors belong to this step.
             return None
-        seen = current.observed.seen(wants_stop=self._wants_stop)
+        seen = current.observed.seen(wants_stop=self._wants_stop, saving=self._saves.facts)
         return self._group_work(WorkKind.REDUCE, current, seen)
 
     def _settle(self, current: StepState, now_s: float) -> Work | None:
@@ -426,8 +428,8 @@ class PipelineScheduler:
         if verdict.save:
             asked = self._pipeline.codecs
             state = PipelineState(asked=asked, codecs=self._codecs, states=self._end.states)
-            self._saving.add(current.step + 1)
-            self._actions.append(Save(current.step + 1, state))
+            self._saves.under_way.add(current.step + 1)
+            self._actions.append(Save(current.step + 1, state, verdict.safe_step))
         if verdict.stop:
             self.stopped_at = current.step + 1
         self._close(current)
@@ -456,10 +458,10 @@ class PipelineScheduler:
             self._early.num_bytes += current.observed.num_bytes
         self._current = None
 
-    def _note_saved(self, step: int) -> None:
-        if step not in self._saving:
-            raise ScheduleError(f"step {step} is reported as saved but was not being saved")
-        self._saving.remove(step)
+    def _note_saved(self, step: int, facts: Facts | None) -> None:
+        self._saves.end(step, facts)
+        if isinstance(facts, NotStored):
+            self._stop(Outcome.FAILED, facts.reason, facts.hint)
 
     def _note_sent(self, message: Message, facts: Facts | None) -> None:
         try:

@@ -22,6 +22,7 @@ from isthmus.plan.end_of_step import (
     stage_tally,
     total_norm,
 )
+from isthmus.plan.saving import SaveRule
 from isthmus.plan.scenario import Caps, Measured, Policy, first_windows, next_windows
 from isthmus.plan.types import (
     Facts,
@@ -113,6 +114,9 @@ class Pipeline:
     bottlenecks: frozenset[int] = frozenset()
     """The cuts that have one, by the stage before them."""
     save_every_s: float | None = None
+    """Bounds the work that may be lost; None saves nothing."""
+    save_overhead: float = 0.01
+    """The share of the time that saves may take."""
     cuts: tuple[Cut, ...] = ()
     """One for each cut, in order; none where hidden states cross raw everywhere."""
 
@@ -341,7 +345,8 @@ class EndOfStep:
         """That of the step at hand, of this stage and all behind it."""
         self._behind: Tally | None = None
         self._verdict: Verdict | None = None
-        self._saved_s = 0.0
+        self._rule = SaveRule(pipeline.save_every_s, pipeline.save_overhead)
+        self._notes: list[str] = []
 
     @property
     def states(self) -> tuple[CutState, ...]:
@@ -350,7 +355,15 @@ class EndOfStep:
 
     def start(self, now_s: float) -> None:
         """Count the time to the first save from here."""
-        self._saved_s = now_s
+        self._rule.begin(now_s)
+
+    def take_notes(self) -> list[str]:
+        """What people should read of the decisions taken, at the first stage alone."""
+        notes, self._notes = self._notes, []
+        if self.steering is not None:
+            notes += self.steering.notes
+            self.steering.notes.clear()
+        return notes
 
     def settle(
         self, step: int, members: Sequence[Reduced], now_s: float, read: Read | None = None
@@ -415,18 +428,19 @@ class EndOfStep:
             step=tally.step,
             norm=norm,
             windows=pipeline.next_windows(tally),
-            save=self._is_save_due(tally.step, now_s) or tally.wants_stop,
+            save=self._is_save_due(tally, now_s) or tally.wants_stop,
+            safe_step=tally.saving.safe_step,
             stop=tally.wants_stop,
             codecs=() if self.steering is None else tuple(map(texts_of, self.steering(tally))),
             loss=tally.loss_sum / max(0 if read is None else read.num_targets, 1),
             num_tokens=0 if read is None else read.num_tokens,
         )
 
-    def _is_save_due(self, step: int, now_s: float) -> bool:
-        every_s = self._pipeline.save_every_s
-        if every_s is None:
+    def _is_save_due(self, tally: Tally, now_s: float) -> bool:
+        if note := self._rule.note(tally.saving):
+            self._notes.append(note)
+        is_last = tally.step == self._pipeline.num_steps - 1 and self._rule.every_s is not None
+        if not is_last and not self._rule.is_due(now_s, tally.saving):
             return False
-        if step != self._pipeline.num_steps - 1 and now_s - self._saved_s < every_s:
-            return False
-        self._saved_s = now_s
+        self._rule.begin(now_s)
         return True

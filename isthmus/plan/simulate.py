@@ -44,6 +44,7 @@ from isthmus.plan.types import (
     Sent,
     Started,
     Stop,
+    Stored,
     Strategy,
     Tell,
     Wake,
@@ -418,7 +419,7 @@ class _Simulation:
     def _save(self, node: Node, step: int, facts: Facts | None) -> None:
         now_s, cloud, num_bytes = self._clock.now_s, node.member.cloud, node.costs.saved_bytes()
         self._taken_s.setdefault(step, now_s)
-        saved = partial(self._saved, node, node.life, step, facts)
+        saved = partial(self._saved, node, node.life, step, facts, now_s)
         keeper = self._keeper_of(cloud) if num_bytes else None
         if keeper is None:
             self._clock.at(now_s, saved)
@@ -430,10 +431,10 @@ class _Simulation:
 
         self._flows[cloud, keeper].send_in_background(num_bytes, arrived=arrived)
 
-    def _saved(self, node: Node, life: int, step: int, facts: Facts | None) -> None:
+    def _saved(self, node: Node, life: int, step: int, facts: Facts | None, begun_s: float) -> None:
         if node.life == life:
             node.saved[step] = facts
-            self._feed(node, Saved(step))
+            self._feed(node, Saved(step, Stored(save_s=self._clock.now_s - begun_s)))
 
     def _keeper_of(self, cloud: str) -> str | None:
         """The cloud that keeps a copy of this one's state: the next in order, or else the one before."""

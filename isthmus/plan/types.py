@@ -87,6 +87,22 @@ class Carried(Facts):
     """The cosine between what was sent and what arrives, where it was measured."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored(Facts):
+    """How long a save took until the store had it, and how long the member did not compute for it."""
+
+    save_s: Seconds = 0.0
+    stall_s: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotStored(Facts):
+    """A save that the store has not taken, for so long that no more work is to be risked."""
+
+    reason: str
+    hint: str = ""
+
+
 class WorkKind(enum.StrEnum):
     """What a member can do; the values are the kinds of spans."""
 
@@ -235,7 +251,7 @@ class Sent(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The store holds the state that this step starts from."""
+    """The store holds the state that this step starts from; with `NotStored` it does not."""
 
     step: int
     facts: Facts | None = None
@@ -292,10 +308,15 @@ class Drop(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Save the state that this step starts from, with the scheduler's own facts."""
+    """Save the state that this step starts from, with the scheduler's own facts.
+
+    What was saved at `safe_step` or later is kept: some clouds may have nothing newer. None where other
+    clouds do not count.
+    """
 
     step: int
     facts: Facts | None = None
+    safe_step: int | None = None
 
 
 class Tell(NamedTuple):

@@ -19,6 +19,7 @@ from isthmus.train.in_cloud import World
 from isthmus.train.kinds import kind_of, read_config
 from isthmus.train.run_config import RunConfig
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER
+from isthmus.train.store import open_store
 
 
 def export_run(
@@ -75,7 +76,8 @@ def _write_stage(
         world=World(),
     )
     stage = kind_of(job).make(build).built.stage
-    load_weights(Checkpoints(run, cloud=cloud, job=job.meaning_digest), stage, step)
+    store = open_store(run, job.checkpoint.store)
+    load_weights(Checkpoints(store, cloud=cloud, job=job.meaning_digest), stage, step)
     if dtype is not None:
         stage.model.to(dtype)
     write_part(stage, folder)

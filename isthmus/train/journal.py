@@ -4,8 +4,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from isthmus.events import COMPUTE_KINDS, MEASURED_KIND, EventLog, Span, steady_s
@@ -76,12 +75,10 @@ class Journal:
             case Note(text=text):
                 self.note(text)
 
-    @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """Note how long the state of a step takes to be saved."""
-        started_s = steady_s()
-        yield
-        self.span(Span(track="disk", name=f"save {step}", kind="save", start_s=started_s, end_s=steady_s()))
+    def saved(self, step: int, begun_s: float, num_bytes: int) -> None:
+        """Write how long this member's part of a step took to be saved, beside the computation."""
+        end_s = steady_s()
+        self._log.span(Span("disk", f"save {step}", "save", begun_s, end_s, num_bytes))
 
     def note(self, text: str) -> None:
         """Tell something in words."""

@@ -6,11 +6,11 @@ waits in the inbox:
     inbox ──► scheduler.on(event, now_s) ──► Run     the actor computes, here and now, then Done; works on the
                                                      host run on a thread beside
       ▲                                  ──► Send    the wire codes and sends, on its own threads, then Sent
-      │                                  ──► Save    the state is written, then Saved
+      │                                  ──► Save    a thread copies and writes the state, then Saved
       └── wires: Arrived, Sent           ──► Stop    the end
 
 What arrived while a pass ran is taken in before the next is chosen, so a gradient is used as soon as it is
-there.
+there. A work that changes what is being saved waits until that has been copied.
 """
 
 import functools
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from torch import Tensor
 
@@ -50,9 +50,16 @@ from isthmus.plan.types import (
     Tell,
     Wake,
     Work,
+    WorkKind,
 )
 from isthmus.train.device import Mark
 from isthmus.train.wire import Delivery, Failure, Inbox, Wire
+
+# Works that change nothing that is saved, but for buffers of the stage.
+_KEEPS_STATE: Final = frozenset(
+    {WorkKind.READ, WorkKind.FORWARD, WorkKind.BACKWARD, WorkKind.EVALUATE, WorkKind.SCORE, WorkKind.REDUCE}
+    | {WorkKind.DISCRIMINATE}
+)
 
 
 class Actor(Protocol):
@@ -71,6 +78,18 @@ class Actor(Protocol):
         """Forget what was kept of a message, sent or arrived."""
 
 
+OnEvent = Callable[[Event | Failure], None]
+"""Takes in what has ended on another thread."""
+Saver = Callable[[Save, OnEvent], Callable[[], None]]
+"""Begins a save, whose end it reports; gives what waits until the state has been copied."""
+
+
+def save_nothing(action: Save, done: OnEvent) -> Callable[[], None]:
+    """Report a save that is none."""
+    done(Saved(action.step))
+    return lambda: None
+
+
 @dataclass(slots=True, eq=False)
 class Loop:
     """Drives one member from its first step to its end."""
@@ -81,7 +100,7 @@ class Loop:
     inbox: Inbox
     _: KW_ONLY
     tell: Callable[[Facts], None]
-    save: Callable[[int, Facts | None], None]
+    save: Saver = save_nothing
     on_event: Callable[[Event, float], None] = lambda _event, _now_s: None
     _wake_s: float | None = field(default=None, init=False)
     _stop: Stop | None = field(default=None, init=False)
@@ -89,6 +108,7 @@ class Loop:
     _host: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="host")
     )
+    _settle: Callable[[], None] | None = field(default=None, init=False)
 
     def run(self, step: int = 0, facts: Facts | None = None) -> Stop:
         """Work from a step on until the scheduler stops; a failure is raised."""
@@ -114,6 +134,9 @@ class Loop:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Run(work=work):
+                if self._settle is not None and work.kind not in _KEEPS_STATE:
+                    self._settle()
+                    self._settle = None
                 self._run(work)
             case Send(message=message):
                 self._send(message)
@@ -121,9 +144,8 @@ class Loop:
                 self.actor.drop(message)
             case Tell(fact=fact):
                 self.tell(fact)
-            case Save(step=step, facts=facts):
-                self.save(step, facts)
-                self.inbox.put(Saved(step))
+            case Save():
+                self._settle = self.save(action, self.inbox.put)
             case Wake(at_s=at_s):
                 self._wake_s = at_s
             case Stop():

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from isthmus.errors import UserError
 from isthmus.model.torch_calls import scale_all
@@ -99,10 +99,7 @@ class EightBit:
             part.grad = None
 
     def state(self, parameter: nn.Parameter) -> ParameterState:
-        """The state of a parameter: of each moment the codes, the scales and the table of levels.
-
-        All ranks that hold shards of it call this, and each gets its shard of the codes.
-        """
+        """The state of a parameter: of each moment the codes, the scales and the table of levels."""
         found: ParameterState = {}
         for key, moment in self._adamw.state.get(self._parts[parameter], {}).items():
             if key == _STEP:
@@ -110,7 +107,7 @@ class EightBit:
             elif self._is_coarse(parameter):
                 codes, scales, levels = self._pieces(moment)
                 found[f"{key}.codes"] = _like(parameter, codes)
-                found[f"{key}.scale"] = _all_scales(parameter, scales)
+                found[f"{key}.scale"] = _scales(parameter, scales)
                 found[f"{key}.qmap"] = levels
             else:
                 found[key] = _like(parameter, moment)
@@ -154,7 +151,7 @@ class EightBit:
             return torch.zeros_like(part, requires_grad=False)
         moment: Tensor = self._moment_class(
             _local(state[f"{key}.codes"]).to(part.device),
-            _own_scales(parameter, state[f"{key}.scale"]).to(part.device),
+            _own_scales(parameter, state[f"{key}.scale"].flatten()).to(part.device),
             state[f"{key}.qmap"].to(part.device),
             signed=key == _SIGNED,
             dtype=part.dtype,
@@ -198,14 +195,18 @@ def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
     )
 
 
-def _all_scales(parameter: nn.Parameter, own: Tensor) -> Tensor:
-    """The scales of all ranks in order, from those of this one."""
+def _scales(parameter: nn.Parameter, own: Tensor) -> Tensor:
+    """The scales of this rank, in rows that are sharded like those of the parameter.
+
+    A row has the scales of the fewest rows of the parameter that fill whole blocks.
+    """
+    row_size = parameter.numel() // len(parameter)
+    own = own.view(-1, math.lcm(row_size, _BLOCK) // _BLOCK)
     if not isinstance(parameter, DTensor):
         return own
-    num_blocks = _part_size(parameter) // _BLOCK
-    padded = torch.nn.functional.pad(own, (0, num_blocks - len(own)))
-    every = DTensor.from_local(padded, parameter.device_mesh, [Shard(0)], run_check=False).full_tensor()
-    return every[: parameter.numel() // _BLOCK]
+    shape = torch.Size((parameter.numel() // _BLOCK // own.shape[1], own.shape[1]))
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
 
 
 def _own_scales(parameter: nn.Parameter, every: Tensor) -> Tensor:

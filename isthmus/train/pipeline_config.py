@@ -296,6 +296,7 @@ def run_config(
             number for number, one in enumerate(boundaries) if isinstance(one, BottleneckSpec)
         ),
         save_every_s=job.checkpoint.every_s,
+        save_overhead=job.checkpoint.overhead,
         cuts=tuple(
             _cuts(job, decisions, hidden_width=blueprint.config.hidden_size, trained_from=trained_from)
         ),

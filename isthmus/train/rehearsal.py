@@ -215,7 +215,6 @@ class _Rehearsing:
             self._neighbours.links(role.peers),
             observer=record,
             source=source,
-            save=lambda _step, _facts: None,
         )
         with loop:
             loop.run()

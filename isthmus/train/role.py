@@ -6,7 +6,7 @@
 A new strategy implements both in its file in `train`, and is listed in `train/kinds.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from isthmus.train.build import Build, BuiltStage
 from isthmus.train.coding import CutEnd
 from isthmus.train.data.samples import Cursor
 from isthmus.train.data.training_data import Feed, Source, TrainingData
-from isthmus.train.loop import Actor, Loop
+from isthmus.train.loop import Actor, Loop, Saver, save_nothing
 from isthmus.train.run_config import RunConfig
 from isthmus.train.wire import Inbox, Observer, Wire
 from isthmus.wan.link import Link
@@ -131,7 +131,7 @@ def open_loop(
     *,
     observer: Observer,
     source: Source | None,
-    save: Callable[[int, Facts | None], None],
+    save: Saver = save_nothing,
     scheduler: Scheduler | None = None,
 ) -> Loop:
     """The loop of a member, with its scheduler, its actor and a wire to each peer."""

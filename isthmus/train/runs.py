@@ -29,6 +29,7 @@ from isthmus.train.data.token_files import TokenFiles, tokens_of
 from isthmus.train.data.training_data import open_data
 from isthmus.train.kinds import kind_of
 from isthmus.train.run_config import MODEL_FOLDER, may_plan
+from isthmus.train.store import open_store
 from isthmus.wan.doctor import Devices, require_kind, require_one_each
 from isthmus.wan.handshake import RankSpec
 
@@ -102,7 +103,8 @@ def _unfinished(root: Path, job: Job) -> Iterator[Path]:
 
 def _saved_step(run: Path, job: Job) -> int | None:
     """The newest step that all clouds that save here have saved."""
-    steps = [set(Checkpoints(run, cloud=cloud.name).steps()) for cloud in job.cloud]
+    store = open_store(run, job.checkpoint.store)
+    steps = [set(Checkpoints(store, cloud=cloud.name).steps()) for cloud in job.cloud]
     saved = [one for one in steps if one]
     return max(set.intersection(*saved), default=None) if saved else None
 

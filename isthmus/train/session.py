@@ -20,7 +20,7 @@ from isthmus.job import Job
 from isthmus.job.rundir import join_run
 from isthmus.model.export import merge, write_part
 from isthmus.observe.trackers import Tracker
-from isthmus.plan.types import Facts, Member, Outcome, pack_facts, unpack_facts
+from isthmus.plan.types import Facts, Member, Outcome, Save, pack_facts, unpack_facts
 from isthmus.train.build import Build, BuiltStage, blueprint_of
 from isthmus.train.checkpoint import Checkpoints, Keeper, State
 from isthmus.train.data.token_files import tokens_of
@@ -29,10 +29,12 @@ from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
 from isthmus.train.kinds import kind_of, write_config
+from isthmus.train.loop import OnEvent
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
 from isthmus.train.role import Role, RunKind, open_loop
 from isthmus.train.run_config import MODEL_FOLDER, RunConfig
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
+from isthmus.train.store import open_store
 from isthmus.train.wire import Wire
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import RankSpec
@@ -143,9 +145,13 @@ class _Session:
         if data is None and self.kind.reads(config, self.member.cloud):
             data = self._open_data(config.run_id)
         checkpoints = Checkpoints(
-            run, cloud=self.member.cloud, keep=self.job.checkpoint.keep, job=self.job.meaning_digest
+            open_store(run, self.job.checkpoint.store),
+            cloud=self.member.cloud,
+            keep=self.job.checkpoint.keep,
+            job=self.job.meaning_digest,
+            note=self._note,
         )
-        saved = checkpoints.inspect(self._note) if self._is_leader else SavedSteps()
+        saved = checkpoints.inspect() if self._is_leader else SavedSteps()
         start = self.neighbours.agree_on_start(
             saved, num_steps=self.job.train.steps, is_common=self.kind.saves_together
         )
@@ -159,7 +165,16 @@ class _Session:
         )
         role = self.kind.make(build)
         built = role.built
-        keeper = Keeper(checkpoints, self.world, stage=built.stage, optimizer=built.optimizer)
+        keeper = Keeper(
+            checkpoints,
+            self.world,
+            stage=built.stage,
+            optimizer=built.optimizer,
+            device=self.device,
+            extra=role.extra,
+            note=self._note,
+            patience_s=self.job.checkpoint.every_s,
+        )
         stopped_at = self._train(role, keeper, start, data, run)
         if stopped_at is None:
             self._export(role, keeper, run)
@@ -214,12 +229,13 @@ class _Session:
             journal = stack.enter_context(self._journal(run, start, links))
             self._note_start(journal, role.built, start)
 
-            def save(step: int, facts: Facts | None) -> None:
-                with journal.saving(step):
-                    keeper.save(_state(step, facts, feed, loop.wires))
+            def save(action: Save, done: OnEvent) -> Callable[[], None]:
+                state = _state(action.step, action.facts, feed, loop.wires)
+                return keeper.save(state, done, safe_step=action.safe_step, on_saved=journal.saved)
 
             loop = open_loop(role, self.member, links, observer=journal, source=feed, save=save)
             facts = None if state is None else _restore(state, loop.wires, role.state)
+            stack.callback(keeper.close)
             with loop, self.stop.honoured_by(lambda: loop.interrupt("the user or the system asked for it")):
                 ended = loop.run(start.step, facts)
                 self.neighbours.agree_on_end()

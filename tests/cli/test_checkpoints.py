@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from isthmus.cli.main import app
-from isthmus.train.checkpoint import CHECKPOINTS_FOLDER, lazily
-from isthmus.train.store import DiskStore
+from isthmus.train.records import Records, Rows
+from isthmus.train.store import CHECKPOINTS_FOLDER, DiskStore
 
 
 @pytest.fixture
@@ -18,9 +18,10 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "demo" / "20260101T000000.000000Z"
     (folder / "events").mkdir(parents=True)
     (folder / "events" / "east.jsonl").touch()
-    store = DiskStore(folder / CHECKPOINTS_FOLDER)
+    records = Records(DiskStore(folder / CHECKPOINTS_FOLDER))
     for step, cloud in ((2, "east"), (2, "west"), (4, "east"), (4, "west"), (6, "east")):
-        store.put(f"step-{step:08d}/{cloud}", lazily({"w": torch.full((8,), float(step))}), {"step": step})
+        name, value = f"step-{step:08d}/{cloud}", torch.full((8,), float(step))
+        records.commit(name, records.put(name, "0.ab", {"w": Rows(own=value, shape=(8,))}, {"step": step}))
     return folder
 
 
@@ -41,7 +42,7 @@ def test_a_step_that_one_cloud_lacks_does_not_restore_the_run(run: Path) -> None
 
 
 def test_a_flipped_bit_is_found_by_verifying(run: Path) -> None:
-    path = run / CHECKPOINTS_FOLDER / "step-00000004" / "west" / "weights.safetensors"
+    path = run / CHECKPOINTS_FOLDER / "step-00000004" / "west" / "weights.0.ab.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

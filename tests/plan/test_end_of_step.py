@@ -27,6 +27,7 @@ from isthmus.plan.end_of_step import (
     total_norm,
 )
 from isthmus.plan.pipeline_parts import PipelineState
+from isthmus.plan.saving import Saving
 from isthmus.plan.scenario import Hop
 from isthmus.plan.types import (
     Arrived,
@@ -108,10 +109,10 @@ def test_coding_is_the_mean_of_a_step_at_each_end() -> None:
         observed.sent(Carried(coding_s=coding_s), is_gradient=False)
     observed.arrived(Carried(coding_s=3.0), 0.0, is_gradient=True)
     observed.arrived(Carried(coding_s=5.0), 0.0, is_gradient=False)
-    seen = observed.seen(wants_stop=False)
+    seen = observed.seen(wants_stop=False, saving=Saving())
     assert seen.down_coding_s == 1.5 + 3.0
     assert seen.up_coding_s == 5.0
-    assert StepMeter().seen(wants_stop=False).up_coding_s == 0.0
+    assert StepMeter().seen(wants_stop=False, saving=Saving()).up_coding_s == 0.0
 
 
 def test_what_comes_for_a_step_before_it_has_begun_counts_for_that_step() -> None:

@@ -19,11 +19,11 @@ from isthmus.plan.codecs import RAW_PAIR, Crossing, Cut, Pair
 from isthmus.plan.end_of_step import Evaluated, StepEnded, Tally
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import Pipeline
-from isthmus.plan.types import Action, Event, Facts, Member, Message, Scheduler, Stop
+from isthmus.plan.types import Action, Event, Facts, Member, Message, Save, Scheduler, Stop
 from isthmus.train.build import BuiltStage
 from isthmus.train.coding import CodecState
 from isthmus.train.device import Device
-from isthmus.train.loop import Loop
+from isthmus.train.loop import Loop, OnEvent, save_nothing
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.pipeline_config import PipelineConfig, warmup_of
 from isthmus.train.pipeline_role import PipelineRole
@@ -295,10 +295,11 @@ def make_loop(
 ) -> tuple[Loop, dict[Member, Wire]]:
     """A member ready to run, and its wires."""
 
-    def save(step: int, facts: Facts | None) -> None:
-        states = {peer: wire.state(step) for peer, wire in loop.wires.items()}
+    def save(action: Save, done: OnEvent) -> Callable[[], None]:
+        states = {peer: wire.state(action.step) for peer, wire in loop.wires.items()}
         found = {peer: state for peer, state in states.items() if state is not None}
-        record.save(Saved(step, facts, found))
+        record.save(Saved(action.step, action.facts, found))
+        return save_nothing(action, done)
 
     source = options.pop("source", None)
     built = BuiltStage(stage=stage, device=device, **options)

@@ -1,7 +1,7 @@
 """Generators and a discriminator in one process: a thread for each, joined by links in memory."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from isthmus.model.heads import DETECTION, HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
 from isthmus.plan.feed import FACTS, GeneratorDiscriminator, feed_scheduler
-from isthmus.plan.types import Facts, Member, Message, Stop, Work
+from isthmus.plan.types import Facts, Member, Message, Save, Stop, Work
 from isthmus.train.build import BuiltStage
 from isthmus.train.data.samples import LabelledSequence, MaskedSamples, Pick
 from isthmus.train.device import Device, Mark
@@ -28,7 +28,7 @@ from isthmus.train.generator import (
     MaskedBatches,
     WholeModel,
 )
-from isthmus.train.loop import Loop
+from isthmus.train.loop import Loop, OnEvent, save_nothing
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.memory import MemoryLink
@@ -128,17 +128,18 @@ class Trainee:
     def parameters(self) -> dict[str, Tensor]:
         return {name: one.detach().clone() for name, one in self.stage.model.named_parameters()}
 
-    def save(self, step: int, facts: Facts | None) -> None:
+    def save(self, action: Save, done: OnEvent) -> Callable[[], None]:
         kept = self.kept.tensors() if self.kept is not None else {}
         self.saves.append(
             Saved(
-                step,
-                facts,
+                action.step,
+                action.facts,
                 self.parameters,
                 {name: one.clone() for name, one in self.optimizer.tensors().items()},
                 {name: one.clone() for name, one in kept.items()},
             )
         )
+        return save_nothing(action, done)
 
     def load(self, saved: Saved) -> None:
         with torch.no_grad():

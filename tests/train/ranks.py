@@ -40,6 +40,7 @@ from isthmus.train.in_cloud import (
 from isthmus.train.members import Neighbours
 from isthmus.train.pipeline_config import PipelineConfig
 from isthmus.train.pipeline_role import peers_of
+from isthmus.train.store import DiskStore
 from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.handshake import RankSpec
@@ -56,7 +57,7 @@ from tests.train.chain import (
     make_optimizer,
     make_stages,
 )
-from tests.train.resuming import restore, state_of
+from tests.train.resuming import restore, save_now, state_of
 from tests.train.test_exactness import batches
 from tests.train.test_setup import TINY, links
 
@@ -305,9 +306,9 @@ class _Rank:
         )
         facts = None
         if self.case.folder is not None:
-            checkpoints = Checkpoints(self.case.folder, cloud=self.task.cloud, keep=9)
+            checkpoints = Checkpoints(DiskStore(self.case.folder), cloud=self.task.cloud, keep=9)
             keeper = Keeper(checkpoints, self.world, stage=self.stage, optimizer=self.optimizer)
-            record.on_save = lambda saved: keeper.save(state_of(saved))
+            record.on_save = lambda saved: save_now(keeper, state_of(saved))
             if self.case.first_step:
                 facts = restore(keeper.load(self.case.first_step), wires)
         if self.case.interrupted is not None:

@@ -1,14 +1,16 @@
 """What members save, kept in memory or as a checkpoint holds it: a run that is stopped continues from it."""
 
+import queue
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from isthmus.plan import types
 from isthmus.plan.pipeline_parts import PipelineState
-from isthmus.plan.types import Facts, Member, pack_facts, unpack_facts
-from isthmus.train.checkpoint import State
-from isthmus.train.wire import Wire
+from isthmus.plan.types import Event, Facts, Member, NotStored, pack_facts, unpack_facts
+from isthmus.train.checkpoint import Keeper, State
+from isthmus.train.wire import Failure, Wire
 from tests.train.chain import Chain, Saved
 
 
@@ -61,6 +63,17 @@ def state_of(saved: Saved) -> State:
         facts={} if saved.facts is None else {"state": pack_facts(saved.facts)},
         wires=saved.wires,
     )
+
+
+def save_now(keeper: Keeper, state: State) -> None:
+    """Save a state, and wait until the store has it."""
+    ended: queue.SimpleQueue[Event | Failure] = queue.SimpleQueue()
+    keeper.save(state, ended.put)()
+    match ended.get(timeout=60):
+        case Failure(error=error):
+            raise error
+        case types.Saved(facts=NotStored(reason=reason)):
+            raise OSError(reason)
 
 
 def restore(state: State, wires: Mapping[Member, Wire]) -> Facts | None:

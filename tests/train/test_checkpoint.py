@@ -4,13 +4,13 @@ import functools
 import json
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from isthmus.errors import UserError
 from isthmus.job.codec import parse_boundary, parse_codec
@@ -25,11 +25,14 @@ from isthmus.train.data.samples import Cursor
 from isthmus.train.in_cloud import World, shard, whole
 from isthmus.train.members import SavedSteps
 from isthmus.train.optimizer import Optimizer
-from isthmus.train.store import MANIFEST_FILE, LazyTensor, SavedFile, write_tensors
+from isthmus.train.records import ASIDE_FILE, MANIFEST_FILE, Records
+from isthmus.train.store import DiskStore, open_store
+from isthmus.wan.packet import Buffer
 from tests.model.cases import blueprint, build, language_head
 from tests.model.test_weights import save_model
 from tests.train.chain import CLOUDS, Chain, CutCase, Given, Saved, chain, config, make_optimizer
 from tests.train.reference import assert_same, parameters_of
+from tests.train.resuming import save_now
 from tests.train.test_exactness import batches
 
 
@@ -37,11 +40,15 @@ def keeper(checkpoints: Checkpoints, stage: Stage, optimizer: Optimizer) -> Keep
     return Keeper(checkpoints, World(), stage=stage, optimizer=optimizer)
 
 
+def checkpoints_in(folder: Path, cloud: str = "north", **options: Any) -> Checkpoints:
+    return Checkpoints(open_store(folder, None), cloud=cloud, **options)
+
+
 def save_all(found: Chain, folder: Path, *, keep: int = 9) -> None:
     """Let every stage save after every step."""
     for index, record in enumerate(found.records):
         record.on_save = functools.partial(
-            save, found, index, Checkpoints(folder, cloud=CLOUDS[index], keep=keep)
+            save, found, index, checkpoints_in(folder, CLOUDS[index], keep=keep)
         )
 
 
@@ -53,7 +60,7 @@ def save(found: Chain, index: int, checkpoints: Checkpoints, saved: Saved) -> No
         facts={} if saved.facts is None else {"state": pack_facts(saved.facts)},
         wires=saved.wires,
     )
-    keeper(checkpoints, stage, found.optimizers[index]).save(state)
+    save_now(keeper(checkpoints, stage, found.optimizers[index]), state)
 
 
 def load_all(found: Chain, folder: Path, step: int) -> list[Saved]:
@@ -61,7 +68,7 @@ def load_all(found: Chain, folder: Path, step: int) -> list[Saved]:
 
 
 def load(found: Chain, index: int, folder: Path, step: int) -> Saved:
-    checkpoints = Checkpoints(folder, cloud=CLOUDS[index])
+    checkpoints = checkpoints_in(folder, CLOUDS[index])
     state = keeper(checkpoints, found.stages[index], found.optimizers[index]).load(step)
     assert state.cursor == Cursor(epoch=1, position=step - 1)
     facts = unpack_facts(state.facts["state"], PipelineState) if state.facts else None
@@ -75,7 +82,7 @@ def test_resuming_at_any_step_equals_never_stopping(tmp_path: Path) -> None:
         save_all(whole, tmp_path)
         whole.run(Given(steps))
     expected = parameters_of(whole.stages)
-    assert Checkpoints(tmp_path, cloud="north").steps() == (1, 2, 3, 4, 5)
+    assert checkpoints_in(tmp_path).steps() == (1, 2, 3, 4, 5)
     for step in (1, 3, 4):
         with chain(plan, config(2, 2)) as resumed:
             states = load_all(resumed, tmp_path, step)
@@ -94,9 +101,9 @@ def record(folder: Path, step: int, cloud: str = "north") -> Path:
 
 def save_steps(folder: Path, *steps: int, keep: int = 9) -> Checkpoints:
     stage, optimizer = alone()
-    checkpoints = Checkpoints(folder, cloud="north", keep=keep)
+    checkpoints = checkpoints_in(folder, keep=keep)
     for step in steps:
-        keeper(checkpoints, stage, optimizer).save(State(step=step))
+        save_now(keeper(checkpoints, stage, optimizer), State(step=step))
     return checkpoints
 
 
@@ -125,7 +132,7 @@ def test_only_the_newest_are_kept_and_only_whole_ones_count(tmp_path: Path) -> N
     with chain(plan, config(1, 1)) as found:
         save_all(found, tmp_path, keep=2)
         found.run(Given(batches(plan, 1)))
-    checkpoints = Checkpoints(tmp_path, cloud="north")
+    checkpoints = checkpoints_in(tmp_path)
     assert checkpoints.steps() == (4, 5)
     (record(tmp_path, 5) / MANIFEST_FILE).unlink()
     assert checkpoints.steps() == (4,)
@@ -213,8 +220,8 @@ def test_facts_and_wires_come_back_as_they_were(tmp_path: Path) -> None:
         facts={"standings": [{"since_step": 3}]},
         wires={Member("west"): wire, Member("far-east", 2): CodecState(pair=pair, tensors={})},
     )
-    keeping = keeper(Checkpoints(tmp_path, cloud="north"), stage, optimizer)
-    keeping.save(state)
+    keeping = keeper(checkpoints_in(tmp_path), stage, optimizer)
+    save_now(keeping, state)
     found = keeping.load(7)
     assert (found.step, found.cursor, found.facts) == (state.step, state.cursor, state.facts)
     assert found.wires.keys() == state.wires.keys()
@@ -226,38 +233,40 @@ def test_lost_steps_are_set_aside_and_removed_when_they_are_reached_again(tmp_pa
     """They count neither as newest, for which the new ones would be deleted, nor as another cloud's next."""
     save_steps(tmp_path, 20, 30)
     stage, optimizer = alone()
-    checkpoints = Checkpoints(tmp_path, cloud="north", keep=2)
+    checkpoints = checkpoints_in(tmp_path, keep=2)
     checkpoints.begin_from(20)
     assert checkpoints.steps() == (20, 30), "nothing is touched before something new is whole"
-    keeper(checkpoints, stage, optimizer).save(State(step=27))
+    save_now(keeper(checkpoints, stage, optimizer), State(step=27))
     assert checkpoints.steps() == (20, 27)
-    assert (record(tmp_path, 30, "north.aside") / MANIFEST_FILE).exists()
-    keeper(checkpoints, stage, optimizer).save(State(step=30))
+    assert (record(tmp_path, 30) / ASIDE_FILE).exists()
+    save_now(keeper(checkpoints, stage, optimizer), State(step=30))
     assert checkpoints.steps() == (27, 30)
-    assert not record(tmp_path, 30, "north.aside").exists()
+    assert not (record(tmp_path, 30) / ASIDE_FILE).exists()
+    assert checkpoints.inspect() == SavedSteps(whole=(27, 30))
 
 
 def test_a_step_between_the_start_and_the_first_save_was_lost_too(tmp_path: Path) -> None:
     """Else it would take the place of the step that all clouds have."""
     save_steps(tmp_path, 20, 30)
     stage, optimizer = alone()
-    checkpoints = Checkpoints(tmp_path, cloud="north", keep=2)
+    checkpoints = checkpoints_in(tmp_path, keep=2)
     checkpoints.begin_from(20)
-    keeper(checkpoints, stage, optimizer).save(State(step=34))
+    save_now(keeper(checkpoints, stage, optimizer), State(step=34))
     assert checkpoints.steps() == (20, 34)
 
 
-@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "wire.safetensors"])
+@pytest.mark.parametrize("file", ["weights", "optimizer", "wire"])
 def test_a_flipped_bit_is_found(tmp_path: Path, file: str) -> None:
     plan = blueprint("llama")
     coded = CutCase(codecs=Pair(forward=parse_codec("subspace(4)"), backward=parse_codec("subspace(4)")))
     with chain(plan, config(2, 2, cuts=(coded,))) as found:
         save_all(found, tmp_path)
         found.run(Given(batches(plan, 2)))
-    flip(record(tmp_path, 5) / file)
+    (path,) = record(tmp_path, 5).glob(f"{file}.*")
+    flip(path)
     with chain(plan, config(2, 2, cuts=(coded,))) as again, pytest.raises(UserError) as error:
         load_all(again, tmp_path, 5)
-    assert f"cannot be used: {file} is not as it was written" in error.value.message
+    assert f"cannot be used: {path.name} is not as it was written" in error.value.message
 
 
 @pytest.mark.parametrize("harm", ["flipped", "truncated", "deleted", "manifest"])
@@ -265,7 +274,7 @@ def test_a_damaged_checkpoint_is_left_out_and_removed_once_a_newer_one_is_whole(
     tmp_path: Path, harm: str
 ) -> None:
     save_steps(tmp_path, 20, 30)
-    weights = record(tmp_path, 30) / "weights.safetensors"
+    (weights,) = record(tmp_path, 30).glob("weights.*")
     match harm:
         case "flipped":
             flip(weights)
@@ -275,31 +284,37 @@ def test_a_damaged_checkpoint_is_left_out_and_removed_once_a_newer_one_is_whole(
             weights.unlink()
         case "manifest":
             flip(record(tmp_path, 30) / MANIFEST_FILE, at=3)
-    checkpoints, notes = Checkpoints(tmp_path, cloud="north"), list[str]()
-    assert checkpoints.inspect(notes.append) == SavedSteps(whole=(20,), damaged=(30,))
+    notes = list[str]()
+    checkpoints = checkpoints_in(tmp_path, note=notes.append)
+    assert checkpoints.inspect() == SavedSteps(whole=(20,), damaged=(30,))
     (note,) = notes
     assert note.startswith("the checkpoint step-00000030/north is left out: ")
     stage, optimizer = alone()
     checkpoints.begin_from(20)
     assert record(tmp_path, 30).exists()
-    keeper(checkpoints, stage, optimizer).save(State(step=40))
+    save_now(keeper(checkpoints, stage, optimizer), State(step=40))
     assert checkpoints.steps() == (20, 40)
-    assert Checkpoints(tmp_path, cloud="north").inspect(notes.append) == SavedSteps(whole=(20, 40))
+    assert checkpoints_in(tmp_path).inspect() == SavedSteps(whole=(20, 40))
+    assert notes[1:] == ["removed step-00000030/north, a damaged checkpoint: step 40 is whole"]
     assert not (tmp_path / "checkpoints" / "step-00000030").exists()
 
 
 def test_what_was_cut_short_is_removed_at_the_start_with_a_word(tmp_path: Path) -> None:
     save_steps(tmp_path, 20)
-    for name in (".north.new", ".west.new"):
-        (tmp_path / "checkpoints" / "step-00000030" / name).mkdir(parents=True)
+    for cloud in ("north", "west"):
+        record(tmp_path, 30, cloud).mkdir(parents=True)
+        (record(tmp_path, 30, cloud) / ".weights.0.ab.safetensors.new").touch()
+    (record(tmp_path, 20) / "part.1.ab.json").touch()
     record(tmp_path, 10).mkdir(parents=True)
+    (record(tmp_path, 10) / "weights.0.ab.safetensors").touch()
     notes: list[str] = []
-    assert Checkpoints(tmp_path, cloud="north").inspect(notes.append) == SavedSteps(whole=(20,))
+    assert checkpoints_in(tmp_path, note=notes.append).inspect() == SavedSteps(whole=(20,))
     assert notes == [f"removed step-{step:08d}/north, a checkpoint that was cut short" for step in (10, 30)]
     left = {
         path.relative_to(tmp_path / "checkpoints").as_posix() for path in tmp_path.glob("checkpoints/*/*")
     }
-    assert left == {"step-00000020/north", "step-00000030/.west.new"}, "another cloud's is its own"
+    assert left == {"step-00000020/north", "step-00000030/west"}, "another cloud's is its own"
+    assert not list(record(tmp_path, 20).glob("part.*")), "of another try, of the same step"
 
 
 def test_what_is_of_another_model_or_job_is_refused(tmp_path: Path) -> None:
@@ -318,56 +333,74 @@ def test_what_is_of_another_model_or_job_is_refused(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"has shape .* in the checkpoint"),
     ):
         load_all(other, tmp_path, 5)
-    checkpoints = Checkpoints(tmp_path, cloud="north", job="1" * 64)
+    checkpoints = checkpoints_in(tmp_path, job="1" * 64)
     with pytest.raises(UserError, match="it is of another job"):
         keeper(checkpoints, found.stages[0], found.optimizers[0]).load(5)
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device")]
-)
-def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_of_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+def test_a_full_disk_leaves_the_old_checkpoints_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, optimizer = alone()
-    checkpoints = save_steps(tmp_path, 5)
+    checkpoints = save_steps(tmp_path, 4, 5)
+    put = DiskStore.put
 
-    def full(file: Path, tensors: Mapping[str, LazyTensor]) -> SavedFile:
-        if file.name.startswith("optimizer"):
-            raise error
-        return write_tensors(file, tensors)
+    def full(store: DiskStore, name: str, data: Iterable[Buffer]) -> None:
+        if "optimizer" in name:
+            raise OSError(28, "No space left on device")
+        put(store, name, data)
 
     optimizer.load_tensors({"exp_avg/transformer.wpe.weight": torch.ones(1)})
     with monkeypatch.context() as patch:
-        patch.setattr("isthmus.train.store.write_tensors", full)
+        patch.setattr(DiskStore, "put", full)
         for step in (5, 6):
-            with pytest.raises(UserError, match="No space left on device"):
-                keeper(checkpoints, stage, optimizer).save(State(step=step))
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
-    assert [path.name for path in (tmp_path / "checkpoints" / "step-00000005").iterdir()] == ["north"]
-    assert checkpoints.inspect(lambda _: None) == SavedSteps(whole=(5,))
+            with pytest.raises(OSError, match=rf"step {step} cannot be saved in .*: No space left on device"):
+                save_now(keeper(checkpoints, stage, optimizer), State(step=step))
+    assert checkpoints_in(tmp_path).inspect() == SavedSteps(whole=(4, 5))
+    save_now(keeper(checkpoints, stage, optimizer), State(step=6))
+    assert checkpoints_in(tmp_path).inspect() == SavedSteps(whole=(4, 5, 6))
 
 
-def test_a_kill_while_a_step_is_written_again_leaves_nothing_that_passes_for_whole(
+def test_a_kill_at_any_write_of_a_save_leaves_nothing_that_passes_for_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = save_steps(tmp_path, 20, 30)
+    """Also where a step is written that is there already: the old one stays, or the new one counts."""
     stage, optimizer = alone()
+    put, remove = DiskStore.put, DiskStore.remove
+    num_changes = 0
+    while True:
+        folder = tmp_path / str(num_changes)
+        save_steps(folder, 20, 30)
+        left = [num_changes]
 
-    def killed(folder: Path, *, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            (folder / "weights.safetensors").unlink()
-            raise KeyboardInterrupt
+        def dying(change: Any, left: list[int] = left) -> Any:
+            def changed(*arguments: Any) -> None:
+                if not left[0]:
+                    raise KeyboardInterrupt
+                left[0] -= 1
+                change(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("isthmus.train.store.shutil.rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            keeper(checkpoints, stage, optimizer).save(State(step=30))
-    assert checkpoints.steps() == (20,)
-    assert Checkpoints(tmp_path, cloud="north").inspect(lambda _: None) == SavedSteps(whole=(20,))
-    keeper(checkpoints, stage, optimizer).save(State(step=30))
-    assert checkpoints.steps() == (20, 30)
-    keeper(checkpoints, stage, optimizer).load(30)
+            return changed
+
+        with monkeypatch.context() as patch:
+            again = keeper(checkpoints_in(folder), stage, optimizer)
+            patch.setattr(DiskStore, "put", dying(put))
+            patch.setattr(DiskStore, "remove", dying(remove))
+            try:
+                save_now(again, State(step=30))
+            except KeyboardInterrupt:
+                is_over = False
+            else:
+                is_over = True
+        found = checkpoints_in(folder)
+        assert found.inspect() == SavedSteps(whole=(20, 30))
+        keeper(found, stage, optimizer).load(30)
+        (manifest,) = [Records(found.store).manifest("step-00000030/north")]
+        assert {path.name for path in record(folder, 30).iterdir()} == {MANIFEST_FILE, *manifest.files}
+        if is_over:
+            break
+        num_changes += 1
+    assert num_changes >= 3
 
 
 @pytest.fixture
@@ -379,7 +412,7 @@ def _one_rank() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_a_sharded_stage_is_saved_and_exported_one_tensor_at_a_time(
+def test_a_sharded_stage_is_exported_one_tensor_at_a_time_and_never_gathered_to_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = {name: one.detach().clone() for name, one in alone()[0].model.state_dict().items()}
@@ -394,10 +427,17 @@ def test_a_sharded_stage_is_saved_and_exported_one_tensor_at_a_time(
         return full
 
     monkeypatch.setattr("isthmus.train.checkpoint.whole", gather)
-    keeping = keeper(Checkpoints(tmp_path, cloud="north"), stage, make_optimizer(stage, None))
+    checkpoints = checkpoints_in(tmp_path)
+    keeping = keeper(checkpoints, stage, make_optimizer(stage, None))
     found = keeping.export(tmp_path / "gathered.safetensors")
     assert found is not None
     assert len(gathered) == len(expected)
     assert_same(found, expected)
-    keeping.save(State(step=1))
-    assert len(gathered) == len(expected) + len(stage.tensors_by_name())
+    save_now(keeping, State(step=1))
+    assert len(gathered) == len(expected)
+    again, optimizer = alone()
+    with torch.no_grad():
+        for one in again.parameters():
+            one.zero_()
+    keeper(checkpoints, again, optimizer).load(1)
+    assert_same(again.tensors_by_name(), {name: whole(one) for name, one in stage.tensors_by_name().items()})

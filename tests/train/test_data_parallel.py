@@ -1,5 +1,6 @@
 """Data parallel between clouds in one process: a thread for each, joined by links in memory."""
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +19,11 @@ from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput
 from isthmus.plan.data import FACTS, data_scheduler
 from isthmus.plan.membership import DataParallel, RoundEnded
-from isthmus.plan.types import Event, Facts, Member, Outcome, Stop
+from isthmus.plan.types import Event, Facts, Member, Outcome, Save, Stop
 from isthmus.train.build import BuiltStage
 from isthmus.train.data_parallel import DataParallelActor
 from isthmus.train.device import Device
-from isthmus.train.loop import Loop
+from isthmus.train.loop import Loop, OnEvent, save_nothing
 from isthmus.train.optimizer import Optimizer, total_norm
 from isthmus.train.outer import Outer, OuterRule, make_fragments
 from isthmus.train.wire import Inbox, Wire
@@ -175,11 +176,18 @@ def make(
             wires,
             inbox,
             tell=record.tell,
-            save=lambda _step, facts, cloud=cloud: on_save(cloud, facts),  # type: ignore[misc]
+            save=functools.partial(save, cloud, on_save),
             on_event=lambda event, _now_s, member=member: on_event(member, event),  # type: ignore[misc]
         )
         found.clouds.append(cloud)
     return found
+
+
+def save(
+    cloud: Cloud, on_save: Callable[[Cloud, Facts | None], None], action: Save, done: OnEvent
+) -> Callable[[], None]:
+    on_save(cloud, action.facts)
+    return save_nothing(action, done)
 
 
 def run(agreed: DataParallel, rule: OuterRule, **more: Any) -> Clouds:

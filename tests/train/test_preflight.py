@@ -13,6 +13,7 @@ from isthmus.plan.plan import PLAN_FILE
 from isthmus.train import pipeline_config, runs
 from isthmus.train.build import blueprint_of
 from isthmus.train.pipeline_role import check_export
+from isthmus.train.records import Records
 from isthmus.train.runs import (
     check_all_devices,
     check_device,
@@ -144,7 +145,8 @@ def chosen(job: Job, root: Path, *, resume: bool = True) -> Path:
 
 def save(run: Path, step: int) -> None:
     for cloud in ("east", "west"):
-        DiskStore(run / "checkpoints").put(f"step-{step:08d}/{cloud}", {}, {})
+        records = Records(DiskStore(run / "checkpoints"))
+        records.commit(f"step-{step:08d}/{cloud}", records.put("unused", "0.ab", {}, {}))
 
 
 def never(*_: object) -> None:

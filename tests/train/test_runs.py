@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Job, create_run_directory, load_job
 from isthmus.job.rundir import JOB_FILE, join_run
+from isthmus.train.records import Records
 from isthmus.train.run_config import MODEL_FOLDER
 from isthmus.train.runs import (
     DATA_FILE,
@@ -37,7 +38,8 @@ def left(root: Path, job: Job, *, second: int = 0, **steps: tuple[int, ...]) -> 
     run = create_run_directory(root, job, now=datetime(2026, 1, 1, second=second, tzinfo=UTC), fill=fill)
     for cloud, saved in steps.items():
         for step in saved:
-            DiskStore(run / "checkpoints").put(f"step-{step:08d}/{cloud}", {}, {})
+            records = Records(DiskStore(run / "checkpoints"))
+            records.commit(f"step-{step:08d}/{cloud}", records.put("unused", "0.ab", {}, {}))
     return run
 
 
