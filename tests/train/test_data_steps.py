@@ -1,8 +1,8 @@
 """Data from its job to the steps of a run."""
 
 import functools
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from isthmus.train.data.samples import Cursor, LabelledSequence, PackedSamples
 from isthmus.train.data.training_data import (
     Feed,
     Layout,
-    StepBatches,
+    RankShare,
     TrainingData,
     check_enough,
     collate,
@@ -51,9 +51,23 @@ def layout(**values: int) -> Layout:
     return Layout(**{"num_microbatches": 2, "num_sequences": 3} | values)
 
 
-def take(data: TrainingData, count: int, where: Layout, cursor: Cursor | None = None) -> list[StepBatches]:
-    with data.steps(where, cursor=cursor) as steps:
-        return list(islice(steps, count))
+@dataclass(frozen=True)
+class StepBatches:
+    """The micro-batches of a step, and the cursor behind it."""
+
+    microbatches: Sequence[Batch]
+    cursor: Cursor
+
+
+def take(
+    data: TrainingData,
+    count: int,
+    where: Layout,
+    cursor: Cursor | None = None,
+    share: RankShare | None = None,
+) -> list[StepBatches]:
+    with Feed(data, where, cursor=cursor, share=share) as feed:
+        return [StepBatches(feed.training(step), feed.cursor) for step in range(count)]
 
 
 def rows(batches: list[StepBatches]) -> list[tuple[int, ...]]:
@@ -138,10 +152,7 @@ def test_ranks_read_each_sequence_once(tales: TrainingData) -> None:
     where = layout(num_microbatches=4)
     together = take(tales, 4, where)
     routing = Routing(num_ranks=(3,), num_microbatches=4)
-    shards = []
-    for rank in range(3):
-        with tales.steps(where, share=functools.partial(routing.share, 0, rank)) as steps:
-            shards.append(list(islice(steps, 4)))
+    shards = [take(tales, 4, where, share=functools.partial(routing.share, 0, rank)) for rank in range(3)]
     assert sorted(rows(together)) == sorted(row for shard in shards for row in rows(shard))
     assert {shard[-1].cursor for shard in shards} == {together[-1].cursor}
     assert len({len(shard[0].microbatches) for shard in shards}) == 2

@@ -133,14 +133,6 @@ class RankShare(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatches:
-    """A rank's micro-batches of one step, and the cursor of the next step."""
-
-    microbatches: tuple[Batch, ...]
-    cursor: Cursor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
     """The data of a run: samples, tokenizer, and what the model needs to know about them."""
 
@@ -154,35 +146,6 @@ class TrainingData:
     sha256: str
     """Of all tokens and labels, training and held out."""
 
-    def steps(
-        self,
-        layout: Layout,
-        *,
-        cursor: Cursor | None = None,
-        share: RankShare | None = None,
-        first_step: int = 0,
-    ) -> Prefetch[StepBatches]:
-        """Steps without end from the cursor on, prefetched on a thread until this is closed.
-
-        Of each step only the micro-batches in this rank's share, if it is given, are read.
-        """
-        check_enough(self.samples, layout)
-        steps = self._steps(layout, cursor or Cursor(), share, first_step)
-        return Prefetch(steps, depth=_STEPS_AHEAD)
-
-    def _steps(
-        self, layout: Layout, cursor: Cursor, share: RankShare | None, first_step: int
-    ) -> Iterator[StepBatches]:
-        order = Order(num_samples=len(self.samples), seed=self.seed)
-        for step in itertools.count(first_step):
-            wanted = range(layout.num_microbatches) if share is None else share(step=step)
-            microbatches = []
-            for number in range(layout.num_microbatches):
-                picks, cursor = order.take(cursor, layout.num_sequences)
-                if number in wanted:
-                    microbatches.append(self._collate(self.samples, picks))
-            yield StepBatches(microbatches=tuple(microbatches), cursor=cursor)
-
     def validation_batches(self, *, num_sequences: int, multiple_of: int = 1) -> Iterator[Batch]:
         """The micro-batches of the validation split, the same each time; none where there is no split.
 
@@ -193,12 +156,13 @@ class TrainingData:
         starts = range(0, len(self.validation), num_sequences)
         for start in starts:
             indices = range(start, min(start + num_sequences, len(self.validation)))
-            batch = self._collate(self.validation, [Pick(epoch=0, index=index) for index in indices])
+            batch = self.collate(self.validation, [Pick(epoch=0, index=index) for index in indices])
             yield batch
         for _ in range(-len(starts) % multiple_of):
             yield without_targets(batch)
 
-    def _collate(self, samples: Samples, picks: Iterable[Pick]) -> Batch:
+    def collate(self, samples: Samples, picks: Iterable[Pick]) -> Batch:
+        """One micro-batch of some samples."""
         return collate([samples.read(pick) for pick in picks], head=self.head, pad_id=self.pad_id)
 
 
@@ -303,7 +267,10 @@ class Source(Protocol):
 
 
 class Feed:
-    """The steps of a run from a cursor on, prefetched until it is closed."""
+    """The steps of a run from a cursor on, prefetched on a thread until this is closed.
+
+    Of each step only the micro-batches in this rank's share, if it is given, are read.
+    """
 
     def __init__(
         self,
@@ -315,7 +282,8 @@ class Feed:
         first_step: int = 0,
         multiple_of: int = 1,
     ) -> None:
-        self._steps = data.steps(layout, cursor=cursor, share=share, first_step=first_step)
+        check_enough(data.samples, layout)
+        self._data, self._layout, self._share = data, layout, share
         batches = data.validation_batches(num_sequences=layout.num_sequences, multiple_of=multiple_of)
         own = None if share is None else share(step=0, is_evaluation=True)
         self._validation = tuple(
@@ -324,14 +292,28 @@ class Feed:
         self.cursor = cursor or Cursor()
         """Where a run continues that has taken all steps read so far."""
         self._step: int | None = None
+        self._steps = Prefetch(self._read(self.cursor, first_step), depth=_STEPS_AHEAD)
+
+    def _read(self, cursor: Cursor, first_step: int) -> Iterator[tuple[tuple[Batch, ...], Cursor]]:
+        """This rank's micro-batches of each step without end, and the cursor of the next step."""
+        samples, layout = self._data.samples, self._layout
+        order = Order(num_samples=len(samples), seed=self._data.seed)
+        for step in itertools.count(first_step):
+            wanted = range(layout.num_microbatches) if self._share is None else self._share(step=step)
+            microbatches = []
+            for number in range(layout.num_microbatches):
+                picks, cursor = order.take(cursor, layout.num_sequences)
+                if number in wanted:
+                    microbatches.append(self._data.collate(samples, picks))
+            yield tuple(microbatches), cursor
 
     def training(self, step: int) -> Sequence[Batch]:
         """The micro-batches of a step; steps are read one after the other, the first may have any number."""
         if self._step is not None and step != self._step + 1:
             raise ValueError(f"step {step} is read after step {self._step}")
-        batches = next(self._steps)
-        self._step, self.cursor = step, batches.cursor
-        return batches.microbatches
+        batches, self.cursor = next(self._steps)
+        self._step = step
+        return batches
 
     def validation(self) -> Sequence[Batch]:
         """The micro-batches of every evaluation; none where nothing is held out."""
