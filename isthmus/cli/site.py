@@ -32,6 +32,7 @@ certs_app = typer.Typer(
     name="certs",
     help="Make and show the certificates by which clouds know each other.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="markdown",
 )
 
