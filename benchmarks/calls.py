@@ -20,7 +20,7 @@ SESSION: Final = "isthmus.train.session"
 """The module whose first call begins the session of a rank."""
 HAND_OVERS: Final = frozenset({"Traffic.send", "Wire.send"})
 """What hands an activation over to be sent: in the first edition, in the second."""
-_TAKEN_OVER: Final = ("isthmus.wan.link", "Link.send")
+_TAKEN_OVER: Final = frozenset({("isthmus.wan.link", "Link.send"), ("isthmus.wan.exchange", "Exchange.send")})
 _FORWARD: Final = ("isthmus.model.stage", "Stage.forward")
 _BACKWARD: Final = ("torch.autograd", "backward")
 
@@ -72,7 +72,7 @@ class Recorder:
             self._hand_over, self._is_handed_over = frame, True
         if not self._is_handed_over:
             return
-        if (module, name) == _TAKEN_OVER:
+        if (module, name) in _TAKEN_OVER:
             self._until_link = self._seen_on_the_way()
         elif (not _is_computing() or self._hand_over is not None) and (owner := _class_of(frame)):
             self._classes[threading.get_ident()].setdefault(owner)
