@@ -4,7 +4,7 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from isthmus.wan.flight import LinkCounters
+from isthmus.wan.exchange import LinkCounters
 from isthmus.wan.packet import Packet, pack, wire_bytes
 
 OnSend = Callable[[str, Packet], None]

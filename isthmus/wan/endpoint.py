@@ -15,9 +15,9 @@ from isthmus.job.fields import format_proxy
 from isthmus.plan.types import Member
 from isthmus.wan.certificates import Identity
 from isthmus.wan.exchange import FIRST_STRIPE, LinkSettings
-from isthmus.wan.flight import LARGE_BYTES
 from isthmus.wan.gateway import Registration
 from isthmus.wan.handshake import Hello, mismatch, name_of, server_name
+from isthmus.wan.inbox import LARGE_BYTES
 from isthmus.wan.link import Dial, Link
 from isthmus.wan.sockets import ConnectionLimiter, own_address, try_to_bind
 from isthmus.wan.transport import Dialer, Listener, process_loop

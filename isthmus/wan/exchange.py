@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from isthmus.errors import LinkError
 from isthmus.plan.types import Priority
-from isthmus.wan.flight import Flight, LinkCounters
 from isthmus.wan.heartbeat import Heartbeat
-from isthmus.wan.inbox import LinkInbox
-from isthmus.wan.outbox import Outbox
+from isthmus.wan.inbox import LinkInbox, StreamCounters
+from isthmus.wan.outbox import Flight, Outbox
 from isthmus.wan.packet import (
     Abort,
     Ack,
@@ -44,6 +43,19 @@ class LinkSettings:
     rtt_s: float | None = None
     carries_packets: bool = True
     """Without packets, only the control connection is opened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCounters:
+    """A link's figures at one moment."""
+
+    sent: dict[str, StreamCounters]
+    received: dict[str, StreamCounters]
+    rtt_s: float | None
+    clock_offset_s: float | None
+    reconnects: int
+    queued_bytes: int
+    in_flight_bytes: int
 
 
 class Exchange:

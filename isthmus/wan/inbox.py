@@ -3,16 +3,81 @@
 import os
 from bisect import bisect
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
 from isthmus.errors import FrameError, LinkError
 from isthmus.units import format_bytes
-from isthmus.wan.flight import Room, StreamCounters, cost_bytes
 from isthmus.wan.packet import MAX_NUM_RANGES, MAX_NUM_STREAMS, Ack, Chunk, Packet, unpack, wire_bytes
 
 MAX_NUM_OUT_OF_ORDER = 65_536
+
+BUDGET_BYTES: Final = 512 * 1024**2
+LARGE_BYTES: Final = 256 * 1024**2
+SMALL_BYTES: Final = 64 * 1024
+# Python objects of a packet: without them, packets of no bytes could fill the memory.
+OVERHEAD_BYTES: Final = 512
+
+
+def cost_bytes(packet_bytes: int) -> int:
+    """The bytes for which a packet of that size counts."""
+    return packet_bytes + OVERHEAD_BYTES
+
+
+class Room:
+    """Counts what is buffered, in costs."""
+
+    def __init__(self, *, budget_bytes: int = BUDGET_BYTES, large_bytes: int = LARGE_BYTES) -> None:
+        self._budget_bytes = budget_bytes
+        self._large_bytes = large_bytes
+        self._buffered_bytes = 0
+        self._num_large = 0
+
+    def fits(self, num_bytes: int, *, stream_bytes: int) -> bool:
+        """Whether a sender may add a packet to a stream of which `stream_bytes` are buffered."""
+        if num_bytes > self._large_bytes:
+            return not self._num_large
+        is_small = stream_bytes + num_bytes <= SMALL_BYTES
+        return is_small or self._buffered_bytes + num_bytes <= self._budget_bytes
+
+    def is_fair(self, num_bytes: int, *, num_streams: int) -> bool:
+        """Whether a sender that obeys `fits` can have added a packet, whatever the order of arrival."""
+        if num_bytes > self._large_bytes:
+            return not self._num_large
+        return self._buffered_bytes + num_bytes <= self._budget_bytes + num_streams * SMALL_BYTES
+
+    def add(self, num_bytes: int) -> None:
+        """Count a packet that is buffered from now on."""
+        self._count(num_bytes, 1)
+
+    def remove(self, num_bytes: int) -> None:
+        """Count a packet that is buffered no longer."""
+        self._count(num_bytes, -1)
+
+    def _count(self, num_bytes: int, sign: int) -> None:
+        if num_bytes > self._large_bytes:
+            self._num_large += sign
+        else:
+            self._buffered_bytes += sign * num_bytes
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """One stream in one direction.
+
+    Wire bytes hold headers, encryption and whatever was sent twice; `queued_s` is summed over packets, from
+    `send` to the last chunk's departure.
+    """
+
+    packets: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    queued_s: float = 0.0
+
+    def copy(self) -> "StreamCounters":
+        return replace(self)
 
 
 class Received:

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from isthmus.errors import FrameError
 from isthmus.plan.types import Priority
-from isthmus.wan.flight import GAIN, MIN_CHUNK_BYTES, MIN_WINDOW_BYTES, SLACK_S, Flight
 from isthmus.wan.inbox import MAX_NUM_OUT_OF_ORDER, LinkInbox
-from isthmus.wan.outbox import Outbox
+from isthmus.wan.outbox import GAIN, MIN_CHUNK_BYTES, MIN_WINDOW_BYTES, SLACK_S, Flight, Outbox
 from isthmus.wan.packet import Ack, Chunk, Packet, decode, pack
 
 STRIPE = 2

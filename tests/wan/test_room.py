@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from isthmus.errors import Aborted, FrameError, LinkError, UserError
 from isthmus.plan.types import Priority
-from isthmus.wan.flight import OVERHEAD_BYTES, SMALL_BYTES, Flight, Room, cost_bytes
-from isthmus.wan.inbox import LinkInbox
+from isthmus.wan.inbox import OVERHEAD_BYTES, SMALL_BYTES, LinkInbox, Room, cost_bytes
 from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
-from isthmus.wan.outbox import Outbox
+from isthmus.wan.outbox import Flight, Outbox
 from isthmus.wan.packet import MAX_PACKET_BYTES, Ack, Chunk, Packet, decode, encode_chunk, pack
 from isthmus.wan.shaping import Shape
 
