@@ -24,7 +24,19 @@ from pydantic import BeforeValidator, ConfigDict, PlainSerializer
 
 from isthmus.errors import FieldError, FrameError
 from isthmus.job.codec import CodecSpec, gradient_codec, parse_codec, read_codec
-from isthmus.job.codec_steps import SameBasis, SameIndices, Subspace, basis_bytes, num_versions
+from isthmus.job.codec_steps import (
+    NUM_ANCHOR_SLOTS,
+    Anchor,
+    Feedback,
+    SameBasis,
+    SameIndices,
+    Subspace,
+    Svd,
+    basis_bytes,
+    num_directions,
+    num_versions,
+    svd_rank,
+)
 from isthmus.plan.end_of_step import Cosines, Tally, Texts
 from isthmus.plan.scenario import Hop
 from isthmus.plan.types import Count, Facts
@@ -32,6 +44,8 @@ from isthmus.units import format_duration, shorten
 
 _SHARES_OF_WIDTH: Final = (4, 8, 16)
 _LEAST_RANK: Final = 8
+# What codecs keep is float32.
+_STATE_ELEMENT_BYTES: Final = 4
 
 
 class Loss(enum.IntEnum):
@@ -133,6 +147,41 @@ class Pair:
         return gradient_codec(self.forward, self.backward).wire_bytes(
             crossing.num_rows, crossing.width, element_bytes=crossing.element_bytes
         )
+
+    def state_bytes(self, crossing: Crossing) -> tuple[int, int]:
+        """What these keep between messages on one wire, at the sending and at the receiving stage.
+
+        Error feedback keeps what the last message lost, an SVD the directions of the last message. A subspace
+        keeps its basis at both ends, and what it learns the next one from at the sender of activations.
+        """
+        shape = crossing.num_rows, crossing.width
+        learned, basis = _subspace_state_bytes(self.forward, crossing.width)
+        sender_bytes = _sender_state_bytes(self.forward, *shape) + learned + basis
+        gradients = gradient_codec(self.forward, self.backward)
+        return sender_bytes, basis + (_sender_state_bytes(gradients, *shape) if crossing.has_gradient else 0)
+
+
+def _sender_state_bytes(codec: CodecSpec, num_rows: int, width: int) -> int:
+    num_elements = 0
+    for step in codec.steps:
+        match step:
+            case Feedback():
+                num_elements += num_rows * width
+            case Svd(ratio=ratio):
+                num_elements += width * (svd_rank(ratio, num_rows, width) or 0)
+    return _STATE_ELEMENT_BYTES * num_elements
+
+
+def _subspace_state_bytes(codec: CodecSpec, width: int) -> tuple[int, int]:
+    """Count the sums that a basis is learned from, and the basis with its anchors by token id."""
+    match codec.steps:
+        case (Subspace() as subspace, *_):
+            num_slots = NUM_ANCHOR_SLOTS if subspace.anchor is Anchor.TOKENS else 0
+            # A sum, two weights and the number of a row for each slot.
+            learned = _STATE_ELEMENT_BYTES * (width * width + width + num_slots * (width + 4))
+            basis = _STATE_ELEMENT_BYTES * width * (1 + num_directions(subspace, width))
+            return learned, basis + 2 * num_slots * width
+    return 0, 0
 
 
 RAW: Final = parse_codec("raw")

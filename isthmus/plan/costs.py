@@ -120,6 +120,10 @@ class Stages:
         begin, end = self._bounds
         return np.asarray(sums[end] - sums[begin])
 
+    def summed(self, figures: Sequence[float]) -> Figures:
+        """The same, and nothing where a stage has no layers."""
+        return np.maximum(self.total(figures), 0.0)
+
     def largest(self, figures: Sequence[float] | Figures) -> Figures:
         """The largest of the parts of each stage, by asking which of the few kinds of parts it has."""
         known, found = [*map(float, figures)], np.full((), -np.inf)

@@ -1,16 +1,9 @@
-"""What the planner reads from a job: devices, lines, a step, memory options, and what cuts must agree with.
-
-Memory options are tried in this order; what a run refuses is no option:
-
-    replicated → sharded → recompute → both → the optimizer on the host → 8-bit moments
-
-The last two are last resorts: the one is slow, the other rounds.
-"""
+"""What planning and running read from a job alike: clouds, lines, the policy, and what cuts agree with."""
 
 import ipaddress
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -18,60 +11,17 @@ from typing import Final
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, LinkSpec, PipelineStrategy, stage_order
 from isthmus.job.codec import BottleneckSpec
-from isthmus.plan.costs import Arithmetic, Precision
-from isthmus.plan.memory import OptimizerState, Sharding, StageOptions
+from isthmus.plan.memory import Sharding
 from isthmus.plan.scenario import Line, Policy
 from isthmus.plan.times import (
     CATALOGUE,
     Accelerator,
+    CloudFacts,
     Profile,
     find_accelerator,
     new_accelerator,
     read_profile,
 )
-
-_UNKNOWN_BYTES: Final = 2**62
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloudFacts:
-    """A cloud: what one rank of it is, and what the whole of it costs."""
-
-    name: str
-    num_ranks: int
-    accelerator: Accelerator
-    profile: Profile | None
-    capacity_bytes: int | None
-    """The memory of one rank, None where it is unknown."""
-    usd_per_hour: float | None
-    sharding: Sharding | None = None
-    """What its ranks shard, None where the plan chooses."""
-    inside_bytes_per_s: float = 25e9
-    """Between its devices, of each."""
-
-    def room_bytes(self, share: float) -> int:
-        """What a plan may fill of a rank's memory."""
-        return _UNKNOWN_BYTES if self.capacity_bytes is None else int(share * self.capacity_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFacts:
-    """What a step computes."""
-
-    num_sequences: int
-    sequence_length: int
-    precision: Precision
-    num_steps: int
-    is_compiled: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of a step at all clouds together."""
-        return self.num_sequences * self.sequence_length
-
-    def arithmetic(self, cloud: CloudFacts) -> Arithmetic:
-        """How a cloud computes it."""
-        return Arithmetic(precision=self.precision, on_accelerator=not cloud.accelerator.is_cpu)
 
 
 def cloud_facts(job: Job) -> tuple[CloudFacts, ...]:
@@ -89,26 +39,6 @@ def cloud_facts(job: Job) -> tuple[CloudFacts, ...]:
         for one in job.accelerator
     }
     return tuple(_cloud(cloud, own, sharing=num_sharing(cloud, job)) for cloud in job.cloud)
-
-
-def step_facts(job: Job) -> StepFacts:
-    """A step of the job, which is whole sequences."""
-    if job.data is None:
-        raise UserError("the job has no [data] section", hint="docs/job.md shows what it holds")
-    length, num_tokens = job.data.sequence_length, job.train.batch_tokens
-    if num_tokens % length:
-        near = max(1, round(num_tokens / length)) * length
-        raise UserError(
-            f"a batch of {num_tokens} tokens is no whole number of sequences of {length} tokens",
-            hint=f"set train.batch_tokens to {near}",
-        )
-    return StepFacts(
-        num_sequences=num_tokens // length,
-        sequence_length=length,
-        precision=Precision(job.train.precision),
-        num_steps=job.train.steps,
-        is_compiled=job.train.compile,
-    )
 
 
 def is_here(cloud: CloudSpec, job: Job) -> bool:
@@ -158,7 +88,13 @@ def line(link: LinkSpec, first: str) -> Line:
 
 def _cloud(cloud: CloudSpec, own: Mapping[str, Accelerator], *, sharing: int) -> CloudFacts:
     """A cloud; what it shares with others of this machine is divided between them."""
-    profile = _profile(cloud.name, cloud.profile) if cloud.profile is not None else None
+    try:
+        profile = None if cloud.profile is None else read_profile(Path(cloud.profile))
+    except UserError as error:
+        again = f"isthmus profile JOB --cloud {cloud.name} --out {shlex.quote(cloud.profile or '')}"
+        raise UserError(
+            f"cloud.{cloud.name}.profile cannot be used: {error.message}", hint=f"measure it again: {again}"
+        ) from None
     accelerator = _accelerator(cloud, own, profile).shared_by(sharing)
     price = accelerator.usd_per_hour
     whole = None if price is None else price * cloud.ranks
@@ -173,16 +109,6 @@ def _cloud(cloud: CloudSpec, own: Mapping[str, Accelerator], *, sharing: int) ->
         sharding=None if cloud.sharding == "auto" else Sharding(cloud.sharding),
         inside_bytes_per_s=cloud.inside_bps / 8,
     )
-
-
-def _profile(cloud: str, file: str) -> Profile:
-    try:
-        return read_profile(Path(file))
-    except UserError as error:
-        raise UserError(
-            f"cloud.{cloud}.profile cannot be used: {error.message}",
-            hint=f"measure it again: isthmus profile JOB --cloud {cloud} --out {shlex.quote(file)}",
-        ) from None
 
 
 def _accelerator(cloud: CloudSpec, own: Mapping[str, Accelerator], profile: Profile | None) -> Accelerator:
@@ -200,80 +126,6 @@ def _accelerator(cloud: CloudSpec, own: Mapping[str, Accelerator], profile: Prof
         hint=f'set cloud.{cloud.name}.accelerator, such as "h100", or its flops and memory, or measure it: '
         "isthmus profile JOB",
     )
-
-
-_EIGHT_BITS: Final = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOptions:
-    """Memory options of all stages of a plan; later ones in the list of `memory_levels` cost more time."""
-
-    recompute: bool = False
-    offload_optimizer: bool = False
-    optimizer_bits: int = 32
-    sharding: Sharding = Sharding.NONE
-    """What the ranks of a cloud shard, where the job leaves that open."""
-
-    def sharding_at(self, cloud: CloudFacts) -> Sharding:
-        """What the ranks of a cloud shard; a single rank shards nothing."""
-        if cloud.num_ranks == 1:
-            return Sharding.NONE
-        return self.sharding if cloud.sharding is None else cloud.sharding
-
-    def at(self, cloud: CloudFacts) -> StageOptions:
-        """The options at one cloud; the memory of a CPU is that of its host."""
-        is_small = self.optimizer_bits == _EIGHT_BITS
-        sharding = self.sharding_at(cloud)
-        return StageOptions(
-            optimizer=OptimizerState.EIGHT_BIT if is_small else OptimizerState.FLOAT32,
-            sharding=sharding,
-            num_shards=1 if sharding is Sharding.NONE else cloud.num_ranks,
-            offload_optimizer=self.offload_optimizer and not cloud.accelerator.is_cpu,
-        )
-
-    def words(self, shardings: Iterable[Sharding]) -> tuple[str, ...]:
-        """The options as a user reads them, for stages that are sharded like this."""
-        found = {
-            "sharding inside the cloud": any(one is not Sharding.NONE for one in shardings),
-            "recompute": self.recompute,
-            "optimizer on the host": self.offload_optimizer,
-            "8-bit optimizer": self.optimizer_bits == _EIGHT_BITS,
-        }
-        return tuple(word for word, is_on in found.items() if is_on)
-
-
-def asked_options(job: Job) -> MemoryOptions:
-    """The memory options that the job asks for, which are part of every level.
-
-    `recompute = "auto"` asks for nothing: a run then recomputes no more than its memory needs.
-    """
-    return MemoryOptions(
-        recompute=job.train.recompute is True,
-        offload_optimizer=job.train.offload_optimizer,
-        optimizer_bits=job.train.optimizer_bits,
-    )
-
-
-def memory_levels(job: Job, clouds: Sequence[CloudFacts], policy: Policy) -> tuple[MemoryOptions, ...]:
-    """The memory options to try at these clouds, those that cost least first and last resorts last."""
-    asked = asked_options(job)
-    resorts = [asked]
-    if not asked.offload_optimizer and asked.optimizer_bits != _EIGHT_BITS:
-        resorts += [replace(asked, offload_optimizer=True), replace(asked, optimizer_bits=_EIGHT_BITS)]
-    return tuple(
-        replace(one, recompute=recompute, sharding=sharding)
-        for one in resorts
-        for recompute in ((True,) if asked.recompute else (False, True))
-        for sharding in _shardings(clouds, policy)
-    )
-
-
-def _shardings(clouds: Sequence[CloudFacts], policy: Policy) -> tuple[Sharding, ...]:
-    """What ranks may shard, from nothing on, where some cloud leaves that open."""
-    if all(cloud.num_ranks == 1 or cloud.sharding is not None for cloud in clouds):
-        return (Sharding.NONE,)
-    return (Sharding.NONE, Sharding.OPTIMIZER, *((Sharding.FULL,) if policy.keeps_order else ()))
 
 
 OPEN: Final = "auto"
@@ -327,6 +179,17 @@ def _check(job: Job, cloud: CloudSpec, strategy: PipelineStrategy) -> None:
             f"{start} as many micro-batches at each of its {cloud.ranks} ranks",
             hint=f"set strategy.microbatches to a multiple of {cloud.ranks}",
         )
+
+
+def check_lists(strategy: PipelineStrategy, *, num_clouds: int) -> None:
+    """Refuse lists that have not one entry for each stage."""
+    lists = {"layers": strategy.layers, "windows": strategy.windows, "max_in_flight": strategy.max_in_flight}
+    for key, given in lists.items():
+        if isinstance(given, tuple) and len(given) != num_clouds:
+            raise UserError(
+                f"strategy.{key} has {len(given)} entries for {num_clouds} stages",
+                hint=f"give one number for each stage, or leave {key} out",
+            )
 
 
 def run_order(job: Job) -> tuple[str, ...]:

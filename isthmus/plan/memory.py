@@ -151,6 +151,16 @@ class MemoryUse(Generic[Bytes]):
         """The bytes at the fullest moment."""
         return self.standing_bytes + max(self.activations + self.working, self.update)
 
+    def num_fitting(self: "MemoryUse[Figures]", room_bytes: float) -> Figures:
+        """With one micro-batch in flight here, how many fit into the room; 0 where layers are too much."""
+        left = room_bytes - self.standing_bytes
+        fitting = np.floor((left - self.working) / np.maximum(1.0, self.activations))
+        return np.where(self.update <= left, np.maximum(fitting, 0.0), 0.0)
+
+    def least_bytes(self: "MemoryUse[Figures]") -> Figures:
+        """What a rank needs for one micro-batch in flight, where this has one."""
+        return self.standing_bytes + np.maximum(np.maximum(1.0, self.activations) + self.working, self.update)
+
     @property
     def standing_bytes(self) -> Bytes:
         """What is there all the time."""

@@ -4,7 +4,7 @@ import enum
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -13,9 +13,12 @@ from pydantic import TypeAdapter
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plan.codecs import Loss
-from isthmus.plan.job_facts import CloudFacts, MemoryOptions
+from isthmus.plan.job_facts import run_order
 from isthmus.plan.memory import Memory, Sharding
 from isthmus.plan.scenario import Caps, Policy, Scenario, scenario_from_dict, scenario_to_dict
+from isthmus.plan.study import MemoryOptions
+from isthmus.plan.times import CloudFacts
+from isthmus.units import format_duration
 
 
 class Form(enum.Enum):
@@ -372,6 +375,160 @@ def step_usd(stages: Sequence[PlannedStage], links: Sequence[PlannedLink], step_
         return None
     traffic_usd = sum(one.num_bytes / _GIB * (one.usd_per_gib or 0.0) for one in links)
     return sum(one or 0.0 for one in prices) * step_s / 3600 + traffic_usd
+
+
+# What a plan must keep to, and which of several is taken.
+
+Key = tuple[float, float]
+"""What is to be least, and then the time."""
+NEARLY: Final = 0.01
+"""Plans nearly as good as the best make way for one with less loss, fewer memory options or fewer stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """What a plan must keep to, and whether its price or its time is to be least."""
+
+    deadline_s: float = math.inf
+    budget_usd: float = math.inf
+    by_price: bool = False
+    needs_price: bool = False
+    """Whether pipelines without a known price are left out."""
+    order: tuple[str, ...] = ()
+    """The clouds as a run takes them by itself, which is the order of one of several equals."""
+
+    @classmethod
+    def of(cls, job: Job) -> "Aim":
+        """The aim of a job: with a deadline the price is to be least, else the time."""
+        limits = job.limits
+        return cls(
+            deadline_s=limits.deadline_s or math.inf,
+            budget_usd=limits.budget_usd or math.inf,
+            by_price=limits.deadline_s is not None,
+            needs_price=limits.counts_money,
+            order=run_order(job.used()),
+        )
+
+    def key(self, total_s: float, total_usd: float | None) -> Key:
+        """What is to be least."""
+        return (total_usd or 0.0, total_s) if self.by_price else (total_s, total_s)
+
+    def allows(self, total_s: float, total_usd: float | None) -> bool:
+        """Whether a run is within time and budget."""
+        return total_s <= self.deadline_s and (total_usd or 0.0) <= self.budget_usd
+
+    def pick(self, plans: Sequence[Plan]) -> Plan:
+        """The best, or one that is nearly as good and has less loss, costs less or is simpler."""
+        cheap = _nearly_least(plans, lambda one: self.key(*one.totals)[0])
+        near = _nearly_least(cheap, lambda one: one.estimate.total_s)
+        best = min(near, key=lambda one: (*_rank(one)[:2], one.totals[1] or 0.0, *_rank(one)[2:]))
+        most_usd = (best.totals[1] or 0.0) * (1 + NEARLY)
+        alike = [
+            one for one in near if _rank(one)[:4] == _rank(best)[:4] and (one.totals[1] or 0.0) <= most_usd
+        ]
+        return min(alike, key=lambda one: (one.clouds != self.order, one is not best, *_rank(one)))
+
+
+def _rank(plan: Plan) -> tuple[float, ...]:
+    """What one of several equals is chosen by, beside its price."""
+    return plan.loss, plan.lossiness, len(plan.memory_words), len(plan.stages), plan.estimate.total_s
+
+
+def _nearly_least(plans: Sequence[Plan], figure: Callable[[Plan], float]) -> list[Plan]:
+    least = min(map(figure, plans))
+    return [one for one in plans if figure(one) <= least * (1 + NEARLY)]
+
+
+def _keep_loss(plans: Sequence[Plan], job: Job) -> list[Plan]:
+    """The plans that cost no more quality than the job allows, or a sentence where none does."""
+    allowed = [one for one in plans if one.loss <= Loss[job.limits.codec_loss.upper()]]
+    if not allowed:
+        least = min(one.loss for one in plans).name.lower()
+        is_data = all(one.form is Form.DATA and one.loss > Loss.NONE for one in plans)
+        raise UserError(
+            f"every plan costs more quality than limits.codec_loss allows; the least lossy costs {least}",
+            hint=f'set limits.codec_loss to "{least}"'
+            + (", or strategy.inner_steps to 1" if is_data else ""),
+        )
+    return allowed
+
+
+def _keep_priced(plans: Sequence[Plan], job: Job) -> list[Plan]:
+    """The plans whose price is known where money counts, if any is; or what is missing for a budget."""
+    if not job.limits.counts_money:
+        return list(plans)
+    priced = [one for one in plans if one.estimate.total_usd is not None]
+    if not priced and job.limits.budget_usd is not None:
+        stages = (stage for one in plans for stage in one.stages)
+        raise unpriced_budget(next(one.cloud for one in stages if one.usd_per_hour is None))
+    return priced or list(plans)
+
+
+def unpriced_budget(cloud: str) -> UserError:
+    """What is missing for a budget."""
+    return UserError(
+        f"limits.budget_usd is set, but the price of cloud {cloud!r} is not known",
+        hint=f"set cloud.{cloud}.usd_per_hour",
+    )
+
+
+def excess(plan: Plan, job: Job) -> float:
+    """The share by which a plan goes beyond the job's deadline or budget; 0 where it keeps both."""
+    deadline_s, budget_usd = job.limits.deadline_s or math.inf, job.limits.budget_usd or math.inf
+    total_s, total_usd = plan.totals
+    return max(0.0, total_s / deadline_s - 1, (total_usd or 0.0) / budget_usd - 1)
+
+
+def keep_limits(plans: Sequence[Plan], job: Job) -> list[Plan]:
+    """The plans within all limits, or the limit that leaves none."""
+    limits = job.limits
+    allowed = _keep_priced(_keep_loss(plans, job), job)
+    in_time = [one for one in allowed if one.estimate.total_s <= (limits.deadline_s or math.inf)]
+    if not in_time:
+        raise _too_slow(allowed, limits.deadline_s or math.inf)
+    affordable = [
+        one for one in in_time if (one.estimate.total_usd or 0.0) <= (limits.budget_usd or math.inf)
+    ]
+    if not affordable:
+        raise _too_dear(in_time, limits.budget_usd or math.inf, has_deadline=limits.deadline_s is not None)
+    return affordable
+
+
+def _too_slow(plans: Sequence[Plan], deadline_s: float) -> UserError:
+    fastest = min(plans, key=lambda one: one.estimate.total_s).estimate
+    total_s = _up(fastest.total_s)
+    return UserError(
+        f"the fastest plan takes {format_duration(total_s)}, longer than limits.deadline of "
+        f"{format_duration(deadline_s)}; it is limited by the {fastest.limiting}",
+        hint=f'set limits.deadline to "{format_duration(total_s)}" or more'
+        + _or_fewer_steps(fastest, (fastest.total_s - deadline_s) / fastest.step_s),
+    )
+
+
+def _too_dear(plans: Sequence[Plan], budget_usd: float, *, has_deadline: bool) -> UserError:
+    cheapest = min((one.estimate for one in plans), key=lambda one: one.total_usd or 0.0)
+    usd = _up(cheapest.total_usd or 0.0)
+    within = " within limits.deadline" if has_deadline else ""
+    return UserError(
+        f"the cheapest plan{within} costs ${usd:g}, more than limits.budget_usd of ${budget_usd:g}",
+        hint=f"set limits.budget_usd to {usd:g} or more"
+        + _or_fewer_steps(
+            cheapest, ((cheapest.total_usd or 0.0) - budget_usd) / (cheapest.usd_per_step or math.inf)
+        ),
+    )
+
+
+def _or_fewer_steps(estimate: Estimate, num_too_many: float) -> str:
+    """Steps are left out at the end, behind the warm-up of bottlenecks, of which something must follow."""
+    number = math.floor(estimate.num_steps - num_too_many)
+    return f", or train.steps to {number} or less" if number > estimate.num_warmup_steps else ""
+
+
+def _up(value: float) -> float:
+    """Round up to three digits."""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    scale = 10.0**digits
+    return math.ceil(round(value * scale, 6)) / scale
 
 
 PLAN_FILE: Final = "plan.json"

@@ -22,20 +22,25 @@ from typing import Final
 from isthmus.errors import UserError
 from isthmus.job import AutoStrategy, DataStrategy, GeneratorDiscriminatorStrategy, Job
 from isthmus.job.sections import why_not_run
+from isthmus.plan.candidates import least_passes, simulate_step
+from isthmus.plan.codecs import Loss
 from isthmus.plan.costs import CostSource, nothing_measured
 from isthmus.plan.job_facts import check_cuts, frozen_notes, links_along
-from isthmus.plan.plan import Form, Plan, RunnerUp, split_bubble
-from isthmus.plan.refusals import (
+from isthmus.plan.plan import (
+    NEARLY,
+    Aim,
+    Form,
+    Plan,
+    RunnerUp,
     excess,
     keep_limits,
-    nothing_fits,
+    split_bubble,
     unpriced_budget,
 )
 from isthmus.plan.replicated import data_plans, generator_plans
 from isthmus.plan.scenario import Scenario, expected, next_windows
-from isthmus.plan.search import NEARLY, Aim, Pipelines, Progress, find
-from isthmus.plan.step_time import least_passes, simulate_step
-from isthmus.plan.study import LOSSES, Study, study
+from isthmus.plan.search import Progress, Search, nothing_fits
+from isthmus.plan.study import Study, study
 from isthmus.units import format_bytes, format_duration, shorten
 
 # Passes to simulate for the runners-up that are shown; those of very large plans are left out.
@@ -112,27 +117,27 @@ def _first_of_each(plans: Sequence[Plan], best: Plan, job: Job) -> list[Plan]:
     return list(chosen.values())[:_MAX_RUNNERS_UP]
 
 
-def _best_pipeline(ready: Study, progress: Progress) -> tuple[Pipelines, Plan]:
+def _best_pipeline(ready: Study, progress: Progress) -> tuple[Search, Plan]:
     """The best pipeline within the limits, simulated; or why there is none."""
     job, aim = ready.job, Aim.of(ready.job)
-    found = find(ready, aim, progress)
+    found = Search(ready, aim, progress)
     if found.best is None and aim.needs_price and not found.has_priced:
-        if job.limits.budget_usd is not None and any(found.orders):
+        if job.limits.budget_usd is not None and found.orders:
             raise unpriced_budget(next(one.name for one in ready.clouds if one.usd_per_hour is None))
-        found = find(ready, replace(aim, by_price=False, needs_price=False), progress)
+        found = Search(ready, replace(aim, by_price=False, needs_price=False), progress)
     if (best := found.best) is not None:
         return found, best[1]
     raise _refusal(ready, found, progress)
 
 
-def _refusal(ready: Study, found: Pipelines, progress: Progress) -> Exception:
+def _refusal(ready: Study, found: Search, progress: Progress) -> Exception:
     """What is in the way: memory, loss, time or money."""
     limits = ready.job.limits
     nearest = [plan for _, plan in found.tried]
     fastest = Aim(needs_price=limits.counts_money and found.has_priced)
     cheapest = replace(fastest, by_price=True, deadline_s=limits.deadline_s or math.inf)
     for aim in (fastest, cheapest):
-        free = find(ready, aim, progress)
+        free = Search(ready, aim, progress)
         best = free.best
         nearest += [explained(best[1])] if best is not None else [plan for _, plan in free.tried]
     if not nearest:
@@ -144,7 +149,7 @@ def _refusal(ready: Study, found: Pipelines, progress: Progress) -> Exception:
     raise AssertionError("a plan is within the limits, and was not found")
 
 
-def _losers(ready: Study, found: Pipelines, best: Plan, progress: Progress) -> list[Plan]:
+def _losers(ready: Study, found: Search, best: Plan, progress: Progress) -> list[Plan]:
     """The best of other orders of clouds, simulated and explained, and of data parallel by formula."""
     progress("simulating the runners-up")
     replicated: list[Plan] = []
@@ -198,7 +203,7 @@ def _why(other: Plan, best: Plan, job: Job) -> str:
         gain = 1 - its.total_s / mine.total_s
         faster = f"would be {gain:.0%} faster by formula, but " if gain > NEARLY else ""
         return f"{faster}{why_not_run(other.form.value)}"
-    if other.loss > LOSSES[limits.codec_loss]:
+    if other.loss > Loss[limits.codec_loss.upper()]:
         return f'costs {other.loss.name.lower()} quality, more than limits.codec_loss = "{limits.codec_loss}"'
     if limits.deadline_s is not None and its.total_s > limits.deadline_s:
         return f"takes {_short(its.total_s)}, longer than limits.deadline"

@@ -21,7 +21,6 @@ from isthmus.events import Span
 from isthmus.job import DataStrategy, GeneratorDiscriminatorStrategy, Job, PipelineStrategy
 from isthmus.plan.codecs import Loss
 from isthmus.plan.costs import PlannedModel, Precision, Task
-from isthmus.plan.job_facts import CloudFacts
 from isthmus.plan.memory import Memory, Sharding, stage_memory
 from isthmus.plan.models import load_config, model_config, read_model, with_task
 from isthmus.plan.plan import (
@@ -32,11 +31,13 @@ from isthmus.plan.plan import (
     PlannedLink,
     PlannedStage,
     estimated,
+    excess,
     planned_stage,
 )
-from isthmus.plan.refusals import excess, fits, no_room
 from isthmus.plan.scenario import Line, StageLoad
+from isthmus.plan.search import fits, no_room
 from isthmus.plan.study import Setting, Study, study
+from isthmus.plan.times import CloudFacts
 from isthmus.units import join_words
 
 INNER_STEPS: Final = (30, 40, 50, 75, 100)

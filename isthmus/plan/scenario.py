@@ -1,4 +1,4 @@
-"""A pipeline as far as its time goes, and how many micro-batches a rank of each stage keeps in flight.
+"""A pipeline as far as its time goes: what a rank keeps in flight, and the least that a step takes.
 
 A stage that never idles repeats one forward and one backward in every interval, and so does its neighbour,
 each in its own phase. What arrives in between waits for its slot, so the round trip of each hop is rounded up
@@ -16,12 +16,15 @@ at the end of each step for the next one, from what was measured.
 """
 
 import enum
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from isthmus.errors import UserError
@@ -132,13 +135,6 @@ class Scenario:
     def num_ranks(self) -> tuple[int, ...]:
         """The number of ranks of each stage."""
         return tuple(stage.num_ranks for stage in self.stages)
-
-
-def caps_from_json(value: Any) -> Caps | None:
-    """What JSON made of caps, which has no tuples."""
-    if value is None:
-        return None
-    return tuple(int(one) for one in value) if isinstance(value, list | tuple) else int(value)
 
 
 _SCENARIO: Final = TypeAdapter(Scenario)
@@ -390,3 +386,157 @@ def _both_ways(hop: Hop, load: HopLoad) -> Hop:
     """What is measured is the mean of both directions; to frozen stages nothing comes back."""
     mean_s = (hop.forward_s + hop.backward_s) / 2 if load.backward_bytes else hop.forward_s
     return replace(hop, forward_s=mean_s, backward_s=mean_s)
+
+
+# The lower bound on the time of a step.
+
+Table = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+# A window may be so much larger than expected, in intervals of each hop, where messages wait for each other.
+_SPARE_INTERVALS: Final = 1.5
+_NO_CAP: Final = 2.0**40
+
+
+class HopTimes(NamedTuple):
+    """A hop as far as the bound goes: a message's time on the line and from end to end, there and back."""
+
+    down_s: Table
+    up_s: Table
+    there_s: Table
+    back_s: Table
+    num_bytes: Table
+    """Those of a micro-batch, both ways."""
+    latency_s: Table
+
+    @classmethod
+    def of(cls, hop: HopLoad, *, goes_back: bool = True) -> "HopTimes":
+        """Time one hop."""
+        up_bytes = hop.backward_bytes if goes_back else 0
+        down_s, up_s = 8 * hop.forward_bytes / hop.line.down_bps, 8 * up_bytes / hop.line.up_bps
+        there_s = down_s + hop.line.delay_s + hop.forward_coding_s
+        back_s = up_s + hop.line.delay_s + hop.backward_coding_s if up_bytes else 0.0
+        figures = (down_s, up_s, there_s, back_s, hop.forward_bytes + up_bytes, hop.line.latency_s)
+        return cls(*map(np.asarray, figures))
+
+    @classmethod
+    def least(cls, hops: Sequence["HopTimes"]) -> "HopTimes":
+        """The least of each figure: a hop with any of several codecs takes no less."""
+        return cls(*(np.minimum.reduce(figures) for figures in zip(*hops, strict=True)))
+
+    def where(self, is_own: Mask, other: "HopTimes") -> "HopTimes":
+        """These figures where the mask holds, and elsewhere those of the other hop."""
+        return HopTimes(*(np.where(is_own, *pair) for pair in zip(self, other, strict=True)))
+
+
+class StageTimes(NamedTuple):
+    """A stage as far as the bound goes: times of one rank, and the most that it may keep in flight."""
+
+    num_ranks: int
+    forward_s: Table
+    backward_s: Table
+    update_s: Table
+    cap: Table
+    is_trained: Mask
+    """Whether anything goes back through it; a frozen stage keeps nothing in flight."""
+
+    @property
+    def pass_s(self) -> Table:
+        """A forward and a backward."""
+        return self.forward_s + self.backward_s
+
+
+def scenario_bound_s(scenario: Scenario) -> float:
+    """The least that a step of one scenario takes."""
+    caps = scenario.windows or scenario.max_in_flight
+    stages = []
+    for index, stage in enumerate(scenario.stages):
+        is_trained = index >= scenario.first_trained
+        cap = (caps[index] if isinstance(caps, tuple) else caps) or _NO_CAP
+        backward_s = stage.backward_s if is_trained else 0.0
+        figures = map(np.asarray, (stage.forward_s, backward_s, stage.update_s, float(cap), is_trained))
+        stages.append(StageTimes(stage.num_ranks, *figures))
+    hops = [
+        HopTimes.of(hop, goes_back=cut >= scenario.first_trained) for cut, hop in enumerate(scenario.hops)
+    ]
+    number, policy = scenario.num_microbatches, scenario.policy
+    return float(step_bound_s(stages, hops, num_microbatches=number, policy=policy))
+
+
+def step_bound_s(
+    stages: Sequence[StageTimes], hops: Sequence[HopTimes], *, num_microbatches: int, policy: Policy
+) -> Table:
+    """The least that a step takes, for every entry of the arrays: no simulated step is shorter.
+
+    A step starts with the first forward pass of the first stage and ends with its update. In between, one
+    micro-batch goes through all stages and hops and back, which takes `once`. For every further one
+
+        a line       carries its messages one after the other
+        a stage      runs its forwards one after the other, and its backwards
+        a stage      runs both; it idles until its first gradient is back, but for the forwards that its
+                     window lets it run meanwhile, and behind its last forward, but for the backwards that it
+                     still owes
+        a window w   lets forward k + w start only when k backwards have ended: each w take a whole round trip
+
+    The bound is `once` and the most that any of these adds. With windows that overlap all round trips it is
+    `Σ(tf + tb) + Σ(there + back) + (m - 1)·τ`.
+    """
+    behind_s = [np.zeros_like(stages[-1].pass_s)]
+    for stage, hop in zip(reversed(stages[1:]), reversed(hops), strict=True):
+        behind_s.insert(0, behind_s[0] + stage.pass_s + hop.there_s + hop.back_s)
+    once_s = behind_s[0] + stages[0].pass_s
+    added_s: list[Table] = [np.zeros_like(once_s)]
+    added_s += [(num_microbatches - 1) * np.maximum(hop.down_s, hop.up_s) for hop in hops]
+    late_s = _late_starts(stages, hops)
+    most = _most_windows(stages, hops, num_microbatches=num_microbatches, policy=policy)
+    for stage, tail_s, start_s, window in zip(stages, behind_s, late_s, most, strict=True):
+        rounds = -(-num_microbatches // stage.num_ranks)
+        added_s.append(start_s + _stage_adds_s(stage, tail_s, rounds, window))
+    return np.asarray(once_s + functools.reduce(np.maximum, added_s) + stages[0].update_s)
+
+
+def _stage_adds_s(stage: StageTimes, behind_s: Table, rounds: int, window: Table) -> Table:
+    """What the micro-batches of a rank but the first add to the time of one."""
+    forward_s, backward_s, pass_s = stage.forward_s, stage.backward_s, stage.pass_s
+    before_s = np.maximum(0.0, behind_s - (window - 1) * forward_s)
+    after_s = np.maximum(0.0, behind_s - (window - 1) * backward_s)
+    idle_s = np.where(window < rounds, before_s + after_s, np.maximum(before_s, after_s))
+    busy_s = (rounds - 1) * pass_s - behind_s + idle_s
+    num_trips, rest = np.divmod(rounds - 1, window)
+    trips_s = num_trips * (pass_s + behind_s) + rest * np.maximum(forward_s, backward_s)
+    return np.where(stage.is_trained, np.maximum(busy_s, trips_s), (rounds - 1) * forward_s)
+
+
+def _late_starts(stages: Sequence[StageTimes], hops: Sequence[HopTimes]) -> list[Table]:
+    """How much later than its first activation a stage starts, since its own update comes first.
+
+    The verdict that lets it update leaves the first stage before that one's own update.
+    """
+    zero = np.zeros_like(stages[0].update_s + stages[0].forward_s)
+    found, arrival_s, verdict_s = [zero], zero, zero
+    for (before, stage), hop in zip(pairwise(stages), hops, strict=True):
+        arrival_s = arrival_s + before.forward_s + hop.there_s
+        verdict_s = verdict_s + hop.latency_s
+        own_s = verdict_s + stage.update_s - stages[0].update_s - arrival_s
+        found.append(np.maximum(found[-1], own_s))
+    return found
+
+
+def _most_windows(
+    stages: Sequence[StageTimes], hops: Sequence[HopTimes], *, num_microbatches: int, policy: Policy
+) -> list[Table]:
+    """The most that a rank of each stage keeps in flight, as `next_windows` may find it."""
+    interval_s = np.maximum.reduce([one.pass_s / one.num_ranks for one in stages])
+    shortest_s, found = np.maximum(interval_s, _MIN_INTERVAL_S), [np.ones_like(interval_s)]
+    for stage, behind, hop in zip(stages[-2::-1], stages[:0:-1], reversed(hops), strict=True):
+        shared = min(num_microbatches, max(stage.num_ranks, behind.num_ranks))
+        # A line that is slower than all stages sets the interval, so its messages never take more of them.
+        trip = shared * 2 + (hop.there_s + hop.back_s) / shortest_s + _SPARE_INTERVALS
+        found.insert(0, np.ceil((found[0] * behind.num_ranks + trip) / stage.num_ranks + 2))
+    most = [float(-(-num_microbatches // one.num_ranks)) for one in stages]
+    if policy is Policy.GPIPE:
+        found = [np.full_like(interval_s, one) for one in most]
+    if policy is Policy.ONE_F_ONE_B:
+        found = [np.full_like(interval_s, len(stages) - index) for index in range(len(stages))]
+    pairs = zip(found, stages, most, strict=True)
+    return [np.clip(np.minimum(one, stage.cap), 1.0, number) for one, stage, number in pairs]

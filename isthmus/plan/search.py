@@ -5,177 +5,503 @@ until nothing in the queue can be better than the best that was simulated:
 
     micro-batches and memory options ──► orders of clouds ──► cuts ──► codecs ──► simulated
 
-Memory options beyond the first are tried where memory makes a step longer. Work is bounded and not time, so
-that plans are the same on every machine.
+Up to four clouds every order of every subset and every cut is enumerated. Beyond that a beam extends orders
+cloud by cloud: under a cap on the time of a stage each cloud takes as many layers as keep to it, the orders
+with the least time per layer are kept, and every cut near those that are found is enumerated. Memory options
+beyond the first are tried where memory makes a step longer. Work is bounded and not time, so that plans are
+the same on every machine.
 """
 
+import functools
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations, count, pairwise, permutations, product
 from typing import Final
 
 import numpy as np
 
-from isthmus.job import Job
-from isthmus.plan.candidates import Candidate, Placement, candidates, neighbours, simulated
-from isthmus.plan.job_facts import MemoryOptions, run_order
+from isthmus.errors import UserError
+from isthmus.job.codec import BottleneckSpec
+from isthmus.plan.candidates import Candidate, Order, Stops, candidates, planned_stages, simulated
+from isthmus.plan.codecs import RAW_PAIR, Loss
+from isthmus.plan.costs import Precision
+from isthmus.plan.job_facts import frozen_bottleneck
 from isthmus.plan.memory import Sharding
-from isthmus.plan.plan import PipelineSettings, Plan
-from isthmus.plan.space import CloudOrder, Stops, all_orders
-from isthmus.plan.study import LOSSES, Clouds, Setting, Study
+from isthmus.plan.plan import NEARLY, Aim, Key, Plan, PlannedStage
+from isthmus.plan.scenario import HopTimes, Mask, Policy, StageTimes, Table, step_bound_s
+from isthmus.plan.study import Clouds, Setting, Study, divisors, study
+from isthmus.units import format_bytes, join_words
 
 Progress = Callable[[str], None]
-Key = tuple[float, float]
-"""What is to be least, and then the time."""
 Tried = tuple[Candidate, Plan]
 """A candidate that was simulated, and its plan."""
 
-# Passes to simulate for one search, about half a second, and what other work counts for.
-MAX_PASSES: Final = 16_000
+_GIB: Final = 2**30
+_NO_CAP: Final = 2.0**40
+# Clouds whose orders and cuts are all enumerated.
+_MAX_ENUMERATED: Final = 4
+_BEAM_WIDTH: Final = 24
+_NUM_HALVINGS: Final = 9
+_CAPS: Final = (1.0, 1.02, 1.05, 1.1, 1.16, 1.25, 1.4, 1.7, 2.2)
+# Of so few stages a beam has all cuts, of more those near the ones that it finds.
+_MAX_ALL_CUTS: Final = 2
+
+# Passes to simulate for one search, less than a second, and what other work counts for.
+MAX_PASSES: Final = 24_000
 _PASSES_PER_CANDIDATE: Final = 24
 _CUTS_PER_PASS: Final = 100
 # Without anything within the limits the search takes so many times the work.
 _PATIENCE: Final = 4
-NEARLY: Final = 0.01
-"""Plans nearly as good as the best make way for one with less loss, fewer memory options or fewer stages."""
 _NUM_ALTERNATIVES: Final = 12
 _NUM_CLIMBED: Final = 4
 # Cuts of one order that are looked at more closely, at most.
 _MOST_CUTS: Final = 512
+_LEAST: Final[Key] = (0.0, 0.0)
+_NONE: Final[Key] = (math.inf, math.inf)
+
+
+def all_orders(study: Study, setting: Setting, *, by_memory: bool = False) -> Iterator[Order]:
+    """Every order of clouds along the links under a setting, the shortest first, or those of a beam."""
+    num_clouds, is_in_row = len(study.clouds), study.is_in_row
+    if num_clouds <= _MAX_ENUMERATED or is_in_row:
+        every = (one for size in study.sizes for one in permutations(range(num_clouds), size))
+        for clouds in [tuple(range(num_clouds))] if is_in_row else every:
+            is_joined = all(pair in study.links for pair in pairwise(clouds))
+            if is_joined and (len(clouds) <= _MAX_ENUMERATED or study.stops is not None):
+                yield Order(study=study, setting=setting, clouds=clouds)
+    if num_clouds > _MAX_ENUMERATED and study.stops is None:
+        for clouds, stops in _Beam.of(study, setting, by_memory=by_memory).walks().items():
+            yield Order(study=study, setting=setting, clouds=clouds, found_stops=stops)
+
+
+@functools.lru_cache(maxsize=64)
+def all_cuts(num_layers: int, num_stages: int, allowed: frozenset[int] | None) -> Stops:
+    """Every way to cut the layers into stages, one row each."""
+    found = list(combinations(range(1, num_layers) if allowed is None else sorted(allowed), num_stages - 1))
+    inner = np.array(found, dtype=np.int64).reshape(len(found), num_stages - 1)
+    return np.hstack([inner, np.full((len(found), 1), num_layers)])
+
+
+def cuts_of(order: Order) -> Stops:
+    """The cuts of an order, one row each: those given, those that a beam found, or all."""
+    if order.found_stops is not None:
+        return order.found_stops
+    if order.study.stops is not None:
+        return np.array([order.study.stops])
+    return all_cuts(order.study.model.num_layers, len(order.clouds), order.study.model.cuts)
+
+
+def _spots(rows: Stops) -> Iterator[tuple[Stops, Stops]]:
+    """Of each stage the first layer and the one behind the last, for every row."""
+    return zip(np.hstack([np.zeros((len(rows), 1), dtype=np.int64), rows[:, :-1]]).T, rows.T, strict=True)
+
+
+def least_worst(order: Order, tables: Sequence[Table]) -> float:
+    """The least, over all cuts, of the greatest figure of a stage; infinite where no cut is possible."""
+    study = order.study
+    tables, num_frozen = list(tables), study.num_frozen
+    for cut in range(len(order.clouds) - 1):
+        both_ways, one_way = _hops(order, cut)
+        if both_ways is None:
+            return math.inf
+        if num_frozen and one_way is None:
+            tables[cut] = np.where(np.arange(len(tables[cut])) <= num_frozen, np.inf, tables[cut])
+    if order.found_stops is not None or study.stops is not None or study.model.cuts is not None:
+        return float(_worst(cuts_of(order), tables).min(initial=math.inf))
+    best = tables[0][0]
+    for table in tables[1:]:
+        best = np.maximum(best[:, None], table).min(axis=0)
+    return float(best[-1])
+
+
+def _worst(rows: Stops, tables: Sequence[Table]) -> Table:
+    """The greatest figure of a stage, for every row."""
+    return np.asarray(np.max([one[spot] for one, spot in zip(tables, _spots(rows), strict=True)], axis=0))
+
+
+def _stages_s(study: Study, cloud: int, setting: Setting, *, fits: bool) -> Table:
+    """What a cloud computes in a step for the layers (a, b); infinite without layers or memory."""
+    table = study.table(cloud, setting)
+    rounds = -(-setting.num_microbatches // study.clouds[cloud].num_ranks)
+    step_s = rounds * (table.forward_s + table.backward_s)
+    has_none = np.tri(len(step_s), dtype=bool)
+    return np.where(has_none | (fits & (study.num_fitting(cloud, setting) < 1)), np.inf, step_s)
+
+
+def _hops(order: Order, cut: int) -> tuple[HopTimes | None, HopTimes | None]:
+    """The hop behind a stage with any codec that is allowed, with a gradient and without.
+
+    It takes no less time and no fewer bytes than with any; None where there can be no cut.
+    """
+    study, setting, pair = order.study, order.setting, (order.clouds[cut], order.clouds[cut + 1])
+
+    def least(has_gradient: bool) -> HopTimes | None:
+        if not study.can_cross(pair, setting, has_gradient=has_gradient):
+            return None
+        crossing = order.crossing(cut, has_gradient=has_gradient)
+
+        def of_any() -> HopTimes:
+            allowed = study.links[pair].options(crossing)
+            return HopTimes.least([HopTimes.of(order.hop(cut, crossing, one.pair)) for one in allowed])
+
+        return study.once(("hop", pair, crossing), of_any)
+
+    return least(True), least(False) if study.num_frozen else None
+
+
+def _least_totals(order: Order) -> tuple[float, float | None]:
+    """The least time and price of a run: of what a beam found, or by the slowest stage and every line."""
+    study, setting = order.study, order.setting
+    rate, num_steps = study.usd_per_s(order.clouds), study.step.num_steps - order.num_warmup_steps
+    if order.found_stops is not None:
+        every = bounds(order, order.found_stops, fits=True)[:2]
+        least_s, least_usd = (float(one.min(initial=math.inf)) for one in every)
+        return least_s, None if rate is None else least_usd
+    stages_s = [_stages_s(study, cloud, setting, fits=False) for cloud in order.clouds]
+    step_s, usd = least_worst(order, stages_s), 0.0
+    for cut in range(len(order.clouds) - 1):
+        both = [one for one in _hops(order, cut) if one is not None]
+        if both:
+            hop, more = HopTimes.least(both), setting.num_microbatches - 1
+            step_s = max(step_s, float(hop.there_s + hop.back_s + more * np.maximum(hop.down_s, hop.up_s)))
+            usd += float(hop.num_bytes) * _usd_per_byte(order, cut)
+    return num_steps * step_s, None if rate is None else num_steps * (rate * step_s + usd)
+
+
+def _usd_per_byte(order: Order, cut: int) -> float:
+    """The price of a byte in all micro-batches of a step over one hop."""
+    return order.setting.num_microbatches * (order.links[cut].usd_per_gib or 0.0) / _GIB
+
+
+def bounds(order: Order, rows: Stops, *, fits: bool) -> tuple[Table, Table, Table]:
+    """The least time of a run for every cut, infinite where none fits; its price; its slowest stage."""
+    study, setting, num_first = order.study, order.setting, order.num_warmup_steps
+    stages, is_possible = _stages(order, rows, fits=fits)
+    hops, raw, usd = list[HopTimes](), list[HopTimes](), np.zeros(len(rows))
+    for cut in range(len(order.clouds) - 1):
+        both_ways, one_way = _hops(order, cut)
+        if both_ways is None:
+            raise ValueError("no cut is possible, so none has a bound")
+        goes_back = rows[:, cut] > study.num_frozen
+        is_possible &= goes_back | (one_way is not None)
+        hops.append(both_ways.where(goes_back, one_way or both_ways))
+        usd += hops[-1].num_bytes * _usd_per_byte(order, cut)
+        raw.append(hops[-1])
+        if num_first and order.links[cut].bottleneck is not None:
+            crossing = order.crossing(cut, has_gradient=True, is_warmup=True)
+            raw[-1] = HopTimes.of(order.hop(cut, crossing, RAW_PAIR))
+
+    def bound_s(hops: Sequence[HopTimes]) -> Table:
+        return step_bound_s(stages, hops, num_microbatches=setting.num_microbatches, policy=order.policy)
+
+    num_steps = study.step.num_steps - num_first
+    total_s = num_steps * bound_s(hops) + (num_first * bound_s(raw) if num_first else 0.0)
+    total_usd = num_steps * usd + (study.usd_per_s(order.clouds) or 0.0) * total_s
+    slowest_s = np.maximum.reduce([one.pass_s / one.num_ranks for one in stages])
+    return np.where(is_possible, total_s, np.inf), total_usd, slowest_s
+
+
+def _stages(order: Order, rows: Stops, *, fits: bool) -> tuple[list[StageTimes], Mask]:
+    """The stages of every row, and which rows memory holds."""
+    study, given = order.study, order.study.strategy.windows or order.study.strategy.max_in_flight
+    stages, is_possible = [], np.ones(len(rows), dtype=bool)
+    for index, (cloud, spot) in enumerate(zip(order.clouds, _spots(rows), strict=True)):
+        cap = given[index] if isinstance(given, tuple) else given
+        fitting = study.num_fitting(cloud, order.setting)[spot] if fits else np.full(len(rows), np.inf)
+        is_possible &= fitting >= 1
+        is_trained = (rows[:, index] > study.num_frozen) | (index == len(order.clouds) - 1)
+        forward_s, backward_s, update_s = (one[spot] for one in study.table(cloud, order.setting))
+        stages.append(
+            StageTimes(
+                forward_s=forward_s,
+                backward_s=np.where(is_trained, backward_s, 0.0),
+                update_s=update_s,
+                cap=np.minimum(fitting, cap or _NO_CAP),
+                is_trained=is_trained,
+                num_ranks=study.clouds[cloud].num_ranks,
+            )
+        )
+    return stages, is_possible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aim:
-    """What a plan must keep to, and whether its price or its time is to be least."""
+class _Beam:
+    """Orders of many clouds, by what each cloud takes for the layers (a, b): time in a step, or memory."""
 
-    deadline_s: float = math.inf
-    budget_usd: float = math.inf
-    by_price: bool = False
-    needs_price: bool = False
-    """Whether pipelines without a known price are left out."""
-    order: tuple[str, ...] = ()
-    """The clouds as a run takes them by itself, which is the order of one of several equals."""
+    study: Study
+    stages: Sequence[Table]
+    once: Sequence[Table]
+    """What one micro-batch takes at each cloud."""
+    hops: Mapping[tuple[int, int], float]
+    """What it takes there and back between two clouds."""
+    lines: Mapping[tuple[int, int], float]
+    """How long all messages of a step are on the line between two clouds, in the slower direction."""
 
     @classmethod
-    def of(cls, job: Job) -> "Aim":
-        """The aim of a job: with a deadline the price is to be least, else the time."""
-        limits = job.limits
+    def of(cls, study: Study, setting: Setting, *, by_memory: bool) -> "_Beam":
+        clouds = range(len(study.clouds))
+        each = ((pair, Order(study=study, setting=setting, clouds=pair)) for pair in sorted(study.links))
+        hops = {pair: hop for pair, order in each if (hop := _hops(order, 0)[0]) is not None}
+        if by_memory:
+            shares = [study.needed_share(cloud, setting) for cloud in clouds]
+            free = dict.fromkeys(hops, 0.0)
+            return cls(study=study, stages=shares, once=shares, hops=free, lines=free)
+        tables, number = [study.table(cloud, setting) for cloud in clouds], setting.num_microbatches
         return cls(
-            deadline_s=limits.deadline_s or math.inf,
-            budget_usd=limits.budget_usd or math.inf,
-            by_price=limits.deadline_s is not None,
-            needs_price=limits.counts_money,
-            order=run_order(job.used()),
+            study=study,
+            stages=[_stages_s(study, cloud, setting, fits=True) for cloud in clouds],
+            once=[one.forward_s + one.backward_s for one in tables],
+            hops={pair: float(one.there_s + one.back_s) for pair, one in hops.items()},
+            lines={pair: number * float(np.maximum(one.down_s, one.up_s)) for pair, one in hops.items()},
         )
 
-    def key(self, total_s: float, total_usd: float | None) -> Key:
-        """What is to be least."""
-        return (total_usd or 0.0, total_s) if self.by_price else (total_s, total_s)
+    def walks(self) -> dict[Clouds, Stops]:
+        """Orders that were found, each with the cuts that are worth a bound."""
+        found: dict[Clouds, set[tuple[int, ...]]] = {}
+        for cap in self._caps():
+            for clouds, stops in self._under(cap):
+                found.setdefault(clouds, set()).add(stops)
+        return {clouds: self._near(stops) for clouds, stops in found.items()}
 
-    def allows(self, total_s: float, total_usd: float | None) -> bool:
-        """Whether a run is within time and budget."""
-        return total_s <= self.deadline_s and (total_usd or 0.0) <= self.budget_usd
+    def _caps(self) -> Sequence[float]:
+        """The least cap under which any order places all layers, and some above it."""
+        finite = np.concatenate([one[np.isfinite(one)] for one in self.stages] + [[*self.lines.values()]])
+        finite = finite[finite > 0]
+        if not finite.size or not any(self._under(most := float(finite.max()))):
+            return ()
+        least = float(finite.min())
+        for _ in range(_NUM_HALVINGS):
+            middle = math.sqrt(least * most)
+            least, most = (least, middle) if any(self._under(middle)) else (middle, most)
+        return [most * one for one in _CAPS]
 
-    def pick(self, plans: Sequence[Plan]) -> Plan:
-        """The best, or one that is nearly as good and has less loss, costs less or is simpler."""
-        cheap = _nearly_least(plans, lambda one: self.key(*one.totals)[0])
-        near = _nearly_least(cheap, lambda one: one.estimate.total_s)
-        best = min(near, key=lambda one: (*_rank(one)[:2], one.totals[1] or 0.0, *_rank(one)[2:]))
-        most_usd = (best.totals[1] or 0.0) * (1 + NEARLY)
-        alike = [
-            one for one in near if _rank(one)[:4] == _rank(best)[:4] and (one.totals[1] or 0.0) <= most_usd
-        ]
-        return min(alike, key=lambda one: (one.clouds != self.order, one is not best, *_rank(one)))
+    def _under(self, cap: float) -> Iterator[tuple[Clouds, tuple[int, ...]]]:
+        num_layers, sizes = self.study.model.num_layers, self.study.sizes
+        # For each first layer, the last end that keeps to the cap; 0 where none does.
+        places = np.arange(num_layers + 1)
+        ends = [np.where(one <= cap, places[None, :], 0).max(axis=1) for one in self.stages]
+        states: list[tuple[float, Clouds, tuple[int, ...]]] = [(0.0, (), ())]
+        for depth in range(len(self.stages)):
+            num_left = sizes.start - depth - 1
+            grown = [
+                (once + added, (*clouds, cloud), (*stops, stop))
+                for once, clouds, stops in states
+                for cloud, stop, added in self._next(clouds, stops, ends, cap, num_left=num_left)
+            ]
+            for _, clouds, stops in grown:
+                if stops[-1] == num_layers and len(clouds) in sizes:
+                    yield clouds, stops
+            rest = [one for one in grown if one[2][-1] < num_layers]
+            states = sorted(rest, key=lambda one: (one[0] / one[2][-1], one[1]))[:_BEAM_WIDTH]
 
-    def pick_tried(self, tried: Sequence[Tried], job: Job) -> Tried | None:
-        """The best of what was simulated and keeps to the limits, None where nothing does."""
-        most = LOSSES[job.limits.codec_loss]
-        allowed = [one for one in tried if one[1].loss <= most and self.allows(*one[1].totals)]
-        if not allowed:
-            return None
-        best = self.pick([plan for _, plan in allowed])
-        return next(one for one in allowed if one[1] is best)
+    def _next(
+        self, order: Clouds, stops: tuple[int, ...], ends: Sequence[Stops], cap: float, *, num_left: int
+    ) -> Iterator[tuple[int, int, float]]:
+        start = stops[-1] if stops else 0
+        for cloud in [len(order)] if self.study.is_in_row else range(len(self.stages)):
+            if cloud in order or (order and self.lines.get((order[-1], cloud), math.inf) > cap):
+                continue
+            # Every cloud that is still to come needs a layer.
+            stop = min(int(ends[cloud][start]), self.study.model.num_layers - max(0, num_left))
+            if stop > start and math.isfinite(self.stages[cloud][start, stop]):
+                hop = self.hops[order[-1], cloud] if order else 0.0
+                yield cloud, stop, hop + float(self.once[cloud][start, stop])
 
-
-def _rank(plan: Plan) -> tuple[float, ...]:
-    """What one of several equals is chosen by, beside its price."""
-    return plan.loss, plan.lossiness, len(plan.memory_words), len(plan.stages), plan.estimate.total_s
-
-
-def _nearly_least(plans: Sequence[Plan], figure: Callable[[Plan], float]) -> list[Plan]:
-    least = min(map(figure, plans))
-    return [one for one in plans if figure(one) <= least * (1 + NEARLY)]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Cuts:
-    """The cuts of an order by their bounds, the least first, and the next to look at."""
-
-    order: CloudOrder
-    keys: list[Key]
-    rows: Stops
-    next: int = 0
-
-    @property
-    def placement(self) -> Placement:
-        return placement_of(self.order, self.rows[self.next])
-
-
-def placement_of(order: CloudOrder, row: Stops) -> Placement:
-    """An order of clouds with one of its cuts."""
-    stops = tuple(int(one) for one in row)
-    return Placement(study=order.study, setting=order.setting, clouds=order.clouds, stops=stops)
+    def _near(self, found: Collection[tuple[int, ...]]) -> Stops:
+        """The cuts that were found, and those with one end or two neighbouring ends moved."""
+        num_stages, allowed = len(next(iter(found))), self.study.model.cuts
+        if num_stages <= _MAX_ALL_CUTS:
+            return all_cuts(self.study.model.num_layers, num_stages, allowed)
+        moves = [(0,) * num_stages]
+        for index, size, wide in product(range(num_stages - 1), (-3, -2, -1, 1, 2, 3), (1, 2)):
+            ends = range(index, min(index + wide, num_stages - 1))
+            moves.append(tuple(size if one in ends else 0 for one in range(num_stages)))
+        rows = np.unique(np.concatenate([np.array(one) + np.array(moves) for one in sorted(found)]), axis=0)
+        is_cut = (np.diff(rows, axis=1, prepend=0) > 0).all(axis=1)
+        if allowed is not None:
+            is_cut &= np.isin(rows[:, :-1], sorted(allowed)).all(axis=1)
+        return np.asarray(rows[is_cut])
 
 
-class BestFirst:
-    """The search itself: a queue of all that might be, by its bound."""
+class Search:
+    """All that was searched for one aim: plans that were simulated, and orders that lost.
 
-    def __init__(
-        self, study: Study, aim: Aim, *, levels: Sequence[MemoryOptions], max_stages: float = math.inf
-    ) -> None:
-        self._study = study
-        self._aim = aim
-        self._levels = tuple(levels)
-        self._max_stages = max_stages
-        self._tickets = count()
-        self._queue: list[tuple[Key, int, object]] = []
-        self._opened: set[Setting] = set()
-        self._waiting: list[tuple[Key, Candidate]] = []
-        self._work = 0.0
-        self.orders: dict[Clouds, list[tuple[Key, CloudOrder]]] = {}
+    Where the price is to be least, the fastest of what is nearly as cheap is searched for behind it.
+    """
+
+    def __init__(self, study: Study, aim: Aim, progress: Progress) -> None:
+        self.study, self.aim = study, aim
+        self.orders: dict[Clouds, list[tuple[Key, Order]]] = {}
         """All that was looked at, by order of clouds."""
         self.tried: list[Tried] = []
-        self.best: Key = (math.inf, math.inf)
         self.num_bounded = 0
         """Cuts that have a bound."""
-        for number in study.microbatch_choices() if levels else ():
-            self._open(Setting(num_microbatches=number, memory=levels[0]))
+        self._progress = progress
+        groups = study.levels, study.synchronous_levels
+        self._levels = [[one for one in some if not study.is_last_resort(one)] for some in groups]
+        self._resorts = [[one for one in some if study.is_last_resort(one)] for some in groups]
+        self._fewest = self._fewest_stages()
+        self._explore(aim)
+        best = self.best if aim.by_price else None
+        if best is not None and best[1].estimate.total_usd is not None:
+            enough_usd = min(aim.budget_usd, best[1].estimate.total_usd * (1 + NEARLY))
+            self._explore(replace(aim, by_price=False, budget_usd=enough_usd))
 
-    def run(self, progress: Progress) -> None:
+    @property
+    def best(self) -> Tried | None:
+        """The best of what was simulated and keeps to the limits, None where nothing does."""
+        return self._pick(self.aim)
+
+    @property
+    def has_priced(self) -> bool:
+        """Whether the price of any pipeline that may fit is known."""
+        every = (order for each in self.orders.values() for _, order in each)
+        return any(self.study.usd_per_s(one.clouds) is not None and self._share(one) <= 1 for one in every)
+
+    def others(self, best: Plan, most: int) -> Iterator[Plan]:
+        """The best plan of each other order of clouds, the most promising first."""
+        ranked = sorted((min(key for key, _ in each), clouds) for clouds, each in self.orders.items())
+        seen = {best.clouds}
+        for _, clouds in ranked:
+            plan = self._best_of(clouds) if len(seen) <= 2 * most else None
+            if plan is not None and plan.clouds not in seen:
+                seen.add(plan.clouds)
+                yield plan
+
+    def _share(self, order: Order) -> float:
+        """The least share that an order needs of what it may fill of any memory: up to 1 where it fits."""
+        tables = [self.study.needed_share(cloud, order.setting) for cloud in order.clouds]
+        return least_worst(order, tables) / self.study.memory_share
+
+    def _fewest_stages(self) -> float:
+        """The fewest stages that fit without a last resort: the optimizer on the host or in 8 bits.
+
+        Last resorts are taken only where nothing else fits, or where fewer stages do.
+        """
+        number, fewest = max(self.study.microbatch_choices(Policy.LOCK_STEP)), math.inf
+        for memory in reversed([*chain(*self._levels)]):
+            if fewest > self.study.sizes.start:
+                orders = all_orders(self.study, Setting(num_microbatches=number, memory=memory))
+                found = (len(one.clouds) for one in orders if self._share(one) <= 1)
+                fewest = min(fewest, min(found, default=math.inf))
+        return fewest
+
+    def _explore(self, aim: Aim) -> None:
         """Look at the least, again and again, until nothing that is left can be better."""
-        progress("weighing pipelines")
-        while self._queue and self._queue[0][0] < self.best:
-            is_found = math.isfinite(self.best[0])
-            if self._work > MAX_PASSES * (1 if is_found else _PATIENCE):
+        self._aim, self._work, self._tickets = aim, 0.0, count()
+        self._queue: list[tuple[Key, int, object]] = []
+        self._opened: set[Setting] = set()
+        self._least = min(
+            (aim.key(*one.totals) for _, one in self.tried if aim.allows(*one.totals)), default=_NONE
+        )
+        for levels, _ in (self._levels, self._resorts):
+            for number in self._numbers() if levels else ():
+                self._open(Setting(num_microbatches=number, memory=levels[0]))
+        self._progress("weighing pipelines")
+        while self._queue and self._queue[0][0] < self._least:
+            if self._work > MAX_PASSES * (1 if self._least < _NONE else _PATIENCE):
                 break
             _, _, node = heapq.heappop(self._queue)
             match node:
                 case Setting():
                     self._open(node)
-                case CloudOrder():
+                case Order():
                     self._cut(node)
-                case _Cuts():
-                    self._code(node)
+                case (Order() as order, np.ndarray() as row):
+                    self._code(order, row)
                 case Candidate():
-                    progress(f"simulating plan {len(self.tried) + 1}")
+                    self._progress(f"simulating plan {len(self.tried) + 1}")
                     self._simulate(node)
-        self._waiting += [(key, one) for key, _, one in self._queue if isinstance(one, Candidate)]
+        waiting = [(key, one) for key, _, one in self._queue if isinstance(one, Candidate)]
         self._climb()
-        best = self._aim.pick_tried(self.tried, self._study.job)
-        if best is not None:
-            self._try_alternatives(best[0])
+        if (best := self._pick(aim)) is not None:
+            self._try_alternatives(best[0], waiting)
+
+    def _numbers(self) -> list[int]:
+        """Numbers of micro-batches, those for ranks with one schedule among them where stages may need it."""
+        own = self.study.microbatch_choices()
+        more = self.study.microbatch_choices(Policy.LOCK_STEP) if self.study.synchronous_levels else []
+        return sorted({*own, *more})
+
+    def _open(self, setting: Setting) -> None:
+        """Queue all orders of clouds under a setting, or under the next level where there are none."""
+        if setting in self._opened:
+            return
+        self._opened.add(setting)
+        most = self._fewest - 1 if self.study.is_last_resort(setting.memory) else math.inf
+        orders = [one for one in all_orders(self.study, setting) if len(one.clouds) <= most]
+        for order in orders:
+            totals = _least_totals(order)
+            if math.isfinite(totals[0]):
+                key = self._aim.key(*totals)
+                if self._aim is self.aim:
+                    self.orders.setdefault(order.clouds, []).append((key, order))
+                if self._aim.allows(*totals) and not (self._aim.needs_price and totals[1] is None):
+                    self._push(key, order)
+        if not orders:
+            for later in self._next_levels(setting):
+                self._open(later)
+
+    def _push(self, key: Key, node: object) -> None:
+        heapq.heappush(self._queue, (key, next(self._tickets), node))
+
+    def _next_levels(self, setting: Setting) -> list[Setting]:
+        """The same micro-batches with all of a stage sharded, and with the next memory options."""
+        groups = self._resorts if self.study.is_last_resort(setting.memory) else self._levels
+        own = next(some for some in groups if setting.memory in some)
+        later = groups[1][:1], own[own.index(setting.memory) + 1 :][:1]
+        return [replace(setting, memory=one) for some in later for one in some]
+
+    def _cut(self, order: Order) -> None:
+        """Bound all cuts of an order; where memory makes them slower, look at the next memory options too."""
+        cuts = self._ranked(order, fits=True)
+        for key, row in cuts:
+            self._push(key, (order, row))
+        rounds = [-(-order.setting.num_microbatches // one.num_ranks) for one in order.facts]
+        stages, _ = _stages(order, cuts_of(order), fits=True)
+        if all(bool((one.cap >= number).all()) for one, number in zip(stages, rounds, strict=True)):
+            return
+        roomy = self._ranked(order, fits=False)
+        if roomy and (not cuts or roomy[0][0][0] < cuts[0][0][0] * (1 - 1e-6)):
+            for later in self._next_levels(order.setting):
+                # What is sharded takes less time to update, so its bound may be lower than this one.
+                self._push(roomy[0][0] if later.memory.sharding is not Sharding.FULL else _LEAST, later)
+
+    def _ranked(self, order: Order, *, fits: bool) -> list[tuple[Key, Stops]]:
+        """The cuts of an order by their bounds; of equal ones the most even first."""
+        rows = cuts_of(order)
+        total_s, usd, slowest_s = bounds(order, rows, fits=fits)
+        self._work += rows.size / _CUTS_PER_PASS
+        self.num_bounded += len(rows) if fits else 0
+        least = usd if self._aim.by_price else total_s
+        possible = np.flatnonzero(np.isfinite(total_s))
+        if not possible.size:
+            return []
+        scales = [max(float(one[possible].min()), 1e-30) for one in (total_s, least)]
+        order_by = (
+            slowest_s,
+            *(np.round(one / scale, 9) for one, scale in zip((total_s, least), scales, strict=True)),
+        )
+        ranked = possible[np.lexsort([one[possible] for one in order_by])][:_MOST_CUTS]
+        return [(self._aim.key(float(total_s[one]), float(usd[one])), rows[one]) for one in ranked]
+
+    def _code(self, order: Order, row: Stops) -> None:
+        """Queue a cut with each of its codecs."""
+        for one in candidates(order, tuple(map(int, row))):
+            self._work += _PASSES_PER_CANDIDATE
+            totals = one.least_totals()
+            if self._aim.allows(*totals):
+                self._push(self._aim.key(*totals), one)
+
+    def _simulate(self, candidate: Candidate) -> Plan:
+        plan, num_passes = simulated(candidate)
+        self._work += num_passes
+        self.tried.append((candidate, plan))
+        if self._aim.allows(*plan.totals):
+            self._least = min(self._least, self._aim.key(*plan.totals))
+        return plan
 
     def _climb(self) -> None:
         """Change the codecs of the best plans link by link, as long as that makes a better one."""
@@ -186,232 +512,163 @@ class BestFirst:
             if start is None:
                 return
             climbed.add(id(start))
-            for one in neighbours(start):
+            for one in start.with_codecs():
                 self._work += _PASSES_PER_CANDIDATE
                 if self._work <= MAX_PASSES:
                     totals = one.least_totals()
-                    if self._aim.allows(*totals) and self._aim.key(*totals) < self.best:
+                    if self._aim.allows(*totals) and self._aim.key(*totals) < self._least:
                         self._simulate(one)
 
     def _order_of(self, plan: Plan) -> tuple[bool, Key]:
         return not self._aim.allows(*plan.totals), self._aim.key(*plan.totals)
 
-    def _try_alternatives(self, best: Candidate) -> None:
+    def _try_alternatives(self, best: Candidate, waiting: list[tuple[Key, Candidate]]) -> None:
         """Simulate what is simpler than the best and nearly as good by its bound, until one holds."""
-        bar = self.best[0] * (1 + NEARLY)
-        listed = self._promising(self._study.run_order)
-        if listed is not None and len(listed.placement.clouds) == len(best.placement.clouds):
-            self._waiting.append((self._aim.key(*listed.least_totals()), listed))
-        better = [(one.simplicity, key, number, one) for number, (key, one) in enumerate(self._waiting)]
+        bar = self._least[0] * (1 + NEARLY)
+        listed = self._promising(self.study.run_order)
+        if listed is not None and len(listed.order.clouds) == len(best.order.clouds):
+            waiting.append((self._aim.key(*listed.least_totals()), listed))
+        better = [(one.simplicity, key, number, one) for number, (key, one) in enumerate(waiting)]
         better = sorted(one for one in better if one[0] < best.simplicity and one[1][0] <= bar)
         for *_, one in better[:_NUM_ALTERNATIVES]:
             plan = self._simulate(one)
             if self._aim.allows(*plan.totals) and self._aim.key(*plan.totals)[0] <= bar:
                 return
 
-    def best_of(self, clouds: Clouds) -> Plan | None:
+    def _pick(self, aim: Aim) -> Tried | None:
+        most = Loss[self.study.job.limits.codec_loss.upper()]
+        allowed = [one for one in self.tried if one[1].loss <= most and aim.allows(*one[1].totals)]
+        best = aim.pick([plan for _, plan in allowed]) if allowed else None
+        return next((one for one in allowed if one[1] is best), None)
+
+    def _best_of(self, clouds: Clouds) -> Plan | None:
         """The best plan known for an order of clouds, simulated now if none was; None where none fits."""
-        known = [plan for one, plan in self.tried if one.placement.clouds == clouds]
+        known = [plan for one, plan in self.tried if one.order.clouds == clouds]
         if known:
-            return min(known, key=lambda one: self._aim.key(*one.totals))
+            return min(known, key=lambda one: self.aim.key(*one.totals))
         promising = self._promising(clouds)
         return None if promising is None else simulated(promising)[0]
 
     def _promising(self, clouds: Clouds) -> Candidate | None:
         """The candidate with the least bound of an order of clouds, None where none fits."""
-        for _, order in sorted(self.orders.get(clouds, ()), key=lambda one: one[0]):
-            cuts = self._sorted(order, fits=True)
-            if ways := [] if cuts is None else candidates(cuts.placement):
-                return min(ways, key=lambda one: self._aim.key(*one.least_totals()))
+        known = [order for _, order in sorted(self.orders.get(clouds, ()), key=lambda one: one[0])]
+        # What was not looked at needs more memory options than all that was.
+        later = (replace(one.setting, memory=memory) for one in known[:1] for memory in chain(*self._levels))
+        for order in (*known, *(replace(known[0], setting=one) for one in later)):
+            for _, row in self._ranked(order, fits=True)[:1]:
+                if ways := candidates(order, tuple(map(int, row))):
+                    return min(ways, key=lambda one: self._aim.key(*one.least_totals()))
         return None
 
-    def _push(self, key: Key, node: object) -> None:
-        heapq.heappush(self._queue, (key, next(self._tickets), node))
 
-    def _open(self, setting: Setting) -> None:
-        """Queue all orders of clouds under a setting, or under the next level where there are none."""
-        if setting in self._opened:
-            return
-        self._opened.add(setting)
-        orders = [one for one in all_orders(self._study, setting) if len(one.clouds) <= self._max_stages]
-        for order in orders:
-            step_s = order.least_step_s()
-            if math.isfinite(step_s):
-                usd = order.least_usd(step_s)
-                totals = order.num_steps * step_s, None if usd is None else order.num_steps * usd
-                key = self._aim.key(*totals)
-                self.orders.setdefault(order.clouds, []).append((key, order))
-                if self._aim.allows(*totals) and not (self._aim.needs_price and usd is None):
-                    self._push(key, order)
-        if not orders:
-            for later in self._next_levels(setting):
-                self._open(later)
+# What is in the way where nothing fits.
 
-    def _next_levels(self, setting: Setting) -> list[Setting]:
-        """The same micro-batches with the next memory options, if there are any."""
-        later = self._levels[self._levels.index(setting.memory) + 1 :]
-        return [replace(setting, memory=one) for one in later[:1]]
+_MEMORY_STEP: Final = 1.05
+_ROUNDING: Final = 1e-6
 
-    def _cut(self, order: CloudOrder) -> None:
-        """Bound all cuts of an order; where memory makes them slower, look at the next memory options too."""
-        cuts = self._sorted(order, fits=True)
-        if cuts is not None:
-            self._push(cuts.keys[0], cuts)
-            if not order.is_bound_by_memory(order.stops):
-                return
-        roomy = self._sorted(order, fits=False)
-        if roomy is not None and (cuts is None or roomy.keys[0][0] < cuts.keys[0][0] * (1 - 1e-6)):
-            for later in self._next_levels(order.setting):
-                self._push(roomy.keys[0], later)
-
-    def _sorted(self, order: CloudOrder, *, fits: bool) -> _Cuts | None:
-        """The cuts of an order by their bounds, None where none fits; of equal ones the most even first."""
-        rows = order.stops
-        total_s, usd, slowest_s = order.bounds(rows, fits=fits)
-        self._work += rows.size / _CUTS_PER_PASS
-        self.num_bounded += len(rows) if fits else 0
-        is_possible = np.isfinite(total_s)
-        if not is_possible.any():
-            return None
-        rows, total_s = rows[is_possible], total_s[is_possible]
-        usd, slowest_s = usd[is_possible], slowest_s[is_possible]
-        least = usd if self._aim.by_price else total_s
-        scale = max(float(least.min()), 1e-30)
-        ranked = np.lexsort((slowest_s, np.round(total_s / total_s.min(), 9), np.round(least / scale, 9)))
-        keys = [self._aim.key(float(total_s[one]), float(usd[one])) for one in ranked[:_MOST_CUTS]]
-        return _Cuts(order=order, keys=keys, rows=rows[ranked[:_MOST_CUTS]])
-
-    def _code(self, cuts: _Cuts) -> None:
-        """Put the next cut into the queue with each of its codecs, and the cuts behind it."""
-        for one in candidates(cuts.placement):
-            totals = one.least_totals()
-            self._work += _PASSES_PER_CANDIDATE
-            if self._aim.allows(*totals):
-                self._push(self._aim.key(*totals), one)
-        cuts.next += 1
-        if cuts.next < len(cuts.keys):
-            self._push(cuts.keys[cuts.next], cuts)
-
-    def _simulate(self, candidate: Candidate) -> Plan:
-        plan, num_passes = simulated(candidate)
-        self._work += num_passes
-        self.tried.append((candidate, plan))
-        if self._aim.allows(*plan.totals):
-            self.best = min(self.best, self._aim.key(*plan.totals))
-        return plan
+Fit = Sequence[tuple[PlannedStage, tuple[str, ...]]]
+"""Stages with the memory that they need, and the memory options of each in words."""
 
 
-@dataclass(kw_only=True)
-class Pipelines:
-    """All that was searched for one aim: plans that were simulated, and orders that lost."""
+def no_room(
+    study: Study, fit: Fit, *, claim: str = "nothing fits", cause: str | None = None, ways: Sequence[str] = ()
+) -> UserError:
+    """What is in the way: the stage that lacks the greatest share of its memory, unless there is a cause.
 
-    study: Study
-    aim: Aim
-    progress: Progress
-    searches: list[BestFirst] = field(default_factory=list)
-
-    @property
-    def tried(self) -> list[Tried]:
-        """All that was simulated; of last resorts only what has fewer stages than anything else."""
-        every = [one for search in self.searches for one in search.tried]
-        usual = [len(plan.stages) for _, plan in every if not self._is_last_resort(plan)]
-        fewest = min(usual, default=math.inf)
-        return [one for one in every if not self._is_last_resort(one[1]) or len(one[1].stages) < fewest]
-
-    @property
-    def best(self) -> Tried | None:
-        """The best within the limits, None where nothing is."""
-        return self.aim.pick_tried(self.tried, self.study.job)
-
-    @property
-    def num_bounded(self) -> int:
-        """Cuts that were weighed by their bound."""
-        return sum(one.num_bounded for one in self.searches)
-
-    @property
-    def orders(self) -> Iterator[CloudOrder]:
-        """All orders of clouds that may fit."""
-        return (order for one in self.searches for each in one.orders.values() for _, order in each)
-
-    @property
-    def has_priced(self) -> bool:
-        """Whether the price of any pipeline that may fit is known."""
-        usd_per_s = self.study.usd_per_s
-        return any(
-            usd_per_s(one.clouds) is not None and math.isfinite(one.slowest_s(fits=True))
-            for one in self.orders
+    `fit` is what would need least memory; `ways` are further ways out, known to work.
+    """
+    share, found = study.job.limits.memory_share, list(ways)
+    if fit:
+        wanted_share = math.ceil(100 * max(one.memory_share for one, _ in fit)) / 100
+        found += [f"set limits.memory_share to {wanted_share:g}"] if wanted_share <= 1 else []
+        small = [one for one, _ in fit if one.memory_share > share]
+        # Rounded up, so that what is asked for is enough.
+        sizes = [f"{math.ceil(10 * one.memory_bytes / share / _GIB) / 10:g} GiB" for one in small]
+        wanted = [f"devices of {size} in {one.cloud!r}" for size, one in zip(sizes, small, strict=True)]
+        found += [f"{join_words(wanted)} would do"] if wanted else []
+    if cause is None:
+        worst, words = max(fit, key=lambda one: one[0].memory_share)
+        start = f"even with {join_words(words)}, " if words else ""
+        usable = int(share * (worst.capacity_bytes or 0))
+        cause = (
+            f"{start}a rank of {worst.cloud!r} needs {format_bytes(worst.memory_bytes)} for {worst.holds}, "
+            f"and limits.memory_share leaves it {format_bytes(usable)}"
         )
+    return UserError(f"{claim}: {cause}", hint="; or ".join(found))
 
-    def others(self, best: Plan, most: int) -> Iterator[Plan]:
-        """The best plan of each other order of clouds, the most promising first."""
-        ranked = sorted(
-            (min(key for key, _ in orders), number, clouds)
-            for number, search in enumerate(self.searches)
-            for clouds, orders in search.orders.items()
+
+def nothing_fits(ready: Study) -> UserError:
+    """Why no pipeline and no single cloud holds the model, and what would help."""
+    if ready.sizes.start > 1 and not _has_row(ready):
+        return UserError(
+            "the links do not join the clouds in a row, which a pipeline needs",
+            hint="give each cloud a [[link]] to the next, or name the clouds to use in strategy.clouds",
         )
-        seen = {best.clouds}
-        for _, number, clouds in ranked:
-            plan = self.searches[number].best_of(clouds) if len(seen) <= 2 * most else None
-            if plan is not None and plan.clouds not in seen:
-                seen.add(plan.clouds)
-                yield plan
-
-    def search(self, aim: Aim) -> None:
-        """Search under the job's policy, and where memory binds, with fully sharded stages too."""
-        study = self.study
-        usual = [one for one in study.levels if not study.is_last_resort(one)]
-        self._search(study, aim, usual)
-        fewest = _fewest_stages(study, usual)
-        if fewest > study.sizes.start:
-            # The optimizer on the host or in 8 bits, only where nothing else fits, or where fewer stages do.
-            resorts = [one for one in study.levels if study.is_last_resort(one)]
-            self._search(study, aim, resorts, max_stages=fewest - 1)
-        best = aim.pick_tried(self.tried, study.job)
-        is_bound = math.isinf(fewest) if best is None else _is_bound(best[1])
-        alike = study.in_lock_step if is_bound else None
-        if alike is not None:
-            has_usual = best is not None and not self._is_last_resort(best[1])
-            full = [
-                one
-                for one in alike.levels
-                if one.sharding is Sharding.FULL and not (has_usual and alike.is_last_resort(one))
-            ]
-            self._search(alike, aim, full)
-
-    def _search(
-        self, study: Study, aim: Aim, levels: Sequence[MemoryOptions], *, max_stages: float = math.inf
-    ) -> None:
-        search = BestFirst(study, aim, levels=levels, max_stages=max_stages)
-        search.run(self.progress)
-        self.searches.append(search)
-
-    def _is_last_resort(self, plan: Plan) -> bool:
-        return self.study.is_last_resort(plan.memory_options)
+    fit = _least_memory(ready)
+    if not fit:
+        bottlenecks = [link for link in ready.job.link if isinstance(link.boundary, BottleneckSpec)]
+        if bottlenecks and ready.num_frozen:
+            return frozen_bottleneck(bottlenecks[0])
+        return UserError(
+            "the model does not fit, however much memory there is: a cut or a micro-batch is not possible",
+            hint="check strategy.layers, strategy.clouds and strategy.microbatches",
+        )
+    ways = []
+    if not ready.policy.keeps_order and not ready.synchronous_levels:
+        own = ready.strategy.model_copy(update={"policy": Policy.LOCK_STEP.value})
+        if fits(study(ready.job.model_copy(update={"strategy": own}), source=ready.source)):
+            ways.append(
+                'set strategy.policy to "lock-step": with one schedule, ranks can shard all of a stage'
+            )
+    if ready.step.precision is Precision.FLOAT32:
+        narrow = ready.but(step=replace(ready.step, precision=Precision.BFLOAT16))
+        ways += ['set train.precision to "bfloat16"'] if fits(narrow) else []
+    return no_room(ready, fit, ways=ways)
 
 
-def find(study: Study, aim: Aim, progress: Progress) -> Pipelines:
-    """Search for the aim; where the price is to be least, then for the fastest of what is nearly as cheap."""
-    found = Pipelines(study=study, aim=aim, progress=progress)
-    found.search(aim)
-    best = found.best if aim.by_price else None
-    if best is not None and best[1].estimate.total_usd is not None:
-        enough_usd = min(aim.budget_usd, best[1].estimate.total_usd * (1 + NEARLY))
-        found.search(replace(aim, by_price=False, budget_usd=enough_usd))
-    return found
+def fits(study: Study) -> bool:
+    """Whether any pipeline of the job fits."""
+    fit = _least_memory(study)
+    return bool(fit) and all(one.memory_share <= study.memory_share for one, _ in fit)
 
 
-def _fewest_stages(study: Study, levels: Sequence[MemoryOptions]) -> float:
-    """The fewest stages that fit with these memory options."""
-    number = max(study.microbatch_choices())
-    for size in study.sizes:
-        for memory in reversed(levels):
-            orders = all_orders(study, Setting(num_microbatches=number, memory=memory))
-            if any(len(one.clouds) == size and math.isfinite(one.slowest_s(fits=True)) for one in orders):
-                return size
-    return math.inf
+def _least_memory(ready: Study) -> Fit:
+    """The pipeline that needs the least share of the memory of any cloud; nothing where there is none."""
+    best_share, best = math.inf, None
+    for number, memory in product(_most_microbatches(ready), (*ready.levels, *ready.synchronous_levels)):
+        setting = Setting(num_microbatches=number, memory=memory)
+        for order in all_orders(ready, setting, by_memory=True) if memory.recompute else ():
+            tables = [ready.needed_share(cloud, setting) for cloud in order.clouds]
+            share = least_worst(order, tables)
+            if share < best_share:
+                best_share, best = share, (order, tables)
+    if best is None:
+        return ()
+    order, tables = best
+    rows, ways = cuts_of(order), list[Candidate]()
+    shares, (total_s, _, _) = _worst(rows, tables), bounds(order, rows, fits=False)
+    row = rows[np.lexsort((total_s, np.where(np.isfinite(total_s), shares, np.inf)))[0]]
+    while not ways:
+        tight = replace(order, study=ready.but(memory_share=best_share * (1 + _ROUNDING)))
+        ways = candidates(tight, tuple(map(int, row)))
+        # What codecs keep comes on top.
+        best_share *= _MEMORY_STEP
+    return [(one, order.memory_words) for one in planned_stages(ways[0])]
 
 
-def _is_bound(plan: Plan) -> bool:
-    """Whether more memory would make it faster."""
-    caps = plan.settings.max_in_flight if isinstance(plan.settings, PipelineSettings) else None
-    return caps is not None or plan.memory_options.recompute
+def _most_microbatches(study: Study) -> list[int]:
+    """The most micro-batches that can be, and the most that ranks with one schedule can have."""
+    if (given := study.strategy.microbatches) is not None:
+        return [given]
+    possible = divisors(study.step.num_sequences)
+    common = math.lcm(*(one.num_ranks for one in study.clouds))
+    return sorted({*possible[-1:], *[one for one in possible if one % common == 0][-1:]})
+
+
+def _has_row(study: Study, walk: Clouds = ()) -> bool:
+    """Whether a walk over the links meets every cloud once."""
+    every = range(len(study.clouds))
+    if study.is_in_row:
+        return all(pair in study.links for pair in pairwise(every))
+    nexts = (one for one in every if one not in walk and (not walk or (walk[-1], one) in study.links))
+    return len(walk) == len(every) or any(_has_row(study, (*walk, one)) for one in nexts)

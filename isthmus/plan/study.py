@@ -2,10 +2,17 @@
 
 Setting    micro-batches of a step and memory options
 Study      what every cloud and link takes under any setting, computed once
+
+Memory options are tried in this order; what a run refuses is no option:
+
+    replicated → sharded → recompute → both → the optimizer on the host → 8-bit moments
+
+The last two are last resorts: the one is slow, the other rounds. Where the job leaves the policy open, ranks
+that run one schedule, which alone can shard all of a stage, come behind all others.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -28,19 +35,24 @@ from isthmus.plan.codecs import (
     Choice,
     CodecLevel,
     Crossing,
-    Figures,
     Loss,
     Pair,
     codec_levels,
     num_learners,
     options,
 )
+from isthmus.plan.codecs import Figures as LineFigures
 from isthmus.plan.costs import (
     WIDE_BYTES,
+    Arithmetic,
     CostSource,
+    Figures,
+    Mask,
     ModelCosts,
     PartSize,
     PlannedModel,
+    Precision,
+    Stages,
     Workload,
     check_length,
     nothing_measured,
@@ -48,33 +60,103 @@ from isthmus.plan.costs import (
 )
 from isthmus.plan.job_facts import (
     OPEN,
-    CloudFacts,
-    MemoryOptions,
-    StepFacts,
-    asked_options,
     check_even,
+    check_lists,
     check_lock_step,
     cloud_facts,
     line,
-    memory_levels,
     policy_of,
     run_order,
-    step_facts,
 )
-from isthmus.plan.memory import Bottleneck, Sharding, bottleneck_costs
+from isthmus.plan.memory import (
+    Bottleneck,
+    MemoryUse,
+    OptimizerState,
+    Sharding,
+    StageOptions,
+    bottleneck_costs,
+    stages_memory,
+)
 from isthmus.plan.models import read_model
 from isthmus.plan.scenario import HopLoad, Line, Policy, StageLoad
-from isthmus.plan.stage_tables import MemoryTables, StageTable, coding_s, stage_table
-from isthmus.plan.step_time import Table
-from isthmus.plan.times import estimated_times, learned_times, measured_times
+from isthmus.plan.times import CloudFacts, StageTable, coding_s, stage_table
 
-LOSSES: Final = {"none": Loss.NONE, "slight": Loss.SLIGHT, "some": Loss.SOME}
 _MAX_MICROBATCHES: Final = 4096
-_NOTHING_ASKED: Final = MemoryOptions()
+_EIGHT_BITS: Final = 8
 
 Clouds = tuple[int, ...]
 """Clouds by their numbers in a study, in the order of their stages."""
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """Memory options of all stages of a plan; later ones in the list of `memory_levels` cost more time."""
+
+    recompute: bool = False
+    offload_optimizer: bool = False
+    optimizer_bits: int = 32
+    sharding: Sharding = Sharding.NONE
+    """What the ranks of a cloud shard, where the job leaves that open."""
+
+    def sharding_at(self, cloud: CloudFacts) -> Sharding:
+        """What the ranks of a cloud shard; a single rank shards nothing."""
+        if cloud.num_ranks == 1:
+            return Sharding.NONE
+        return self.sharding if cloud.sharding is None else cloud.sharding
+
+    def at(self, cloud: CloudFacts) -> StageOptions:
+        """The options at one cloud; the memory of a CPU is that of its host."""
+        is_small = self.optimizer_bits == _EIGHT_BITS
+        sharding = self.sharding_at(cloud)
+        return StageOptions(
+            optimizer=OptimizerState.EIGHT_BIT if is_small else OptimizerState.FLOAT32,
+            sharding=sharding,
+            num_shards=1 if sharding is Sharding.NONE else cloud.num_ranks,
+            offload_optimizer=self.offload_optimizer and not cloud.accelerator.is_cpu,
+        )
+
+    def words(self, shardings: Iterable[Sharding]) -> tuple[str, ...]:
+        """The options as a user reads them, for stages that are sharded like this."""
+        found = {
+            "sharding inside the cloud": any(one is not Sharding.NONE for one in shardings),
+            "recompute": self.recompute,
+            "optimizer on the host": self.offload_optimizer,
+            "8-bit optimizer": self.optimizer_bits == _EIGHT_BITS,
+        }
+        return tuple(word for word, is_on in found.items() if is_on)
+
+
+def asked_options(job: Job) -> MemoryOptions:
+    """The memory options that the job asks for, which are part of every level.
+
+    `recompute = "auto"` asks for nothing: a run then recomputes no more than its memory needs.
+    """
+    return MemoryOptions(
+        recompute=job.train.recompute is True,
+        offload_optimizer=job.train.offload_optimizer,
+        optimizer_bits=job.train.optimizer_bits,
+    )
+
+
+def memory_levels(job: Job, clouds: Sequence[CloudFacts], policy: Policy) -> tuple[MemoryOptions, ...]:
+    """The memory options to try at these clouds, those that cost least first and last resorts last."""
+    asked = asked_options(job)
+    resorts = [asked]
+    if not asked.offload_optimizer and asked.optimizer_bits != _EIGHT_BITS:
+        resorts += [replace(asked, offload_optimizer=True), replace(asked, optimizer_bits=_EIGHT_BITS)]
+    shardings = [Sharding.NONE]
+    if any(cloud.num_ranks > 1 and cloud.sharding is None for cloud in clouds):
+        shardings += [Sharding.OPTIMIZER, *([Sharding.FULL] if policy.keeps_order else [])]
+    return tuple(
+        replace(one, recompute=recompute, sharding=sharding)
+        for one in resorts
+        for recompute in ((True,) if asked.recompute else (False, True))
+        for sharding in shardings
+    )
+
+
+_NOTHING_ASKED: Final = MemoryOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +165,46 @@ class Setting:
 
     num_microbatches: int
     memory: MemoryOptions = _NOTHING_ASKED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What a step computes."""
+
+    num_sequences: int
+    sequence_length: int
+    precision: Precision
+    num_steps: int
+    is_compiled: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of a step at all clouds together."""
+        return self.num_sequences * self.sequence_length
+
+    def arithmetic(self, cloud: CloudFacts) -> Arithmetic:
+        """How a cloud computes it."""
+        return Arithmetic(precision=self.precision, on_accelerator=not cloud.accelerator.is_cpu)
+
+
+def step_facts(job: Job) -> StepFacts:
+    """A step of the job, which is whole sequences."""
+    if job.data is None:
+        raise UserError("the job has no [data] section", hint="docs/job.md shows what it holds")
+    length, num_tokens = job.data.sequence_length, job.train.batch_tokens
+    if num_tokens % length:
+        near = max(1, round(num_tokens / length)) * length
+        raise UserError(
+            f"a batch of {num_tokens} tokens is no whole number of sequences of {length} tokens",
+            hint=f"set train.batch_tokens to {near}",
+        )
+    return StepFacts(
+        num_sequences=num_tokens // length,
+        sequence_length=length,
+        precision=Precision(job.train.precision),
+        num_steps=job.train.steps,
+        is_compiled=job.train.compile,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,20 +223,18 @@ class LinkFacts:
         """The levels that cost no more quality than the job allows."""
         return [one for one in self.levels if one.loss <= self.bounds.loss]
 
-    def figures(self, interval_s: float = 0.0) -> Figures:
+    def lossiness(self, pair: Pair) -> int:
+        """How many codec levels are less lossy; none where the job has its own codecs."""
+        same = (one.forward == pair.forward or one.backward == pair.backward for one in self.levels)
+        return max((number for number, is_same in enumerate(same) if is_same), default=0)
+
+    def figures(self, interval_s: float = 0.0) -> LineFigures:
         """The line beside so much computing."""
-        return Figures(interval_s=interval_s, down_bps=self.line.down_bps, up_bps=self.line.up_bps)
+        return LineFigures(interval_s=interval_s, down_bps=self.line.down_bps, up_bps=self.line.up_bps)
 
     def options(self, crossing: Crossing) -> list[Choice]:
         """All codecs that may be chosen."""
         return options(crossing, self.figures(), levels=self.levels, bounds=self.bounds)
-
-    @property
-    def before_bottleneck(self) -> "LinkFacts":
-        """The same while hidden states still cross."""
-        if self.bottleneck is None:
-            return self
-        return replace(self, width=self.bottleneck.hidden_width, bottleneck=None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -136,8 +256,7 @@ class Study:
     @cached_property
     def strategy(self) -> PipelineStrategy:
         """What the job says of a pipeline, if anything."""
-        given = self.job.strategy
-        return given if isinstance(given, PipelineStrategy) else PipelineStrategy(kind="pipeline")
+        return _pipeline(self.job)
 
     @cached_property
     def stops(self) -> tuple[int, ...] | None:
@@ -167,14 +286,17 @@ class Study:
         return self.job.model.frozen_layers if self.job.model is not None else 0
 
     @property
-    def in_lock_step(self) -> "Study | None":
-        """The same with one schedule for all ranks, so that stages can be fully sharded.
-
-        None where the job has its own policy.
-        """
+    def synchronous_levels(self) -> tuple[MemoryOptions, ...]:
+        """The levels that shard all of a stage, where the job leaves the policy open."""
         if self.strategy.policy != OPEN or self.policy.keeps_order:
-            return None
-        return study(self.job, policy=Policy.LOCK_STEP, source=self.source)
+            return ()
+        levels = memory_levels(self.job, self.clouds, Policy.LOCK_STEP)
+        return tuple(one for one in levels if one.sharding is Sharding.FULL)
+
+    def policy_under(self, memory: MemoryOptions) -> Policy:
+        """The policy of the job, but for ranks that shard all of a stage, which run one schedule."""
+        is_full = memory.sharding is Sharding.FULL and not self.policy.keeps_order
+        return Policy.LOCK_STEP if is_full else self.policy
 
     def but(self, **changes: Any) -> "Study":
         """The same with something changed, and none of the tables that depend on it."""
@@ -189,12 +311,10 @@ class Study:
     def is_last_resort(self, memory: MemoryOptions) -> bool:
         """Whether the optimizer is on the host or in 8 bits and the job did not ask for that."""
         asked = asked_options(self.job)
-        return (memory.offload_optimizer, memory.optimizer_bits) != (
-            asked.offload_optimizer,
-            asked.optimizer_bits,
-        )
+        own = memory.offload_optimizer, memory.optimizer_bits
+        return own != (asked.offload_optimizer, asked.optimizer_bits)
 
-    def microbatch_choices(self) -> list[int]:
+    def microbatch_choices(self, policy: Policy | None = None) -> list[int]:
         """Numbers of micro-batches to try: divisors of a step's sequences, about two for each doubling.
 
         With fewer than the least number of ranks of a cloud, some ranks would have nothing to do. Multiples
@@ -204,7 +324,7 @@ class Study:
             return [self.strategy.microbatches]
         ranks = [cloud.num_ranks for cloud in self.clouds]
         every = divisors(self.step.num_sequences)
-        if self.policy.keeps_order:
+        if (policy or self.policy).keeps_order:
             every = [one for one in every if one % math.lcm(*ranks) == 0] or every
         enough = [one for one in every if one >= min(ranks)] or every[-1:]
         return sorted({round(2 * math.log2(one)): one for one in enough}.values())
@@ -226,50 +346,65 @@ class Study:
         return self.once(("costs", workload), lambda: self.model.costs_of(workload))
 
     def table(self, cloud: int, setting: Setting) -> StageTable:
-        """What a cloud takes for any of its possible stages."""
-        return self.once(("table", cloud, setting), lambda: self._table(cloud, setting))
+        """The times of a cloud for any of its possible stages."""
 
-    def _table(self, cloud: int, setting: Setting) -> StageTable:
-        facts, costs = self.clouds[cloud], self.costs(cloud, setting)
-        if facts.profile is None:
-            times = estimated_times(costs, facts.accelerator, is_compiled=self.step.is_compiled)
-        else:
-            measured = measured_times(facts.profile, costs.workload, num_layers=costs.num_layers)
-            times = learned_times(measured, costs)
-        fitting = self.num_fitting(cloud, setting)
-        return stage_table(costs, times, setting.memory.at(facts), facts, num_fitting=fitting)
+        def timed() -> StageTable:
+            facts, costs = self.clouds[cloud], self.costs(cloud, setting)
+            times = facts.times(costs, is_compiled=self.step.is_compiled)
+            return stage_table(costs, times, setting.memory.at(facts), facts)
 
-    def num_fitting(self, cloud: int, setting: Setting, *, codec_bytes: int = 0) -> Table:
-        """Micro-batches in flight that a rank has memory for at any stage, beside the state of its codecs."""
-        facts, costs = self.clouds[cloud], self.costs(cloud, setting)
-        at_stage = setting.memory.at(facts)
-        up, down = self._largest_halves(cloud)
-        tables = self.once(
-            ("memory", costs.workload, at_stage, up, down),
-            lambda: MemoryTables.of(costs, at_stage, up=up, down=down),
-        )
-        found = tables.num_fitting(facts.room_bytes(self.memory_share) - codec_bytes)
-        if at_stage.sharding is Sharding.FULL and setting.num_microbatches % facts.num_ranks:
-            # Ranks that run the same schedule have as many micro-batches each.
-            return np.zeros_like(found)
-        return found
+        return self.once(("table", cloud, setting), timed)
 
-    def _largest_halves(self, cloud: int) -> tuple[PartSize | None, PartSize | None]:
-        """The largest halves of bottlenecks that a cloud may have, whichever clouds are its neighbours."""
+    def memory(self, cloud: int, setting: Setting) -> MemoryUse[Figures]:
+        """The memory of a rank for any of its possible stages, with one micro-batch in flight."""
+        costs, at_stage = self.costs(cloud, setting), setting.memory.at(self.clouds[cloud])
+        # The largest halves of bottlenecks that it may have, whichever clouds are its neighbours.
         cuts = [(pair, one.bottleneck) for pair, one in self.links.items() if one.bottleneck is not None]
-        return (
-            _largest([one.up for pair, one in cuts if pair[1] == cloud]),
-            _largest([one.down for pair, one in cuts if pair[0] == cloud]),
-        )
+        up = _largest([one.up for pair, one in cuts if pair[1] == cloud])
+        down = _largest([one.down for pair, one in cuts if pair[0] == cloud])
+
+        def counted() -> MemoryUse[Figures]:
+            every = Stages.every(costs.num_layers)
+            ends = ((up, ~every.are_first), (down, ~every.are_last))
+            halves = [(half, where) for half, where in ends if half is not None]
+            return stages_memory(costs, every, window=1, options=at_stage, halves=halves)
+
+        return self.once(("memory", costs.workload, at_stage, up, down), counted)
+
+    def num_fitting(self, cloud: int, setting: Setting, *, codec_bytes: int = 0) -> Figures:
+        """Micro-batches in flight that a rank has memory for at any stage, beside the state of its codecs."""
+
+        def counted() -> Figures:
+            room_bytes = self.clouds[cloud].room_bytes(self.memory_share) - codec_bytes
+            found = self.memory(cloud, setting).num_fitting(room_bytes)
+            return np.where(self._are_possible(cloud, setting), found, 0.0)
+
+        return self.once(("fitting", cloud, setting, codec_bytes), counted)
+
+    def needed_share(self, cloud: int, setting: Setting) -> Figures:
+        """The share of a rank's memory that any stage takes at least; infinite where there can be none."""
+        capacity = self.clouds[cloud].capacity_bytes
+        found = self.memory(cloud, setting).least_bytes() / (capacity or math.inf)
+        return np.where(self._are_possible(cloud, setting), found, np.inf)
+
+    def _are_possible(self, cloud: int, setting: Setting) -> Mask:
+        """Which stages have layers; none where ranks with one schedule had not as many micro-batches each."""
+        facts = self.clouds[cloud]
+        is_full = setting.memory.sharding_at(facts) is Sharding.FULL
+        is_uneven = is_full and bool(setting.num_microbatches % facts.num_ranks)
+        size = self.model.num_layers + 1
+        return np.triu(np.ones((size, size), dtype=bool), k=1) & (not is_uneven)
 
     def stage_load(self, cloud: int, setting: Setting, layers: range) -> StageLoad:
         """The times of one stage."""
-        table, spot = self.table(cloud, setting), (layers.start, layers.stop)
+        forward_s, backward_s, update_s = (
+            float(one[layers.start, layers.stop]) for one in self.table(cloud, setting)
+        )
         return StageLoad(
             cloud=self.clouds[cloud].name,
-            forward_s=float(table.forward_s[spot]),
-            backward_s=float(table.backward_s[spot]),
-            update_s=float(table.update_s[spot]),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            update_s=update_s,
             num_ranks=self.clouds[cloud].num_ranks,
         )
 
@@ -286,11 +421,6 @@ class Study:
         longest = max((one.num_warmup_steps for one in cuts if one is not None), default=0)
         return min(longest, self.step.num_steps)
 
-    @cached_property
-    def before_bottlenecks(self) -> "Study":
-        """The same while hidden states still cross where a bottleneck is to begin."""
-        return self.but(links={pair: one.before_bottleneck for pair, one in self.links.items()})
-
     def can_cross(self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool) -> bool:
         """Whether there can be a cut: bottlenecks must learn, and ranks with one schedule must be as many."""
         if self.links[pair].bottleneck is not None and not has_gradient:
@@ -299,20 +429,24 @@ class Study:
         is_full = any(setting.memory.sharding_at(one) is Sharding.FULL for one in self.clouds)
         return not is_full or first.num_ranks == second.num_ranks
 
-    def crossing(self, clouds: Clouds, cut: int, setting: Setting, *, has_gradient: bool) -> Crossing:
-        """What a micro-batch puts across the cut behind a stage."""
+    def crossing(
+        self, clouds: Clouds, cut: int, setting: Setting, *, has_gradient: bool, is_warmup: bool = False
+    ) -> Crossing:
+        """What a micro-batch puts across the cut behind a stage, or did while bottlenecks had not begun."""
         pair = clouds[cut], clouds[cut + 1]
+        link = self.links[pair]
+        width = link.width if link.bottleneck is None or not is_warmup else link.bottleneck.hidden_width
         return Crossing(
             num_rows=self.step.num_sequences // setting.num_microbatches * self.step.sequence_length,
-            width=self.links[pair].width,
-            element_bytes=self._element_bytes(clouds[: cut + 2], setting),
+            width=width,
+            element_bytes=self._element_bytes(clouds[: cut + 2], setting, is_warmup=is_warmup),
             has_gradient=has_gradient,
             num_steps=self.step.num_steps,
             num_microbatches=setting.num_microbatches,
             num_learners=num_learners(*(self.clouds[one].num_ranks for one in pair)),
         )
 
-    def _element_bytes(self, clouds: Clouds, setting: Setting) -> int:
+    def _element_bytes(self, clouds: Clouds, setting: Setting, *, is_warmup: bool) -> int:
         """The bytes of a number that crosses raw to the last of these stages."""
         found = WIDE_BYTES
         is_narrow: bool | None = None
@@ -324,7 +458,7 @@ class Study:
                 arrived_narrow=is_narrow,
             )
             found = stream_bytes(is_narrow=is_narrow)
-            if self.links[pair].bottleneck is not None:
+            if self.links[pair].bottleneck is not None and not is_warmup:
                 # It is computed in float32; behind it hidden states have the type of the weights.
                 found = WIDE_BYTES
                 is_narrow = self.step.arithmetic(receiver).is_mixed and setting.memory.at(receiver).is_sharded
@@ -333,13 +467,13 @@ class Study:
     def coded_hop(self, pair: tuple[int, int], crossing: Crossing, codecs: Pair) -> HopLoad:
         """What a micro-batch sends with these codecs; over the run, versions of a basis are a part of it."""
         first, second = (self.clouds[one] for one in pair)
-        num_elements = crossing.num_rows * crossing.width
+        num_elements, messages = crossing.num_rows * crossing.width, self.model.messages
         activation_bytes = codecs.forward_bytes(crossing) + round(codecs.basis_bytes(crossing))
-        forward_bytes = self.model.messages.forward_bytes(activation_bytes, num_tokens=crossing.num_rows)
-        backward_bytes, backward_coding_s = 0, 0.0
+        forward_bytes = messages.forward_bytes(activation_bytes, num_tokens=crossing.num_rows)
+        backward_bytes, backward_s = 0, 0.0
         if crossing.has_gradient:
-            backward_bytes = self.model.messages.backward_bytes(codecs.backward_bytes(crossing))
-            backward_coding_s = coding_s(
+            backward_bytes = messages.backward_bytes(codecs.backward_bytes(crossing))
+            backward_s = coding_s(
                 codecs.backward, num_elements, backward_bytes, sender=second, receiver=first
             )
         return HopLoad(
@@ -349,7 +483,7 @@ class Study:
             forward_coding_s=coding_s(
                 codecs.forward, num_elements, forward_bytes, sender=first, receiver=second
             ),
-            backward_coding_s=backward_coding_s,
+            backward_coding_s=backward_s,
         )
 
     def once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
@@ -368,9 +502,13 @@ def divisors(number: int) -> list[int]:
     return [one for one in range(1, min(number, _MAX_MICROBATCHES) + 1) if number % one == 0]
 
 
-def study(job: Job, *, policy: Policy | None = None, source: CostSource = nothing_measured) -> Study:
-    """Read a job, or say in one sentence what is missing or wrong; by this policy if it leaves that open."""
-    model, step = read_model(job, source=source), step_facts(job)
+def _pipeline(job: Job) -> PipelineStrategy:
+    return job.strategy if isinstance(job.strategy, PipelineStrategy) else PipelineStrategy(kind="pipeline")
+
+
+def study(job: Job, *, source: CostSource = nothing_measured) -> Study:
+    """Read a job, or say in one sentence what is missing or wrong."""
+    model, step, own = read_model(job, source=source), step_facts(job), _pipeline(job)
     clouds = cloud_facts(job)
     if isinstance(job.strategy, PipelineStrategy):
         clouds = _ordered(clouds, job.strategy)
@@ -378,11 +516,10 @@ def study(job: Job, *, policy: Policy | None = None, source: CostSource = nothin
     check_length(step.sequence_length, model.max_length)
     for link in job.link:
         link.boundary.check_width(model.width)
-    own = job.strategy if isinstance(job.strategy, PipelineStrategy) else PipelineStrategy(kind="pipeline")
     if not isinstance(job.strategy, DataStrategy | GeneratorDiscriminatorStrategy):
         check_lock_step(job.used(), own)
         check_even(job.used(), num_sequences=step.num_sequences, sequence_length=step.sequence_length)
-    policy = policy or policy_of(job.used(), own)
+    policy = policy_of(job.used(), own)
     return Study(
         job=job,
         model=model,
@@ -431,17 +568,6 @@ def _check_given(
         )
 
 
-def check_lists(strategy: PipelineStrategy, *, num_clouds: int) -> None:
-    """Refuse lists that have not one entry for each stage."""
-    lists = {"layers": strategy.layers, "windows": strategy.windows, "max_in_flight": strategy.max_in_flight}
-    for key, given in lists.items():
-        if isinstance(given, tuple) and len(given) != num_clouds:
-            raise UserError(
-                f"strategy.{key} has {len(given)} entries for {num_clouds} stages",
-                hint=f"give one number for each stage, or leave {key} out",
-            )
-
-
 def _links(job: Job, clouds: Sequence[CloudFacts], model: PlannedModel) -> dict[tuple[int, int], LinkFacts]:
     """Every link between these clouds, in both directions."""
     numbers = {cloud.name: number for number, cloud in enumerate(clouds)}
@@ -457,16 +583,15 @@ def _link_facts(job: Job, link: LinkSpec, first: str, model: PlannedModel) -> Li
     width, bottleneck = link.boundary.crossing_width(model.width), None
     if isinstance(link.boundary, BottleneckSpec):
         bottleneck = bottleneck_costs(link.boundary, width=model.width, vocabulary_size=model.vocabulary_size)
+    forward, backward = (
+        one if isinstance(one, CodecSpec) else None for one in (link.codec.forward, link.codec.backward)
+    )
     return LinkFacts(
         line=line(link, first),
         width=width,
         bottleneck=bottleneck,
         usd_per_gib=link.usd_per_gib,
-        bounds=Bounds(
-            loss=LOSSES[job.limits.codec_loss],
-            forward=link.codec.forward if isinstance(link.codec.forward, CodecSpec) else None,
-            backward=link.codec.backward if isinstance(link.codec.backward, CodecSpec) else None,
-        ),
+        bounds=Bounds(loss=Loss[job.limits.codec_loss.upper()], forward=forward, backward=backward),
         # The levels are those of steering, or a run would change codecs that were planned right.
         levels=codec_levels(width, shares_ids=True),
     )

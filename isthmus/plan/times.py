@@ -23,15 +23,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 
 from isthmus.errors import UserError
+from isthmus.job.codec import CodecSpec
 from isthmus.job.sections import plain_name
-from isthmus.plan.costs import WIDE_BYTES, ModelCosts, PartCosts, Precision, Workload
+from isthmus.plan.costs import WIDE_BYTES, Figures, ModelCosts, PartCosts, Precision, Stages
+from isthmus.plan.memory import Sharding, StageOptions
 from isthmus.units import closest
 
 _TERA: Final = 1e12
@@ -489,7 +491,7 @@ def _with_times(sample: Sample, times_s: NDArray[np.float64]) -> Sample:
 _UPDATE_BYTES_PER_PARAMETER: Final = 21 * WIDE_BYTES
 # A gradient of the whole table is zeroed, filled and added to the one there is.
 _TABLE_PASSES: Final = 4
-# Products of a backward pass for each of the forward pass, where all learns.
+# Products of a backward pass for each of the forward pass, where all is trained.
 _MEASURED_SHARE: Final = 2.0
 # A backward pass launches about twice the kernels of a forward pass.
 _BACKWARD_LAUNCHES: Final = 2.0
@@ -499,96 +501,192 @@ _END_LAUNCHES: Final = 0.5
 
 def estimated_times(costs: ModelCosts, accelerator: Accelerator, *, is_compiled: bool = False) -> ModelTimes:
     """Estimates times from operations and bytes, at the speeds of an accelerator, and from launches."""
-    precision = costs.workload.arithmetic.precision
+    bandwidth, precision = accelerator.memory_bandwidth, costs.workload.arithmetic.precision
     table_bytes = WIDE_BYTES * costs.num_embedding_parameters if costs.embedding.has_backward else 0
-    table_s = _TABLE_PASSES * table_bytes / accelerator.memory_bandwidth
-    launch_s = accelerator.layer_launch_s(is_compiled=is_compiled)
+
+    def estimated(part: PartCosts, launch_s: float, more_s: float = 0.0) -> PassTimes:
+        products_s = part.flops / accelerator.effective_flops(precision)
+        products_s += part.float32_flops / accelerator.effective_flops(Precision.FLOAT32)
+        moved_s, has_backward = part.moved_bytes / bandwidth, part.has_backward
+        backward_s = part.backward_share * products_s + 2 * moved_s * has_backward + more_s
+        launches_s = launch_s, _BACKWARD_LAUNCHES * launch_s * has_backward
+        own = PassTimes(forward_s=products_s + moved_s, backward_s=backward_s)
+        if accelerator.is_cpu:
+            return own + PassTimes(forward_s=launches_s[0], backward_s=launches_s[1])
+        return replace(own, forward_launch_s=launches_s[0], backward_launch_s=launches_s[1])
+
+    layer_s = accelerator.layer_launch_s(is_compiled=is_compiled)
     end_s = _END_LAUNCHES * accelerator.layer_launch_s(is_compiled=False)
-    layers = (
-        _launched(_estimated(part, accelerator, precision), part, launch_s, accelerator)
-        for part in costs.layers
+    times = ModelTimes(
+        embedding=estimated(costs.embedding, end_s, _TABLE_PASSES * table_bytes / bandwidth),
+        layers=tuple(estimated(part, layer_s) for part in costs.layers),
+        head=estimated(costs.head, end_s),
+        update_s_per_parameter=_UPDATE_BYTES_PER_PARAMETER / bandwidth,
     )
-    embedding, head = (
-        _launched(_estimated(part, accelerator, precision), part, end_s, accelerator)
-        for part in (costs.embedding, costs.head)
-    )
-    return ModelTimes(
-        embedding=embedding + PassTimes(forward_s=0.0, backward_s=table_s),
-        layers=tuple(_again(one) if costs.workload.recompute else one for one in layers),
-        head=head,
-        update_s_per_parameter=_UPDATE_BYTES_PER_PARAMETER / accelerator.memory_bandwidth,
-    )
+    return _recomputed(times, costs)
 
 
-def _launched(times: PassTimes, part: PartCosts, launch_s: float, accelerator: Accelerator) -> PassTimes:
-    """Adds what it takes to launch a part: beside computing, or on a CPU on top of it."""
-    forward_s, backward_s = launch_s, _BACKWARD_LAUNCHES * launch_s if part.has_backward else 0.0
-    if accelerator.is_cpu:
-        return times + PassTimes(forward_s=forward_s, backward_s=backward_s)
-    return replace(times, forward_launch_s=forward_s, backward_launch_s=backward_s)
-
-
-def measured_times(profile: Profile, workload: Workload, *, num_layers: int) -> ModelTimes:
-    """The times of a profile for a micro-batch of this size."""
+def measured_times(profile: Profile, costs: ModelCosts) -> ModelTimes:
+    """The times of a profile, in which all is trained, for a micro-batch of a model of which less may be."""
+    workload = costs.workload
     sample = profile.sample(
         num_sequences=workload.num_sequences,
         sequence_length=workload.sequence_length,
         precision=workload.arithmetic.precision,
     )
-    if len(sample.layers) != num_layers:
+    if len(sample.layers) != costs.num_layers:
         raise UserError(
             f"the profile of {profile.device} is of a model with {len(sample.layers)} layers, "
-            f"not {num_layers}",
+            f"not {costs.num_layers}",
             hint="measure again: isthmus profile JOB",
         )
-    return ModelTimes(
-        embedding=sample.embedding,
-        layers=tuple(_again(one) if workload.recompute else one for one in sample.layers),
-        head=sample.head,
-        update_s_per_parameter=profile.update_s_per_parameter,
+
+    def trained(times: PassTimes, part: PartCosts) -> PassTimes:
+        share = part.backward_share / _MEASURED_SHARE
+        backward_s, launch_s = share * times.backward_s, share * times.backward_launch_s
+        return replace(times, backward_s=backward_s, backward_launch_s=launch_s)
+
+    times = ModelTimes(
+        embedding=trained(sample.embedding, costs.embedding),
+        layers=tuple(map(trained, sample.layers, costs.layers)),
+        head=trained(sample.head, costs.head),
         beside=sample.beside,
+        update_s_per_parameter=profile.update_s_per_parameter,
     )
+    return _recomputed(times, costs)
 
 
-def learned_times(times: ModelTimes, costs: ModelCosts) -> ModelTimes:
-    """Times that were measured while all learned, for a model of which less does."""
-    is_recomputed = costs.workload.recompute
-    pairs = zip(times.layers, costs.layers, strict=True)
-    return replace(
-        times,
-        embedding=_learned(times.embedding, costs.embedding, is_recomputed=False),
-        layers=tuple(_learned(one, part, is_recomputed=is_recomputed) for one, part in pairs),
-        head=_learned(times.head, costs.head, is_recomputed=False),
-    )
-
-
-def _learned(times: PassTimes, part: PartCosts, *, is_recomputed: bool) -> PassTimes:
-    def learn(forward_s: float, backward_s: float) -> float:
-        again_s = forward_s if is_recomputed and part.has_backward else 0.0
-        own_s = backward_s - (forward_s if is_recomputed else 0.0)
-        return part.backward_share / _MEASURED_SHARE * own_s + again_s
-
-    return replace(
-        times,
-        backward_s=learn(times.forward_s, times.backward_s),
-        backward_launch_s=learn(times.forward_launch_s, times.backward_launch_s),
-    )
-
-
-def _estimated(part: PartCosts, accelerator: Accelerator, precision: Precision) -> PassTimes:
-    products_s = part.flops / accelerator.effective_flops(precision)
-    products_s += part.float32_flops / accelerator.effective_flops(Precision.FLOAT32)
-    moved_s = part.moved_bytes / accelerator.memory_bandwidth
-    backward_s = part.backward_share * products_s + (2 * moved_s if part.has_backward else 0.0)
-    return PassTimes(forward_s=products_s + moved_s, backward_s=backward_s)
-
-
-def _again(times: PassTimes) -> PassTimes:
-    """Adds the forward pass that runs again before the backward pass, if there is one."""
-    if not times.backward_s:
+def _recomputed(times: ModelTimes, costs: ModelCosts) -> ModelTimes:
+    """Adds the forward pass of a layer that runs again before its backward pass, if there is one."""
+    if not costs.workload.recompute:
         return times
-    return replace(
-        times,
-        backward_s=times.backward_s + times.forward_s,
-        backward_launch_s=times.backward_launch_s + times.forward_launch_s,
+    again = (
+        PassTimes(
+            forward_s=0.0,
+            backward_s=one.forward_s if one.backward_s else 0.0,
+            backward_launch_s=one.forward_launch_s if one.backward_s else 0.0,
+        )
+        for one in times.layers
     )
+    return replace(times, layers=tuple(map(PassTimes.__add__, times.layers, again)))
+
+
+# Python, the scheduler and the wires for every pass, whatever its size; a profile has it in its figures.
+_PASS_OVERHEAD_S: Final = 2e-4
+# Between a device and its host: about what PCIe 4 gives.
+_HOST_BYTES_PER_S: Final = 20e9
+# Reading and writing that a codec does for each byte that it is given.
+_CODING_PASSES: Final = 16
+# Two moments of four bytes, there and back.
+_OFFLOADED_BYTES_PER_PARAMETER: Final = 16
+_UNKNOWN_BYTES: Final = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudFacts:
+    """A cloud: what one rank of it is, and what the whole of it costs."""
+
+    name: str
+    num_ranks: int
+    accelerator: Accelerator
+    profile: Profile | None
+    capacity_bytes: int | None
+    """The memory of one rank, None where it is unknown."""
+    usd_per_hour: float | None
+    sharding: Sharding | None = None
+    """What its ranks shard, None where the plan chooses."""
+    inside_bytes_per_s: float = 25e9
+    """Between its devices, of each."""
+
+    def room_bytes(self, share: float) -> int:
+        """What a plan may fill of a rank's memory."""
+        return _UNKNOWN_BYTES if self.capacity_bytes is None else int(share * self.capacity_bytes)
+
+    def times(self, costs: ModelCosts, *, is_compiled: bool) -> ModelTimes:
+        """The times of its profile, or else those of the catalogue."""
+        if self.profile is None:
+            return estimated_times(costs, self.accelerator, is_compiled=is_compiled)
+        return measured_times(self.profile, costs)
+
+
+class StageTable(NamedTuple):
+    """The times of a rank at one cloud for every stage: tables (a, b) over the layers from a to before b."""
+
+    forward_s: Figures
+    backward_s: Figures
+    update_s: Figures
+
+
+def stage_table(costs: ModelCosts, times: ModelTimes, options: StageOptions, cloud: CloudFacts) -> StageTable:
+    """Time every stage at a cloud.
+
+    The host launches ahead of the device, so a pass takes the longer of launching its parts and computing.
+    """
+    every, parts = Stages.every(costs.num_layers), (times.embedding, *times.layers, times.head)
+    exchanges_s = [exchange_s(one, costs, options, cloud) for one in costs.parts(range(costs.num_layers))]
+
+    def pass_s(kind: Literal["forward", "backward"]) -> Figures:
+        own_s = [float(getattr(one, f"{kind}_s")) for one in parts]
+        moved_s = [pair[kind == "backward"] for pair in exchanges_s]
+        # Beside what moves for a layer another one is computed; for the ends of a model there is none.
+        whole_s = [max(one, wait) if one else 0.0 for one, wait in zip(own_s, moved_s, strict=True)]
+        whole_s[0], whole_s[-1] = own_s[0] + moved_s[0], own_s[-1] + moved_s[-1]
+        launched_s = [float(getattr(one, f"{kind}_launch_s")) for one in parts]
+        beside_s, launch_s = (float(getattr(times.beside, f"{kind}{one}_s")) for one in ("", "_launch"))
+        found = np.maximum(every.summed(whole_s) + beside_s, every.summed(launched_s) + launch_s)
+        return found + (_PASS_OVERHEAD_S if cloud.profile is None else 0.0)
+
+    num_owned = every.summed(costs.each(lambda part: part.num_trained)) / options.num_shards
+    update_s = num_owned * times.update_s_per_parameter
+    if options.offload_optimizer:
+        update_s = update_s + num_owned * _OFFLOADED_BYTES_PER_PARAMETER / _HOST_BYTES_PER_S
+    exchanged_bytes = every.summed(costs.each(lambda part: _exchanged_bytes(part, costs, options)))
+    share = (cloud.num_ranks - 1) / cloud.num_ranks
+    update_s = update_s + share * exchanged_bytes / cloud.inside_bytes_per_s
+    return StageTable(pass_s("forward"), pass_s("backward"), update_s)
+
+
+def _exchanged_bytes(part: PartCosts, costs: ModelCosts, options: StageOptions) -> int:
+    """At the end of a step: gradients are summed, then the sums or all weights gathered."""
+    match options.sharding:
+        case Sharding.NONE:
+            return 2 * WIDE_BYTES * part.num_trained
+        case Sharding.OPTIMIZER:
+            gathered = costs.workload.arithmetic.element_bytes * part.num_parameters
+            return WIDE_BYTES * part.num_trained + gathered
+        case Sharding.FULL:
+            return 0
+
+
+def exchange_s(
+    part: PartCosts, costs: ModelCosts, options: StageOptions, cloud: CloudFacts
+) -> tuple[float, float]:
+    """Time what moves in a forward and in a backward of a part whose weights are sharded.
+
+    Weights are gathered in both as they are computed with, and gradients reduced in float32.
+    """
+    if options.sharding is not Sharding.FULL:
+        return 0.0, 0.0
+    share_s = (options.num_shards - 1) / options.num_shards / cloud.inside_bytes_per_s
+    gathered_s = share_s * part.num_parameters * costs.workload.arithmetic.element_bytes
+    return gathered_s, gathered_s + share_s * part.num_trained * WIDE_BYTES
+
+
+def coding_s(
+    codec: CodecSpec, num_elements: int, num_bytes: int, *, sender: CloudFacts, receiver: CloudFacts
+) -> float:
+    """Time the coding of a message at both ends, copies between devices and hosts included."""
+    total_s = 0.0
+    for cloud, is_sender in ((sender, True), (receiver, False)):
+        profile, speed = cloud.profile, None
+        if profile is not None:
+            if (coding := profile.coding(str(codec))) is not None:
+                total_s += coding.encode_s(num_elements) if is_sender else coding.decode_s(num_elements)
+                continue
+            speed = profile.to_host_bytes_per_s if is_sender else profile.from_host_bytes_per_s
+        if not codec.is_raw:
+            # Codecs compute in float32 whatever they are given.
+            total_s += _CODING_PASSES * WIDE_BYTES * num_elements / cloud.accelerator.memory_bandwidth
+        if not cloud.accelerator.is_cpu:
+            total_s += num_bytes / (speed or _HOST_BYTES_PER_S)
+    return total_s

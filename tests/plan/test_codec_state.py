@@ -6,7 +6,6 @@ import torch
 from isthmus.job import parse_codec
 from isthmus.plan.codecs import Crossing, Pair
 from isthmus.plan.planner import plan
-from isthmus.plan.stage_tables import codec_state_bytes
 from tests.codec.cuts import KEY, make_cut, noise
 from tests.plan.jobs import two_clouds
 
@@ -35,7 +34,7 @@ def test_state_is_counted_as_codecs_keep_it(forward: str, backward: str) -> None
     payload = cut.sending.encode(noise(NUM_ROWS, WIDTH), key=KEY, ids_N=ids)
     cut.receiving.decode(payload, key=KEY, num_rows=NUM_ROWS, ids_N=ids)
     cut.send_back(noise(NUM_ROWS, WIDTH, seed=1))
-    counted = codec_state_bytes(pair, Crossing(num_rows=NUM_ROWS, width=WIDTH))
+    counted = pair.state_bytes(Crossing(num_rows=NUM_ROWS, width=WIDTH))
     unpacked = 4 * WIDTH * (1 + 8) if "subspace" in forward else 0
     kept = (_bytes(dict(end.state_dict())) for end in (cut.sending, cut.receiving))
     for count, own in zip(counted, kept, strict=True):

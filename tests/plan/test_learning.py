@@ -22,7 +22,6 @@ from isthmus.plan.times import (
     Profile,
     Sample,
     estimated_times,
-    learned_times,
     measured_times,
 )
 from tests.model.cases import COMMON, CONFIGS
@@ -100,9 +99,10 @@ def test_measured_times_shrink_with_what_is_trained(recompute: bool) -> None:
     )
     profile = Profile(device="cpu", model_type="llama", samples=(sample,))
     workload = replace(WORKLOAD, recompute=recompute)
-    times = measured_times(profile, workload, num_layers=4)
-    assert learned_times(times, estimated(num_hidden_layers=4).costs(workload)) == times
-    found = learned_times(times, estimated(num_hidden_layers=4, num_frozen=2).costs(workload))
+    whole = measured_times(profile, estimated(num_hidden_layers=4).costs(workload))
+    assert whole.head == one
+    assert whole.layers == (replace(one, backward_s=3.0 if recompute else 2.0),) * 4
+    found = measured_times(profile, estimated(num_hidden_layers=4, num_frozen=2).costs(workload))
     assert [one.backward_s for one in found.layers] == [0.0, 0.0, *[3.0 if recompute else 2.0] * 2]
     assert (found.embedding.backward_s, found.head.backward_s) == (0.0, 2.0)
 

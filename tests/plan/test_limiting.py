@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.job import load_job
+from isthmus.plan.candidates import simulate_step
 from isthmus.plan.planner import limiting, plan, reliefs
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
-from isthmus.plan.step_time import simulate_step
 from tests.plan.jobs import two_clouds
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

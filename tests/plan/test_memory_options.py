@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from isthmus.errors import UserError
 from isthmus.job import Job, PipelineStrategy
 from isthmus.job.load import parse_job
-from isthmus.plan.job_facts import MemoryOptions, check_lock_step, cloud_facts, memory_levels
+from isthmus.plan.job_facts import check_lock_step, cloud_facts
 from isthmus.plan.memory import Sharding
 from isthmus.plan.plan import Form, PipelineSettings, Plan, decisions_from_dict, follow, planned_changes
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Policy
-from isthmus.plan.stage_tables import exchange_s
-from isthmus.plan.study import Setting, study
+from isthmus.plan.study import MemoryOptions, Setting, memory_levels, study
+from isthmus.plan.times import exchange_s
 from isthmus.plan.what_if import levers
 from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 
@@ -271,8 +271,8 @@ def test_sequences_that_cannot_be_dealt_out_evenly_are_named() -> None:
 
 def test_gradients_of_a_shared_stage_are_reduced_in_float32() -> None:
     east = cloud_facts(two_clouds("cloud.east.inside_bandwidth=8 Gbps", *RANKS))[0]
-    ready = study(two_clouds(PIPELINE, *RANKS), policy=Policy.LOCK_STEP)
-    full = next(one for one in ready.levels if one.sharding is Sharding.FULL)
+    ready = study(two_clouds(PIPELINE, *RANKS))
+    full = ready.synchronous_levels[0]
     costs = ready.costs(0, Setting(num_microbatches=16, memory=full))
     layer = costs.layers[0]
     forward_s, backward_s = exchange_s(layer, costs, full.at(east), east)

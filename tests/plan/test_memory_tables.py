@@ -10,10 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.job.sections import LoraSpec
-from isthmus.plan.costs import Arithmetic, ModelCosts, PartSize, Precision, Stages, Workload
-from isthmus.plan.memory import OptimizerState, Sharding, StageOptions, stage_memory
+from isthmus.plan.costs import Arithmetic, Figures, ModelCosts, PartSize, Precision, Stages, Workload
+from isthmus.plan.memory import (
+    MemoryUse,
+    OptimizerState,
+    Sharding,
+    StageOptions,
+    stage_memory,
+    stages_memory,
+)
 from isthmus.plan.models import read_model
-from isthmus.plan.stage_tables import MemoryTables
 from tests.plan.jobs import two_clouds
 from tests.plan.sizes import estimated
 
@@ -74,23 +80,31 @@ def mixtures(draw: st.DrawFn, workload: Workload) -> ModelCosts:
     return replace(one, layers=tuple(layers), arrival_bytes=one.arrival_bytes[:1] * len(layers))
 
 
+def every_stage(
+    costs: ModelCosts, options: StageOptions, *, up: PartSize | None = None, down: PartSize | None = None
+) -> MemoryUse[Figures]:
+    stages = Stages.every(costs.num_layers)
+    ends = ((up, ~stages.are_first), (down, ~stages.are_last))
+    halves = [(half, where) for half, where in ends if half is not None]
+    return stages_memory(costs, stages, window=1, options=options, halves=halves)
+
+
 def check(
     costs: ModelCosts, options: StageOptions, *, up: PartSize | None = None, down: PartSize | None = None
 ) -> None:
     """Every spot of the tables is what the stage there needs, to the byte."""
-    tables, size = MemoryTables.of(costs, options, up=up, down=down), costs.num_layers + 1
-    expected = np.full((3, size, size), np.inf)
+    tables, size = every_stage(costs, options, up=up, down=down), costs.num_layers + 1
+    standing, least = tables.standing_bytes, tables.least_bytes()
     for start, stop in combinations(range(size), 2):
         ends = up if start > 0 else None, down if stop < size - 1 else None
         halves = [one for one in ends if one is not None]
         memory = stage_memory(costs, range(start, stop), window=1, options=options, halves=halves)
-        standing = memory.standing_bytes
-        expected[:, start, stop] = (
-            standing + memory.working,
-            max(1, memory.activations),
-            standing + memory.update,
-        )
-    np.testing.assert_array_equal([tables.empty, tables.each, tables.update], expected)
+        for name in ("activations", "working", "update"):
+            figures = np.broadcast_to(getattr(tables, name), (size, size))
+            assert figures[start, stop] == getattr(memory, name)
+        assert standing[start, stop] == memory.standing_bytes
+        if memory.activations:
+            assert least[start, stop] == memory.total_bytes
 
 
 @settings(deadline=None)
@@ -123,7 +137,7 @@ def test_an_encoder_and_a_decoder_are_one_model(data: st.DataObject, workload: W
 def test_what_a_stage_keeps_depends_on_its_first_layer() -> None:
     costs = estimated(num_hidden_layers=8).costs(SMALL)
     arrival_bytes = [1000.0 * layer for layer in range(8)]
-    each = MemoryTables.of(replace(costs, arrival_bytes=tuple(arrival_bytes)), StageOptions()).each
+    each = every_stage(replace(costs, arrival_bytes=tuple(arrival_bytes)), StageOptions()).activations
     assert each[4, 7] == each[1, 4] + 3000
 
 
@@ -159,5 +173,6 @@ def test_a_model_of_any_size_is_too_large_rather_than_small(sharding: Sharding) 
         options = StageOptions(
             sharding=sharding, num_shards=2 if arithmetic.is_gathered else 1, optimizer=optimizer
         )
-        assert not MemoryTables.of(costs, options).num_fitting(2**50).any()
+        fitting = every_stage(costs, options).num_fitting(2**50)
+        assert not any(fitting[start, stop] for start, stop in combinations(range(4), 2))
         assert stage_memory(costs, range(2), window=1, options=options).total_bytes > 2**140

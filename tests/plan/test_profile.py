@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.plan.costs import Arithmetic, Precision, Workload
+from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload
 from isthmus.plan.job_facts import cloud_facts
 from isthmus.plan.times import PassTimes, Profile, Sample, measured_times, read_profile, write_profile
 from tests.plan.jobs import two_clouds
+from tests.plan.sizes import estimated
 
 NUM_LAYERS = 3
 
@@ -44,13 +45,13 @@ PROFILE = Profile(
 )
 
 
-def workload(num_sequences: int, **changes: Any) -> Workload:
+def costs(num_sequences: int, *, num_layers: int = NUM_LAYERS, **changes: Any) -> ModelCosts:
     one = Workload(
         num_sequences=num_sequences,
         sequence_length=128,
         arithmetic=Arithmetic(precision=Precision.BFLOAT16),
     )
-    return replace(one, **changes)
+    return estimated(num_hidden_layers=num_layers).costs(replace(one, **changes))
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -73,7 +74,8 @@ def test_a_short_hand_written_profile_will_do(tmp_path: Path) -> None:
     text = json.dumps({"version": 2, "device": "sleep", "model_type": "none", "samples": [one]})
     (tmp_path / "one.json").write_text(text)
     found = measured_times(
-        read_profile(tmp_path / "one.json"), Workload(num_sequences=1, sequence_length=64), num_layers=2
+        read_profile(tmp_path / "one.json"),
+        costs(1, num_layers=2, sequence_length=64, arithmetic=Arithmetic()),
     )
     assert found.stage(range(2)) == PassTimes(forward_s=0.02, backward_s=0.04)
     assert found.update_s_per_parameter == 0
@@ -82,7 +84,7 @@ def test_a_short_hand_written_profile_will_do(tmp_path: Path) -> None:
 @given(num_sequences=st.integers(1, 64))
 @settings(max_examples=30, deadline=None)
 def test_sizes_between_lie_on_a_line(num_sequences: int) -> None:
-    found = measured_times(PROFILE, workload(num_sequences), num_layers=NUM_LAYERS)
+    found = measured_times(PROFILE, costs(num_sequences))
     expected = 1.5 + (4.0 - 1.5) * (num_sequences - 1) / 3
     assert found.layers[1].forward_s == pytest.approx(2 * expected)
     assert found.head.backward_s == pytest.approx(6 * expected)
@@ -90,39 +92,39 @@ def test_sizes_between_lie_on_a_line(num_sequences: int) -> None:
 
 
 def test_measured_sizes_are_as_measured() -> None:
-    found = measured_times(PROFILE, workload(4), num_layers=NUM_LAYERS)
+    found = measured_times(PROFILE, costs(4))
     assert found.layers == PROFILE.samples[0].layers
 
 
 def test_one_sample_scales_in_proportion() -> None:
     alone = replace(PROFILE, samples=(sample(4, 4.0),))
-    found = measured_times(alone, workload(2), num_layers=NUM_LAYERS)
+    found = measured_times(alone, costs(2))
     assert found.layers[0].forward_s == pytest.approx(2.0)
 
 
 def test_a_stage_takes_its_parts_and_once_what_is_beside_them() -> None:
-    found = measured_times(PROFILE, workload(4), num_layers=NUM_LAYERS)
+    found = measured_times(PROFILE, costs(4))
     assert found.stage(range(1, 2)).forward_s == pytest.approx(8.0 + 0.01)
     assert found.stage(range(3)).forward_s == pytest.approx(0.4 + 24.0 + 12.0 + 0.01)
 
 
 def test_recomputing_adds_a_measured_forward() -> None:
-    found = measured_times(PROFILE, workload(4, recompute=True), num_layers=NUM_LAYERS)
+    found = measured_times(PROFILE, costs(4, recompute=True))
     assert found.layers[0] == PassTimes(forward_s=4.0, backward_s=12.0)
     assert found.head == PROFILE.samples[0].head
 
 
 @pytest.mark.parametrize(
-    ("wanted", "num_layers", "message"),
+    ("wanted", "message"),
     [
-        (workload(1, sequence_length=64), 3, "no sequences of 64 tokens in bfloat16, only of 128 tokens"),
-        (workload(1, arithmetic=Arithmetic()), 3, "no sequences of 128 tokens in float32"),
-        (workload(1), 4, "a model with 3 layers, not 4"),
+        (costs(1, sequence_length=64), "no sequences of 64 tokens in bfloat16, only of 128 tokens"),
+        (costs(1, arithmetic=Arithmetic()), "no sequences of 128 tokens in float32"),
+        (costs(1, num_layers=4), "a model with 3 layers, not 4"),
     ],
 )
-def test_what_was_not_measured_is_refused(wanted: Workload, num_layers: int, message: str) -> None:
+def test_what_was_not_measured_is_refused(wanted: ModelCosts, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        measured_times(PROFILE, wanted, num_layers=num_layers)
+        measured_times(PROFILE, wanted)
 
 
 @pytest.mark.parametrize(

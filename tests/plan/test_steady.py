@@ -6,9 +6,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from isthmus.plan.scenario import HopLoad, Line, Policy, Scenario, StageLoad, one_for_all
+from isthmus.plan.candidates import NUM_STEPS, least_passes, simulate_step
+from isthmus.plan.scenario import (
+    HopLoad,
+    Line,
+    Policy,
+    Scenario,
+    StageLoad,
+    one_for_all,
+    scenario_bound_s,
+)
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.step_time import NUM_STEPS, least_passes, scenario_bound_s, simulate_step
 from tests.plan.scenarios import pipeline, scenarios
 
 # Of the time of a step.

@@ -11,7 +11,6 @@ from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload
 from isthmus.plan.job_facts import cloud_facts, is_loopback
 from isthmus.plan.plan import PipelineSettings
 from isthmus.plan.planner import plan
-from isthmus.plan.stage_tables import coding_s
 from isthmus.plan.times import (
     CATALOGUE,
     LAYER_LAUNCH_S,
@@ -19,6 +18,7 @@ from isthmus.plan.times import (
     PassTimes,
     Profile,
     Sample,
+    coding_s,
     estimated_times,
     fit_line,
 )

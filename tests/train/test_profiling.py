@@ -11,6 +11,7 @@ from isthmus.job.load import parse_job
 from isthmus.plan.costs import Precision, Workload
 from isthmus.plan.times import Profile, measured_times, read_profile, write_profile
 from isthmus.train.profiling import Effort, Rig, measure, repeat, require_certain, sizes_of
+from tests.plan.sizes import estimated
 
 FEW = Effort(least_rounds=2, most_rounds=3, size_s=0.0, round_s=10.0, rehearsal_s=0.0)
 
@@ -79,7 +80,8 @@ def test_every_size_and_layer_is_measured_and_can_be_planned_with(tmp_path: Path
     (tmp_path / "one.json").write_text(write_profile(found))
     again = read_profile(tmp_path / "one.json")
     assert again == found
-    times = measured_times(again, Workload(num_sequences=2, sequence_length=16), num_layers=4)
+    workload = Workload(num_sequences=2, sequence_length=16)
+    times = measured_times(again, estimated(num_hidden_layers=4).costs(workload))
     assert times.stage(range(4)).forward_s > times.stage(range(1, 3)).forward_s > 0
 
 
