@@ -17,6 +17,7 @@ from isthmus.plan.costs import CostSource, nothing_measured
 from isthmus.plan.job_facts import (
     OPEN,
     check_even,
+    check_lists,
     check_lock_step,
     common_ranks,
     first_trained,
@@ -29,7 +30,6 @@ from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.plan import Decisions, PipelineSettings, Plan, follow
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Caps, Policy
-from isthmus.plan.study import check_lists
 from isthmus.plan.types import Member
 from isthmus.train.run_config import RunConfig, layout_of, sharding_of, why_not_planned
 
