@@ -27,6 +27,7 @@ from isthmus.model.random import seed_from
 from isthmus.model.stage import Batch, StageOutput
 from isthmus.plan.end_of_step import Seen, Updated, condensed, total_norm
 from isthmus.plan.feed import BatchTag, FeedReduced, Generated
+from isthmus.plan.feed_plan import LENGTH_BYTES, batch_bytes, token_bits
 from isthmus.plan.types import (
     Facts,
     Gathered,
@@ -47,7 +48,6 @@ from isthmus.train.pipeline import Passes
 
 BATCH: Final = "batch"
 """The one tensor of IDS: the length of each sequence, then an id and a label of each token, bit by bit."""
-_LENGTH_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +62,16 @@ class BatchForm(Facts):
     @property
     def token_bits(self) -> int:
         """The bits of a token: its id and one for the label."""
-        return max(1, (self.vocabulary_size - 1).bit_length()) + 1
+        return token_bits(self.vocabulary_size)
 
     @property
     def max_bytes(self) -> int:
         """The size of a batch without padding."""
-        num_tokens = self.num_sequences * self.sequence_length
-        return _LENGTH_BYTES * self.num_sequences + math.ceil(num_tokens * self.token_bits / 8)
+        return batch_bytes(
+            num_sequences=self.num_sequences,
+            sequence_length=self.sequence_length,
+            vocabulary_size=self.vocabulary_size,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,7 @@ class Corrupted:
 
 def unpack(data: bytes, form: BatchForm) -> Corrupted:
     """What `Corrupted.pack` laid out; anything else is an error of the peer."""
-    head = _LENGTH_BYTES * form.num_sequences
+    head = LENGTH_BYTES * form.num_sequences
     if not head < len(data) <= form.max_bytes:
         raise FrameError(f"a batch of {len(data)} bytes")
     lengths_B = np.frombuffer(data[:head], "<u4").astype(np.int64)

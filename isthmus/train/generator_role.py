@@ -11,9 +11,8 @@ from typing import Any, Final, Literal
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.job import DataSpec, GeneratorDiscriminatorStrategy, Job, ModelSpec
+from isthmus.job import DataSpec, Job, ModelSpec
 from isthmus.job.codec import HiddenSpec
-from isthmus.job.sections import GeneratorSpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.heads import DETECTION, HEADS
 from isthmus.model.random import seed_from
@@ -21,13 +20,12 @@ from isthmus.model.stage import Stage
 from isthmus.plan.costs import CostSource
 from isthmus.plan.feed import (
     FACTS,
-    MAX_KEPT,
     DiscriminatorState,
     GeneratorDiscriminator,
     GeneratorState,
-    GeneratorStream,
     feed_scheduler,
 )
+from isthmus.plan.feed_plan import clouds_of, feed_of, spec_of, strategy_of
 from isthmus.plan.plan import Decisions, Plan
 from isthmus.plan.types import Facts, Member, Scheduler
 from isthmus.train.build import Build, BuiltStage
@@ -50,8 +48,6 @@ from isthmus.train.wire import Observer
 _LAYERS: Final = "num_hidden_layers"
 # XLM-E's generator has 4 layers to the discriminator's 12, of the same width.
 _LAYER_SHARE: Final = 3
-_LEAST_KEPT: Final = 64
-_KEPT_BYTES: Final = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,68 +68,12 @@ class FeedConfig(RunConfig):
         return self.feed.members
 
 
-def strategy_of(job: Job) -> GeneratorDiscriminatorStrategy:
-    """The strategy of a job that is run as this kind."""
-    if not isinstance(job.strategy, GeneratorDiscriminatorStrategy):
-        raise TypeError(f"a job of kind {job.strategy.kind!r} has no discriminator")
-    return job.strategy
-
-
-def clouds_of(job: Job) -> tuple[str, ...]:
-    """The discriminator's cloud, then those of the generators, in the order of the job."""
-    strategy, names = strategy_of(job), [cloud.name for cloud in job.cloud]
-    judge = job.cloud_named(strategy.discriminator_cloud or names[0]).name
-    for name in strategy.generators:
-        job.cloud_named(name)
-    return (judge, *(name for name in names if name != judge))
-
-
-def spec_of(job: Job, cloud: str) -> GeneratorSpec:
-    """What a generator has of its own."""
-    return strategy_of(job).generators.get(cloud, GeneratorSpec())
-
-
-def feed_of(job: Job, form: BatchForm) -> GeneratorDiscriminator:
-    """The schedule that a job asks for."""
-    strategy, (judge, *clouds) = strategy_of(job), clouds_of(job)
-    specs = [spec_of(job, name) for name in clouds]
-    weights = [one.size**strategy.size_exponent for one in specs]
-    quotas = shared_out(job.train.steps * strategy.batches, weights, given=[one.quota for one in specs])
-    streams = tuple(
-        GeneratorStream(members=(Member(name),), quota=quota, weight=weight)
-        for name, quota, weight in zip(clouds, quotas, weights, strict=True)
-    )
-    least = max(2 * strategy.batches, strategy.max_queued, _LEAST_KEPT)
-    return GeneratorDiscriminator(
-        discriminator=(Member(judge),),
-        generators=streams,
-        batches_per_step=strategy.batches,
-        max_queued=strategy.max_queued,
-        max_kept=max(least, min(MAX_KEPT, _KEPT_BYTES // form.max_bytes)),
-        save_every_s=job.checkpoint.every_s,
-        on_lost=strategy.on_lost,
-        wait_s=strategy.wait_s,
-    )
-
-
-def shared_out(total: int, weights: Sequence[float], *, given: Sequence[int | None]) -> list[int]:
-    """Batches of each generator: as given, or what is left by weight, and one at least."""
-    left = max(0, total - sum(one or 0 for one in given))
-    open_weight = sum(weight for weight, one in zip(weights, given, strict=True) if one is None)
-    ends, quotas = 0.0, []
-    for weight, one in zip(weights, given, strict=True):
-        start = round(ends)
-        ends += 0.0 if one is not None else left * weight / open_weight
-        quotas.append(one if one is not None else max(1, round(ends) - start))
-    return quotas
-
-
 def own_job(job: Job, cloud: str) -> Job:
     """The job as one cloud sees it: a generator has a model and data of its own."""
     judge, *_ = clouds_of(job)
     if cloud == judge or job.model is None or job.data is None:
         return job
-    spec = spec_of(job, cloud)
+    spec = spec_of(strategy_of(job), cloud)
     model = spec.model or strategy_of(job).generator or _smaller(job.model)
     own = {"source": spec.source, "text_column": spec.text_column}
     changes = {"pair_column": spec.pair_column, **{key: one for key, one in own.items() if one is not None}}
@@ -251,7 +191,13 @@ class FeedKind:
             offload_optimizer=decisions.offload_optimizer,
             optimizer_bits=8 if decisions.optimizer_bits == 8 else 32,
             keeps_padding=blueprint.mixes_tokens,
-            feed=feed_of(job, form),
+            feed=feed_of(
+                strategy_of(job),
+                clouds_of(job),
+                num_steps=job.train.steps,
+                max_bytes=form.max_bytes,
+                save_every_s=job.checkpoint.every_s,
+            ),
             form=form,
             tokenizer=vocabulary_digest(data.tokenizer),
             tokens=token_values(data.tokenizer, {}),
@@ -360,7 +306,7 @@ class FeedRole:
         )
         if index is None:
             leaders = [one.members[0] for one in config.feed.generators]
-            weights = [spec_of(self._job, one.cloud).loss_weight for one in leaders]
+            weights = [spec_of(strategy_of(self._job), one.cloud).loss_weight for one in leaders]
             return DiscriminatorActor(model, config.form, leaders, loss_weights=weights)
         if self._batches is None or self._kept is None:
             raise ValueError("a generator computes once it has data")

@@ -1,11 +1,10 @@
-"""Data parallel and generator–discriminator pre-training with given times and sizes, for the simulator."""
+"""Data parallel with given times and sizes, for the simulator."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from isthmus.plan.data import data_scheduler
 from isthmus.plan.end_of_step import Read, Reduced, Seen
-from isthmus.plan.feed import Generated, GeneratorDiscriminator, feed_scheduler
 from isthmus.plan.membership import DataParallel, Piece
 from isthmus.plan.types import Costs, Facts, Member, Message, MessageKind, Scheduler, Work, WorkKind
 
@@ -96,39 +95,3 @@ def simulated_data(spec: DataParallel, times: DataTimes) -> Simulated:
         return TableCosts(works_s=works_s, facts=facts, size=size, shard_coding_s=times.coding_s)
 
     return Simulated(spec.members, lambda member: data_scheduler(spec, member), costs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedTimes:
-    """What works and messages take; the ranks of a cloud share a batch, so times are those of a cloud."""
-
-    generate_s: tuple[float, ...]
-    """The time of one batch at each generator."""
-    discriminate_s: float
-    update_s: float = 0.0
-    batch_tokens: int = 1
-    batch_bytes: int = 0
-    """The size of a batch on the wire."""
-    state_bytes: int = 0
-    """What the discriminator copies to another cloud when it saves."""
-
-
-def simulated_feed(spec: GeneratorDiscriminator, times: FeedTimes) -> Simulated:
-    def costs(member: Member) -> Costs:
-        index = spec.generator_of(member.cloud)
-        num_ranks = len(spec.discriminator if index is None else spec.generators[index].members)
-        return TableCosts(
-            works_s={
-                WorkKind.GENERATE: 0.0 if index is None else times.generate_s[index],
-                WorkKind.DISCRIMINATE: times.discriminate_s,
-                WorkKind.UPDATE: times.update_s,
-            },
-            facts={
-                WorkKind.GENERATE: Generated(num_tokens=times.batch_tokens // num_ranks),
-                WorkKind.REDUCE: REDUCED,
-            },
-            size=lambda message: times.batch_bytes if message.kind is MessageKind.IDS else 0,
-            state_bytes=times.state_bytes if member == spec.discriminator[0] else 0,
-        )
-
-    return Simulated(spec.members, lambda member: feed_scheduler(spec, member), costs)

@@ -23,6 +23,7 @@ from isthmus.plan.feed import (
     GeneratorStream,
     Merge,
 )
+from isthmus.plan.feed_plan import FeedTimes, SimulatedFeed
 from isthmus.plan.scenario import Line
 from isthmus.plan.simulate import Timeline, simulate
 from isthmus.plan.types import (
@@ -47,7 +48,6 @@ from isthmus.plan.types import (
     WorkKind,
 )
 from tests.plan.recorder import Life, Recorded
-from tests.plan.strategies import FeedTimes, simulated_feed
 
 modest = settings(max_examples=80)
 Batch = tuple[int, int]
@@ -95,7 +95,7 @@ def run(
     faults: Sequence[CloudFault] = (),
     patience_s: float = 0.0,
 ) -> tuple[Recorded, Timeline]:
-    recorded = Recorded(simulated_feed(spec, how or times(spec)))
+    recorded = Recorded(SimulatedFeed(spec, how or times(spec)))
     timeline = simulate(recorded, lines or star(spec), faults=faults, patience_s=patience_s)
     return recorded, timeline
 

@@ -11,7 +11,8 @@ from isthmus.errors import UserError
 from isthmus.job import Job, load_job
 from isthmus.observe.report import read_run, summarize
 from isthmus.plan.costs import nothing_measured
-from isthmus.train.generator_role import FeedKind, clouds_of, own_job, shared_out
+from isthmus.plan.feed_plan import clouds_of, shared_out
+from isthmus.train.generator_role import FeedKind, own_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generator-discriminator.toml"
 
