@@ -75,10 +75,14 @@ class Allowance(Facts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoveredTo(Facts):
-    """The first number that no save of the discriminator covers; `is_final` when the run has ended."""
+    """The first number that no save of the discriminator covers; `is_final` when the run has ended.
+
+    With `stops` its sender was asked to stop in order: all others do, too.
+    """
 
     number: Count
     is_final: bool = False
+    stops: bool = False
 
 
 FACTS: Final[dict[MessageKind, type[Facts]]] = {
@@ -257,7 +261,7 @@ class _Queue:
 
 
 class FeedLeader(Leader):
-    """A leader that stops in order between two steps, once it has saved; each cloud does so for itself."""
+    """A leader that stops in order between two steps, once it has saved; each cloud saves for itself."""
 
     def __init__(self, group: tuple[Member, ...], save_every_s: float | None) -> None:
         super().__init__(group, save_every_s)
@@ -332,12 +336,18 @@ class DiscriminatorScheduler(FeedLeader):
         self._tell_generator(MessageKind.CREDIT, facts.limit, queue, facts)
 
     def _cover(self, queue: _Queue) -> None:
-        facts = CoveredTo(number=queue.covered, is_final=self._is_final)
+        facts = CoveredTo(number=queue.covered, is_final=self._is_final, stops=self._wants_stop)
         self._tell_generator(MessageKind.COVERED, queue.covered, queue, facts)
 
     def _tell_generator(self, kind: MessageKind, number: int, queue: _Queue, facts: Facts) -> None:
         if queue.lost_s is None:
             self.send(kind, 0, number, (queue.leader,), facts)
+
+    def _interrupt(self) -> None:
+        if not self._wants_stop:
+            super()._interrupt()
+            for queue in self._queues:
+                self._cover(queue)
 
     def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:
         index = None if isinstance(event, Elapsed) else self._spec.generator_of(event.member.cloud)
@@ -364,6 +374,8 @@ class DiscriminatorScheduler(FeedLeader):
         match message.kind, message.facts:
             case MessageKind.IDS, BatchTag() as tag if index is not None:
                 self._take(message, tag, index)
+            case MessageKind.COVERED, CoveredTo(stops=True) if index is not None:
+                self._interrupt()
             case _:
                 raise not_awaited(message)
 
@@ -561,7 +573,13 @@ class GeneratorScheduler(FeedLeader):
             self._is_open, self._limit = True, facts.limit
             self._sent = min(facts.next, self._number)
 
+    def _interrupt(self) -> None:
+        super()._interrupt()
+        facts = CoveredTo(number=0, stops=True)
+        self.send(MessageKind.COVERED, 0, 0, self._spec.discriminator[:1], facts)
+
     def _cover(self, facts: CoveredTo) -> None:
+        self._wants_stop |= facts.stops
         self._covered = max(self._covered, facts.number)
         for old in [one for one in self._kept if one < facts.number]:
             self.act(Drop(self._kept.pop(old)))

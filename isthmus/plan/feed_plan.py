@@ -25,7 +25,7 @@ from isthmus.plan.types import Facts, Member, Message, MessageKind, Scheduler, W
 LENGTH_BYTES: Final = 4
 """The bytes in which the length of a sequence crosses."""
 _LEAST_KEPT: Final = 64
-_KEPT_BYTES: Final = 32 * 2**20
+_KEPT_BYTES: Final = 4 * 2**20
 _NUM_STEPS: Final = 36
 # The first steps wait for the first batches.
 _NUM_WARM_UP_STEPS: Final = 12

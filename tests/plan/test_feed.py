@@ -508,5 +508,14 @@ def test_a_discriminator_that_waits_within_a_step_stops_with_what_it_saved_last(
 def test_a_generator_that_waits_for_credit_saves_and_stops() -> None:
     scheduler = GeneratorScheduler(feed(9, 9), 0)
     scheduler.on(Started(0), 0.0)
-    (save,) = (one for one in scheduler.on(Interrupted("SIGTERM"), 1.0) if isinstance(one, Save))
+    asked = scheduler.on(Interrupted("SIGTERM"), 1.0)
+    (save,) = (one for one in asked if isinstance(one, Save))
     assert [type(one) for one in scheduler.on(Saved(save.step), 2.0)] == [Stop]
+    (told,) = (one.message for one in asked if isinstance(one, Send))
+    judge = DiscriminatorScheduler(feed(9, 9))
+    judge.on(Started(0), 0.0)
+    passed_on = [one.message for one in judge.on(Arrived(told), 2.0) if isinstance(one, Send)]
+    assert [one.to for one in passed_on] == [(Member("g0"),), (Member("g1"),)]
+    other = GeneratorScheduler(feed(9, 9), 1)
+    other.on(Started(0), 0.0)
+    assert any(isinstance(one, Save) for one in other.on(Arrived(passed_on[1]), 3.0))

@@ -1,13 +1,20 @@
 """A whole run of generators and a discriminator: processes, sockets, an emulated WAN, exported models."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 import isthmus
 from isthmus.errors import UserError
+from isthmus.events import StopRequest
 from isthmus.job import Job, load_job
 from isthmus.observe.report import read_run, summarize
 from isthmus.plan.costs import nothing_measured
@@ -42,6 +49,56 @@ def test_the_example_runs_and_its_models_are_loaded_by_transformers(tmp_path: Pa
         assert generator(**ids).logits.shape[-1] == generator.config.vocab_size
     assert summary.num_bytes < 2 * sum(one.num_tokens for one in feed.streams)
     assert asdict(isthmus.report(run).comparison)["feed"]["accuracy"] == pytest.approx(feed.accuracy)
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    folders = ("model", "generator-english", "generator-esperanto")
+    return {
+        f"{folder}/{name}": one
+        for folder in folders
+        for name, one in load_file(run / folder / "model.safetensors").items()
+    }
+
+
+@pytest.mark.slow
+def test_a_run_whose_clouds_are_killed_gives_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+    """First a generator is killed, then the discriminator; all go on from what each had saved."""
+    changes = ("train.steps=60", "checkpoint.every=1 s")
+    expected = weights(isthmus.run(job("train.steps=60"), runs=tmp_path / "whole").run)
+    left = [(40, 0), (15, 1)]
+
+    def hear(cloud: str, about: Mapping[str, Any]) -> None:
+        if left and (about["kind"], cloud) == ("step", "judge") and about["step"] >= left[-1][0]:
+            _, index = left.pop()
+            servers = [one for one in psutil.Process().children() if "forkserver" in " ".join(one.cmdline())]
+            ranks = sorted(
+                (one for server in servers for one in server.children()), key=psutil.Process.create_time
+            )
+            ranks[index].kill()
+
+    run = isthmus.run(job(*changes), runs=tmp_path / "killed", restarts=2, on_report=hear).run
+    assert not left
+    found = weights(run)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_to_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+    expected = weights(isthmus.run(job("train.steps=30"), runs=tmp_path / "whole").run)
+    stop = StopRequest()
+
+    def hear(cloud: str, about: Mapping[str, Any]) -> None:
+        if (about["kind"], cloud) == ("step", "judge") and about["step"] == 10:
+            stop.ask()
+
+    stopped = isthmus.run(job("train.steps=30"), runs=tmp_path / "stopped", on_report=hear, stop=stop)
+    assert stopped.stopped_at is not None
+    assert 10 < stopped.stopped_at < 30
+    found = weights(isthmus.run(job("train.steps=30"), runs=tmp_path / "stopped").run)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 def test_generators_share_batches_by_the_size_of_their_data() -> None:
