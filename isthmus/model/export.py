@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -384,23 +384,21 @@ def describe_exported(
     device: torch.device,
     autocast: torch.dtype | None,
     trust_remote_code: bool,
+    judge: Callable[[PreTrainedModel, Sequence[Batch]], str] = lambda *_: "",
 ) -> str | None:
-    """Says the loss of the model in a folder on held-out data, or why it is not known; None without data."""
-    first = next(batches, None)
-    if first is None:
+    """Says the loss of the model in a folder on held-out data, or why it is not known; None without data.
+
+    `judge` adds what else is known of it.
+    """
+    held_out = [batch.to(device) for batch in batches]
+    if not held_out:
         return None
     if reason := _why_not_loaded(folder, device):
         return f"the exported model was not evaluated: {reason}"
-    held_out = itertools.chain((first,), batches)
-    loss = exported_loss(
-        folder,
-        head=head,
-        batches=held_out,
-        device=device,
-        autocast=autocast,
-        trust_remote_code=trust_remote_code,
-    )
-    return f"the exported model has a validation loss of {loss:.4f}, without codecs"
+    model = load_exported(folder, head, trust_remote_code=trust_remote_code).to(device)
+    loss = loss_of(model, head, held_out, autocast=autocast)
+    more = judge(model, held_out)
+    return f"the exported model has a validation loss of {loss:.4f}{more and f', {more}'}, without codecs"
 
 
 def exported_loss(
@@ -414,9 +412,17 @@ def exported_loss(
 ) -> float:
     """The loss per target over these micro-batches of the model in a folder, run whole on one device."""
     model = load_exported(folder, head, trust_remote_code=trust_remote_code).to(device)
+    return loss_of(model, head, (batch.to(device) for batch in batches), autocast=autocast)
+
+
+def loss_of(
+    model: PreTrainedModel, head: Head, batches: Iterable[Batch], *, autocast: torch.dtype | None = None
+) -> float:
+    """The loss per target of a whole model."""
     loss_sum, num_targets = 0.0, 0
-    for batch in (one.to(device) for one in batches):
-        with torch.no_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+    for batch in batches:
+        kind = batch.ids.device.type
+        with torch.no_grad(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
             scores = head.scores(model(**_arguments(model, batch)))
         if batch.labels is not None:
             loss_sum += float(head.loss(scores, batch.labels))

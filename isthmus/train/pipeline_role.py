@@ -28,6 +28,7 @@ from isthmus.train.data.training_data import Feed, Layout, Source, TrainingData,
 from isthmus.train.device import Device
 from isthmus.train.frozen_cache import HELD, Cache, held_of
 from isthmus.train.integers import IDS, MASK, mask_of, said_before, target_ids, valid_rows
+from isthmus.train.metrics import describe_metrics
 from isthmus.train.pipeline import PipelineActor, admission
 from isthmus.train.pipeline_config import PipelineConfig, decide, plan_run, run_config, stage_layers
 from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of
@@ -182,6 +183,7 @@ class PipelineRole:
             device=self.built.device.torch_device,
             autocast=AUTOCAST[job.train.precision],
             trust_remote_code=job.model.trust_remote_code,
+            judge=functools.partial(describe_metrics, head=data.head, tokenizer=data.tokenizer),
         )
 
     @property
