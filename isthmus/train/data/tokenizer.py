@@ -149,8 +149,9 @@ def token_values(tokenizer: Any, given: Mapping[str, object]) -> dict[str, objec
             )
         values[key] = own
     if given.get("model_type") in MODEL_TYPES:
-        # As in Marian and T5: a decoder starts with padding.
-        values["decoder_start_token_id"] = values[_PADDING]
+        # As in Marian and T5 a decoder starts with padding; in mBART with what ends a translation.
+        start = "eos_token_id" if given["model_type"] == "mbart" else _PADDING
+        values["decoder_start_token_id"] = values[start]
     return {key: value for key, value in values.items() if key not in given}
 
 
