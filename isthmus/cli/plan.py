@@ -19,9 +19,9 @@ from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import Chart, chart_of_step, lay_out
 from isthmus.plan.job_facts import run_order
 from isthmus.plan.plan import Estimate, Form, Plan, PlannedStage, RunnerUp, plan_to_dict, planned_changes
+from isthmus.plan.planner import Lever, levers
 from isthmus.plan.replicated import sketch
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.what_if import Lever, levers
 
 # Boxes with their numbers in a picture, for each rank.
 _NUM_DRAWN: Final = 12

@@ -17,7 +17,6 @@ fits all samples, so that noise of two neighbouring sizes is not carried far. No
 recomputed: to recompute adds a forward pass.
 """
 
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -357,14 +356,18 @@ class Profile:
         )
         if not fitting:
             raise self._unmeasured(sequence_length, precision)
-        inside = (
-            pair
-            for pair in itertools.pairwise(fitting)
-            if pair[0].num_sequences <= num_sequences <= pair[1].num_sequences
-        )
-        pair = next(inside, None)
-        mixed = _beyond(fitting, num_sequences) if pair is None else _between(*pair, num_sequences)
-        return replace(mixed, num_sequences=num_sequences)
+        sizes, every_s = [float(one.num_sequences) for one in fitting], np.stack([*map(_times, fitting)])
+
+        def at_size_s(times_s: NDArray[np.float64]) -> float:
+            if sizes[0] <= num_sequences <= sizes[-1]:
+                return float(np.interp(num_sequences, sizes, times_s))
+            nearest = 0 if num_sequences < sizes[0] else -1
+            fixed_s, slope_s = fit_line([*zip(sizes, times_s.tolist(), strict=True)])
+            # Further out by the fitted slope, from where the nearest was measured; never below what is fixed.
+            return max(fixed_s, float(times_s[nearest]) + slope_s * (num_sequences - sizes[nearest]), 0.0)
+
+        found = _with_times(fitting[0], np.apply_along_axis(at_size_s, 0, every_s))
+        return replace(found, num_sequences=num_sequences)
 
     def coding(self, codec: str) -> CodingTimes | None:
         """What a codec takes, None where it was not measured."""
@@ -445,28 +448,6 @@ def mean_sample(samples: Sequence[Sample]) -> Sample:
     """The mean of samples of one size."""
     total = sum(1 / len(samples) * _times(one) for one in samples)
     return replace(_with_times(samples[0], np.asarray(total)), peak_bytes=samples[0].peak_bytes)
-
-
-def _beyond(samples: Sequence[Sample], num_sequences: int) -> Sample:
-    """A size outside of those measured: as the nearest one, scaled along the line through all."""
-    nearest = 0 if num_sequences < samples[0].num_sequences else -1
-    sizes = [float(one.num_sequences) for one in samples]
-
-    def extended_s(times_s: NDArray[np.float64]) -> float:
-        fixed_s, slope_s = fit_line([*zip(sizes, times_s.tolist(), strict=True)])
-        # Further out by the fitted slope, from where the nearest was measured; never below what is fixed.
-        return max(fixed_s, float(times_s[nearest]) + slope_s * (num_sequences - sizes[nearest]), 0.0)
-
-    every = np.stack([_times(one) for one in samples])
-    return _with_times(samples[nearest], np.apply_along_axis(extended_s, 0, every))
-
-
-def _between(low: Sample, high: Sample, num_sequences: int) -> Sample:
-    """A size on the line through two samples."""
-    share = (num_sequences - low.num_sequences) / (high.num_sequences - low.num_sequences)
-    if share in (0.0, 1.0):
-        return replace(high if share else low, peak_bytes=None)
-    return _with_times(low, (1 - share) * _times(low) + share * _times(high))
 
 
 _PASS_FIELDS: Final = tuple(one.name for one in fields(PassTimes))

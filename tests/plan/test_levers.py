@@ -6,8 +6,7 @@ import pytest
 
 from isthmus.job import load_job
 from isthmus.plan.plan import Form
-from isthmus.plan.planner import plan
-from isthmus.plan.what_if import Lever, levers
+from isthmus.plan.planner import Lever, levers, plan
 from tests.plan.jobs import two_clouds
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,11 +14,10 @@ from isthmus.job.load import parse_job
 from isthmus.plan.job_facts import check_lock_step, cloud_facts
 from isthmus.plan.memory import Sharding
 from isthmus.plan.plan import Form, PipelineSettings, Plan, decisions_from_dict, follow, planned_changes
-from isthmus.plan.planner import plan
+from isthmus.plan.planner import levers, plan
 from isthmus.plan.scenario import Policy
 from isthmus.plan.study import MemoryOptions, Setting, memory_levels, study
 from isthmus.plan.times import exchange_s
-from isthmus.plan.what_if import levers
 from tests.plan.jobs import THIRD_CLOUD, TWO_CLOUDS, link, two_clouds
 
 PIPELINE = "strategy.kind=pipeline"

@@ -9,8 +9,7 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plan.codecs import Loss, codec_levels
 from isthmus.plan.plan import Plan
-from isthmus.plan.planner import plan
-from isthmus.plan.what_if import levers
+from isthmus.plan.planner import levers, plan
 from tests.plan.jobs import THIRD_CLOUD, link, two_clouds
 
 # The planner takes one that is nearly as cheap and milder.
