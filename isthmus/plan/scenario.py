@@ -100,11 +100,6 @@ class HopLoad:
     forward_coding_s: float = 0.0
     backward_coding_s: float = 0.0
 
-    @property
-    def delays_s(self) -> float:
-        """What a micro-batch's messages are under way, there and, if anything goes back, back."""
-        return (2 if self.backward_bytes else 1) * self.line.delay_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
