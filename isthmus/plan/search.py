@@ -555,7 +555,8 @@ class Search:
         # What was not looked at needs more memory options than all that was.
         later = (replace(one.setting, memory=memory) for one in known[:1] for memory in chain(*self._levels))
         for order in (*known, *(replace(known[0], setting=one) for one in later)):
-            for _, row in self._ranked(order, fits=True)[:1]:
+            is_possible = math.isfinite(_least_totals(order)[0])
+            for _, row in self._ranked(order, fits=True)[:1] if is_possible else ():
                 if ways := candidates(order, tuple(map(int, row))):
                     return min(ways, key=lambda one: self._aim.key(*one.least_totals()))
         return None
