@@ -7,6 +7,7 @@ IsthmusError
 ├── LinkError            a link between clouds cannot go on
 │   ├── FrameError       bytes that are no valid frame
 │   ├── Refused          the peer, or we, turned the handshake down
+│   │   └── NotReady     for now: the peer is still linked to an earlier life of ours
 │   ├── PeerLost         a cloud has been silent for longer than the heartbeat time-out
 │   ├── Aborted          some cloud ended the run for all
 │   └── LinkClosed       the link was used after its end
@@ -76,6 +77,10 @@ class FrameError(LinkError):
 
 class Refused(LinkError):
     """The handshake was turned down, by the peer or by us."""
+
+
+class NotReady(Refused):
+    """The peer is still linked to an earlier life of ours; worth another try."""
 
 
 class PeerLost(LinkError):

@@ -40,6 +40,7 @@ from isthmus.job.fields import (
     MemoryBandwidth,
     Names,
     Pair,
+    Patience,
     Price,
     Proxy,
     Share,
@@ -355,6 +356,8 @@ class CheckpointSpec(Frozen):
     """How many checkpoints are kept; a crash may fall between the saves of two clouds."""
     store: Text | None = Field(None, examples=["s3://bucket/prefix"])
     """Where this site keeps them: a folder, or an address of fsspec; in the run directory if absent."""
+    patience_s: Patience = Field(3600.0, alias="patience", examples=["1 h"])
+    """How long the others wait for a cloud that is lost before they fail; 0: they fail at once."""
 
 
 class LimitsSpec(Frozen):

@@ -58,7 +58,7 @@ _ROLES: Final = {
         train.steps train.recompute train.memory_budget train.offload_optimizer train.compile
         train.evaluate_every train.evaluate_without_codec
         strategy.max_queued strategy.on_lost strategy.wait
-        checkpoint.every checkpoint.overhead checkpoint.keep
+        checkpoint.every checkpoint.overhead checkpoint.keep checkpoint.patience
     """,
     KeyRole.SITE: """
         cloud.profile cloud.gateway cloud.proxy cloud.certificates

@@ -131,7 +131,9 @@ class Failures:
         running = [node for node in self._nodes.values() if node.runs]
         self.tell_others(lost, final=True)
         is_over = not running and not any(node.outcome for node in self._nodes.values())
-        if any(node.outcome is Outcome.FAILED for node in running) or (is_over and not self._num_returning):
+        if any(node.outcome in (Outcome.FAILED, Outcome.REFORM) for node in running) or (
+            is_over and not self._num_returning
+        ):
             self._stop(lost[0].member.cloud)
         for one, other in self._sight.routes_through(lost[0].member.cloud, self._clouds):
             self._tell_pair(one, other, True)

@@ -154,7 +154,7 @@ class PipelineScheduler:
             case Saved(step=step, facts=facts):
                 self._note_saved(step, facts)
             case Lost(member=lost, final=True):
-                self._stop(Outcome.FAILED, f"cloud {lost.cloud!r} left the pipeline")
+                self._stop(Outcome.REFORM, f"cloud {lost.cloud!r} left the pipeline")
         self._next(now_s)
         return tuple(self._actions)
 

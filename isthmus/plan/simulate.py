@@ -284,7 +284,7 @@ class _Simulation:
                 self._clock.at(at_s, self._if_alive, node, node.life, Elapsed())
             case Stop(outcome=outcome):
                 node.outcome = outcome
-                if outcome is Outcome.FAILED:
+                if outcome in (Outcome.FAILED, Outcome.REFORM):
                     self._clock.at(self._clock.now_s, partial(self._failures.tell_others, [node], final=True))
 
     # Works.

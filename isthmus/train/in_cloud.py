@@ -5,6 +5,7 @@ host: the leader, rank 0, gathers what the others have found, and broadcasts wha
 """
 
 import json
+import math
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -121,6 +122,7 @@ def join_world(
     secret: bytes,
     end: Callable[[str], None] = lambda _: None,
     silence_s: float = _SILENCE_S,
+    patience_s: float = math.inf,
 ) -> Iterator[World]:
     """Meet the other ranks of this cloud, which know its secret; the world ends with the block.
 
@@ -131,7 +133,7 @@ def join_world(
         return
     with Watch(spec, cloud=cloud, secret=secret, end=end, timeout_s=silence_s) as watch:
         with _collective():
-            watch.meet(_launchers_store(spec), patience_s=_TIMEOUT.total_seconds())
+            watch.meet(_launchers_store(spec), patience_s=min(patience_s, _TIMEOUT.total_seconds()))
             before = listening_ports()
             store = _open_store(spec, watch)
         with _process_group(spec, device, store, watch) as world:

@@ -87,24 +87,23 @@ class Launch:
                 open_trackers=self._open_trackers,
                 num_threads=threads_here(job),
             )
-            return self._run_until_done(wan, options, restarts=restarts)
-
-    def _run_until_done(self, wan: LocalWan, options: "SessionOptions", *, restarts: int) -> "Trained":
-        """Start all ranks, again after a crash, each time from the newest state that all have saved."""
-        attempt = 0
-        while True:
             work = functools.partial(_be_rank_here, options=options)
-            try:
-                preload = ["isthmus.train.session"]
-                found = run_ranks(self.job, work, wan, on_report=self._hear, stop=self.stop, preload=preload)
-            except CloudFailed as failed:
-                if not failed.is_crash or attempt == restarts or self.stop.is_asked:
-                    raise
-                attempt += 1
-                self._noter(failed.cloud)(f"{failed.message}; starting again, {attempt} of {restarts}")
-            else:
-                first: Trained = next(iter(found.values()))
-                return first
+
+            def tell(failed: CloudFailed, number: int) -> None:
+                self._noter(failed.cloud)(f"{failed.message}; starting again, {number} of {restarts}")
+
+            found = run_ranks(
+                job,
+                work,
+                wan,
+                on_report=self._hear,
+                stop=self.stop,
+                preload=["isthmus.train.session"],
+                restarts=restarts,
+                on_restart=tell,
+            )
+            first: Trained = next(iter(found.values()))
+            return first
 
     def run_as(self, cloud: str, spec: RankSpec) -> "Trained":
         """Be one rank of one cloud; the others are started elsewhere."""

@@ -117,7 +117,7 @@ class Loop:
         self._feed(Started(step, facts))
         while self._stop is None:
             self._feed(self._next())
-        if self._stop.outcome is Outcome.FAILED:
+        if self._stop.outcome in (Outcome.FAILED, Outcome.REFORM):
             raise self._failure or IsthmusError(self._stop.reason, hint=self._stop.hint or None)
         return self._stop
 

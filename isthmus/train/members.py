@@ -5,8 +5,10 @@ that each cloud has saved travel up by the cloud's name, and the decision travel
 all have saved, or a refusal that names the cloud that lacks it. The end is agreed on in the same way.
 """
 
+import math
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -15,9 +17,9 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from isthmus.errors import FrameError, UserError
+from isthmus.errors import FrameError, PeerLost, UserError
 from isthmus.job import Job
-from isthmus.plan.types import Facts, Member, Priority, pack_facts, unpack_facts
+from isthmus.plan.types import Count, Facts, Member, Priority, pack_facts, unpack_facts
 from isthmus.train.in_cloud import World
 from isthmus.train.kinds import pack_config, unpack_config
 from isthmus.train.run_config import MAX_CONFIG_BYTES, RunConfig
@@ -40,7 +42,7 @@ _FACTS: Final = "facts"
 # A neighbour that has not come by then is named.
 _PATIENCE_S: Final = 5.0
 
-_Steps = tuple[Annotated[int, Field(ge=0)], ...]
+_Steps = tuple[Count, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class SavedSteps(Facts):
 
     whole: _Steps = ()
     damaged: _Steps = ()
+    epoch: Count = 0
+    """The newest epoch that the cloud has been in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,8 @@ class _AllSaved(Facts):
 class Start(Facts):
     """Where the run starts; `clock_offset_s` added to the clock here gives the first cloud's."""
 
-    step: Annotated[int, Field(ge=0)]
+    step: Count
+    epoch: Count = 0
     clock_offset_s: float = 0.0
     note: str | None = None
     """What the first cloud reports about the step; only it knows."""
@@ -97,7 +102,7 @@ class Neighbours:
         self.downs = tuple(connect(down, 0) for down in downs) if is_leader else ()
         """The leaders' links away from the first cloud."""
 
-    def meet(self, job: Job, *, note: Callable[[str], None]) -> None:
+    def meet(self, job: Job, *, note: Callable[[str], None], until_s: float = math.inf) -> None:
         """Wait for the neighbours; report whom this cloud waits for, once it has waited a little."""
         for link in filter(None, (self.up, *self.downs)):
             try:
@@ -105,8 +110,15 @@ class Neighbours:
             except TimeoutError:
                 peer = job.cloud_named(link.peer.cloud)
                 place = f" at {peer.listen}" if peer.listen is not None else ""
-                note(f"waiting for cloud {peer.name!r}{place}")
-                link.wait_ready()
+                note(f"waiting for cloud {peer.name!r}{place}{f': {link.problem}' if link.problem else ''}")
+                self._wait(link, until_s)
+
+    def _wait(self, link: Link, until_s: float) -> None:
+        left_s = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
+        try:
+            link.wait_ready(timeout_s=left_s)
+        except TimeoutError as error:
+            raise PeerLost(link.peer.cloud, "it has not come back within checkpoint.patience") from error
 
     def gather_profiles(self, own: Callable[[], str | None], *, is_wanted: bool) -> dict[str, str]:
         """The profiles that clouds measure, by name, at the leader of the first if it asks; else nothing.
@@ -157,7 +169,9 @@ class Neighbours:
         for down in self.downs:
             known |= unpack_facts(down.receive(_SAVED).header.get(_FACTS), _AllSaved).clouds
         if self.up is None:
+            epoch = 1 + max(one.epoch for one in known.values())
             start = choose_start(known, num_steps=num_steps) if is_common else Start(step=0)
+            start = replace(start, epoch=epoch)
         else:
             self.up.send(_SAVED, Packet({_FACTS: pack_facts(_AllSaved(clouds=known))}))
             start = unpack_facts(self.up.receive(_START).header.get(_FACTS), Start)

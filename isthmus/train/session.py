@@ -1,27 +1,43 @@
 """Drives one rank of one cloud from its job to the trained model.
 
-meet the neighbours → agree on run config and step → build the stage → train → gather and export the stages
+each epoch:  meet the neighbours → agree on run config and step → build → train → export
+             a member is lost → end all links, wait for it, and begin the next epoch
+
+Nothing of an epoch reaches the next one but what was saved: links have new sessions, so that a packet of an
+earlier life is refused, and the model is built and loaded anew.
 """
 
+import gc
 import json
+import math
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from isthmus.errors import UserError
+from isthmus.errors import (
+    Aborted,
+    FrameError,
+    IsthmusError,
+    LinkError,
+    NotReady,
+    RankLost,
+    Refused,
+    UserError,
+)
 from isthmus.events import EVENTS_FOLDER, STARTED_KIND, EventLog, StopRequest
 from isthmus.job import Job
 from isthmus.job.rundir import join_run
 from isthmus.model.export import merge, write_part
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.types import Facts, Member, Outcome, Save, pack_facts, unpack_facts
-from isthmus.train.build import Build, BuiltStage, blueprint_of
+from isthmus.train.build import Build, blueprint_of
 from isthmus.train.checkpoint import Checkpoints, Keeper, State
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, TrainingData, open_data
@@ -36,6 +52,7 @@ from isthmus.train.run_config import MODEL_FOLDER, RunConfig
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
 from isthmus.train.store import open_store
 from isthmus.train.wire import Wire
+from isthmus.units import format_duration
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import RankSpec
 from isthmus.wan.link import Link
@@ -84,25 +101,21 @@ def train_cloud(
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     spec = spec or RankSpec()
-    device = Device(job.cloud_named(cloud).device, local_rank=spec.local_rank if spec.num_ranks > 1 else None)
-    kind = kind_of(job)
-    secret = endpoint.inside_secret if spec.num_ranks > 1 else b""
+    local_rank = spec.local_rank if spec.num_ranks > 1 else None
+    session = _Session(
+        job=job,
+        endpoint=endpoint,
+        spec=spec,
+        member=Member(cloud, spec.rank),
+        kind=kind_of(job),
+        device=Device(job.cloud_named(cloud).device, local_rank=local_rank),
+        report=report,
+        options=options,
+        stop=stop or StopRequest(),
+        run_id=options.run_id,
+    )
     try:
-        with join_world(spec, device, cloud=cloud, secret=secret, end=endpoint.abort) as world:
-            session = _Session(
-                job=job,
-                member=Member(cloud, spec.rank),
-                kind=kind,
-                neighbours=Neighbours(
-                    endpoint.link, world, clouds=kind.clouds(job), cloud=cloud, links=kind.links(job)
-                ),
-                device=device,
-                world=world,
-                report=report,
-                options=options,
-                stop=stop or StopRequest(),
-            )
-            return session.run()
+        return session.run()
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"the stage of cloud {cloud!r} does not fit into the memory of its device",
@@ -112,131 +125,210 @@ def train_cloud(
 
 @dataclass(slots=True, kw_only=True)
 class _Session:
-    """One rank's run, from start to end."""
+    """One rank's run, from start to end: one epoch after the other, until one comes to the end."""
 
     job: Job
+    endpoint: Endpoint
+    spec: RankSpec
     member: Member
     kind: RunKind
-    neighbours: Neighbours
     device: Device
-    world: World
     report: Report
     options: SessionOptions
     stop: StopRequest
+    run_id: str | None
+    """The name of the run directory, once this member knows it."""
+    data: TrainingData | None = None
     reasons: tuple[str, ...] = ()
     """The reasons of the plan, at the leader of the first cloud."""
+    epoch: int = 0
+    is_training: bool = False
+    until_s: float = math.inf
+    """The time, of the monotonic clock, at which this member no longer waits for one that was lost."""
 
     def run(self) -> Trained:
-        """Agree, build, train, export."""
-        run_id, choose = self.options.run_id, self.options.choose
-        decides = self._is_first and self._is_leader
-        data = self._open_data(run_id) if decides and run_id is not None else None
-        self.neighbours.meet(self.job, note=self._note)
+        """Form epochs until one of them ends the run; a loss opens the next one."""
+        self.endpoint.may_return = self._patience_s > 0
+        secret = self.endpoint.inside_secret if self.spec.num_ranks > 1 else b""
+        while True:
+            try:
+                with join_world(
+                    self.spec,
+                    self.device,
+                    cloud=self.member.cloud,
+                    secret=secret,
+                    end=self.endpoint.part if self._patience_s else self.endpoint.abort,
+                    patience_s=self.until_s - time.monotonic(),
+                ) as world:
+                    return self._be_in_epoch(world)
+            except (LinkError, RankLost) as error:
+                if not self._may_reform(error):
+                    raise
+                self._begin_again(error.message)
+            # What the last epoch held is in cycles, and the next one needs its memory.
+            gc.collect()
+
+    @property
+    def _patience_s(self) -> float:
+        return self.job.checkpoint.patience_s
+
+    def _may_reform(self, error: IsthmusError) -> bool:
+        """Whether waiting for who was lost can help; not where a cloud has ended or refused the run."""
+        is_second = isinstance(error, NotReady) and self.epoch == 0
+        is_final = is_second or isinstance(error, Aborted | FrameError) or type(error) is Refused
+        return not is_final and self._patience_s > 0 and time.monotonic() < self.until_s
+
+    def _begin_again(self, reason: str) -> None:
+        if self.is_training or self.until_s == math.inf:
+            self.until_s = time.monotonic() + self._patience_s
+            wait = format_duration(self._patience_s)
+            self.note(f"{reason}; waiting for it up to {wait}, then all continue from what was saved last")
+        self.is_training = False
+        self.endpoint.renew(reason)
+
+    def _be_in_epoch(self, world: World) -> Trained:
+        """Meet, agree, build, train, export."""
+        choose = self.options.choose if self.run_id is None else None
+        neighbours = Neighbours(
+            self.endpoint.link,
+            world,
+            clouds=self.kind.clouds(self.job),
+            cloud=self.member.cloud,
+            links=self.kind.links(self.job),
+        )
+        decides = neighbours.index == 0 and world.is_leader
+        if decides and choose is None:
+            self._open_data()
+        neighbours.meet(self.job, note=self.note, until_s=self.until_s)
         profile = self.options.profile or (lambda: None)
-        profiles = self.neighbours.gather_profiles(profile, is_wanted=choose is not None)
+        profiles = neighbours.gather_profiles(profile, is_wanted=choose is not None)
         if choose is not None:
-            run_id = choose(profiles)
-            data = self._open_data(run_id)
-        own = None if data is None or run_id is None else self._config(data, run_id)
-        config = self.neighbours.agree_on_config(own)
+            self.run_id = choose(profiles)
+            self._open_data()
+        config = neighbours.agree_on_config(self._config() if decides else None)
+        self.run_id = config.run_id
         run = join_run(self.options.root, self.job, config.run_id)
-        if self._is_leader:
+        if world.is_leader:
             write_config(run, config)
-        if data is None and self.kind.reads(config, self.member.cloud):
-            data = self._open_data(config.run_id)
+        if self.kind.reads(config, self.member.cloud):
+            self._open_data()
         checkpoints = Checkpoints(
             open_store(run, self.job.checkpoint.store),
             cloud=self.member.cloud,
             keep=self.job.checkpoint.keep,
             job=self.job.meaning_digest,
-            note=self._note,
+            note=self.note,
         )
-        saved = checkpoints.inspect() if self._is_leader else SavedSteps()
-        start = self.neighbours.agree_on_start(
-            saved, num_steps=self.job.train.steps, is_common=self.kind.saves_together
+        saved = checkpoints.inspect() if world.is_leader else SavedSteps()
+        start = neighbours.agree_on_start(
+            replace(saved, epoch=self.epoch),
+            num_steps=self.job.train.steps,
+            is_common=self.kind.saves_together,
         )
+        self.epoch = start.epoch
         build = Build(
             job=self.job,
             config=config,
             cloud=self.member.cloud,
             blueprint=blueprint_of(self.job, config=config.model, num_labels=config.num_labels),
             device=self.device,
-            world=self.world,
+            world=world,
         )
-        role = self.kind.make(build)
-        built = role.built
+        return _Epoch(
+            session=self,
+            world=world,
+            neighbours=neighbours,
+            start=start,
+            run=run,
+            role=self.kind.make(build),
+            checkpoints=checkpoints,
+        ).live()
+
+    def note(self, text: str) -> None:
+        if self.spec.is_leader:
+            self.report(json.dumps({"kind": "note", "text": text}))
+
+    def _open_data(self) -> None:
+        if self.data is None and self.run_id is not None:
+            run = join_run(self.options.root, self.job, self.run_id)
+            tokens = tokens_of(self.job, root=self.options.root, note=self.note)
+            job = self.kind.data_job(self.job, self.member.cloud)
+            self.data = open_data(job, tokenizer_folder=run / TOKENIZER_FOLDER, tokens=tokens)
+
+    def _config(self) -> RunConfig:
+        """The run config, from the data and from what was planned when the run started."""
+        job, data, run_id = self.job, self.data, self.run_id
+        if data is None or run_id is None:
+            raise ValueError("a run config is made from the data of a run")
+        decisions = self.kind.decide(job, read_decisions(self.options.root / job.name / run_id))
+        self.reasons = decisions.reasons
+        blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
+        return self.kind.config_of(job, decisions, blueprint, data, run_id=run_id)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Epoch:
+    """A member's part in one epoch, once all have agreed: from what was saved to the end or a loss."""
+
+    session: _Session
+    world: World
+    neighbours: Neighbours
+    start: Start
+    run: Path
+    role: Role
+    checkpoints: Checkpoints
+
+    def live(self) -> Trained:
+        """Train from the state that was saved, and export the model unless the run was stopped before."""
+        built = self.role.built
+        session = self.session
         keeper = Keeper(
-            checkpoints,
+            self.checkpoints,
             self.world,
             stage=built.stage,
             optimizer=built.optimizer,
-            device=self.device,
-            extra=role.extra,
-            note=self._note,
-            patience_s=self.job.checkpoint.every_s,
+            device=session.device,
+            extra=self.role.extra,
+            note=session.note,
+            patience_s=session.job.checkpoint.every_s,
         )
-        stopped_at = self._train(role, keeper, start, data, run)
+        stopped_at = self._train(keeper)
         if stopped_at is None:
-            self._export(role, keeper, run)
-            if data is not None and self._is_first and self._is_leader:
-                note = role.describe(run / MODEL_FOLDER, data)
-                if note is not None:
-                    self._note(note)
-        return Trained(run=run, stopped_at=stopped_at)
+            self._export(keeper)
+        return Trained(run=self.run, stopped_at=stopped_at)
 
     @property
     def _is_first(self) -> bool:
-        return self.neighbours.index == 0
-
-    @property
-    def _is_leader(self) -> bool:
-        return self.world.is_leader
-
-    def _note(self, text: str) -> None:
-        self.report(json.dumps({"kind": "note", "text": text}))
-
-    # The start.
-
-    def _open_data(self, run_id: str) -> TrainingData:
-        run = join_run(self.options.root, self.job, run_id)
-        tokens = tokens_of(self.job, root=self.options.root, note=self._note)
-        job = self.kind.data_job(self.job, self.member.cloud)
-        return open_data(job, tokenizer_folder=run / TOKENIZER_FOLDER, tokens=tokens)
-
-    def _config(self, data: TrainingData, run_id: str) -> RunConfig:
-        """The run config, from the data and from what was planned when the run started."""
-        job, about = self.job, data.facts
-        decisions = self.kind.decide(job, read_decisions(self.options.root / job.name / run_id))
-        self.reasons = decisions.reasons
-        blueprint = blueprint_of(job, config=about.config, num_labels=about.num_labels)
-        return self.kind.config_of(job, decisions, blueprint, data, run_id=run_id)
+        """Whether this is the leader of the first cloud."""
+        return self.neighbours.index == 0 and self.world.is_leader
 
     # Training.
 
-    def _train(
-        self, role: Role, keeper: Keeper, start: Start, data: TrainingData | None, run: Path
-    ) -> int | None:
+    def _train(self, keeper: Keeper) -> int | None:
         """Train to the end, or to the step at which an orderly stop was asked for."""
+        session, role, start = self.session, self.role, self.start
         state = keeper.load(start.step) if start.step else None
         links = self.neighbours.links(role.peers)
         with ExitStack() as stack:
             cursor = None if state is None else state.cursor
             feed = None
-            if data is not None:
-                feed = role.feed(data, step=start.step, cursor=cursor)
+            if session.data is not None:
+                feed = role.feed(session.data, step=start.step, cursor=cursor)
             if feed is not None:
                 stack.enter_context(feed)
-            journal = stack.enter_context(self._journal(run, start, links))
-            self._note_start(journal, role.built, start)
+            journal = stack.enter_context(self._journal(links))
+            self._note_start(journal)
 
             def save(action: Save, done: OnEvent) -> Callable[[], None]:
                 state = _state(action.step, action.facts, feed, loop.wires)
                 return keeper.save(state, done, safe_step=action.safe_step, on_saved=journal.saved)
 
-            loop = open_loop(role, self.member, links, observer=journal, source=feed, save=save)
+            loop = open_loop(role, session.member, links, observer=journal, source=feed, save=save)
             facts = None if state is None else _restore(state, loop.wires, role.state)
             stack.callback(keeper.close)
-            with loop, self.stop.honoured_by(lambda: loop.interrupt("the user or the system asked for it")):
+            asked = session.stop.honoured_by(lambda: loop.interrupt("the user or the system asked for it"))
+            with loop, asked:
+                session.is_training = True
                 ended = loop.run(start.step, facts)
                 self.neighbours.agree_on_end()
             for wire in loop.wires.values():
@@ -244,31 +336,33 @@ class _Session:
                     journal.note(wire.cache.describe())
         return ended.step if ended.outcome is Outcome.INTERRUPTED else None
 
-    def _note_start(self, journal: Journal, built: BuiltStage, start: Start) -> None:
-        if not self._is_leader:
+    def _note_start(self, journal: Journal) -> None:
+        if not self.world.is_leader:
             return
-        for note in (*self.reasons, *built.stage.notes):
+        is_anew = self.start.epoch > 1
+        reasons = () if is_anew else self.session.reasons
+        for note in (*reasons, *self.role.built.stage.notes):
             journal.note(note)
-        if start.step:
-            journal.note(f"resumed after step {start.step}")
-        if start.note is not None:
-            journal.note(start.note)
+        if self.start.step or is_anew:
+            where = f"after step {self.start.step}" if self.start.step else "from the first step"
+            journal.note(f"resumed {where}{f', epoch {self.start.epoch}' if is_anew else ''}")
+        if self.start.note is not None:
+            journal.note(self.start.note)
 
     @contextmanager
-    def _journal(self, run: Path, start: Start, links: Mapping[Member, Link]) -> Iterator[Journal]:
-        is_first = self._is_first and self._is_leader
-        opens = self.options.open_trackers if is_first else None
-        trackers = opens(run) if opens is not None else ()
-        cloud, rank = self.member
-        path = run / EVENTS_FOLDER / f"{cloud if self._is_leader else f'{cloud}.{rank}'}.jsonl"
+    def _journal(self, links: Mapping[Member, Link]) -> Iterator[Journal]:
+        opens = self.session.options.open_trackers if self._is_first else None
+        trackers = opens(self.run) if opens is not None else ()
+        cloud, rank = self.session.member
+        path = self.run / EVENTS_FOLDER / f"{cloud if self.world.is_leader else f'{cloud}.{rank}'}.jsonl"
         try:
-            with EventLog(path, clock_offset_s=start.clock_offset_s) as log:
-                log.fact(STARTED_KIND, {"step": start.step})
+            with EventLog(path, clock_offset_s=self.start.clock_offset_s) as log:
+                log.fact(STARTED_KIND, {"step": self.start.step, "epoch": self.start.epoch})
                 yield Journal(
                     log,
-                    is_first=is_first,
+                    is_first=self._is_first,
                     links=list(links.values()),
-                    report=self.report,
+                    report=self.session.report,
                     trackers=trackers,
                 )
         finally:
@@ -277,28 +371,39 @@ class _Session:
 
     # The end.
 
-    def _export(self, role: Role, keeper: Keeper, run: Path) -> None:
+    def _export(self, keeper: Keeper) -> None:
         """Write what this cloud has of each model, and join the parts of all clouds at the first."""
-        own = run / f"{PARTS_PREFIX}{self.member.cloud}"
-        if self._is_leader:
+        own = self.run / f"{PARTS_PREFIX}{self.session.member.cloud}"
+        if self.world.is_leader:
             fresh_folder(own)
         scratch = own / _GATHERED_FILE
-        models = role.models()
-        for folder, stage in models.items():
+        for folder, stage in self.role.models().items():
             tensors = keeper.export(scratch)
-            if self._is_leader:
-                write_part(stage, own / f"{folder}.{self.member.cloud}", tensors=tensors)
+            if self.world.is_leader:
+                write_part(stage, own / f"{folder}.{self.session.member.cloud}", tensors=tensors)
                 scratch.unlink(missing_ok=True)
-        if not self._is_leader:
+        if self.world.is_leader:
+            parts = self.neighbours.gather_parts(own)
+            if self._is_first:
+                self._merge(parts)
+            shutil.rmtree(own)
+        if not self._is_first:
+            # Until then the first cloud may need our part again.
+            self.neighbours.agree_on_end()
             return
-        parts = self.neighbours.gather_parts(own)
-        if self._is_first:
-            companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
-            for folder in sorted({part.stem for part in parts}):
-                of_model = [part for part in parts if part.stem == folder]
-                for note in merge(of_model, run / folder, companions=companions):
-                    self._note(note)
-        shutil.rmtree(own)
+        with suppress(LinkError, RankLost):
+            self.neighbours.agree_on_end()
+
+    def _merge(self, parts: Sequence[Path]) -> None:
+        run, note, data = self.run, self.session.note, self.session.data
+        companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
+        for folder in sorted({part.stem for part in parts}):
+            of_model = [part for part in parts if part.stem == folder]
+            for text in merge(of_model, run / folder, companions=companions):
+                note(text)
+        described = None if data is None else self.role.describe(run / MODEL_FOLDER, data)
+        if described is not None:
+            note(described)
 
 
 def _state(step: int, facts: Facts | None, feed: Feed | None, wires: Mapping[Member, Wire]) -> State:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from isthmus.errors import Aborted, IsthmusError, Refused, Terminated, UserError
+from isthmus.errors import Aborted, IsthmusError, LinkClosed, Refused, Terminated, UserError
 from isthmus.job import Address, CloudSpec, Job, LinkSpec
 from isthmus.job.fields import format_proxy
 from isthmus.plan.types import Member
@@ -19,6 +19,7 @@ from isthmus.wan.gateway import Registration
 from isthmus.wan.handshake import Hello, mismatch, name_of, server_name
 from isthmus.wan.inbox import LARGE_BYTES
 from isthmus.wan.link import Dial, Link
+from isthmus.wan.packet import Close
 from isthmus.wan.sockets import ConnectionLimiter, own_address, try_to_bind
 from isthmus.wan.transport import Dialer, Listener, process_loop
 
@@ -30,6 +31,8 @@ UNKNOWN_STRIPES = 4
 # What a kernel's default buffers let one TCP connection keep under way.
 STRIPE_BYTES = 2 * 1024 * 1024
 MIN_STREAM_WINDOW_BYTES = 64 * 1024 * 1024
+# What ends the run for all; any other error is a crash, after which this cloud may come back.
+_LAST_ERRORS = IsthmusError | KeyboardInterrupt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +103,13 @@ class Endpoint:
         cloud: str,
         identity: Identity,
         rank: int = 0,
-        epoch: int = 0,
         site: Site | None = None,
     ) -> None:
         self._job = job
         self._cloud = job.cloud_named(cloud)
         self._identity = identity
         self.here = Member(cloud, rank)
-        self._hello = Hello(job_digest=job.digest, job=job.agreement, cloud=cloud, rank=rank, epoch=epoch)
+        self._hello = Hello(job_digest=job.digest, job=job.agreement, cloud=cloud, rank=rank)
         self._site = site or Site()
         self._links: dict[tuple[str, int], Link] = {}
         self._lock = threading.Lock()
@@ -116,6 +118,8 @@ class Endpoint:
         self._listener: Listener | None = None
         self._registration: Registration | None = None
         self.port: int | None = None
+        self.may_return = False
+        """Whether the others wait for this rank when it crashes, so that a crash does not end the run."""
         if self._cloud.listen is not None:
             self._listen(self._site.bind or self._usual_bind(self._cloud.listen))
         if self._is_behind_gateway and self._cloud.gateway is not None:
@@ -147,6 +151,18 @@ class Endpoint:
         for link in links:
             link.join()
 
+    def part(self, reason: str) -> None:
+        """End all links; peers hear that this life of them is over, not the run."""
+        for link in self._all_links():
+            link.hasten()
+            link.fail(LinkClosed(reason), last_word=Close())
+
+    def renew(self, reason: str) -> None:
+        """End all links and forget them: those asked for from now on are of a new epoch."""
+        self.part(reason)
+        with self._lock:
+            self._links.clear()
+
     def close(self) -> None:
         """Close all links and stop listening."""
         for link in self._all_links():
@@ -162,7 +178,9 @@ class Endpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and self.may_return and not isinstance(error, _LAST_ERRORS):
+            self.part(_words(error))
+        elif error is not None:
             # Who was told to end must end; what has failed had better be known to all.
             self.abort(_words(error), is_hasty=isinstance(error, KeyboardInterrupt | Terminated))
         self.close()

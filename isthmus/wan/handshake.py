@@ -67,7 +67,8 @@ def name_of(member: Member) -> str:
 class Hello:
     """What each end says before anything else: who it is, and whom it means to speak to.
 
-    `session` names one life of one end of the link.
+    `session` names one life of one end of the link, and `met` the life of the peer that this end has met:
+    a connection of lives that have ended is told from one of the present ones.
     """
 
     version: _Number = PROTOCOL_VERSION
@@ -77,7 +78,7 @@ class Hello:
     """What the clouds must agree on, to tell where jobs differ."""
     cloud: _Text
     rank: _Number = 0
-    epoch: _Number = 0
+    met: _Text = ""
     peer_cloud: _Text = ""
     peer_rank: _Number = 0
     session: _Text = ""
@@ -148,10 +149,6 @@ def mismatch(here: Hello, there: Hello) -> str | None:
         return (
             f"{there.who} and {here.who} have different job files: "
             f"{disagreement(there.job, here.job, told) or 'their SHA-256 differs'}: give both the same file"
-        )
-    if there.epoch != here.epoch:
-        return (
-            f"{there.who} is in epoch {there.epoch}, {here.who} in epoch {here.epoch}: restart the older one"
         )
     if not 0 <= there.lane < MAX_NUM_LANES:
         return f"{there.who} asks for connection number {there.lane}, beyond {MAX_NUM_LANES - 1}"

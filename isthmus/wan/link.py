@@ -26,7 +26,7 @@ from enum import StrEnum
 from random import uniform
 from typing import Protocol
 
-from isthmus.errors import Aborted, FrameError, LinkClosed, LinkError, PeerLost, Refused
+from isthmus.errors import Aborted, FrameError, LinkClosed, LinkError, NotReady, PeerLost, Refused
 from isthmus.events import steady_ns
 from isthmus.plan.types import Member
 from isthmus.wan.exchange import CONTROL_LANE, FIRST_STRIPE, Exchange, LinkSettings
@@ -114,6 +114,7 @@ class Link(Exchange):
         self._dials = dial is not None
         self.peer_session: str | None = None
         self._is_known = False
+        self._turned_away_s = 0.0
         self._is_hasty = False
         self._lanes: dict[int, _Lane] = {}
         self._complaints = Complaints(log)
@@ -160,20 +161,30 @@ class Link(Exchange):
     # For the transport, on the event loop.
 
     def admit(self, hello: Hello) -> None:
-        """Prepare for a connection of the peer, or raise Refused; the first fixes the peer's session."""
+        """Prepare for a connection of the peer, or raise Refused; the first fixes the peer's session.
+
+        `NotReady` where the connection may be taken a little later.
+        """
+        if hello.met not in ("", self.hello.session):
+            raise Refused(f"{self._here} has begun a new epoch")
         if self.failure is not None and not self._needs(hello.lane):
-            raise Refused(f"{self._here} has ended its link: {self.failure.message}")
+            kind = Refused if isinstance(self.failure, Aborted) else NotReady
+            raise kind(f"{self._here} has ended its link: {self.failure.message}")
         if self.peer_session not in (None, hello.session):
             # A process that has ended leaves no control connection, and one that is silent is hung up.
             if CONTROL_LANE in self._lanes:
                 both = f"{self._peer} is already connected to {self._here}"
-                raise Refused(f"{both}: end one of its two processes")
+                raise NotReady(f"{both}: end one of its two processes")
             self._lose("has restarted")
-            raise Refused(f"{self._peer} has restarted while {self._here} has not: restart both")
+            raise NotReady(f"{self._peer} has restarted while {self._here} has not")
         self.peer_session = hello.session
         # It must be missed even if it vanishes before its connection is used.
         self.heartbeat.heard()
         self._met.set()
+
+    def greeting(self, lane: int) -> Hello:
+        """The hello of this end for one connection."""
+        return replace(self.hello, lane=lane, met=self.peer_session or "")
 
     def give_up(self) -> None:
         """The peer cannot come any more: end, and wait for nothing."""
@@ -225,7 +236,7 @@ class Link(Exchange):
         backoff_s = FIRST_BACKOFF_S
         while self._needs(number):
             try:
-                connection, hello = await dial(self.hello.on_lane(number))
+                connection, hello = await dial(self.greeting(number))
                 backoff_s = FIRST_BACKOFF_S
                 await self._serve_dialled(number, connection, hello)
             except Refused as refused:
@@ -260,9 +271,18 @@ class Link(Exchange):
             # The peer has ended its link, and its control connection is about to say why.
             self._complain(number, refused.message)
             return
+        if isinstance(refused, NotReady) and self.failure is None and not self._met.is_set():
+            self._turned_away_s = self._turned_away_s or time.monotonic()
+            # A silent control connection of an earlier life is hung up after half the time-out.
+            if time.monotonic() < self._turned_away_s + 0.6 * self.settings.heartbeat_timeout_s:
+                self._complain(number, refused.message)
+                return
         self._parted.set()
+        if self._met.is_set():
+            # The peer has met us before, so it is another life of it that turns us down.
+            self._lose(f"has ended its link: {refused.message}")
         # A new error, because the traceback of this one would keep gRPC's call and channel alive.
-        self.fail(Refused(refused.message, hint=refused.hint))
+        self.fail(type(refused)(refused.message, hint=refused.hint))
 
     def _complain(self, number: int, reason: str) -> None:
         """Log why the peer cannot be reached, once for each reason: it may just not have started yet."""

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class LocalWan(Closing):
             for rank in range(cloud.ranks)
         }
         self._meetings = {cloud.name: _reserve_port() for cloud in job.cloud if cloud.ranks > 1}
+        self.ranks: Ranks | None = None
+        """The processes that use this network, once they run."""
         self._relays: dict[frozenset[str], Relay] = {}
         for number, link in enumerate(job.link):
             self._relays[frozenset(link.between)] = self._emulate(link, seed=job.seed + number)
@@ -175,6 +178,8 @@ def run_ranks(
     on_report: Callable[[str, str], None],
     stop: Stoppable | None = None,
     preload: Sequence[str] = (),
+    restarts: int = 0,
+    on_restart: Callable[[CloudFailed, int], None] = lambda _failed, _number: None,
 ) -> dict[Member, Any]:
     """Run the work in one process per rank and return the results; a failure of one ends all.
 
@@ -186,34 +191,126 @@ def run_ranks(
         stop: a request to stop, which is passed to the first process as `STOP_SIGNAL`.
         preload: modules that the work imports late; they and the work's own module are imported once for
             all processes. None of them may initialise an accelerator, since processes are forked afterwards.
+        restarts: how often a rank whose process has crashed is started again; the others keep theirs.
+        on_restart: is told why a rank is started again, and the how manyth time it is.
     """
-    context = _fork_context(work, preload)
-    processes: dict[Member, BaseProcess] = {}
-    heard: dict[Member, Connection] = {}
+    ranks = Ranks(job, work, wan, _fork_context(work, preload))
     try:
-        for cloud in job.cloud:
-            for rank in range(cloud.ranks):
-                spec, member = wan.rank_spec(cloud.name, rank), Member(cloud.name, rank)
-                heard[member], telling = context.Pipe(duplex=False)
-                ends = (wan.identity(cloud.name), wan.site(cloud.name, rank))
-                arguments = (work, job, spec, *ends, cloud.name, telling, dict(os.environ))
-                started = context.Process(target=_be_rank, args=arguments, daemon=True)
-                started.start()
-                # Not before, since a process whose start Ctrl-C interrupts cannot be killed.
-                processes[member] = started
-                # Its end here would hide that the process has ended.
-                telling.close()
-        first = next(iter(processes.values()))
-        with nullcontext() if stop is None else stop.honoured_by(lambda: _ask(first)):
-            return _collect(job, processes, heard, on_report)
+        with ranks.lock:
+            for cloud in job.cloud:
+                for rank in range(cloud.ranks):
+                    ranks.start(Member(cloud.name, rank))
+        with nullcontext() if stop is None else stop.honoured_by(ranks.ask_to_stop):
+            return ranks.collect(on_report, restarts=restarts, on_restart=on_restart)
     finally:
+        ranks.close()
+
+
+class Ranks:
+    """The processes of all ranks on this machine, and what they tell; a fault may signal them."""
+
+    def __init__(self, job: Job, work: RankWork, wan: LocalWan, context: ForkServerContext) -> None:
+        self._job = job
+        self._work = work
+        self._wan = wan
+        self._context = context
+        self._processes: dict[Member, BaseProcess] = {}
+        self._heard: dict[Member, Connection] = {}
+        self._is_stopping = False
+        self.lock = threading.Lock()
+        """Held while processes are started and ended, so that no signal reaches another one."""
+        wan.ranks = self
+
+    def start(self, member: Member) -> None:
+        """Start the process of a rank."""
+        cloud, rank = member
+        heard, telling = self._context.Pipe(duplex=False)
+        ends = (self._wan.identity(cloud), self._wan.site(cloud, rank))
+        spec = self._wan.rank_spec(cloud, rank)
+        arguments = (self._work, self._job, spec, *ends, cloud, telling, dict(os.environ))
+        started = self._context.Process(target=_be_rank, args=arguments, daemon=True)
+        self._heard[member] = heard
+        started.start()
+        # Not before, since a process whose start Ctrl-C interrupts cannot be killed.
+        self._processes[member] = started
+        # Its end here would hide that the process has ended.
+        telling.close()
+
+    def ask_to_stop(self) -> None:
+        """Ask the first process for an orderly stop."""
+        self._is_stopping = True
+        self.signal([next(iter(self._processes))], STOP_SIGNAL)
+
+    def signal(self, members: Iterable[Member], number: int) -> None:
+        """Send a signal to the processes of ranks that still run."""
+        with self.lock:
+            for process in [self._processes[one] for one in members if one in self._processes]:
+                if process.pid is not None and process.exitcode is None:
+                    os.kill(process.pid, number)
+
+    def close(self) -> None:
+        """End all processes."""
         # Ranks ignore the signals that reach a whole process group.
-        for process in processes.values():
+        for process in self._processes.values():
             process.kill()
-        for process in processes.values():
+        for process in self._processes.values():
             process.join()
-        for connection in heard.values():
+        for connection in self._heard.values():
             connection.close()
+
+    def collect(
+        self,
+        on_report: Callable[[str, str], None],
+        *,
+        restarts: int,
+        on_restart: Callable[[CloudFailed, int], None],
+    ) -> dict[Member, Any]:
+        """Wait for the results of all ranks."""
+        results: dict[Member, Any] = {}
+        failures: dict[Member, _Failed] = {}
+        num_restarts: Counter[Member] = Counter()
+        num_crashes = 0
+        last_words_until_s = math.inf
+        silent = [*self._processes]
+        while silent and (left_s := last_words_until_s - time.monotonic()) > 0:
+            for member in self._ready(silent, None if left_s == math.inf else left_s):
+                match words := _hear(self._heard[member], self._processes[member]):
+                    case str():
+                        on_report(f"{member.cloud}/{member.rank}" if member.rank else member.cloud, words)
+                        continue
+                    case _Done(result):
+                        results[member] = result
+                    case _Failed():
+                        # An echo belongs to a crash; no rank has more of them than there were crashes.
+                        is_free = words.is_echo and num_restarts[member] < num_crashes
+                        is_lost = (words.is_crash or words.is_echo) and not (failures or self._is_stopping)
+                        if is_lost and (is_free or num_crashes < restarts):
+                            num_crashes += not is_free
+                            num_restarts[member] += 1
+                            on_restart(_first_cause({member: words}, self._job), num_crashes)
+                            self._start_again(member)
+                            continue
+                        failures[member] = words
+                        last_words_until_s = min(last_words_until_s, time.monotonic() + _LAST_WORDS_S)
+                silent.remove(member)
+        if failures:
+            raise _first_cause(failures, self._job)
+        return results
+
+    def _ready(self, silent: Sequence[Member], timeout_s: float | None) -> list[Member]:
+        """The ranks that have said something, or whose processes have ended."""
+        ends: dict[Connection | int, Member] = {self._heard[one]: one for one in silent}
+        ends |= {self._processes[one].sentinel: one for one in silent}
+        ready = {ends[one] for one in wait([*ends], timeout_s) if isinstance(one, Connection | int)}
+        return [member for member in silent if member in ready]
+
+    def _start_again(self, member: Member) -> None:
+        with self.lock:
+            # It may have said that it failed, and still be ending.
+            self._processes[member].kill()
+            self._processes[member].join()
+            self._heard[member].close()
+            self.start(member)
 
 
 def _fork_context(work: RankWork, preload: Sequence[str]) -> ForkServerContext:
@@ -272,49 +369,12 @@ def _tell(words: "queue.SimpleQueue[_Told | None]", telling: Connection) -> None
         telling.send(one)
 
 
-def _ask(process: BaseProcess) -> None:
-    if process.pid is not None and process.exitcode is None:
-        os.kill(process.pid, STOP_SIGNAL)
-
-
 def _end_with_parent() -> None:
     """Leave no rank behind that trains on beside those of the next start, whatever ended the parent."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(EXIT_LOST)
-
-
-def _collect(
-    job: Job,
-    processes: Mapping[Member, BaseProcess],
-    heard: Mapping[Member, Connection],
-    on_report: Callable[[str, str], None],
-) -> dict[Member, Any]:
-    results: dict[Member, Any] = {}
-    failures: dict[Member, _Failed] = {}
-    last_words_until_s = math.inf
-    silent = [*processes]
-    while silent and (left_s := last_words_until_s - time.monotonic()) > 0:
-        ends: list[Connection | int] = [
-            *(heard[one] for one in silent),
-            *(processes[one].sentinel for one in silent),
-        ]
-        ready = wait(ends, None if left_s == math.inf else left_s)
-        for member in [one for one in silent if heard[one] in ready or processes[one].sentinel in ready]:
-            match words := _hear(heard[member], processes[member]):
-                case str():
-                    on_report(f"{member.cloud}/{member.rank}" if member.rank else member.cloud, words)
-                    continue
-                case _Done(result):
-                    results[member] = result
-                case _Failed():
-                    failures[member] = words
-                    last_words_until_s = min(last_words_until_s, time.monotonic() + _LAST_WORDS_S)
-            silent.remove(member)
-    if failures:
-        raise _first_cause(failures, job)
-    return results
 
 
 def _hear(connection: Connection, process: BaseProcess) -> _Told:

@@ -78,11 +78,10 @@ class MemoryLink(Disturbed):
         if self._loop.time() < self._cut_until_s:
             raise ConnectionError("the link is cut")
         await self._travel()
-        answer = self._listener.hello.on_lane(hello.lane)
-        if reason := mismatch(answer, hello):
+        if reason := mismatch(self._listener.hello, hello):
             raise Refused(reason)
         self._listener.admit(hello)
-        return self._connect(hello.lane), answer
+        return self._connect(hello.lane), self._listener.greeting(hello.lane)
 
     def _connect(self, lane: int) -> "_End":
         near, far = (_End(outward, self._spoiled) for outward in self._lines)

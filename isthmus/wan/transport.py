@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from isthmus.errors import FrameError, Refused
+from isthmus.errors import FrameError, NotReady, Refused
 from isthmus.wan.certificates import Identity
 from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
 from isthmus.wan.link import Dialled, Link
@@ -23,6 +23,7 @@ _SERVICE = "isthmus.Link"
 _METHOD = "Connect"
 _DIAL_TIMEOUT_S = 10.0
 _GRACE_S = 0.5
+_REFUSALS = {grpc.StatusCode.FAILED_PRECONDITION: Refused, grpc.StatusCode.ABORTED: NotReady}
 
 # gRPC's own window would stall a long fat pipe at 64 KiB; the link bounds what is under way by itself.
 _OPTIONS = [
@@ -137,8 +138,8 @@ class Dialer:
 
 def _failure(code: grpc.StatusCode, details: str, address: str) -> ConnectionError | Refused:
     """What a call that never came up means: our peer's refusal, a certificate's, or a line that is down."""
-    if code is grpc.StatusCode.FAILED_PRECONDITION:
-        return Refused(details)
+    if code in _REFUSALS:
+        return _REFUSALS[code](details)
     if "CERTIFICATE" in details or "Hostname Verification" in details:
         return Refused(
             f"the certificate shown by or to {address} was turned down: {_tls_reason(details)}",
@@ -201,10 +202,12 @@ class Listener:
         except (FrameError, Refused) as error:
             text = f"refused {place[0]}: {error.message}"
             self._complaints.tell(text, about=place[0], kind=type(error).__name__)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+            is_final = not isinstance(error, NotReady)
+            code = grpc.StatusCode.FAILED_PRECONDITION if is_final else grpc.StatusCode.ABORTED
+            await context.abort(code, error.message)
         self._limiter.authenticated(place)
         try:
-            await context.send_initial_metadata(link.hello.on_lane(hello.lane).to_metadata())
+            await context.send_initial_metadata(link.greeting(hello.lane).to_metadata())
             # It ends when this handler returns.
             await link.serve(hello.lane, context)
         finally:

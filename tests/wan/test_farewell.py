@@ -117,7 +117,7 @@ def test_a_close_before_the_peer_is_there_is_heard(loop: LoopThread, cloud: str)
 
 
 def test_what_the_listening_end_still_holds_does_not_keep_a_link_open_whose_dialler_has_gone() -> None:
-    wan = MemoryLink(Hello(cloud="east", epoch=1), "west")
+    wan = MemoryLink(Hello(cloud="east", rank=0), "west")
     wan.end("west").send("never", Packet({}))
     closing = start(wan.close)
     closing.join(20)
