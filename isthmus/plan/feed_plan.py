@@ -74,9 +74,8 @@ def feed_of(
 ) -> GeneratorDiscriminator:
     """The schedule of these clouds, of which the first discriminates."""
     judge, *others = clouds
-    specs = [spec_of(strategy, name) for name in others]
-    weights = [one.size**strategy.size_exponent for one in specs]
-    quotas = shared_out(num_steps * strategy.batches, weights, given=[one.quota for one in specs])
+    given, weights = [spec_of(strategy, name).quota for name in others], shares(strategy, clouds)
+    quotas = shared_out(num_steps * strategy.batches, weights, given=given)
     streams = tuple(
         GeneratorStream(members=(Member(name),), quota=quota, weight=weight)
         for name, quota, weight in zip(others, quotas, weights, strict=True)
@@ -97,6 +96,12 @@ def feed_of(
         on_lost=strategy.on_lost,
         wait_s=strategy.wait_s,
     )
+
+
+def shares(strategy: GeneratorDiscriminatorStrategy, clouds: Sequence[str]) -> list[float]:
+    """The share of each generator in the stream; the first cloud discriminates."""
+    weights = [spec_of(strategy, name).size ** strategy.size_exponent for name in clouds[1:]]
+    return [one / sum(weights) for one in weights]
 
 
 def shared_out(total: int, weights: Sequence[float], *, given: Sequence[int | None]) -> list[int]:

@@ -21,6 +21,7 @@ from isthmus.events import Span
 from isthmus.job import DataStrategy, GeneratorDiscriminatorStrategy, Job, PipelineStrategy
 from isthmus.plan.codecs import Loss
 from isthmus.plan.costs import PlannedModel, Precision, Task
+from isthmus.plan.feed_plan import FeedTimes, batch_bytes, forecast, shares
 from isthmus.plan.memory import Memory, Sharding, stage_memory
 from isthmus.plan.models import load_config, model_config, read_model, with_task
 from isthmus.plan.plan import (
@@ -53,6 +54,10 @@ _MAX_SUBSETS: Final = 6
 _GENERATOR_SHARE: Final = 3
 
 _COPY, _GENERATOR, _DISCRIMINATOR = "the whole model", "a generator", "the discriminator"
+
+_ONE_WAY: Final = "token ids and labels, one way"
+# Below these a wait, or what a line costs, is not what limits a feed.
+_SHORT_WAIT, _NEAR_ONE = 0.01, 0.99
 
 Direction = tuple[int, int]
 """One direction of a link between two clouds, by their numbers in a study."""
@@ -171,6 +176,7 @@ def _plan(
     note: str,
     settings: DataSettings | None = None,
     loss: Loss = Loss.NONE,
+    is_simulated: bool = False,
 ) -> Plan:
     """The plan of whole models that are busy for so long in a step, with what clouds wait for."""
     stages = tuple(one.stage(busy_s) for one, busy_s in wholes.items())
@@ -189,6 +195,7 @@ def _plan(
             num_steps=study.step.num_steps,
             bubble=BubbleSplit(**shares),
             limiting=limiting,
+            is_simulated=is_simulated,
         ),
         reason="",
         settings=settings,
@@ -427,7 +434,7 @@ def generator_plans(study: Study, strategy: GeneratorDiscriminatorStrategy) -> l
         for judge in candidates:
             joined = [one for one in generators[number] if (one.cloud, judge.cloud) in study.links]
             if joined and judge.facts.name in _judge_names(study.job, strategy):
-                plans.append(_generator_plan(study, joined, judge, small.vocabulary_size))
+                plans.append(_generator_plan(study, strategy, joined, judge, small.vocabulary_size))
     if not plans:
         raise _no_generator(study, strategy, models)
     return plans
@@ -451,37 +458,59 @@ def _models(study: Study, strategy: GeneratorDiscriminatorStrategy) -> tuple[Pla
     return read_model(filling, own, source=study.source), large
 
 
-def _generator_plan(study: Study, generators: Sequence[Whole], judge: Whole, vocabulary: int) -> Plan:
-    """All clouds work at once, since nothing flows back: the slowest of clouds and links counts."""
-    number = judge.setting.num_microbatches
-    speeds = [1 / one.load.interval_s for one in generators]
-    step_bytes = study.step.num_sequences * _sequence_bytes(study.step.sequence_length, vocabulary)
-    sent = {
-        (one.cloud, judge.cloud): step_bytes * speed / sum(speeds)
-        for one, speed in zip(generators, speeds, strict=True)
-    }
-    generate_s = share_out([one.load for one in generators], number)
+def _generator_plan(
+    study: Study,
+    strategy: GeneratorDiscriminatorStrategy,
+    generators: Sequence[Whole],
+    judge: Whole,
+    vocabulary: int,
+) -> Plan:
+    """What some simulated steps of these clouds take, by the scheduler that they run by."""
+    clouds = [one.facts.name for one in (judge, *generators)]
+    number, name = judge.setting.num_microbatches, judge.facts.name
+    batch_size = math.ceil(study.step.num_sequences / strategy.batches)
+    size = batch_bytes(
+        num_sequences=batch_size, sequence_length=study.step.sequence_length, vocabulary_size=vocabulary
+    )
+    update_s = judge.load.update_s
     judge_s = share_out([judge.load], number)
-    compute_s = max(generate_s, judge_s)
-    step_s = max(compute_s, *(8 * size / study.links[one].line.down_bps for one, size in sent.items()))
-    mean_s = (len(generators) * generate_s + judge_s) / (len(generators) + 1)
-    limiting = f"compute of {judge.facts.name}" if judge_s >= generate_s else "compute of the generators"
+    times = FeedTimes(
+        generate_s=tuple(share_out([one.load], math.ceil(number / strategy.batches)) for one in generators),
+        discriminate_s=(judge_s - update_s) / strategy.batches,
+        update_s=update_s,
+        batch_tokens=batch_size * study.step.sequence_length,
+        batch_bytes=size,
+    )
+    lines = {(one.facts.name, name): study.links[one.cloud, judge.cloud].line for one in generators}
+    found = forecast(strategy, clouds, times, lines)
+    busy_s = {
+        one: strategy.batches * share * batch_s
+        for one, share, batch_s in zip(generators, shares(strategy, clouds), times.generate_s, strict=True)
+    }
+    busy_s[judge] = judge_s
+    limiting = (
+        f"compute of {name}" if found.waited_s < _SHORT_WAIT * found.step_s else "compute of the generators"
+    )
+    ratio, waits = found.throughput_ratio, found.waited_s / found.step_s
+    mean_s = math.fsum(busy_s.values()) / len(busy_s)
     return _plan(
         study,
         Form.GENERATOR_DISCRIMINATOR,
-        {**dict.fromkeys(generators, generate_s), judge: judge_s},
-        [_link(study, one, size, 0.0, "token ids and labels, one way") for one, size in sent.items()],
-        step_s=step_s,
-        waits_s={"bandwidth": step_s - compute_s, "imbalance": compute_s - mean_s},
-        limiting=f"bandwidth towards {judge.facts.name}" if step_s > compute_s else limiting,
-        note="generators run ahead of the discriminator, so nobody waits for a round trip",
+        busy_s,
+        [
+            _link(study, (one.cloud, judge.cloud), share * strategy.batches * size, 0.0, _ONE_WAY)
+            for one, share in zip(generators, shares(strategy, clouds), strict=True)
+        ],
+        step_s=found.step_s,
+        waits_s={
+            "bandwidth": max(0.0, found.step_s - found.unshaped_s),
+            "imbalance": max(0.0, min(found.unshaped_s, found.step_s) - mean_s),
+        },
+        limiting=limiting if ratio > _NEAR_ONE else f"bandwidth towards {name}",
+        note=f"generators run ahead of the discriminator, which waits for batches {waits:.1%} of the time; "
+        f"the throughput is {ratio:.1%} of that over lines without limits",
+        is_simulated=True,
     )
-
-
-def _sequence_bytes(sequence_length: int, vocabulary: int) -> int:
-    """Ids in the smallest type that holds them, and one bit per label."""
-    id_bytes = next(size for size in (1, 2, 4, 8) if vocabulary <= 256**size)
-    return sequence_length * id_bytes + math.ceil(sequence_length / 8)
 
 
 def _no_generator(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus.job import GeneratorDiscriminatorStrategy
 from isthmus.job.faults import CloudFault, CloudFaultKind
 from isthmus.plan.feed import (
     FACTS,
@@ -23,7 +24,7 @@ from isthmus.plan.feed import (
     GeneratorStream,
     Merge,
 )
-from isthmus.plan.feed_plan import FeedTimes, SimulatedFeed
+from isthmus.plan.feed_plan import FeedForecast, FeedTimes, SimulatedFeed, forecast
 from isthmus.plan.scenario import Line
 from isthmus.plan.simulate import Timeline, simulate
 from isthmus.plan.types import (
@@ -519,3 +520,32 @@ def test_a_generator_that_waits_for_credit_saves_and_stops() -> None:
     other = GeneratorScheduler(feed(9, 9), 1)
     other.on(Started(0), 0.0)
     assert any(isinstance(one, Save) for one in other.on(Arrived(passed_on[1]), 3.0))
+
+
+# What the planner takes from it.
+
+
+def judged(generate_s: float, discriminate_s: float, batch_bytes: int, *, mbps: float = 20.0) -> FeedForecast:
+    strategy = GeneratorDiscriminatorStrategy(kind="generator-discriminator")
+    forecast_times = FeedTimes(
+        generate_s=(generate_s, generate_s), discriminate_s=discriminate_s, batch_bytes=batch_bytes
+    )
+    thin = Line(down_bps=mbps * 1e6, up_bps=mbps * 1e6, latency_s=0.05)
+    return forecast(strategy, ("d", "a", "b"), forecast_times, {("d", "a"): thin, ("d", "b"): thin})
+
+
+@pytest.mark.parametrize(
+    ("generate_s", "discriminate_s", "batch_bytes", "step_s", "ratio"),
+    [
+        pytest.param(0.1, 0.5, 10_000, 0.5, 1.0, id="the discriminator limits"),
+        pytest.param(1.0, 0.2, 10_000, 0.5, 1.0, id="two generators limit"),
+        pytest.param(0.1, 0.2, 5_000_000, 1.0, 0.2, id="two lines limit"),
+    ],
+)
+def test_a_forecast_is_that_of_the_slowest(
+    generate_s: float, discriminate_s: float, batch_bytes: int, step_s: float, ratio: float
+) -> None:
+    found = judged(generate_s, discriminate_s, batch_bytes)
+    assert found.step_s == pytest.approx(step_s, rel=0.02)
+    assert found.throughput_ratio == pytest.approx(ratio, rel=0.05)
+    assert found.waited_s == pytest.approx(step_s - discriminate_s, abs=0.02)

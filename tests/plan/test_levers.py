@@ -103,7 +103,7 @@ def test_the_slower_role_gains_from_ranks() -> None:
         "twice the ranks at npus",
     }
     assert found["twice the ranks at gpus"].step_change < -0.45
-    assert found["twice the ranks at npus"].step_change == 0
+    assert found["twice the ranks at npus"].step_change == pytest.approx(0, abs=1e-3)
     assert (found["twice the ranks at npus"].usd_change or 0) > 0.5
 
 
@@ -111,4 +111,4 @@ def test_generators_behind_a_thin_line_gain_from_bandwidth() -> None:
     job = load_job(EXAMPLES / "plan-generator.toml", overrides=["link.0.bandwidth=500 kbps"])
     found = {one.what: one for one in levers(job, plan(job, is_quick=True))}
     assert found["twice the bandwidth"].step_change == pytest.approx(-0.5)
-    assert found["twice the ranks at gpus"].step_change == 0
+    assert found["twice the ranks at gpus"].step_change == pytest.approx(0, abs=1e-3)
