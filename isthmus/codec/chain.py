@@ -24,12 +24,10 @@ from isthmus.codec.transforms import (
     SvdCoder,
     TopKCoder,
 )
-from isthmus.errors import FrameError, UserError
+from isthmus.errors import FrameError
 from isthmus.job import codec_steps as named
 from isthmus.job.codec import CodecSpec, gradient_codec
 
-_STATE_VERSION: Final = 2
-_VERSION: Final = "version"
 _KERNEL_DEVICES: Final = ("cuda",)
 """The devices for which the kernels were written."""
 
@@ -138,23 +136,18 @@ class CodecEnd:
 
     def state_dict(self) -> State:
         """Everything that the next message depends on; nothing may be in flight."""
-        forward = {f"forward.{name}": one for name, one in self._forward.coder.state_dict().items()}
-        backward = {f"backward.{name}": one for name, one in self._backward.coder.state_dict().items()}
-        return {_VERSION: torch.tensor(_STATE_VERSION)} | forward | backward
+        lanes = {"forward": self._forward, "backward": self._backward}
+        return {
+            f"{way}.{name}": one
+            for way, lane in lanes.items()
+            for name, one in lane.coder.state_dict().items()
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Continue bit for bit from where the state was taken."""
-        version = state.get(_VERSION)
-        number = None if version is None else int(version)
-        if number != _STATE_VERSION:
-            raise UserError(
-                f"the checkpoint's codec state has version {number}, and this release reads {_STATE_VERSION}",
-                hint="resume with the release that wrote the checkpoint",
-            )
         for prefix, lane in (("forward.", self._forward), ("backward.", self._backward)):
             own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
-            # Earlier releases wrote the state of a wrapped coder under "rest.".
-            lane.coder.load_state_dict({name.replace("rest.", ""): one for name, one in own.items()})
+            lane.coder.load_state_dict(own)
 
 
 def build_coder(steps: tuple[named.CodecStep, ...], site: CoderSite) -> Coder:

@@ -359,16 +359,11 @@ def _scaled(half: Mapping[str, Tensor], name: str) -> Tensor:
 # The model as anybody would load it.
 
 
-def _is_wrapped(folder: Path) -> bool:
-    """Whether a folder holds a model with bottlenecks."""
-    values = json.loads((folder / CONFIG_FILE).read_bytes())
-    return bool(values.get("model_type") == BottleneckConfig.model_type)
-
-
 def load_exported(folder: Path, head: Head, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model in a folder that `merge` has written, and that brings no code of its own unless trusted."""
+    values = json.loads((folder / CONFIG_FILE).read_bytes())
     with quiet_transformers():
-        if _is_wrapped(folder):
+        if values.get("model_type") == BottleneckConfig.model_type:
             model: PreTrainedModel = BottleneckModel.from_pretrained(folder)
         else:
             model = head.auto_class.from_pretrained(folder, trust_remote_code=trust_remote_code)

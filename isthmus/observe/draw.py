@@ -338,7 +338,7 @@ def _px(value: float) -> str:
 _SCALE: Final = 2
 """Dots per pixel, so that small numbers can be read."""
 _HATCH_EVERY: Final = 10
-_HATCH_COLOUR: Final = (0, 0, 0, 38)
+_HATCH_DARKNESS: Final = 38
 # The font that Pillow brings has no arrow.
 _ARROW: Final = ">"
 _ANCHORS: Final = {"start": "lm", "middle": "mm", "end": "rm"}
@@ -349,39 +349,34 @@ def to_png(drawing: Drawing) -> bytes:
     image_module, pen_module, font_module = (_pillow(name) for name in ("Image", "ImageDraw", "ImageFont"))
     size = (round(drawing.width * _SCALE), round(drawing.height * _SCALE))
     image = image_module.new("RGB", size, PAPER)
-    pen = pen_module.Draw(image, "RGBA")
+    pen, hatch = pen_module.Draw(image), image_module.new("L", size)
+    for start in range(-size[1], size[0], _HATCH_EVERY):
+        pen_module.Draw(hatch).line((start, size[1], start + size[1], 0), fill=_HATCH_DARKNESS, width=2)
     for shape in drawing.shapes:
         match shape:
             case Box():
-                _png_box(pen, shape)
+                left, top = round(shape.x * _SCALE), round(shape.y * _SCALE)
+                right = left + max(1, round(shape.width * _SCALE))
+                place = (left, top, right, top + max(1, round(shape.height * _SCALE)))
+                image.paste(shape.colour, place)
+                if shape.is_hatched:
+                    image.paste("black", place, hatch.crop(place))
             case Label():
                 font = font_module.load_default(shape.size * _SCALE)
-                place = (shape.x * _SCALE, shape.y * _SCALE)
                 text = shape.text.replace(LINE_MARK, _ARROW)
-                pen.text(place, text, fill=shape.colour, font=font, anchor=_ANCHORS[shape.anchor])
+                pen.text(
+                    (shape.x * _SCALE, shape.y * _SCALE),
+                    text,
+                    fill=shape.colour,
+                    font=font,
+                    anchor=_ANCHORS[shape.anchor],
+                )
             case Path():
                 points = [(x * _SCALE, y * _SCALE) for x, y in shape.points]
                 pen.line(points, fill=shape.colour, width=max(1, round(shape.thickness * _SCALE)))
     file = io.BytesIO()
     image.save(file, format="PNG", optimize=True)
     return file.getvalue()
-
-
-def _png_box(pen: Any, box: Box) -> None:
-    left, top = box.x * _SCALE, box.y * _SCALE
-    right, bottom = left + box.width * _SCALE, top + box.height * _SCALE
-    pen.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), fill=box.colour)
-    if not box.is_hatched:
-        return
-    height = bottom - top
-    start = left - height
-    while start < right:
-        low, high = max(start, left), min(start + height, right)
-        if high > low:
-            pen.line(
-                (low, bottom - (low - start), high, bottom - (high - start)), fill=_HATCH_COLOUR, width=2
-            )
-        start += _HATCH_EVERY
 
 
 def _pillow(name: str) -> Any:
