@@ -14,11 +14,10 @@ from isthmus.cli import output
 from isthmus.cli.output import duration, percent, size, tabulate
 from isthmus.errors import UserError
 from isthmus.job import Job, update_job_file
-from isthmus.job.sections import why_not_run
 from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import Chart, chart_of_step, lay_out
 from isthmus.plan.job_facts import run_order
-from isthmus.plan.plan import Estimate, Form, Plan, PlannedStage, RunnerUp, plan_to_dict, planned_changes
+from isthmus.plan.plan import Estimate, Plan, PlannedStage, RunnerUp, plan_to_dict, planned_changes
 from isthmus.plan.planner import Lever, levers
 from isthmus.plan.replicated import sketch
 from isthmus.plan.simulated import simulate_scenario
@@ -72,8 +71,6 @@ def plan(
         clouds = {f"cloud.{name}": values for name, values in changes.clouds.items()}
         update_job_file(job, {**changes.sections, **clouds})
         notes.print(f"[green]✓[/] {job} now holds this choice")
-        if why_not := why_not_planned_run(chosen):
-            notes.print(f'[yellow]{why_not}: set strategy.kind to "pipeline" before a run[/]')
     elif not as_json:
         notes.print(f"[dim]next: isthmus plan {job} --write puts this choice into the job[/]")
 
@@ -232,18 +229,11 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield f"memory options: {', '.join(plan.memory_words)}{_where(plan)}"
     yield from (f"{'-'.join(link.between)}: {link.reason}" for link in plan.links if link.reason)
     yield from plan.notes
-    if why_not := why_not_planned_run(plan):
-        yield f'{why_not}; where strategy.kind is "auto", a run takes the best pipeline instead'
     for cloud in dict.fromkeys(stage.cloud for stage in plan.stages if stage.usd_per_hour is None):
         yield f"the price of cloud {cloud} is not known: set cloud.{cloud}.usd_per_hour"
     every = (estimate, *(one.estimate for one in plan.runners_up))
     legend = "" if all(one.is_simulated for one in every) else f"; {_ESTIMATED} is estimated, not simulated"
     yield f"{plan.num_tried} {'plan' if plan.num_tried == 1 else 'plans'} compared{legend}"
-
-
-def why_not_planned_run(plan: Plan) -> str | None:
-    """Return why `isthmus run` cannot follow a plan, None where it can."""
-    return None if plan.form is Form.ALONE else why_not_run(plan.form.value)
 
 
 def plan_advice(job: Job, plan: Plan, path: Path) -> Iterator[str]:

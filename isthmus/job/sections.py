@@ -46,6 +46,7 @@ from isthmus.job.fields import (
     Share,
     Stripes,
     Text,
+    Time,
     TripTime,
     matching,
     parse_codec_choice,
@@ -220,12 +221,44 @@ class DataStrategy(Frozen):
 
     kind: Literal["data"] = Field(examples=["data"])
     """Each cloud holds the whole model."""
+    sync: Literal["auto", "exact", "streaming", "sparse"] = "auto"
+    """What crosses: gradients of every step, coded changes of a fragment at a time, or the largest of them;
+    auto: streaming, or exact where inner_steps is 1."""
     inner_steps: int | None = Field(None, ge=1, le=10_000, examples=[30])
     """Steps of each cloud between two synchronisations; chosen by the planner unless given."""
     fragments: Count | None = Field(None, examples=[8])
     """Parts of the model that are synchronised in turn; about 3 layers each unless given."""
     bits: Literal[4, 8, 16, 32] | None = Field(None, examples=[4])
     """Bits per parameter that cross the links; chosen by the planner unless given."""
+    microbatches: Count | None = Field(None, examples=[4])
+    """Micro-batches of a cloud in a step."""
+    delay: int | None = Field(None, ge=0, le=1000, examples=[2])
+    """Steps after which what was sent is mixed in; as the line needs unless given."""
+    mixing: float = Field(0.5, ge=0, lt=1)
+    """Share of a cloud's own parameters that stays when others are mixed in; for streaming."""
+    outer_learning_rate: float | None = Field(None, gt=0, le=2, examples=[0.7])
+    """Learning rate of the outer step: 0.7, and 1.0 for sparse, unless given."""
+    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer step; for streaming."""
+    quorum: Count | None = Field(None, examples=[2])
+    """The least number of clouds whose changes make a round; all unless given."""
+    grace_s: Time = Field(10.0, alias="grace")
+    """How long a round that has its quorum waits for the other clouds."""
+    on_partition: Literal["wait", "continue"] = "wait"
+    """With "wait", only clouds that are more than half of all continue."""
+
+    @model_validator(mode="after")
+    def _sync_fits(self) -> Self:
+        if self.sync == "exact" and (self.inner_steps or 1) > 1:
+            raise FieldError("has inner_steps, and exact synchronisation is every step", cure="leave it out")
+        if self.sync == "sparse" and self.bits is not None:
+            raise FieldError("has bits, which sparse synchronisation fixes", cure="leave bits out")
+        return self
+
+    @property
+    def how(self) -> Literal["exact", "streaming", "sparse"]:
+        """How clouds synchronise."""
+        return ("exact" if self.inner_steps == 1 else "streaming") if self.sync == "auto" else self.sync
 
 
 class GeneratorSpec(Frozen):
@@ -287,12 +320,6 @@ Strategy = Annotated[
     AutoStrategy | PipelineStrategy | DataStrategy | GeneratorDiscriminatorStrategy,
     Field(discriminator="kind"),
 ]
-
-
-def why_not_run(kind: str) -> str | None:
-    """Return why `isthmus run` cannot follow a strategy, None where it can; "auto" runs as a pipeline."""
-    can_run = ("auto", "pipeline", "generator-discriminator")
-    return None if kind in can_run else f"strategy {kind!r} cannot be run yet"
 
 
 class TrainSpec(Frozen):
@@ -411,6 +438,17 @@ def _or_listen(gateway: Address | None, info: ValidationInfo) -> Address | None:
     return gateway or info.data.get("listen")
 
 
+class CloudData(Frozen):
+    """What a cloud reads in place of the job's data."""
+
+    source: Text = Field(examples=["corpus/*.jsonl"])
+    """As data.source; it need not leave the cloud."""
+    text_column: Text | None = Field(None, examples=["sentence"])
+    """As data.text_column; the job's unless given."""
+    validation_source: Text | None = Field(None, examples=["corpus/held-out.jsonl"])
+    """As data.validation_source; the job's unless given."""
+
+
 class CloudSpec(Frozen):
     """One cluster, with a fast network inside."""
 
@@ -424,6 +462,8 @@ class CloudSpec(Frozen):
         ),
     ] = Field(examples=["east"])
     """DNS label in lower case; part of the TLS server name."""
+    data: CloudData | None = Field(None, examples=[{"source": "corpus/*.jsonl"}])
+    """What it reads in place of the job's data; for data parallel."""
     device: Literal["cuda", "npu", "xpu", "cpu", "auto"] = Field("auto", examples=["cuda"])
     """Kind of device."""
     ranks: int = Field(1, ge=1, le=16384, examples=[8])

@@ -58,6 +58,7 @@ _ROLES: Final = {
         train.steps train.recompute train.memory_budget train.offload_optimizer train.compile
         train.evaluate_every train.evaluate_without_codec
         strategy.max_queued strategy.on_lost strategy.wait
+        strategy.quorum strategy.grace strategy.on_partition
         checkpoint.every checkpoint.overhead checkpoint.keep checkpoint.patience
     """,
     KeyRole.SITE: """
@@ -256,6 +257,14 @@ class Job(Frozen):
         if name not in names:
             raise UserError(f"the job has no cloud {name!r}", hint=suggest(name, names))
         return self.cloud[names.index(name)]
+
+    def reading_at(self, cloud_name: str) -> Self:
+        """The job with the data that a cloud has of its own, if any."""
+        own = self.cloud_named(cloud_name).data
+        if own is None or self.data is None:
+            return self
+        given = own.model_dump(exclude_none=True)
+        return self.model_copy(update={"data": self.data.model_copy(update=given)})
 
     def links_of(self, cloud_name: str) -> tuple[LinkSpec, ...]:
         """Return the links that end at a cloud."""

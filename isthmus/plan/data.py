@@ -636,6 +636,9 @@ class DataScheduler(Leader):
         )
 
     def _tell_score(self, found: list[Scored]) -> None:
+        if self._rounds.views.sees[0] != self._cloud:
+            # All find the same.
+            return
         rounds = [one for scored in found for one in scored.rounds]
         told = Evaluated(
             step=self._phase,

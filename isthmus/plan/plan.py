@@ -173,6 +173,8 @@ class DataSettings:
     inner_steps: int
     num_fragments: int
     bits: int
+    delay_steps: int = 0
+    """Steps between the start of an exchange and its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,8 @@ class Decisions:
     optimizer_bits: int = 32
     policy: str | None = None
     """What stages run by; None where nothing is said."""
+    sync: DataSettings | None = None
+    """How clouds synchronise in data parallel."""
 
     @property
     def memory_options(self) -> MemoryOptions:
@@ -253,8 +257,21 @@ class Plan:
 
     @property
     def decisions(self) -> Decisions | None:
-        """What a run follows, None where the form is no pipeline."""
-        if not isinstance(self.settings, PipelineSettings):
+        """What a run follows, None where generators feed a discriminator."""
+        if isinstance(self.settings, DataSettings):
+            memory = self.memory_options
+            return Decisions(
+                layers=(),
+                num_microbatches=1,
+                max_in_flight=None,
+                recompute=memory.recompute,
+                codecs=(),
+                reasons=self.notes,
+                offload_optimizer=memory.offload_optimizer,
+                optimizer_bits=memory.optimizer_bits,
+                sync=self.settings,
+            )
+        if self.settings is None:
             return None
         return Decisions(
             layers=tuple(stop - start for start, stop in (one.layers or (0, 0) for one in self.stages)),

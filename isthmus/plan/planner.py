@@ -32,7 +32,6 @@ from isthmus.job import (
     PipelineStrategy,
     parse_codec,
 )
-from isthmus.job.sections import why_not_run
 from isthmus.plan.candidates import least_passes, simulate_step
 from isthmus.plan.codecs import Loss
 from isthmus.plan.costs import CostSource, nothing_measured
@@ -217,7 +216,7 @@ def _why(other: Plan, best: Plan, job: Job) -> str:
     if isinstance(job.strategy, AutoStrategy) and other.form is Form.DATA:
         gain = 1 - its.total_s / mine.total_s
         faster = f"would be {gain:.0%} faster by formula, but " if gain > NEARLY else ""
-        return f"{faster}{why_not_run(other.form.value)}"
+        return f'{faster}strategy.kind = "auto" runs pipelines: set it to "data" for this'
     if other.loss > Loss[limits.codec_loss.upper()]:
         return f'costs {other.loss.name.lower()} quality, more than limits.codec_loss = "{limits.codec_loss}"'
     if limits.deadline_s is not None and its.total_s > limits.deadline_s:

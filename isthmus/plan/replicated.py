@@ -315,7 +315,7 @@ def _data_plan(study: Study, wholes: Sequence[Whole], sync: DataSettings) -> Pla
         waits_s={"latency": costs.latency_s, "bandwidth": costs.bandwidth_s},
         limiting=limiting,
         note=sync_note(len(wholes), sync, costs.delay_steps),
-        settings=sync,
+        settings=replace(sync, delay_steps=costs.delay_steps),
         loss=sync_loss(len(wholes), sync),
     )
 

@@ -188,9 +188,7 @@ class DataParallelActor:
 
     def _put_outer_in_place(self) -> None:
         self._local = [one.detach().to("cpu", copy=True) for one in self._parameters()]
-        with torch.no_grad(), self._outer.lock:
-            for number, fragment in enumerate(self._outer.fragments):
-                _set(fragment, self._outer.values[number])
+        self._outer.put_in_place()
 
     def _score(self, work: Work) -> Scored:  # noqa: ARG002 - all that was evaluated is scored
         self._clock.settle()
@@ -207,11 +205,6 @@ class DataParallelActor:
 
     def _parameters(self) -> list[Tensor]:
         return [one for fragment in self._outer.fragments for one in fragment.parameters.values()]
-
-    def set_outer(self) -> None:
-        """Leave the outer parameters in the model, at the end."""
-        self._put_outer_in_place()
-        self._local = []
 
     # Rounds.
 
@@ -298,7 +291,7 @@ class DataParallelActor:
             case "sparse" if not is_whole:
                 self._shift(fragment, index, sent, is_accepted=is_accepted)
             case _:
-                _set(fragment, outer.values[index])
+                fragment.set(outer.values[index])
         if outer.shifts:
             outer.shifts[index].zero_()
         if outer.rule.sync == "exact" and (is_accepted or is_whole):
@@ -315,11 +308,6 @@ class DataParallelActor:
             self._outer.residuals[index].copy_(sent.residual)
         for name, value in fragment.pieces(change).items():
             fragment.parameters[name].add_(value.to(self._device))
-
-
-def _set(fragment: Fragment, matrix: Tensor) -> None:
-    for name, value in fragment.pieces(matrix).items():
-        fragment.parameters[name].copy_(value)
 
 
 def _named(payload: Payload) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from isthmus.observe.timeline import shared_s, total_s, union
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.end_of_step import Evaluated, Note, StepEnded
 from isthmus.plan.feed import FeedStep, GeneratorLost
+from isthmus.plan.membership import DataEnded, RoundEnded
 from isthmus.plan.types import Facts, Member, Message
 from isthmus.wan.link import Link, LinkState
 
@@ -36,6 +37,10 @@ class Journal:
         self._report = report
         self._trackers = trackers
         self._spans: list[Span] = []
+        self._num_rounds = 0
+        self._num_averaged = 0
+        self._clouds = (-1, -1, -1)
+        """The clouds that are live, up to date, and averaged in the last round of data parallel."""
         self._lock = threading.Lock()
         for link in links:
             link.on_state = self.link_state
@@ -74,6 +79,11 @@ class Journal:
                 self.note(f"generator {fact.cloud!r} is lost at batch {fact.next}: {fact.reason}")
             case Note(text=text):
                 self.note(text)
+            case RoundEnded():
+                self._round_ended(fact)
+            case DataEnded() if self._is_first and self._num_rounds:
+                shares = self._num_averaged / self._num_rounds
+                self.note(f"{self._num_rounds} rounds, over {shares:.3g} clouds on average")
 
     def saved(self, step: int, begun_s: float, num_bytes: int) -> None:
         """Write how long this member's part of a step took to be saved, beside the computation."""
@@ -102,6 +112,18 @@ class Journal:
             self._log.fact("step", values)
             self._track(ended.step, values)
         self._tell("step", values)
+
+    def _round_ended(self, ended: RoundEnded) -> None:
+        clouds = len(ended.live), len(ended.participating), len(ended.shares)
+        self._num_rounds += 1
+        self._num_averaged += clouds[2]
+        values = dict(zip(("live", "participating", "averaged"), clouds, strict=True))
+        self._log.fact("round", {"number": ended.number, **values, "content": ended.content})
+        if clouds != self._clouds:
+            self._clouds = clouds
+            if self._is_first:
+                told = ", ".join(f"{number} {name}" for name, number in values.items())
+                self.note(f"clouds from round {ended.number} on: {told}")
 
     def _evaluated(self, found: Evaluated) -> None:
         accuracy = found.num_correct / max(found.num_targets, 1)

@@ -9,13 +9,18 @@ from isthmus.errors import FrameError, UserError
 from isthmus.job import Job
 from isthmus.job.load import replace_file
 from isthmus.plan.types import pack_facts, unpack_facts
+from isthmus.train.data_role import DataKind
 from isthmus.train.generator_role import FeedKind
 from isthmus.train.pipeline_role import PipelineKind
 from isthmus.train.role import RunKind
 from isthmus.train.run_config import CONFIG_FILE, MAX_CONFIG_BYTES, RunConfig
 
 _PIPELINE: Final = PipelineKind()
-KINDS: Final[Mapping[str, RunKind]] = {"pipeline": _PIPELINE, "generator-discriminator": FeedKind()}
+KINDS: Final[Mapping[str, RunKind]] = {
+    "pipeline": _PIPELINE,
+    "data": DataKind(),
+    "generator-discriminator": FeedKind(),
+}
 
 
 def kind_of(job: Job) -> RunKind:

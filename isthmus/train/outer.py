@@ -94,6 +94,11 @@ class Fragment:
             for (name, like), one in zip(self.parameters.items(), flat[:-1], strict=True)
         }
 
+    def set(self, matrix: Tensor) -> None:
+        """Give the parameters the values of a matrix."""
+        for name, value in self.pieces(matrix).items():
+            self.parameters[name].copy_(value)
+
     def shard_rows(self, shard: int, num_shards: int) -> range:
         """The rows of one of so many shards."""
         return range(self.num_rows * shard // num_shards, self.num_rows * (shard + 1) // num_shards)
@@ -232,6 +237,12 @@ class Outer:
         return hashlib.blake2b(data, digest_size=8).hexdigest()
 
     # State.
+
+    def put_in_place(self) -> None:
+        """Give the model the outer parameters."""
+        with torch.no_grad(), self.lock:
+            for fragment, matrix in zip(self.fragments, self.values, strict=True):
+                fragment.set(matrix)
 
     def state_of(self, fragment: int) -> dict[str, Tensor]:
         """Copies of what a cloud needs that is behind."""

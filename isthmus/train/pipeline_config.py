@@ -8,7 +8,6 @@ from typing import Any, Final, Literal
 from isthmus.errors import UserError
 from isthmus.job import CodecSpec, Job, LinkSpec, PipelineStrategy, parse_codec, stage_order
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec, MemorySpec
-from isthmus.job.sections import why_not_run
 from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.model.encoder_decoder import check_stacks, split_stacks
 from isthmus.model.families import Decoder
@@ -173,9 +172,6 @@ def _pipeline(job: Job) -> PipelineStrategy:
     if job.data is None or job.model is None:
         missing = "[data]" if job.data is None else "[model]"
         raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
-    why_not = why_not_run(job.strategy.kind)
-    if why_not is not None:
-        raise UserError(why_not, hint='set strategy.kind to "pipeline"')
     strategy = job.strategy
     if not isinstance(strategy, PipelineStrategy):
         strategy = PipelineStrategy(kind="pipeline")

@@ -67,6 +67,9 @@ _STREAMS: Final = {
     MessageKind.STATE: "state",
 }
 _CARRIES_HIDDEN: Final = frozenset({MessageKind.ACTIVATION, MessageKind.EVALUATION, MessageKind.GRADIENT})
+_TRANSFERRED: Final = _CARRIES_HIDDEN.union(
+    {MessageKind.IDS, MessageKind.DELTA, MessageKind.COMMIT, MessageKind.STATE}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +209,7 @@ class Wire:
         coding_s = steady_s() - arrived_s
         if coded is not None:
             self._observe("decode", message, coded, arrived_s, arrived_s + coding_s)
-        if message.kind in _CARRIES_HIDDEN or message.kind is MessageKind.IDS:
+        if message.kind in _TRANSFERRED:
             self._span("transfer", message, sent_s, arrived_s, packet.payload_bytes)
         self.inbox.put(
             Delivery(

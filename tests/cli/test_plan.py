@@ -118,21 +118,6 @@ def test_the_plan_of_a_changed_job_is_not_written(job_file: Path, change: str) -
     assert job_file.read_text() == before
 
 
-CANNOT = "strategy 'data' cannot be run yet"
-
-
-def test_a_plan_that_cannot_be_run_says_so(job_file: Path) -> None:
-    from isthmus.train.pipeline_config import decide
-
-    shown = invoke(job_file, "--no-levers", "--set", "strategy.kind=data").output
-    assert f'{CANNOT}; where strategy.kind is "auto", a run takes the best pipeline instead' in shown
-    written = invoke(job_file, "--no-levers", "--write", "--set", "strategy.kind=data").output
-    assert f'{CANNOT}: set strategy.kind to "pipeline" before a run' in written
-    with pytest.raises(UserError, match=CANNOT):
-        decide(load_job(job_file))
-    assert "cannot be run" not in invoke(job_file, "--no-levers", "--set", "strategy.kind=pipeline").output
-
-
 def test_a_cloud_without_a_price_is_named(tmp_path: Path) -> None:
     path = tmp_path / "priceless.toml"
     own = '[[accelerator]]\nname = "mine"\nflops = "312 TFLOPS"\nmemory = "80 GiB"\n'

@@ -89,9 +89,12 @@ PINNED = [
         'for example kind = "pipeline"',
     ),
     (
-        link('[strategy]\nkind = "data"\nmicrobatches = 4'),
-        "strategy.microbatches: is not a known key",
-        "choose from kind, inner_steps, fragments, bits",
+        link('[strategy]\nkind = "data"\nmax_in_flight = 4'),
+        "strategy.max_in_flight: is not a known key",
+        (
+            "choose from kind, sync, inner_steps, fragments, bits, microbatches, delay, mixing, "
+            "outer_learning_rate, outer_momentum, quorum, grace, on_partition"
+        ),
     ),
     (
         "name = bad\n",

@@ -25,6 +25,7 @@ SECTIONS = {
     "`[data]`": ["DataSpec"],
     "`[strategy]`": ["AutoStrategy", "PipelineStrategy", "DataStrategy", "GeneratorDiscriminatorStrategy"],
     "`[strategy.generators.CLOUD]`": ["GeneratorSpec"],
+    "`[cloud.data]`": ["CloudData"],
     "`[train]`": ["TrainSpec"],
     "`[checkpoint]`": ["CheckpointSpec"],
     "`[limits]`": ["LimitsSpec"],

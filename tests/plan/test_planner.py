@@ -163,7 +163,10 @@ def test_nothing_goes_back_into_frozen_layers() -> None:
 def test_data_parallel_has_its_settings() -> None:
     chosen = plan(two_clouds("strategy.kind=data", "strategy.inner_steps=50", "strategy.bits=4"))
     assert chosen.form is Form.DATA
-    assert chosen.settings == DataSettings(inner_steps=50, num_fragments=6, bits=4)
+    assert isinstance(chosen.settings, DataSettings)
+    expected = DataSettings(inner_steps=50, num_fragments=6, bits=4)
+    assert replace(chosen.settings, delay_steps=0) == expected
+    assert chosen.settings.delay_steps >= 1
     num_parameters = plan(two_clouds("strategy.kind=data", "strategy.inner_steps=50", "strategy.bits=8"))
     assert num_parameters.estimate.wan_bytes == pytest.approx(2 * chosen.estimate.wan_bytes)
     assert "loss" in chosen.notes[0]

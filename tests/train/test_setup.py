@@ -146,7 +146,6 @@ def test_given_layers_and_clouds_are_kept() -> None:
 @pytest.mark.parametrize(
     ("override", "what"),
     [
-        ("strategy.kind=data", "cannot be run yet"),
         ("strategy.microbatches=5", "cannot be divided"),
         ("train.batch_tokens=8192000", "one step reads"),
         ("model.config.num_hidden_layers=1", "cannot be cut into 2 stages"),
