@@ -22,7 +22,7 @@ from isthmus.plan.types import Member, Scheduler
 from isthmus.train.build import AUTOCAST, Build, check_fits
 from isthmus.train.coding import CutEnd
 from isthmus.train.data.samples import Cursor
-from isthmus.train.data.training_data import Feed, Layout, RankShare, Source, TrainingData, check_enough
+from isthmus.train.data.training_data import Feed, Prefetch, RankShare, Source, TrainingData, check_enough
 from isthmus.train.data_parallel import DataParallelActor
 from isthmus.train.outer import Outer, OuterRule, make_fragments
 from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of, sharding_of, why_not_planned
@@ -37,6 +37,7 @@ _SPARSE_CODEC: Final = "topk(0.015625) | int2"
 _SPARSE_FEEDBACK: Final = 0.95
 # What is mixed in later than this is stale.
 _MOST_DELAY_STEPS: Final = 4
+_STEPS_AHEAD: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +220,8 @@ class DataRole:
         number, clouds = self._config.data.num_microbatches, len(self._config.data.clouds)
         whole = layout_of(self._job, number * clouds)
         if self._job.cloud_named(self._member.cloud).data is not None:
-            return CloudFeed(data, replace(whole, num_microbatches=number), None)
-        return CloudFeed(data, whole, _Share(range(self._cloud * number, (self._cloud + 1) * number)))
+            return CloudFeed(data, replace(whole, num_microbatches=number))
+        return CloudFeed(data, whole, share=_Share(range(self._cloud * number, (self._cloud + 1) * number)))
 
     def cut(self, peer: Member) -> CutEnd | None:  # noqa: ARG002 - of none
         """Nothing is cut."""
@@ -266,18 +267,13 @@ class _Share(RankShare):
 class CloudFeed(Feed):
     """Micro-batches of steps in any order, as a cloud that returns reads again what was lost with it."""
 
-    def __init__(self, data: TrainingData, layout: Layout, share: RankShare | None) -> None:
-        super().__init__(data, layout, share=share)
-        self._data, self._layout, self._own = data, layout, share
-
     def training(self, step: int) -> Sequence[Batch]:
         """The micro-batches of a step; the next one is there already."""
         if step != (0 if self._step is None else self._step + 1):
             self._steps.close()
             epoch, position = divmod(step * self._layout.step_sequences, len(self._data.samples))
-            self._steps = self._data.steps(
-                self._layout, cursor=Cursor(epoch=epoch, position=position), share=self._own, first_step=step
-            )
+            start = Cursor(epoch=epoch, position=position)
+            self._steps = Prefetch(self._read(start, step), depth=_STEPS_AHEAD)
             self._step = None
         return super().training(step)
 
