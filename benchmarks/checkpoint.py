@@ -221,7 +221,7 @@ def main() -> None:
     rows = [row(name, every, given.every_s, reference) for name, every in costs.items()]
     title = (
         f"{num_parameters / 1e6:.0f} M parameters, {found.num_bytes / 2**30:.2f} GiB of state; a step "
-        f"without a save: {statistics.median(plain_s) * 1e3:.1f} ms; overhead: one save in {given.every_s:g} s"
+        f"without a save: {statistics.median(plain_s) * 1e3:.1f} ms; overhead: a save in {given.every_s:g} s"
     )
     show([{**dict.fromkeys(rows[0], ""), "way": "none", "overhead": "0"}, *rows], title=title)
     for name, every in costs.items():
