@@ -18,8 +18,10 @@ IsthmusError
 FieldError is a ValueError, which pydantic gathers into a JobError.
 """
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class IsthmusError(Exception):
@@ -131,3 +133,14 @@ class CloudFailed(IsthmusError):
         super().__init__(f"{who} failed: {message}", hint=hint)
         self.cloud = cloud
         self.is_crash = is_crash
+
+
+def import_extra(module: str, *, extra: str, what: str, otherwise: str = "") -> Any:
+    """Import a module of an optional package, or say what needs it and how it is installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{what} needs the package {module.partition('.')[0]!r}, which is not installed here",
+            hint=f"in the clone of isthmus: pip install '.[{extra}]'{otherwise}",
+        ) from error

@@ -1,6 +1,5 @@
 """Low-rank adapters in a stage's own layers, through peft: the model's weights stay, the adapters learn."""
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from isthmus.errors import UserError
+from isthmus.errors import UserError, import_extra
 from isthmus.job.sections import LoraSpec
 from isthmus.model.heads import Head
 from isthmus.model.random import CPU, generators_kept, seed_from, seed_generators
@@ -91,7 +90,7 @@ def add_adapters(
     seed: int,
 ) -> Adapters:
     """Put adapters into these layers, and let nothing else learn but what started fresh."""
-    peft = _peft()
+    peft = import_extra("peft", extra="lora", what="[model.lora]")
     targets = _targets(model, spec, layer_paths, has_experts=has_experts)
     is_transposed = any(isinstance(model.get_submodule(target), Conv1D) for target in targets)
     shared = {"r": spec.r, "lora_alpha": spec.alpha, "fan_in_fan_out": is_transposed}
@@ -151,13 +150,3 @@ def _top(model: PreTrainedModel, name: str) -> str:
     """The module that a fresh parameter belongs to: the head, or a part of the base model."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == model.base_model_prefix else 1])
-
-
-def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise UserError(
-            "[model.lora] needs peft, which is not installed here",
-            hint="in the clone of isthmus: pip install '.[lora]'",
-        ) from error

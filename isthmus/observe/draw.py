@@ -3,18 +3,17 @@
 Lengths are in pixels. Kinds of spans differ by shape or hatching as well as by colour.
 """
 
-import importlib
 import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from rich.text import Text
 
-from isthmus.errors import UserError
+from isthmus.errors import import_extra
 from isthmus.events import Span
 from isthmus.observe.timeline import LINE_MARK, Chart, Track, microbatch_of
 from isthmus.units import format_bytes, format_duration, shorten
@@ -346,7 +345,12 @@ _ANCHORS: Final = {"start": "lm", "middle": "mm", "end": "rm"}
 
 def to_png(drawing: Drawing) -> bytes:
     """The bytes of a PNG file."""
-    image_module, pen_module, font_module = (_pillow(name) for name in ("Image", "ImageDraw", "ImageFont"))
+    image_module, pen_module, font_module = (
+        import_extra(
+            f"PIL.{name}", extra="pictures", what="a PNG picture by Pillow", otherwise=", or write an SVG"
+        )
+        for name in ("Image", "ImageDraw", "ImageFont")
+    )
     size = (round(drawing.width * _SCALE), round(drawing.height * _SCALE))
     image = image_module.new("RGB", size, PAPER)
     pen, hatch = pen_module.Draw(image), image_module.new("L", size)
@@ -377,16 +381,6 @@ def to_png(drawing: Drawing) -> bytes:
     file = io.BytesIO()
     image.save(file, format="PNG", optimize=True)
     return file.getvalue()
-
-
-def _pillow(name: str) -> Any:
-    try:
-        return importlib.import_module(f"PIL.{name}")
-    except ImportError:
-        raise UserError(
-            "a PNG picture needs Pillow, which is not installed",
-            hint="in the clone of isthmus: pip install '.[pictures]', or write an SVG instead",
-        ) from None
 
 
 # As part of a page that needs no other file.

@@ -4,7 +4,6 @@ Moments are on the device of the weights, in float32 or in 8 bits, or in float32
 """
 
 import enum
-import importlib
 import math
 import warnings
 from collections import defaultdict
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from isthmus.errors import UserError
+from isthmus.errors import import_extra
 from isthmus.model.torch_calls import scale_all
 from isthmus.plan.memory import OptimizerState
 
@@ -221,14 +220,9 @@ def _own_scales(parameter: nn.Parameter, every: Tensor) -> Tensor:
 def _torchao() -> Any:
     # The warning says that its compiled update is not cached between runs, which users need not know.
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement", category=UserWarning)
-    try:
-        importlib.import_module("torchao.optim.subclass_8bit")
-        return importlib.import_module("torchao.optim")
-    except ImportError as error:
-        raise UserError(
-            "train.optimizer_bits = 8 needs torchao, which is not installed here",
-            hint="in the clone of isthmus: pip install '.[lowbit]'",
-        ) from error
+    what = "train.optimizer_bits = 8"
+    import_extra("torchao.optim.subclass_8bit", extra="lowbit", what=what)
+    return import_extra("torchao.optim", extra="lowbit", what=what)
 
 
 # The moments of so many parameters are on the device while those of as many are copied: 1 GiB in all.

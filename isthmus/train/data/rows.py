@@ -1,7 +1,6 @@
 """Rows of data: where they come from (files, Hugging Face datasets, built-in corpora), and their columns."""
 
 import hashlib
-import importlib
 import itertools
 import json
 import lzma
@@ -14,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from isthmus.errors import UserError
+from isthmus.errors import UserError, import_extra
 from isthmus.job import DataSpec
 from isthmus.units import suggest
 
@@ -103,7 +102,7 @@ def _hub_dataset(name: str) -> Rows:
     """The rows of NAME, NAME:CONFIG or NAME:CONFIG#SPLIT; the split is "train" unless given."""
     path, _, split = name.partition("#")
     path, _, config = path.partition(":")
-    datasets = _extra("datasets")
+    datasets = import_extra("datasets", extra="datasets", what="this source")
     try:
         loaded = datasets.load_dataset(path, config or None, split=split or "train")
     except (OSError, ValueError) as error:
@@ -153,24 +152,15 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    arrow, parquet = _extra("pyarrow"), _extra("pyarrow.parquet")
+    arrow, parquet = (
+        import_extra(name, extra="datasets", what="this source") for name in ("pyarrow", "pyarrow.parquet")
+    )
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is no parquet file that can be read: {error}") from None
-
-
-def _extra(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError:
-        package = module.partition(".")[0]
-        raise UserError(
-            f"this source needs the package {package!r}, which is not installed",
-            hint="in the clone of isthmus: pip install '.[datasets]'",
-        ) from None
 
 
 _READERS: Final[Mapping[str, Callable[[Path], Iterator[Row]]]] = MappingProxyType(
