@@ -84,6 +84,15 @@ class Init(StrEnum):
     """The principal axes of what crossed during the warm-up."""
     RANDOM = "random"
     """Random orthonormal axes; for comparison."""
+    FFN_SVD = "ffn-svd"
+    """Within the layer before the cut: the decomposition of its first feed-forward matrix, no residual."""
+    FFN_DATA = "ffn-data"
+    """Within the layer before the cut: what keeps most of that matrix's output and of its input."""
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the cut parts attention and feed-forward of the layer before it."""
+        return self in (Init.FFN_SVD, Init.FFN_DATA)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -179,16 +188,22 @@ def parse_boundary(text: str) -> BoundarySpec:
     cure = 'write "hidden", "memory", or a bottleneck such as "bottleneck(64, warmup=100)"'
     kinds = {"hidden": HiddenSpec, "memory": MemorySpec, "bottleneck": BottleneckSpec}
     spec = _read_step(text, kinds, noun="boundary", cure=cure)
-    needs_warmup = isinstance(spec, BottleneckSpec) and (
-        spec.init is Init.PCA or spec.anchor is Anchor.TOKENS
-    )
-    if needs_warmup and spec.num_warmup_steps == 0:
+    if isinstance(spec, BottleneckSpec):
+        _check_start(spec)
+    boundary: BoundarySpec = spec
+    return boundary
+
+
+def _check_start(spec: BottleneckSpec) -> None:
+    if spec.init is Init.FFN_SVD and spec.anchor is Anchor.TOKENS:
+        raise FieldError("init=ffn-svd has no anchors", cure="set anchor=none, or init=ffn-data")
+    if spec.init.is_within and spec.num_warmup_steps == 0:
+        raise FieldError(f"init={spec.init} begins after a warm-up, and warmup is 0", cure="set warmup=1")
+    if (spec.init is Init.PCA or spec.anchor is Anchor.TOKENS) and spec.num_warmup_steps == 0:
         raise FieldError(
             "init=pca and anchor=tokens are taken from hidden states of the warm-up, and warmup is 0",
             cure="set warmup to 1 or more, or both init=random and anchor=none",
         )
-    boundary: BoundarySpec = spec
-    return boundary
 
 
 def _read_step(text: str, kinds: Mapping[str, type[Any]], *, noun: str, cure: str) -> Any:

@@ -182,16 +182,21 @@ class Down(Half):
     @torch.no_grad()
     def begin(self) -> dict[str, Tensor]:
         """Set the values from what was observed; gives the receiver's by name, in float32 or bfloat16."""
-        needs_sight = self.spec.init is Init.PCA or self.spec.anchor is Anchor.TOKENS
+        needs_sight = self.spec.init is not Init.RANDOM or self.spec.anchor is Anchor.TOKENS
         if needs_sight and self.observed.is_empty:
             raise ValueError("a bottleneck begins with what was observed, and nothing was")
         covariance_DD = self.anchors.learn(self.observed)
         self.anchors.round_values()
-        axes_DR = self._axes(covariance_DD)
-        self.weight.copy_(axes_DR.T)
-        self.explained_share = _explained(covariance_DD, axes_DR, self.observed.variance())
+        down_RD, up_DR = self._maps(covariance_DD)
+        self.weight.copy_(down_RD)
+        self.explained_share = _explained(covariance_DD, down_RD, up_DR, self.observed.variance())
         anchors = {name: one.to(link_dtype(one)) for name, one in self.anchors.state_dict().items()}
-        return {"weight": axes_DR.contiguous(), **{f"anchors.{name}": one for name, one in anchors.items()}}
+        return {"weight": up_DR.contiguous(), **{f"anchors.{name}": one for name, one in anchors.items()}}
+
+    def _maps(self, covariance_DD: Tensor) -> tuple[Tensor, Tensor]:
+        """The sender's weight and the receiver's."""
+        axes_DR = self._axes(covariance_DD)
+        return axes_DR.T, axes_DR
 
     def _axes(self, covariance_DD: Tensor) -> Tensor:
         if self.spec.init is Init.PCA:
@@ -230,6 +235,7 @@ class Up(Half):
             values.copy_(tensors[name])
 
 
-def _explained(covariance_DD: Tensor, axes_DR: Tensor, variance: Tensor) -> float:
-    lost = covariance_DD.trace() - ((covariance_DD @ axes_DR) * axes_DR).sum()
+def _explained(covariance_DD: Tensor, down_RD: Tensor, up_DR: Tensor, variance: Tensor) -> float:
+    rest_DD = torch.eye(len(up_DR), device=up_DR.device) - up_DR @ down_RD
+    lost = ((rest_DD @ covariance_DD) * rest_DD).sum()
     return float(1 - lost / variance.clamp(min=torch.finfo(variance.dtype).tiny))

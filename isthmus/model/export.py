@@ -72,6 +72,10 @@ class TrainedBoundary:
         """What the configuration says of it."""
         rank, width = self.down["weight"].shape
         entry: dict[str, Any] = {"layer": self.layer, "trained_as": self.text, "width": width, "rank": rank}
+        if "init=ffn-" in self.text:
+            entry["within"] = True
+        if "core" in self.up:
+            return entry | {"inner_width": len(self.up["rise"])}
         if "anchors.table" in self.up:
             entry["vocabulary_size"] = len(self.up["anchors.table"])
         elif "anchors.codes" in self.up:
@@ -85,6 +89,9 @@ class TrainedBoundary:
 
     def _folded(self) -> dict[str, Tensor]:
         """Both ends' anchors as one: what the sender takes off, the receiver need not put back."""
+        if "core" in self.up:
+            names = {"down.weight": self.down["weight"], "core.weight": self.up["core"]}
+            return {**names, "rise.weight": self.up["rise"]}
         found = {"down.weight": self.down["weight"], "up.weight": self.up["weight"]}
         found["up.bias"] = self.up["anchors.mean"].double() - self._through(self.down["anchors.mean"])
         if "anchors.table" in self.up:

@@ -22,6 +22,15 @@ from isthmus.model.blueprint import Blueprint, check_layers
 from isthmus.model.bottleneck import Down, Half, Up
 from isthmus.model.cut import LayerCall, Seam, drop_absent
 from isthmus.model.encoder_decoder import drop_stacks, seed_decoder
+from isthmus.model.feed_forward import (
+    FeedForwardDown,
+    FeedForwardUp,
+    check_within,
+    lies_within,
+    parted,
+    put_behind,
+    take_off,
+)
 from isthmus.model.lora import add_adapters
 from isthmus.model.random import CPU, generators_kept, seed_from
 from isthmus.model.recompute import Fixed
@@ -61,7 +70,23 @@ def build_stage(
     is_whole = layers == range(blueprint.num_layers)
     untied = blueprint.is_tied_across_layers and (untie or not is_whole)
     seam = Seam(model_class=blueprint.model_class.__name__, learns_aside=blueprint.family.decoder is not None)
-    model, new_names = _load(blueprint, layers, seam=seam, seed=seed, dtype=dtype, untied=untied)
+    up = _half(blueprint, inbound, Up, FeedForwardUp, at_layer=layers.start)
+    down = _half(
+        blueprint,
+        outbound,
+        Down,
+        FeedForwardDown,
+        at_layer=layers.stop,
+        seed=seed_from("bottleneck", seed, layers.stop),
+    )
+    is_behind = isinstance(up, FeedForwardUp)
+    model, new_names = _load(
+        blueprint, layers, seam=seam, seed=seed, dtype=dtype, untied=untied, is_behind=is_behind
+    )
+    if isinstance(up, FeedForwardUp):
+        up.take(model.base_model.get_submodule(blueprint.family.layer_path(layers.start - 1)))
+    if isinstance(down, FeedForwardDown):
+        take_off(model, blueprint.family, layers.stop - 1, down)
     stage = assemble(
         blueprint,
         model,
@@ -72,10 +97,8 @@ def build_stage(
         new_names=new_names,
         seed=seed,
         notes=_notes(blueprint, untied=untied, new_names=new_names, num_frozen_layers=num_frozen_layers),
-        up=_half(blueprint, inbound, Up, at_layer=layers.start),
-        down=_half(
-            blueprint, outbound, Down, at_layer=layers.stop, seed=seed_from("bottleneck", seed, layers.stop)
-        ),
+        up=up,
+        down=down,
     )
     stage.recompute = Fixed(frozenset(layers if recompute else ()))
     return stage
@@ -123,7 +146,13 @@ def assemble(
 
 
 def _half(
-    blueprint: Blueprint, spec: BoundarySpec, make: Callable[..., Half], *, at_layer: int, **more: Any
+    blueprint: Blueprint,
+    spec: BoundarySpec,
+    between: type[Half],
+    within: type[Half],
+    *,
+    at_layer: int,
+    **more: Any,
 ) -> Any:
     """A stage's half of the bottleneck before a layer, or None where hidden states cross as they are."""
     if not isinstance(spec, BottleneckSpec):
@@ -132,21 +161,33 @@ def _half(
         raise ValueError("a bottleneck lies between two stages, not at an end of the model")
     config = blueprint.config
     spec.check_width(config.hidden_size)
+    check_within(spec, config)
+    make: Any = within if lies_within(spec) else between
     return make(spec, width=config.hidden_size, vocabulary_size=config.vocab_size, **more)
 
 
 def _load(
-    blueprint: Blueprint, layers: range, *, seam: Seam, seed: int, dtype: torch.dtype, untied: bool
+    blueprint: Blueprint,
+    layers: range,
+    *,
+    seam: Seam,
+    seed: int,
+    dtype: torch.dtype,
+    untied: bool,
+    is_behind: bool = False,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Let transformers' own loader fill what the stage keeps, and initialise what the checkpoint lacks."""
 
     def prepare(model: PreTrainedModel) -> None:
         blueprint.head.prepare(model)
+        parts = parted(model, blueprint.family, layers.start - 1) if is_behind else []
         if blueprint.family.decoder is None:
             drop_absent(model, blueprint.family, layers, seam)
         else:
             keeps_shared = bool(blueprint.ties) and not untied
             drop_stacks(model, blueprint.family, layers, seam, keeps_shared=keeps_shared)
+        if is_behind:
+            put_behind(model, blueprint.family, layers.start - 1, parts)
         seed_initialisation(model, seed)
 
     config = copy.deepcopy(blueprint.config)

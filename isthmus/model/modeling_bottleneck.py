@@ -82,6 +82,31 @@ class Boundary(nn.Module):
         return rows_BTX if self.directions is None else F.linear(rows_BTX, self.directions.weight.float())
 
 
+class LowRank(nn.Module):
+    """Three maps in the place of a layer's first feed-forward matrix; the layer has no residual then."""
+
+    def __init__(self, *, width: int, rank: int, inner_width: int, **_others: Any) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False)
+        self.core = nn.Linear(rank, rank, bias=False)
+        self.rise = nn.Linear(rank, inner_width, bias=False)
+
+    def take_place(self, layer: nn.Module) -> None:
+        """Let a layer use these maps."""
+
+        def product(dense: Any, args: tuple[Any, ...], _output: Tensor) -> Tensor:
+            with torch.autocast(args[0].device.type, enabled=False):
+                narrow = F.linear(args[0].float(), self.down.weight.float())
+                core = F.linear(narrow, self.core.weight.float())
+                return F.linear(core, self.rise.weight.float(), dense.bias.float()).to(args[0].dtype)
+
+        def without_residual(_output: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return args[0], torch.zeros_like(args[1]), *args[2:]
+
+        layer.get_submodule("intermediate.dense").register_forward_hook(product)
+        layer.get_submodule("output").register_forward_pre_hook(without_residual)
+
+
 class BottleneckModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """The inner model, with a bottleneck before each layer that the configuration names."""
 
@@ -93,7 +118,13 @@ class BottleneckModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def __init__(self, config: BottleneckConfig) -> None:
         super().__init__(config)
         self.inner: PreTrainedModel = getattr(transformers, config.auto_class).from_config(config.text_config)
-        self.boundaries = nn.ModuleDict({str(one["layer"]): Boundary(**one) for one in config.boundaries})
+        self.boundaries = nn.ModuleDict(
+            {
+                str(one["layer"]): (LowRank if "inner_width" in one else Boundary)(**one)
+                for one in config.boundaries
+            }
+        )
+        within = {str(one["layer"]) for one in config.boundaries if one.get("within")}
         self._ids: Tensor | None = None
         base = self.inner.base_model
         layers = base.get_submodule(config.layers)
@@ -101,6 +132,13 @@ class BottleneckModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         whole = base.get_submodule("encoder") if self.inner.config.is_encoder_decoder else self.inner
         whole.register_forward_pre_hook(self._note_ids, with_kwargs=True)
         for index, boundary in self.boundaries.items():
+            if index in within:
+                layer = layers.get_submodule(str(int(index) - 1))
+                if isinstance(boundary, LowRank):
+                    boundary.take_place(layer)
+                else:
+                    layer.get_submodule("attention").register_forward_hook(self._attended(boundary))
+                continue
             if int(index) == sum(1 for _ in layers.children()):
                 whole.register_forward_hook(self._leaving(boundary))
                 continue
@@ -133,6 +171,12 @@ class BottleneckModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             return args, {**kwargs, name: boundary(kwargs[name], self._ids)}
 
         return cross
+
+    def _attended(self, boundary: nn.Module) -> Any:
+        def attend(_attention: nn.Module, _args: Any, output: Any) -> Any:
+            return (boundary(output[0], self._ids), *output[1:])
+
+        return attend
 
     def _leaving(self, boundary: nn.Module) -> Any:
         def leave(_encoder: nn.Module, _args: Any, output: Any) -> Any:

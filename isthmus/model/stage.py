@@ -14,6 +14,7 @@ from isthmus.model.blueprint import Blueprint
 from isthmus.model.bottleneck import Anchors, Down, Up
 from isthmus.model.cut import LayerCall, Passage, Seam
 from isthmus.model.encoder_decoder import decoder_inputs, run_stacks
+from isthmus.model.feed_forward import FeedForwardUp
 from isthmus.model.lora import Adapters
 from isthmus.model.random import RngKey, generators_kept
 from isthmus.model.recompute import ActivationSlot, Fixed, InputSize, Recompute
@@ -337,7 +338,8 @@ class Stage(nn.Module):
         if self.up is None or inputs.is_warming_up:
             # A view: autocast casts a leaf once for all its readers, and would add gradients in bfloat16.
             hidden = aligned(inputs.crossing.view_as(inputs.crossing))
-            return hidden if self.stream_dtype is None else hidden.to(self.stream_dtype)
+            hidden = hidden if self.stream_dtype is None else hidden.to(self.stream_dtype)
+            return self.up.whole(hidden) if isinstance(self.up, FeedForwardUp) else hidden
         widened: Tensor = self.up(aligned(inputs.crossing), self._ids(inputs.batch, self.layers.start))
         return widened.to(self.stream_dtype or self.model.dtype)
 

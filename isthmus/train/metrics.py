@@ -20,7 +20,7 @@ def describe_metrics(model: PreTrainedModel, batches: Sequence[Batch], *, head: 
     if head is HEADS["translation"]:
         return _bleu(model, batches, tokenizer)
     if head is HEADS["sequence-classification"]:
-        return _classified(confusion(model, batches, num_labels=model.config.num_labels))
+        return _classified(_confusion(model, batches))
     return ""
 
 
@@ -54,14 +54,15 @@ def _bleu(model: PreTrainedModel, batches: Sequence[Batch], tokenizer: Any) -> s
 
 
 @torch.no_grad()
-def confusion(model: PreTrainedModel, batches: Sequence[Batch], *, num_labels: int) -> Tensor:
+def _confusion(model: PreTrainedModel, batches: Sequence[Batch]) -> Tensor:
     """How many texts of each class (rows) were taken for each class (columns)."""
-    found = torch.zeros(num_labels, num_labels, dtype=torch.int64)
+    found = torch.zeros(0, 0, dtype=torch.int64)
     for batch in batches:
         if batch.labels is not None:
-            counts = batch.labels != IGNORED
-            guesses = model(**batch.arguments()).logits.argmax(-1)[counts].cpu()
-            found.index_put_((batch.labels[counts].cpu(), guesses), torch.ones_like(guesses), accumulate=True)
+            logits, counts = model(**batch.arguments()).logits, batch.labels != IGNORED
+            found = found if len(found) else found.new_zeros(2 * logits.shape[-1:])
+            places = batch.labels[counts].cpu(), logits.argmax(-1)[counts].cpu()
+            found.index_put_(places, torch.ones_like(places[0]), accumulate=True)
     return found
 
 

@@ -13,6 +13,7 @@ from isthmus.job import Job, stage_order
 from isthmus.job.codec import BottleneckSpec, HiddenSpec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.export import describe_exported
+from isthmus.model.feed_forward import check_within, lies_within
 from isthmus.model.random import seed_from
 from isthmus.model.stage import Stage
 from isthmus.plan.costs import CostSource
@@ -231,6 +232,13 @@ def check_export(job: Job, blueprint: Blueprint) -> None:
     links = links_along(job, stage_order(job))
     bottlenecks = [link for link in links if isinstance(link.boundary, BottleneckSpec)]
     lora = None if job.model is None else job.model.lora
+    for link in links:
+        check_within(link.boundary, blueprint.config)
+        if lora is not None and lies_within(link.boundary):
+            raise UserError(
+                f"adapters cannot be trained beside {link.boundary}, which parts a layer",
+                hint="leave [model.lora] out, or set init=pca",
+            )
     if bottlenecks and lora is not None and not lora.merge:
         raise UserError(
             f"an adapter alone cannot hold {bottlenecks[0].boundary}, which would be trained with it",
