@@ -35,6 +35,11 @@ def export_run(
         raise UserError(f"{folder} exists already", hint="name another folder with --out")
     job, config = _read(run)
     kind = kind_of(job)
+    if not kind.saves_together:
+        raise UserError(
+            "each cloud of this run trains a model of its own and saves it at steps of its own",
+            hint=f"let the run end: it exports all models to {run}",
+        )
     scratch = Path(tempfile.mkdtemp(dir=run, prefix=PARTS_PREFIX))
     try:
         parts = []

@@ -27,7 +27,7 @@ from isthmus.plan.feed import (
 )
 from isthmus.plan.feed_plan import clouds_of, feed_of, spec_of, strategy_of
 from isthmus.plan.plan import Decisions, Plan
-from isthmus.plan.types import Facts, Member, Scheduler
+from isthmus.plan.types import Action, Event, Facts, Lost, Member, Outcome, Scheduler, Stop
 from isthmus.train.build import Build, BuiltStage
 from isthmus.train.coding import CutEnd
 from isthmus.train.data.samples import Cursor, MaskedSamples
@@ -75,6 +75,9 @@ def own_job(job: Job, cloud: str) -> Job:
         return job
     spec = spec_of(strategy_of(job), cloud)
     model = spec.model or strategy_of(job).generator or _smaller(job.model)
+    vocabulary = {key: one for key, one in (job.model.config or {}).items() if key == "vocab_size"}
+    if model.config is not None:
+        model = model.model_copy(update={"config": {**vocabulary, **model.config}})
     own = {"source": spec.source, "text_column": spec.text_column}
     changes = {"pair_column": spec.pair_column, **{key: one for key, one in own.items() if one is not None}}
     data = DataSpec.model_validate({**job.data.model_dump(), **changes, "validation_share": 0.0})
@@ -263,6 +266,20 @@ def _check(job: Job, judge: str, clouds: Sequence[str]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Reforming:
+    """A scheduler whose member meets all others again when one of them is lost."""
+
+    scheduler: Scheduler
+    member: Member
+
+    def on(self, event: Event, now_s: float) -> Sequence[Action]:
+        """Take in what happened; a loss ends this epoch."""
+        if isinstance(event, Lost) and event.final and event.member.cloud != self.member.cloud:
+            return (Stop(Outcome.REFORM, f"{event.member} is lost: {event.reason}"),)
+        return self.scheduler.on(event, now_s)
+
+
 class FeedRole:
     """One generator, or the discriminator."""
 
@@ -291,8 +308,10 @@ class FeedRole:
         return DiscriminatorState if self._index is None else GeneratorState
 
     def scheduler(self) -> Scheduler:
-        """The schedule of this member."""
-        return feed_scheduler(self._config.feed, self._member)
+        """The schedule of this member; all form a new epoch where a lost cloud is waited for."""
+        scheduler = feed_scheduler(self._config.feed, self._member)
+        goes_on = self._index is None and self._config.feed.on_lost == "continue"
+        return scheduler if goes_on else Reforming(scheduler, self._member)
 
     def actor(self, observer: Observer, source: Source | None) -> Actor:  # noqa: ARG002 - batches have numbers
         """What trains the model of this cloud."""

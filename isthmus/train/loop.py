@@ -102,6 +102,8 @@ class Loop:
     tell: Callable[[Facts], None]
     save: Saver = save_nothing
     on_event: Callable[[Event, float], None] = lambda _event, _now_s: None
+    lost: set[Member] = field(default_factory=set, init=False)
+    """The members that were lost on the way."""
     _wake_s: float | None = field(default=None, init=False)
     _stop: Stop | None = field(default=None, init=False)
     _failure: LinkError | None = field(default=None, init=False)
@@ -201,6 +203,7 @@ class Loop:
 
     def _lost(self, member: Member, error: LinkError) -> Lost:
         self._failure = error
+        self.lost.add(member)
         return Lost(member, reason=error.message)
 
     def __enter__(self) -> Self:

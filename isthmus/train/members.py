@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -179,6 +179,10 @@ class Neighbours:
             start = replace(start, clock_offset_s=offset_s)
         self._send_down(_START, Packet({_FACTS: pack_facts(replace(start, note=None))}))
         return start if is_common else replace(start, step=max(saved.whole, default=0))
+
+    def part_with(self, lost: Collection[str]) -> None:
+        """End without these clouds, which the others went on without."""
+        self.downs = tuple(link for link in self.downs if link.peer.cloud not in lost)
 
     def agree_on_end(self) -> None:
         """Wait until every rank has come to the end: none closes a link that another still listens to."""

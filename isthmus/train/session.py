@@ -330,6 +330,7 @@ class _Epoch:
             with loop, asked:
                 session.is_training = True
                 ended = loop.run(start.step, facts)
+                self.neighbours.part_with({member.cloud for member in loop.lost})
                 self.neighbours.agree_on_end()
             for wire in loop.wires.values():
                 if wire.cache is not None:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -16,9 +17,13 @@ import isthmus
 from isthmus.errors import UserError
 from isthmus.events import StopRequest
 from isthmus.job import Job, load_job
+from isthmus.model.heads import IGNORED
 from isthmus.observe.report import read_run, summarize
 from isthmus.plan.costs import nothing_measured
 from isthmus.plan.feed_plan import clouds_of, shared_out
+from isthmus.train.data.rows import open_rows
+from isthmus.train.data.samples import Pick
+from isthmus.train.data.training_data import open_data
 from isthmus.train.generator_role import FeedKind, own_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generator-discriminator.toml"
@@ -144,3 +149,17 @@ def test_a_generator_without_a_link_to_the_discriminator_is_refused() -> None:
 
 def test_nothing_is_planned_before_a_run() -> None:
     assert FeedKind().plan(job(), source=nothing_measured) is None
+
+
+def test_a_text_and_its_translation_are_masked_as_one_sequence(tmp_path: Path) -> None:
+    """Translation language modelling: a pair is one sequence, enclosed and parted by special tokens."""
+    pairs = own_job(job("strategy.generators.english.pair_column=translation"), "english")
+    data = open_data(pairs, tokenizer_folder=tmp_path / "tokenizer")
+    sample = data.samples.read(Pick(epoch=0, index=0))
+    ids = np.where(sample.labels == IGNORED, sample.ids, sample.labels)
+    row = next(iter(open_rows("builtin:pairs")))
+    told = data.tokenizer.decode(ids).replace(" ", "")
+    text, translation = (str(row[key]).replace(" ", "") for key in ("text", "translation"))
+    assert text in told
+    assert translation[:20] in told
+    assert told.count(data.tokenizer.eos_token) == 2
