@@ -1,9 +1,9 @@
 """`isthmus probe` measures links, `isthmus profile` measures layers; both write figures for the job."""
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,11 +52,10 @@ def probe(
         def show(name: str, text: str) -> None:
             status.update(f"{name}: {text}")
 
-        found = (
-            _probe_here(loaded, seconds, faults, show)
-            if cloud is None
-            else _probe_as(loaded, cloud, seconds, show)
-        )
+        if cloud is None:
+            found = _probe_here(loaded, seconds, faults, show)
+        else:
+            found = _probe_as(loaded, cloud, seconds, partial(show, cloud))
     if as_json:
         output.print_json([asdict(one) for one in found])
     else:
@@ -76,22 +75,20 @@ def _probe_here(job: Job, duration_s: float, faults: Path | None, show: Show) ->
     script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
     with LocalWan(job) as wan:
         wan.play(script)
-        work = functools.partial(probe_cloud, duration_s=duration_s)
+        work = partial(probe_cloud, duration_s=duration_s)
         found: dict[Member, list[Measurement]] = run_ranks(job, work, wan, on_report=show)
     by_link = {one.between: one for measurements in found.values() for one in measurements}
     return [by_link[link.between] for link in job.link]
 
 
-def _probe_as(job: Job, cloud: str, duration_s: float, show: Show) -> "list[Measurement]":
+def _probe_as(job: Job, cloud: str, duration_s: float, report: Callable[[str], None]) -> "list[Measurement]":
     from isthmus.wan.certificates import read_identity
     from isthmus.wan.endpoint import Endpoint
     from isthmus.wan.probe import probe_cloud
 
     identity = read_identity(Path(job.cloud_named(cloud).certificates), cloud)
     with Endpoint(job, cloud=cloud, identity=identity) as endpoint:
-        return probe_cloud(
-            job, endpoint, cloud=cloud, duration_s=duration_s, report=functools.partial(show, cloud)
-        )
+        return probe_cloud(job, endpoint, cloud=cloud, duration_s=duration_s, report=report)
 
 
 def _links_table(job: Job, found: "list[Measurement]") -> Table:

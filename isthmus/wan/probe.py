@@ -8,7 +8,6 @@ from random import Random
 
 from isthmus.job import Job, LinkSpec
 from isthmus.wan.endpoint import Endpoint
-from isthmus.wan.handshake import RankSpec
 from isthmus.wan.link import Link
 from isthmus.wan.packet import Packet
 
@@ -43,16 +42,9 @@ class Measurement:
 
 
 def probe_cloud(
-    job: Job,
-    endpoint: Endpoint,
-    *,
-    cloud: str,
-    report: Report,
-    duration_s: float,
-    spec: RankSpec | None = None,
+    job: Job, endpoint: Endpoint, *, cloud: str, report: Report, duration_s: float, **_: object
 ) -> list[Measurement]:
     """Measure all links of one cloud, in the job's order, while the other clouds do the same."""
-    del spec
     return [
         _probe_link(endpoint.link(spec.peer_of(cloud)), spec, cloud, duration_s, report)
         for spec in job.links_of(cloud)

@@ -43,6 +43,7 @@ _WRITE_BUFFER_BYTES = 262_144
 _MAX_RECEIVE_BYTES = 1 << 20
 
 _HELLO_READ_BYTES = 4096
+_DIAL_TIMEOUT_S = 10.0
 _CUT = "the link is cut"
 
 _log = logging.getLogger(__name__)
@@ -289,7 +290,6 @@ class RelayLimits:
     """
 
     hello_timeout_s: float = 5.0
-    dial_timeout_s: float = 10.0
     unproven_s: float = 0.0
     max_num_waiting: int = 256
     max_num_waiting_per_source: int = 256
@@ -436,10 +436,10 @@ class Relay(Disturbed, Closing):
 
     async def _dial(self, address: Address, server: Side) -> None:
         try:
-            async with asyncio.timeout(self._limits.dial_timeout_s):
+            async with asyncio.timeout(_DIAL_TIMEOUT_S):
                 transport, _ = await self._loop.create_connection(lambda: server, address.host, address.port)
         except TimeoutError:
-            raise ConnectionError(f"{address} did not answer in {self._limits.dial_timeout_s:g} s") from None
+            raise ConnectionError(f"{address} did not answer in {_DIAL_TIMEOUT_S:g} s") from None
         except OSError as error:
             raise ConnectionError(f"cannot reach {address}: {why(error)}") from None
         own_host = transport.get_extra_info("sockname")[0]
