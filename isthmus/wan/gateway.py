@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from isthmus.errors import Aborted, LinkClosed, Refused
+from isthmus.errors import Aborted, LinkClosed, NotReady, Refused
 from isthmus.job import Address, parse_address
 from isthmus.plan.types import Member
 from isthmus.wan.certificates import Identity
@@ -82,12 +82,12 @@ class Registration:
     async def _keep(self) -> None:
         while True:
             await self.link.ended.wait()
-            match self.link.failure:
-                case Refused(message=reason) | Aborted(reason=reason):
-                    _log.error("gateway %s refuses %s: %s", self._gateway, self._hello.who, reason)
-                    return
-                case failure if not self._is_closed:
-                    self._complain(str(failure))
+            failure = self.link.failure
+            if isinstance(failure, Refused | Aborted) and not isinstance(failure, NotReady):
+                _log.error("gateway %s refuses %s: %s", self._gateway, self._hello.who, failure)
+                return
+            if not self._is_closed:
+                self._complain(str(failure))
             # Ranks that lost the same gateway must not come back all at once.
             await asyncio.sleep(0 if self._is_closed else random.uniform(0, _RETRY_S))  # noqa: S311
             if self._is_closed:
@@ -184,6 +184,8 @@ class Gateway(Closing):
         older = self._holders.get(hello.rank)
         if older is not None and older[1].failure is None and older[1].peer_session == hello.session:
             return older[1]
+        if hello.met:
+            raise Refused(f"the gateway of {self._cloud} has restarted")
         try:
             address = parse_address(hello.address)
         except ValueError as error:
