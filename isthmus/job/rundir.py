@@ -53,6 +53,18 @@ def _told(root: Path) -> Iterator[None]:
         ) from None
 
 
+def lock_or_wait(file: int, *, note: Note, waiting: str) -> bool:
+    """Lock until the file is closed, after another process if need be; false where the disk has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        note(waiting)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def choosing(root: Path, job: Job, *, note: Note) -> Iterator[None]:
     """Let no other command choose or make a run of this name meanwhile; waits for one that does."""
@@ -61,14 +73,9 @@ def choosing(root: Path, job: Job, *, note: Note) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            note("waiting for another command that starts a run of this job")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            # A disk without locks: `lock_run` says so.
-            pass
+        lock_or_wait(
+            descriptor, note=note, waiting="waiting for another command that starts a run of this job"
+        )
         yield
     finally:
         os.close(descriptor)

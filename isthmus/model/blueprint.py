@@ -151,6 +151,17 @@ def pretrained_blueprint(
     name: str, *, head: Head, num_labels: int | None = None, trust_remote_code: bool = False
 ) -> Blueprint:
     """A model with its weights, from a folder or the hub; code that it brings is not run unless trusted."""
+    return _draw(
+        read_config(name, trust_remote_code=trust_remote_code),
+        head=head,
+        num_labels=num_labels,
+        source=name,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def read_config(name: str, *, trust_remote_code: bool) -> Any:
+    """The configuration of a model in a folder or on the hub."""
     file = find_file(name, CONFIG_FILE)
     if file is None:
         raise no_model(name)
@@ -161,13 +172,7 @@ def pretrained_blueprint(
     except (OSError, ValueError, StrictDataclassError) as error:
         raise (code_not_run(name) if needs_code(error) else _unusable(name, error)) from error
     config.name_or_path = name
-    return _draw(
-        config,
-        head=head,
-        num_labels=num_labels,
-        source=name,
-        trust_remote_code=trust_remote_code,
-    )
+    return config
 
 
 def _config_from(values: dict[str, Any]) -> PreTrainedConfig:

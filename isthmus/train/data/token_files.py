@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final
 
 import numpy as np
 
 from isthmus.job import Job
 from isthmus.job.load import sync
+from isthmus.job.rundir import lock_or_wait
 from isthmus.train.data.samples import Arrays, Integers
 
 TOKENS_FOLDER: Final = "tokens"
@@ -62,7 +63,9 @@ class TokenFiles:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / _LOCK_FILE).open("w") as file:
-                has_locks = self._lock(file)
+                waiting = "waiting for the tokens, which another process makes"
+                # Without locks the same tokens may be made twice, which does no harm.
+                has_locks = lock_or_wait(file.fileno(), note=self.note, waiting=waiting)
                 found = _read(self.folder / digest) or self._make(digest, make)
                 if has_locks:
                     self._clear(digest)
@@ -73,18 +76,6 @@ class TokenFiles:
                 f"every rank makes its own tokens, in memory, as none are kept in {self.folder}: {reason}"
             )
             return in_memory(make())
-
-    def _lock(self, file: IO[Any]) -> bool:
-        """Lock until the file is closed; false where the disk has no locks."""
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.note("waiting for the tokens, which another process makes")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            # The same tokens made twice do no harm.
-            return False
-        return True
 
     def _make(self, digest: str, make: Make) -> Tokens:
         self.note(f"making the tokens, which are kept in {self.folder}")

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, ModelSpec
-from isthmus.job.hub import CONFIG_FILE, code_not_run, find_file, needs_code, no_model
+from isthmus.job.hub import code_not_run, find_file, needs_code
+from isthmus.model.blueprint import read_config
 from isthmus.model.encoder_decoder import MODEL_TYPES
 
 TRAINED: Final = "trained"
@@ -54,7 +55,7 @@ class ModelLimits:
 def read_limits(model: ModelSpec) -> ModelLimits:
     """The limits of the job's model: of its `config` table, or of the configuration beside its weights."""
     if model.source is not None:
-        config = _stored_config(model.source, trust_remote_code=model.trust_remote_code)
+        config = read_config(model.source, trust_remote_code=model.trust_remote_code).get_text_config()
         values = {
             key: getattr(config, key, None) for key in ("model_type", _VOCABULARY, _PADDING, _POSITIONS)
         }
@@ -215,17 +216,6 @@ def _check_same_vocabulary(tokenizer: Any, model_name: str, *, trust_remote_code
                 f"data.tokenizer has another vocabulary than {model_name}",
                 hint='leave data.tokenizer at "auto", to use the model\'s own',
             )
-
-
-def _stored_config(name: str, *, trust_remote_code: bool) -> Any:
-    if find_file(name, CONFIG_FILE) is None:
-        raise no_model(name)
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config()
-    except (OSError, ValueError) as error:
-        if needs_code(error):
-            raise code_not_run(name) from None
-        raise UserError(f"the configuration of {name} cannot be used: {error}") from None
 
 
 def _fresh_positions(given: Mapping[str, object]) -> object:
