@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from isthmus.errors import Aborted, LinkClosed, NotReady, Refused
+from isthmus.errors import Aborted, LinkClosed, NotReady, Refused, UserError
 from isthmus.job import Address, parse_address
 from isthmus.plan.types import Member
 from isthmus.wan.certificates import Identity
@@ -88,8 +88,8 @@ class Registration:
                 return
             if not self._is_closed:
                 self._complain(str(failure))
-            # Ranks that lost the same gateway must not come back all at once.
-            await asyncio.sleep(0 if self._is_closed else random.uniform(0, _RETRY_S))  # noqa: S311
+                # Ranks that lost the same gateway must not come back all at once.
+                await asyncio.sleep(random.uniform(0, _RETRY_S))  # noqa: S311 (no secret)
             if self._is_closed:
                 return
             self.link = self._open()
@@ -147,7 +147,11 @@ class Gateway(Closing):
         inside = self._loop.run(self._listener.start("127.0.0.1:0"))
         self._inside = Address(host="127.0.0.1", port=inside)
         limits = relay_limits(num_ranks=num_ranks, num_expected=num_expected)
-        self._relay = Relay(self.route, limits=limits, host=host, port=port)
+        try:
+            self._relay = Relay(self.route, limits=limits, host=host, port=port)
+        except UserError:
+            self._loop.run(self._listener.close())
+            raise
         self.address = self._relay.address
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """`isthmus probe` as a user runs it: all clouds here, or one cloud per command with real certificates."""
 
-import functools
 import json
 import shutil
 import signal
@@ -18,14 +17,15 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
 def isthmus(*arguments: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
+    # Whoever runs the tests in the background may have it ignored, which a new process would inherit. It is
+    # set here, since a function that ran in a fork of this process could meet threads of gRPC.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, "-m", "isthmus", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        # Whoever runs the tests in the background may have it ignored.
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
