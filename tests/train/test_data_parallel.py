@@ -19,7 +19,7 @@ from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput
 from isthmus.plan.data import FACTS, data_scheduler
 from isthmus.plan.membership import DataParallel, RoundEnded
-from isthmus.plan.types import Event, Facts, Member, Outcome, Save, Stop
+from isthmus.plan.types import Done, Event, Facts, Joined, Lost, Member, Outcome, Save, Stop, WorkKind
 from isthmus.train.build import BuiltStage
 from isthmus.train.data_parallel import DataParallelActor
 from isthmus.train.device import Device
@@ -77,6 +77,7 @@ class Cloud:
 
     member: Member
     stage: Any
+    optimizer: Optimizer
     outer: Outer
     loop: Loop
     record: Record
@@ -90,7 +91,6 @@ class Clouds:
     spec: DataParallel
     clouds: list[Cloud] = field(default_factory=list)
     links: dict[tuple[str, str], MemoryLink] = field(default_factory=dict)
-    saved: list[tuple[Facts | None, dict[str, Tensor]]] = field(default_factory=list)
 
     def run(self, states: Sequence[Facts | None] = ()) -> None:
         with ThreadPoolExecutor(len(self.clouds)) as pool:
@@ -122,7 +122,8 @@ def make(
     shape: Shape | None = None,
     held_out: Sequence[Batch] = (),
     on_event: Callable[[Member, Event], None] = lambda _member, _event: None,
-    on_save: Callable[[Cloud, Facts | None], None] = lambda _cloud, _facts: None,
+    on_save: Callable[[Cloud, int, Facts | None], None] = lambda _cloud, _step, _facts: None,
+    inboxes: dict[Member, Inbox] | None = None,
 ) -> Clouds:
     """Each cloud reads its own micro-batches of every step."""
     found = Clouds(agreed)
@@ -142,6 +143,8 @@ def make(
         )
         own = [step[index * number : (index + 1) * number] for step in steps]
         record, inbox = Record(), Inbox()
+        if inboxes is not None:
+            inboxes[member] = inbox
         actor = DataParallelActor(
             agreed,
             member,
@@ -169,7 +172,7 @@ def make(
             for one in names
             if one != member.cloud
         }
-        cloud = Cloud(member, stage, outer, None, record)  # type: ignore[arg-type]
+        cloud = Cloud(member, stage, optimizer, outer, None, record)  # type: ignore[arg-type]
         cloud.loop = Loop(
             Logged(data_scheduler(agreed, member), record),
             actor,
@@ -184,18 +187,24 @@ def make(
 
 
 def save(
-    cloud: Cloud, on_save: Callable[[Cloud, Facts | None], None], action: Save, done: OnEvent
+    cloud: Cloud, on_save: Callable[[Cloud, int, Facts | None], None], action: Save, done: OnEvent
 ) -> Callable[[], None]:
-    on_save(cloud, action.facts)
+    on_save(cloud, action.step, action.facts)
     return save_nothing(action, done)
 
 
-def run(agreed: DataParallel, rule: OuterRule, **more: Any) -> Clouds:
+def run(
+    agreed: DataParallel,
+    rule: OuterRule,
+    *,
+    begin: Callable[[Cloud], Facts | None] = lambda _: None,
+    **more: Any,
+) -> Clouds:
     plan = blueprint("llama", num_hidden_layers=3)
     steps = batches(plan, agreed.num_microbatches * len(agreed.clouds), num_steps=agreed.num_steps)
     with ExitStack() as stack:
         found = make(stack, plan, agreed, rule, steps, **more)
-        found.run()
+        found.run([begin(cloud) for cloud in found.clouds])
         return found
 
 
@@ -332,3 +341,113 @@ def test_streaming_is_the_published_algorithm(num_clouds: int) -> None:
     for fragment, matrix in zip(found.clouds[0].outer.fragments, found.clouds[0].outer.values, strict=True):
         for name, value in fragment.pieces(matrix).items():
             torch.testing.assert_close(value, expected_of.outer[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("rule", [STREAMING, SPARSE], ids=["streaming", "sparse"])
+def test_bytes_on_the_wire_are_those_of_the_formula(rule: OuterRule) -> None:
+    """Streaming: 2 (R - 1) / R of 4.25 bits; sparse: R - 1 times 0.2227 bit; of whole rows of 4096 each."""
+    agreed = spec(3, gathers=rule.gathers)
+    found = run(agreed, rule)
+    rows = [one.num_rows for one in found.clouds[0].outer.fragments]
+    all_rows = sum(rows[agreed.fragment(number)] for number in range(agreed.num_rounds))
+    num_received = 0
+    for cloud in found.clouds:
+        spans = [one for one in cloud.record.spans if one.kind == "transfer"]
+        assert {one.name.split()[0] for one in spans} == ({"delta"} if rule.gathers else {"delta", "commit"})
+        num_received += sum(one.num_bytes for one in spans)
+    if rule.gathers:
+        expected = 3 * 2 * all_rows * (64 * (12 + 2) + 16) / 8
+    else:
+        # Each shard goes to its owner from two others, and from it to two others.
+        expected = 2 * 2 * all_rows * 4096 * (4 + 16 / 64) / 8
+    assert num_received == expected
+
+
+@dataclass
+class Kept:
+    """What one cloud saved at a step."""
+
+    facts: Facts | None
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    outer: dict[str, Tensor]
+
+
+def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one.detach().clone() for name, one in tensors.items()}
+
+
+@pytest.mark.parametrize("rule", [STREAMING, SPARSE, EXACT], ids=["streaming", "sparse", "exact"])
+def test_a_run_that_continues_ends_with_the_same_bits(rule: OuterRule) -> None:
+    make_spec = exact if rule.sync == "exact" else spec
+    agreed = make_spec(2, gathers=rule.gathers, save_every_s=0.0)
+    kept: dict[Member, dict[int, Kept]] = {}
+
+    def keep(cloud: Cloud, step: int, facts: Facts | None) -> None:
+        one = Kept(
+            facts,
+            copies(cloud.stage.tensors_by_name()),
+            copies(cloud.optimizer.tensors()),
+            copies(cloud.outer.tensors()),
+        )
+        kept.setdefault(cloud.member, {})[step] = one
+
+    whole = run(agreed, rule, on_save=keep)
+    every = list(kept.values())
+    assert every[0].keys() == every[1].keys()
+    step = sorted(every[0])[len(every[0]) // 2]
+    assert 0 < step < agreed.num_steps
+
+    def take_up(cloud: Cloud) -> Facts | None:
+        saved = kept[cloud.member][step]
+        with torch.no_grad():
+            for name, tensor in cloud.stage.tensors_by_name().items():
+                tensor.copy_(saved.weights[name])
+            for name, tensor in cloud.outer.tensors().items():
+                tensor.copy_(saved.outer[name])
+        cloud.optimizer.load_tensors(copies(saved.moments))
+        return saved.facts
+
+    again = run(agreed, rule, begin=take_up)
+    for one, other in zip(whole.clouds, again.clouds, strict=True):
+        for values, expected in zip(one.outer.values, other.outer.values, strict=True):
+            assert torch.equal(values, expected)
+        first, second = (copies(cloud.stage.tensors_by_name()) for cloud in (one, other))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_cloud_that_is_lost_and_returns_is_brought_up_to_date() -> None:
+    """The others continue at once; it gets the donor's state, and all end with the same bits."""
+    agreed = spec(3, num_steps=48, quorum=2, grace_s=30.0)
+    lost, others = Member("south"), (Member("north"), Member("east"))
+    inboxes: dict[Member, Inbox] = {}
+    seen: list[str] = []
+
+    def on_event(member: Member, event: Event) -> None:
+        if member != others[0] or not isinstance(event, Done) or event.work.kind is not WorkKind.OUTER:
+            return
+        # What a session reports when a cloud is lost, and when it has met the others again.
+        if event.work.step == 4 and "lost" not in seen:
+            seen.append("lost")
+            for one in others:
+                inboxes[one].put(Lost(lost))
+                inboxes[lost].put(Lost(one))
+        if event.work.step == 12 and "joined" not in seen:
+            seen.append("joined")
+            for one in others:
+                inboxes[one].put(Joined(lost))
+                inboxes[lost].put(Joined(one))
+
+    found = run(agreed, STREAMING, on_event=on_event, inboxes=inboxes)
+    assert seen == ["lost", "joined"]
+    last = [cloud.outer.values for cloud in found.clouds]
+    for own in last[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(own, last[0], strict=True))
+    contents = [{one.number: one.content for one in found.rounds(index)} for index in range(3)]
+    for told in contents[1:]:
+        assert all(contents[0][number] == content for number, content in told.items())
+    assert len(contents[2]) < len(contents[0]) == agreed.num_rounds
+    sent = [one for one in found.clouds[2].record.spans if one.name.startswith("state")]
+    assert sent
+    assert any(len(one.shares) == 2 for one in found.rounds(0))
+    assert len(found.rounds(0)[-1].shares) == 3
