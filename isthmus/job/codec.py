@@ -15,28 +15,8 @@ import pydantic
 from pydantic import Field, ValidationError
 
 from isthmus.errors import FieldError, UserError
-from isthmus.job.codec_steps import (
-    STRICT,
-    Anchor,
-    Bf16,
-    Center,
-    CodeState,
-    Feedback,
-    Fp16,
-    Integers,
-    Rank,
-    Raw,
-    Rotate,
-    SomeAnchor,
-    Steps,
-    Subspace,
-    Svd,
-    TopK,
-    check_order,
-    gradient_steps,
-    part_bytes,
-    step_name,
-)
+from isthmus.job import codec_steps as named
+from isthmus.job.codec_steps import STRICT, Anchor, CodeState, Integers, Rank, SomeAnchor, Steps
 from isthmus.job.mistakes import meant_by, sentence
 from isthmus.units import closest, suggest
 
@@ -48,20 +28,20 @@ class CodecSpec:
     steps: Steps
 
     def __post_init__(self) -> None:
-        check_order(self.steps)
+        named.check_order(self.steps)
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.steps))
 
     @property
     def is_raw(self) -> bool:
-        return self.steps == (Raw(),)
+        return self.steps == (named.Raw(),)
 
     def part_bytes(
         self, num_rows: int, width: int, *, state: CodeState = CodeState.STEADY, element_bytes: int = 4
     ) -> tuple[int, ...]:
         """Sizes of the parts of a payload; `element_bytes` is the size of an element where all is raw."""
-        return part_bytes(self.steps, num_rows, width, state=state, element_bytes=element_bytes)
+        return named.part_bytes(self.steps, num_rows, width, state=state, element_bytes=element_bytes)
 
     def wire_bytes(self, num_rows: int, width: int, *, element_bytes: int = 4) -> int:
         """Bytes of a payload of so many tokens, exactly, without a basis that may come with it."""
@@ -74,7 +54,7 @@ class CodecSpec:
 
 def gradient_codec(forward: CodecSpec, backward: CodecSpec) -> CodecSpec:
     """How gradients cross: the backward codec, less what the activation has decided for both directions."""
-    return CodecSpec(steps=gradient_steps(forward.steps, backward.steps))
+    return CodecSpec(steps=named.gradient_steps(forward.steps, backward.steps))
 
 
 class Init(StrEnum):
@@ -152,9 +132,10 @@ _ITEM: Final = re.compile(r"\s*(?:(?P<option>\w+)\s*=\s*)?(?P<value>[\w.+-]{1,40
 _NUMBER: Final = re.compile(r"\d{1,9}(?P<rest>\.\d{1,20})?(?P<exponent>[eE][+-]?\d{1,3})?", re.ASCII)
 
 _CODECS: Final[Mapping[str, type[Any]]] = {
-    **{step_name(kind()): kind for kind in (Raw, Fp16, Bf16, Center, Rotate)},
+    **{kind.__name__.lower(): kind for kind in (named.Raw, named.Fp16, named.Bf16)},
     **{f"int{bits}": Integers for bits in (8, 4, 2)},
-    **{kind.__name__.lower(): kind for kind in (TopK, Svd, Subspace, Feedback)},
+    **{kind.__name__.lower(): kind for kind in (named.TopK, named.Svd, named.Center, named.Rotate)},
+    **{kind.__name__.lower(): kind for kind in (named.Subspace, named.Feedback)},
 }
 CODEC_NAMES: Final = tuple(_CODECS)
 _EXAMPLES: Final = {
