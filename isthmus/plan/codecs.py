@@ -404,63 +404,58 @@ def options(
 ) -> list[Choice]:
     """What is allowed and not too dear, or else the cheapest of it.
 
-    All there is, where the job's own codec of one direction leaves nothing.
+    All there is, where the job's own codec of one direction leaves nothing. Where the job leaves both free,
+    the wider direction has no lossier codec than the narrower one; between equals, that is the gradient.
     """
-    sides = ([*enumerate(_side(levels, own))] for own in (bounds.forward, bounds.backward))
-    possible = [
-        _option(down, up, crossing, figures)
-        for down, up in itertools.product(*sides)
-        if _go_together(down, up, crossing, figures, bounds)
-    ]
-    sizes = [(one.pair.forward_bytes(crossing), one.pair.backward_bytes(crossing)) for one in possible]
-    allowed = [
-        (one, size) for one, size in zip(possible, sizes, strict=True) if bounds.allow(one.loss, *size)
-    ]
+    is_up_wide = figures.up_bps >= figures.down_bps
+    possible = []
+    for pair, loss, (down, up), is_joint in _ways(tuple(levels), bounds.forward, bounds.backward):
+        if bounds.are_open and crossing.has_gradient and (up > down if is_up_wide else down > up):
+            continue
+        size = pair.forward_bytes(crossing), pair.backward_bytes(crossing)
+        choice = Choice(
+            pair=pair,
+            loss=loss,
+            levels=(down, up),
+            is_joint=is_joint,
+            forward_s=8 * size[0] / figures.down_bps,
+            backward_s=8 * size[1] / figures.up_bps,
+            basis_s=8 * pair.basis_bytes(crossing) / figures.down_bps,
+            interval_s=figures.interval_s,
+            crossing=crossing,
+        )
+        possible.append((choice, size))
+    allowed = [(one, size) for one, size in possible if bounds.allow(one.loss, *size)]
     if not allowed:
-        return possible
+        return [one for one, _ in possible]
     most = bounds.most_forward_bytes, bounds.most_backward_bytes
     cheap = [one for one, size in allowed if size[0] <= most[0] and size[1] <= most[1]]
     return cheap or [min(allowed, key=lambda found: sum(found[1]))[0]]
 
 
-def _side(levels: Sequence[CodecLevel], own: CodecSpec | None) -> Sequence[CodecLevel]:
-    """The levels of one direction; the job's own codec costs nothing that was not agreed to."""
-    return levels if own is None else (CodecLevel(forward=own, backward=own, loss=Loss.NONE),)
+@functools.lru_cache(maxsize=256)
+def _ways(
+    levels: tuple[CodecLevel, ...], forward: CodecSpec | None, backward: CodecSpec | None
+) -> Sequence[tuple[Pair, Loss, tuple[int, int], bool]]:
+    """Every pair of codecs that can be, with its loss and levels, and whether it makes sense only so.
 
-
-_Numbered = tuple[int, CodecLevel]
-
-
-def _go_together(
-    down: _Numbered, up: _Numbered, crossing: Crossing, figures: Figures, bounds: Bounds
-) -> bool:
-    """Whether gradients can cross so, and where the job leaves both free, the levels suit each other.
-
-    A joint level needs itself in the other direction. The wider direction has no lossier codec than the
-    narrower one; between equals, that is the gradient.
+    The job's own codec costs nothing that was not agreed to. A joint level needs itself in the other
+    direction.
     """
-    if bounds.are_open:
-        if (down[1].is_joint or up[1].is_joint) and down[0] != up[0]:
-            return False
-        is_up_wide = figures.up_bps >= figures.down_bps
-        if crossing.has_gradient and (up[0] > down[0] if is_up_wide else down[0] > up[0]):
-            return False
-    return Pair(forward=down[1].forward, backward=up[1].backward).is_possible
-
-
-def _option(down: _Numbered, up: _Numbered, crossing: Crossing, figures: Figures) -> Choice:
-    pair = Pair(forward=down[1].forward, backward=up[1].backward)
-    return Choice(
-        pair=pair,
-        loss=max(down[1].loss, up[1].loss),
-        levels=(down[0], up[0]),
-        is_joint=down[1].is_joint,
-        forward_s=8 * pair.forward_bytes(crossing) / figures.down_bps,
-        backward_s=8 * pair.backward_bytes(crossing) / figures.up_bps,
-        basis_s=8 * pair.basis_bytes(crossing) / figures.down_bps,
-        interval_s=figures.interval_s,
-        crossing=crossing,
-    )
+    found = []
+    owns = [
+        (CodecLevel(forward=one, backward=one, loss=Loss.NONE),) if one else levels
+        for one in (forward, backward)
+    ]
+    for (down, first), (up, second) in itertools.product(*map(enumerate, owns)):
+        pair, is_joint = (
+            Pair(forward=first.forward, backward=second.backward),
+            first.is_joint or second.is_joint,
+        )
+        is_alone = is_joint and down != up and forward is None and backward is None
+        if pair.is_possible and not is_alone:
+            found.append((pair, max(first.loss, second.loss), (down, up), first.is_joint))
+    return found
 
 
 def _least_lossy(allowed: Sequence[Choice], headroom: float, tolerance: float = _TOLERANCE) -> Choice:
