@@ -208,17 +208,17 @@ class MeasuredModel:
         names = list(dict.fromkeys(kinds))
         self._kinds = tuple(names.index(kind) for kind in kinds)
         self.table = known or CostTable(
-            sizes=self._sizes(), messages=self._messages(has_bfloat16=has_bfloat16), samples={}
+            sizes=self._sizes(), messages=self._messages(has_bfloat16=has_bfloat16)
         )
 
     def costs(self, workload: Workload) -> ModelCosts:
         """The costs for a micro-batch, from the next smaller and larger numbers of sequences measured."""
-        variant = Variant.of(workload)
+        variant = Variant.of(workload.arithmetic, recompute=workload.recompute)
         for number in _measured_numbers(workload.num_sequences):
-            known = self.table.samples.get(variant, ())
-            if all((one.num_sequences, one.length) != (number, workload.sequence_length) for one in known):
-                sample = self._sample(variant, number, workload.sequence_length)
-                self.table = self.table.with_sample(variant, sample)
+            size = number, workload.sequence_length
+            if all((one.variant, one.size) != (variant, size) for one in self.table.samples):
+                samples = (*self.table.samples, self._sample(variant, *size))
+                self.table = replace(self.table, samples=samples)
                 self._remember(self.table)
         return self.table.costs(workload)
 
@@ -235,12 +235,10 @@ class MeasuredModel:
             for kind in range(len(kinds))
         ]
         return CostSample(
-            num_sequences=num_sequences,
-            length=length,
-            embedding=embedding,
-            kinds=kinds,
-            head=head,
-            arrival_bytes=tuple(arrivals),
+            variant=variant,
+            size=(num_sequences, length),
+            parts=(embedding, *kinds, head),
+            arrival=tuple(arrivals),
         )
 
     def _by_kind(self, layers: Sequence[PartFigures]) -> tuple[PartFigures, ...]:
@@ -272,7 +270,7 @@ class MeasuredModel:
 
     def _sizes(self) -> ModelSizes:
         blueprint = self._blueprint
-        stage = self._stage(range(blueprint.num_layers), self._indices, Variant(arithmetic=Arithmetic()))
+        stage = self._stage(range(blueprint.num_layers), self._indices, Variant.of(Arithmetic()))
         base = stage.model.base_model
         present = dict(base.named_modules())
         layers = [present[f"{stage.family.layers}.{index}"] for index in self._indices]
@@ -309,12 +307,12 @@ class MeasuredModel:
         """Whether bfloat16 leaves a stage under autocast, by what came to it and how wide its weights are."""
         mixed = Arithmetic(precision=Precision.BFLOAT16, on_accelerator=on_accelerator)
         last = self._blueprint.num_layers - 1
-        stage = self._stage(range(last + 1), self._indices, Variant(arithmetic=mixed))
-        found = [_Runner(stage, self._indices, Variant(arithmetic=mixed)).run(*_SMALL).leaves]
+        stage = self._stage(range(last + 1), self._indices, Variant.of(mixed))
+        found = [_Runner(stage, self._indices, Variant.of(mixed)).run(*_SMALL).leaves]
         gathered = replace(mixed, is_gathered=True)
         cases = ((mixed, torch.float32), (mixed, torch.bfloat16), (gathered, torch.bfloat16))
         for arithmetic, arrives in cases if last else ():
-            variant = Variant(arithmetic=arithmetic)
+            variant = Variant.of(arithmetic)
             runner = _Runner(self._stage(range(last, last + 1), [last], variant), [last], variant)
             runner.always_autocasts = True
             found.append(runner.run(*_SMALL, arrives=arrives).leaves)

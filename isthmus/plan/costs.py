@@ -9,9 +9,9 @@ import enum
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -374,19 +374,25 @@ VERSION: Final = 2
 _MAX_FILE_BYTES: Final = 64 * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class Variant(NamedTuple):
     """One way to compute a model."""
 
-    arithmetic: Arithmetic
-    recompute: bool = False
+    precision: Precision
+    on_accelerator: bool
+    is_gathered: bool
+    recompute: bool
 
     @classmethod
-    def of(cls, workload: Workload) -> "Variant":
-        """The variant of a workload; in float32 what is gathered is as wide as what is not."""
-        arithmetic = workload.arithmetic
+    def of(cls, arithmetic: Arithmetic, *, recompute: bool = False) -> "Variant":
+        """The variant of an arithmetic; in float32 what is gathered is as wide as what is not."""
         is_gathered = arithmetic.is_gathered and arithmetic.precision is not Precision.FLOAT32
-        return cls(arithmetic=replace(arithmetic, is_gathered=is_gathered), recompute=workload.recompute)
+        return cls(arithmetic.precision, arithmetic.on_accelerator, is_gathered, recompute)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Where and how exactly it computes."""
+        precision, on_accelerator, is_gathered, _ = self
+        return Arithmetic(precision=precision, on_accelerator=on_accelerator, is_gathered=is_gathered)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,22 +435,16 @@ class PartFigures(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSample:
-    """One size of a micro-batch under one variant."""
+    """One size of a micro-batch, computed in one way."""
 
-    num_sequences: int
-    length: int
-    embedding: PartFigures
-    kinds: tuple[PartFigures, ...]
-    """The figures of each kind of layer."""
-    head: PartFigures
-    arrival_bytes: tuple[float, ...]
+    variant: Variant
+    size: tuple[int, int]
+    """Its sequences, and their length."""
+    parts: tuple[PartFigures, ...]
+    """The embedding, each kind of layer, and the head."""
+    arrival: tuple[float, ...]
     """What a stage that is not the first keeps of what arrives, and of masks and positions; by the kind of
     its first layer."""
-
-    @property
-    def parts(self) -> tuple[PartFigures, ...]:
-        """The rows of a table."""
-        return (self.embedding, *self.kinds, self.head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -472,36 +472,34 @@ class CostTable:
 
     sizes: ModelSizes
     messages: Messages
-    samples: Mapping[Variant, tuple[CostSample, ...]]
-
-    def with_sample(self, variant: Variant, sample: CostSample) -> "CostTable":
-        """A table with one more sample."""
-        known = (*self.samples.get(variant, ()), sample)
-        return replace(self, samples={**self.samples, variant: known})
+    samples: tuple[CostSample, ...] = ()
 
     def costs(self, workload: Workload) -> ModelCosts:
         """The costs of all parts for a micro-batch, on the line through the nearest two sizes."""
         sizes, sample = self.sizes, self._sample(workload)
+        embedding, *kinds, head = sample.parts
         layers = [
             _part(size, figures, is_recomputed=workload.recompute)
-            for size, figures in zip(sizes.layers, sample.kinds, strict=True)
+            for size, figures in zip(sizes.layers, kinds, strict=True)
         ]
         return ModelCosts(
             workload=workload,
             width=sizes.width,
-            embedding=_part(sizes.embedding, sample.embedding),
+            embedding=_part(sizes.embedding, embedding),
             layers=tuple(layers[kind] for kind in sizes.kinds),
-            head=_part(sizes.head, sample.head),
+            head=_part(sizes.head, head),
             num_tied_parameters=sizes.num_tied_parameters,
             num_embedding_parameters=sizes.num_embedding_parameters,
-            arrival_bytes=tuple(sample.arrival_bytes[kind] for kind in sizes.kinds),
+            arrival_bytes=tuple(sample.arrival[kind] for kind in sizes.kinds),
         )
 
     def _sample(self, workload: Workload) -> CostSample:
         """The sample of a micro-batch, from those of the nearest lengths and numbers of sequences."""
+        variant = Variant.of(workload.arithmetic, recompute=workload.recompute)
         length, by_length = workload.sequence_length, dict[int, dict[int, CostSample]]()
-        for one in self.samples.get(Variant.of(workload), ()):
-            by_length.setdefault(one.length, {})[one.num_sequences] = one
+        for one in self.samples:
+            if one.variant == variant:
+                by_length.setdefault(one.size[1], {})[one.size[0]] = one
         if length in by_length:
             by_length = {length: by_length[length]}
         if not by_length or (len(by_length) == 1 and length not in by_length):
@@ -534,22 +532,16 @@ def _between(known: Mapping[int, CostSample], wanted: int) -> CostSample:
         # Outside of all sizes peaks grow no faster than in proportion, and shrink no further.
         line = {sizes[-1]: wanted / sizes[-1]} if wanted > sizes[-1] else {sizes[0]: 1.0}
 
-    def mixed(rows_of: Callable[[CostSample], object], weights: Mapping[int, float]) -> NDArray[np.float64]:
-        return np.rint(sum(weight * np.array(rows_of(known[size])) for size, weight in weights.items()))
+    def mixed(weights: Mapping[int, float], name: Literal["parts", "arrival"]) -> NDArray[np.float64]:
+        rows = (weight * np.array(getattr(known[size], name)) for size, weight in weights.items())
+        return np.rint(sum(rows))
 
-    rows = mixed(lambda one: one.parts, curve)
-    rows[:, _PEAKS] = mixed(lambda one: one.parts, line)[:, _PEAKS]
+    rows = mixed(curve, "parts")
+    rows[:, _PEAKS] = mixed(line, "parts")[:, _PEAKS]
     # What a part keeps may be less than the input that it lets go.
     rows = np.where(np.arange(rows.shape[1]) == _KEPT, rows, np.maximum(0.0, rows))
-    embedding, *kinds, head = (PartFigures(*row) for row in rows.tolist())
-    arrival_bytes = mixed(lambda one: one.arrival_bytes, curve)
-    return replace(
-        known[sizes[0]],
-        embedding=embedding,
-        kinds=tuple(kinds),
-        head=head,
-        arrival_bytes=tuple(arrival_bytes.tolist()),
-    )
+    parts = tuple(PartFigures(*row) for row in rows.tolist())
+    return replace(known[sizes[0]], parts=parts, arrival=tuple(mixed(curve, "arrival").tolist()))
 
 
 def _weights(sizes: Sequence[int], wanted: int) -> dict[int, float]:
@@ -582,23 +574,19 @@ def _part(size: PartSize, figures: PartFigures, *, is_recomputed: bool = False) 
     )
 
 
+_TABLE: Final = TypeAdapter(CostTable)
+
+
 def table_text(table: CostTable, about: Mapping[str, object] | None = None) -> str:
     """The text of a table's file, which may say what model it is about."""
-    samples = [
-        {
-            "variant": [variant.arithmetic.precision.value, *_flags(variant)],
-            "size": [one.num_sequences, one.length],
-            "parts": [[*map(_short, part)] for part in one.parts],
-            "arrival": [*map(_short, one.arrival_bytes)],
-        }
-        for variant, some in table.samples.items()
-        for one in some
-    ]
-    values = {"sizes": asdict(table.sizes), "messages": asdict(table.messages), "samples": samples}
-    lines = [
-        f'"{key}": {json.dumps(one)}' for key, one in {"version": VERSION, **(about or {}), **values}.items()
-    ]
+    values = {"version": VERSION, **(about or {}), **_TABLE.dump_python(table, mode="json")}
+    lines = [f'"{key}": {json.dumps(one)}' for key, one in values.items()]
     return "{" + ",\n".join(lines) + "}\n"
+
+
+def parsed_table(values: Mapping[str, Any]) -> CostTable:
+    """The table that a file holds."""
+    return _TABLE.validate_python({key: values[key] for key in ("sizes", "messages", "samples")})
 
 
 def read_table(path: Path) -> CostTable | None:
@@ -610,40 +598,3 @@ def read_table(path: Path) -> CostTable | None:
         return parsed_table(values) if values["version"] == VERSION else None
     except (OSError, AttributeError, LookupError, TypeError, ValueError):
         return None
-
-
-def _flags(variant: Variant) -> tuple[bool, bool, bool]:
-    return variant.arithmetic.on_accelerator, variant.arithmetic.is_gathered, variant.recompute
-
-
-def _short(figure: float) -> float:
-    return int(figure) if figure == int(figure) else figure
-
-
-def _variant(precision: str, *flags: bool) -> Variant:
-    on_accelerator, is_gathered, recompute = flags
-    arithmetic = Arithmetic(
-        precision=Precision(precision), on_accelerator=on_accelerator, is_gathered=is_gathered
-    )
-    return Variant(arithmetic=arithmetic, recompute=recompute)
-
-
-def parsed_table(values: Mapping[str, Any]) -> CostTable:
-    """The table that a file holds."""
-    table = CostTable(
-        sizes=TypeAdapter(ModelSizes).validate_python(values["sizes"]),
-        messages=TypeAdapter(Messages).validate_python(values["messages"]),
-        samples={},
-    )
-    for one in values["samples"]:
-        embedding, *kinds, head = (PartFigures(*map(float, row)) for row in one["parts"])
-        sample = CostSample(
-            num_sequences=int(one["size"][0]),
-            length=int(one["size"][1]),
-            embedding=embedding,
-            kinds=tuple(kinds),
-            head=head,
-            arrival_bytes=tuple(map(float, one["arrival"])),
-        )
-        table = table.with_sample(_variant(*one["variant"]), sample)
-    return table
