@@ -15,7 +15,7 @@ from isthmus.job import Job
 from isthmus.plan.codecs import Loss
 from isthmus.plan.job_facts import run_order
 from isthmus.plan.memory import Memory, Sharding
-from isthmus.plan.scenario import Caps, Policy, Scenario, scenario_from_dict, scenario_to_dict
+from isthmus.plan.scenario import Caps, Policy, Scenario, scenario_from_dict
 from isthmus.plan.study import MemoryOptions
 from isthmus.plan.times import CloudFacts
 from isthmus.units import format_duration
@@ -553,22 +553,19 @@ VERSION: Final = 1
 _HOW: Final = "make it again with this version of Isthmus"
 
 
+_PLAN: Final = TypeAdapter(Plan)
+
+
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """A plan as plan.json holds it."""
-    values = asdict(plan)
+    values = dict(_PLAN.dump_python(plan, mode="json"))
     values |= {
         "version": VERSION,
-        "form": plan.form.value,
         "loss": plan.loss.name.lower(),
         "what": plan.what,
         "memory_words": plan.memory_words,
         "decisions": None if plan.decisions is None else asdict(plan.decisions),
-        "scenario": None if plan.scenario is None else scenario_to_dict(plan.scenario),
-        "warmup_scenario": None if plan.warmup_scenario is None else scenario_to_dict(plan.warmup_scenario),
-        "runners_up": [{**asdict(one), "form": one.form.value} for one in plan.runners_up],
     }
-    if isinstance(plan.settings, PipelineSettings):
-        values["settings"]["policy"] = plan.settings.policy.value
     values["estimate"] |= {
         "total_s": plan.estimate.total_s,
         "total_usd": plan.estimate.total_usd,
