@@ -21,10 +21,13 @@ from isthmus.model.heads import IGNORED
 from isthmus.observe.report import read_run, summarize
 from isthmus.plan.costs import nothing_measured
 from isthmus.plan.feed_plan import clouds_of, shared_out
+from isthmus.train.build import Build, blueprint_of
 from isthmus.train.data.rows import open_rows
 from isthmus.train.data.samples import Pick
 from isthmus.train.data.training_data import open_data
+from isthmus.train.device import Device
 from isthmus.train.generator_role import FeedKind, own_job
+from isthmus.train.in_cloud import World
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generator-discriminator.toml"
 
@@ -163,3 +166,20 @@ def test_a_text_and_its_translation_are_masked_as_one_sequence(tmp_path: Path) -
     assert text in told
     assert translation[:20] in told
     assert told.count(data.tokenizer.eos_token) == 2
+
+
+def test_a_generator_with_another_tokenizer_is_refused_before_it_trains(tmp_path: Path) -> None:
+    """On a machine of its own a generator would train a tokenizer on its own data."""
+    kind, whole = FeedKind(), job()
+    data = open_data(whole, tokenizer_folder=tmp_path / "tokenizer")
+    blueprint = blueprint_of(whole, config=data.facts.config, num_labels=None)
+    config = kind.config_of(whole, kind.decide(whole), blueprint, data, run_id="here")
+    build = Build(
+        job=whole, config=config, cloud="english", blueprint=blueprint, device=Device("cpu"), world=World()
+    )
+    role = kind.make(build)
+    own = kind.data_job(whole, "english")
+    role.feed(open_data(own, tokenizer_folder=tmp_path / "tokenizer"), step=0, cursor=None)
+    with pytest.raises(UserError, match="another tokenizer") as found:
+        role.feed(open_data(own, tokenizer_folder=tmp_path / "other"), step=0, cursor=None)
+    assert "data.tokenizer" in str(found.value.hint)
