@@ -31,9 +31,10 @@ from isthmus.model.load import build_stage
 from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput
 from isthmus.plan.types import Event, Saved, Stored
-from isthmus.train.checkpoint import Checkpoints, Keeper, State
+from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
+from isthmus.train.keeper import Keeper, State
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.train.store import DiskStore
 from isthmus.train.wire import Failure

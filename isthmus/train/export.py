@@ -13,9 +13,10 @@ from isthmus.job import Job
 from isthmus.job.rundir import job_of
 from isthmus.model.export import merge, write_part
 from isthmus.train.build import Build, blueprint_of
-from isthmus.train.checkpoint import Checkpoints, load_weights, saved_steps
+from isthmus.train.checkpoint import Checkpoints, saved_steps
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
+from isthmus.train.keeper import load_weights
 from isthmus.train.kinds import kind_of, read_config
 from isthmus.train.run_config import RunConfig
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER

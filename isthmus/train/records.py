@@ -59,7 +59,7 @@ _SAFETENSORS_NAMES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class ShardRows:
     """The rows of a tensor that one rank holds, from `start` on; `shape` is that of the whole tensor."""
 
     own: Tensor
@@ -187,7 +187,7 @@ class Records:
         self,
         name: str,
         suffix: str,
-        tensors: Mapping[str, Rows],
+        tensors: Mapping[str, ShardRows],
         facts: Facts,
         *,
         check: Callable[[], None] = lambda: None,
@@ -197,7 +197,7 @@ class Records:
         Before each tensor `check` may end it with an OSError.
         """
 
-        def in_turn(own: Mapping[str, Rows]) -> Iterator[Tensor]:
+        def in_turn(own: Mapping[str, ShardRows]) -> Iterator[Tensor]:
             for rows in own.values():
                 check()
                 yield rows.own
@@ -365,9 +365,9 @@ def widest_first(names: Iterable[str], dtype: Callable[[str], torch.dtype]) -> l
     return sorted(names, key=lambda name: -dtype(name).itemsize)
 
 
-def _grouped(tensors: Mapping[str, Rows]) -> dict[str, dict[str, Rows]]:
+def _grouped(tensors: Mapping[str, ShardRows]) -> dict[str, dict[str, ShardRows]]:
     """The tensors of each file; those of which this rank has no rows are in none."""
-    groups: defaultdict[str, dict[str, Rows]] = defaultdict(dict)
+    groups: defaultdict[str, dict[str, ShardRows]] = defaultdict(dict)
     for name in widest_first(tensors, lambda name: tensors[name].own.dtype):
         group, slash, _ = name.partition("/")
         if tensors[name].own.numel() or not math.prod(tensors[name].shape):

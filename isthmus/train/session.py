@@ -38,12 +38,13 @@ from isthmus.model.export import merge, write_part
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.types import Facts, Member, Outcome, Save, pack_facts, unpack_facts
 from isthmus.train.build import Build, blueprint_of
-from isthmus.train.checkpoint import Checkpoints, Keeper, State
+from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, TrainingData, open_data
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
+from isthmus.train.keeper import Keeper, State
 from isthmus.train.kinds import kind_of, write_config
 from isthmus.train.loop import OnEvent
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from isthmus.cli.main import app
-from isthmus.train.records import Records, Rows
+from isthmus.train.records import Records, ShardRows
 from isthmus.train.store import CHECKPOINTS_FOLDER, DiskStore
 
 
@@ -20,8 +20,8 @@ def run(tmp_path: Path) -> Path:
     (folder / "events" / "east.jsonl").touch()
     records = Records(DiskStore(folder / CHECKPOINTS_FOLDER))
     for step, cloud in ((2, "east"), (2, "west"), (4, "east"), (4, "west"), (6, "east")):
-        name, value = f"step-{step:08d}/{cloud}", torch.full((8,), float(step))
-        records.commit(name, records.put(name, "0.ab", {"w": Rows(own=value, shape=(8,))}, {"step": step}))
+        name, rows = f"step-{step:08d}/{cloud}", ShardRows(own=torch.full((8,), float(step)), shape=(8,))
+        records.commit(name, records.put(name, "0.ab", {"w": rows}, {"step": step}))
     return folder
 
 

@@ -27,7 +27,7 @@ from isthmus.plan.memory import OptimizerState, Sharding
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.scenario import Policy
 from isthmus.plan.types import Member, Outcome
-from isthmus.train.checkpoint import Checkpoints, Keeper
+from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import (
     Reduction,
@@ -37,6 +37,7 @@ from isthmus.train.in_cloud import (
     shard,
     whole,
 )
+from isthmus.train.keeper import Keeper
 from isthmus.train.members import Neighbours
 from isthmus.train.pipeline_config import PipelineConfig
 from isthmus.train.pipeline_role import peers_of

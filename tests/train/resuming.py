@@ -9,7 +9,7 @@ from torch import Tensor
 from isthmus.plan import types
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.types import Event, Facts, Member, NotStored, pack_facts, unpack_facts
-from isthmus.train.checkpoint import Keeper, State
+from isthmus.train.keeper import Keeper, State
 from isthmus.train.wire import Failure, Wire
 from tests.train.chain import Chain, Saved
 

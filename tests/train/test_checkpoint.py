@@ -19,10 +19,11 @@ from isthmus.model.stage import Stage
 from isthmus.plan.codecs import Pair
 from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.types import Member, pack_facts, unpack_facts
-from isthmus.train.checkpoint import Checkpoints, Keeper, State
+from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.coding import CodecState
 from isthmus.train.data.samples import Cursor
 from isthmus.train.in_cloud import World, shard, whole
+from isthmus.train.keeper import Keeper, State
 from isthmus.train.members import SavedSteps
 from isthmus.train.optimizer import Optimizer
 from isthmus.train.records import ASIDE_FILE, MANIFEST_FILE, Records
@@ -426,7 +427,7 @@ def test_a_sharded_stage_is_exported_one_tensor_at_a_time_and_never_gathered_to_
         gathered.append(weakref.ref(full))
         return full
 
-    monkeypatch.setattr("isthmus.train.checkpoint.whole", gather)
+    monkeypatch.setattr("isthmus.train.keeper.whole", gather)
     checkpoints = checkpoints_in(tmp_path)
     keeping = keeper(checkpoints, stage, make_optimizer(stage, None))
     found = keeping.export(tmp_path / "gathered.safetensors")

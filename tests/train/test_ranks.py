@@ -121,6 +121,18 @@ def test_codecs_that_the_guard_has_changed_are_those_of_all_ranks_and_of_a_resum
     assert not all((unguarded[name] == value).all() for name, value in expected.items())
 
 
+@pytest.mark.parametrize("sharding", [Sharding.NONE, Sharding.OPTIMIZER])
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2))], ids=str)
+def test_another_number_of_ranks_goes_on_from_what_was_saved(
+    crew: Crew, before: tuple[int, ...], after: tuple[int, ...], sharding: Sharding, tmp_path: Path
+) -> None:
+    case = Case(ranks=before, sharding=sharding, folder=tmp_path)
+    expected = whole_model(crew.run(case), before)
+    found = whole_model(crew.run(replace(case, ranks=after, first_step=2)), after)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=ATOL, err_msg=name)
+
+
 def test_bfloat16_is_gathered_and_float32_is_kept(crew: Crew) -> None:
     case = Case(ranks=(2, 1), sharding=Sharding.OPTIMIZER, autocast=torch.bfloat16)
     found = crew.run(case)

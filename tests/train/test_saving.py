@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 from isthmus.model.families import Absent
 from isthmus.plan.types import Event, NotStored, Saved, Stored
-from isthmus.train.checkpoint import Checkpoints, Keeper, State
+from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.in_cloud import World
+from isthmus.train.keeper import Keeper, State
 from isthmus.train.records import MANIFEST_FILE, Records, StoredTensor
 from isthmus.train.store import DiskStore
 from isthmus.train.wire import Failure
@@ -126,7 +127,7 @@ def test_two_states_are_never_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_is_tried_again_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.train.checkpoint._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("isthmus.train.keeper._FIRST_DELAY_S", 0.01)
     notes: list[str] = []
     keeper = kept(Failing(tmp_path, 2), note=notes.append, patience_s=60.0)
     save_now(keeper, State(step=7))

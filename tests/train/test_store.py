@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from isthmus.errors import UserError
-from isthmus.train.records import MANIFEST_FILE, Manifest, Records, Rows, merged
+from isthmus.train.records import MANIFEST_FILE, Manifest, Records, ShardRows, merged
 from isthmus.train.store import DiskStore, RemoteStore, Store, open_store
 
 NAME = "step-00000001/north"
@@ -26,8 +26,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return RemoteStore(f"memory://{uuid.uuid4().hex}/prefix")
 
 
-def rows(tensors: dict[str, torch.Tensor]) -> dict[str, Rows]:
-    return {name: Rows(own=one, shape=tuple(one.shape)) for name, one in tensors.items()}
+def rows(tensors: dict[str, torch.Tensor]) -> dict[str, ShardRows]:
+    return {name: ShardRows(own=one, shape=tuple(one.shape)) for name, one in tensors.items()}
 
 
 TENSORS = {
@@ -108,7 +108,7 @@ def test_rows_are_read_from_the_files_of_all_ranks(store: Store) -> None:
     whole = torch.randn(5, 2, 3)
     records, parts = Records(store), []
     for rank, (start, stop) in enumerate([(0, 3), (3, 5), (5, 5)]):
-        own = Rows(own=whole[start:stop], shape=(5, 2, 3), start=start)
+        own = ShardRows(own=whole[start:stop], shape=(5, 2, 3), start=start)
         parts.append(records.put(NAME, f"{rank}.ab", {"w": own}, {}))
     manifest = merged(parts, {})
     records.commit(NAME, manifest)

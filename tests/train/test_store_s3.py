@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.train.checkpoint import Checkpoints, Keeper, State
+from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.in_cloud import World
+from isthmus.train.keeper import Keeper, State
 from isthmus.train.members import SavedSteps
 from isthmus.train.records import MANIFEST_FILE
 from isthmus.train.store import RemoteStore
