@@ -192,8 +192,8 @@ def _notes(best: Plan, ready: Study) -> Iterator[str]:
     """What is to be said of the cuts of a plan, unless they cannot be, of saves, and of its price."""
     save = ready.job.checkpoint
     yield (
-        f"saves for at most {save.overhead:.2g} of the time, and no more than {format_duration(save.every_s)} "
-        "and a step of work to lose"
+        f"saves for at most {save.overhead:.2g} of the time, with no more than "
+        f"{format_duration(save.every_s)} and a step of work to lose"
     )
     layers = tuple(range(*one.layers) for one in best.stages if one.layers is not None)
     if len(layers) == len(best.stages):

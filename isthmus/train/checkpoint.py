@@ -11,8 +11,8 @@ facts:
     facts                                                 step, cloud, job, layers, cursor, scheduler, wires
 
 Every rank of the cloud writes a part of it (`train/keeper.py`), and rank 0 the manifest when all of them are
-there. A stage asks for the names that it owns, and takes them from any record of the step that has them, so that a
-run with another layout loads what all records together hold; each rank reads the rows that it needs.
+there. A stage asks for the names that it owns, and takes them from any record of the step that has them, so
+that a run with another layout loads what all records together hold; each rank reads the rows that it needs.
 
 Dropout is a function of seed, step, micro-batch and layer, and the learning rate is one of the step, so
 there is no generator and no schedule to save.
