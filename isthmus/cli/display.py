@@ -29,6 +29,7 @@ class Display:
         self._num_steps = num_steps
         self._step: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
+        self._feed: Mapping[str, Any] = {}
         self._clouds: dict[str, Mapping[str, Any]] = {}
         self._states: dict[tuple[str, str], str] = {}
         self._printed_s = 0.0
@@ -55,6 +56,8 @@ class Display:
                 self._console.print(
                     f"step {values['step']}: validation loss {values['loss']:.4f}{without}", style="cyan"
                 )
+            case "feed":
+                self._feed = values
             case "link":
                 self._hear_link(cloud, values)
             case "note":
@@ -79,6 +82,17 @@ class Display:
         if not self._console.is_terminal and (is_due or is_edge):
             self._printed_s = time.monotonic()
             self._console.print(self._line(), soft_wrap=True)
+            if self._feed:
+                self._console.print(self._feed_line(), style="dim", soft_wrap=True)
+
+    def _feed_line(self) -> str:
+        """Return what the discriminator told last: of its queues one figure for each generator."""
+        one = self._feed
+        queued, stale = ("+".join(map(str, one[key])) for key in ("num_queued", "staleness"))
+        return (
+            f"  accuracy {one['accuracy']:.1%} (all original {one['original_share']:.1%})  queued {queued}  "
+            f"stale {stale}  waited {duration(one['waited_s'])}"
+        )
 
     def _line(self) -> str:
         """Return one line, of at most 80 columns unless a run has a million steps."""
@@ -104,7 +118,8 @@ class Display:
                 state = self._states.get((cloud, peer), "up")
                 reconnects = str(values["reconnects"])
                 table.add_row(f"{cloud} → {peer}", state, size(sent_bytes), overlapped, reconnects)
-        return Group(Text(self._line()), table)
+        lines = [Text(self._line()), *([Text(self._feed_line())] if self._feed else [])]
+        return Group(*lines, table)
 
 
 def show_summary(console: Console, summary: "Summary") -> None:

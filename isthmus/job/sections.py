@@ -302,9 +302,9 @@ class GeneratorDiscriminatorStrategy(Frozen):
     max_queued: Count = 8
     """The most batches of one generator that wait at the discriminator."""
     on_lost: Literal["wait", "continue"] = "wait"
-    """What the discriminator does while a generator is lost."""
+    """Whether all meet a lost generator again, within checkpoint.patience, or go on without it."""
     wait_s: Deadline = Field(3600.0, alias="wait")
-    """How long a lost cloud is waited for."""
+    """With "continue": how long after a loss the run may end without the generator's quota."""
 
     @model_validator(mode="after")
     def _has_generators_elsewhere(self) -> Self:

@@ -132,3 +132,22 @@ def test_the_summary_has_every_figure() -> None:
     coding = ("east→west 1.23% (cosine 0.9987)", "west→east everything")
     for figure in (*figures, *coding, "4.00 bits per element, 8.0× to float32, 4.0× to bfloat16"):
         assert figure in text, figure
+
+
+def test_what_a_discriminator_tells_stands_below_the_step() -> None:
+    console = Console(record=True, width=200, file=io.StringIO())
+    told = {
+        "accuracy": 0.945,
+        "original_share": 0.867,
+        "num_queued": [3, 8],
+        "staleness": [0, 2],
+        "waited_s": 0.5,
+    }
+    with Display(console, num_steps=2) as display:
+        display.hear("judge", {"kind": "feed", **told})
+        display.hear(
+            "judge",
+            {"kind": "step", "step": 0, "loss": 0.5, "tokens_per_s": 9.0, "duration_s": 1.0, "bubble": 0.1},
+        )
+    text = console.export_text()
+    assert "accuracy 94.5% (all original 86.7%)  queued 3+8  stale 0+2  waited 500 ms" in text
