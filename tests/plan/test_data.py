@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from isthmus.job.faults import CloudFault, CloudFaultKind, Fault, FaultKind
 from isthmus.plan.data import FACTS, DataScheduler
+from isthmus.plan.data_times import DataTimes, simulated_data
 from isthmus.plan.lines import Disturbance
 from isthmus.plan.membership import (
     DataEnded,
@@ -42,7 +43,6 @@ from isthmus.plan.types import (
     Stop,
 )
 from tests.plan.recorder import Recorded
-from tests.plan.strategies import DataTimes, simulated_data
 
 modest = settings(max_examples=60)
 ALL_FACTS: dict[MessageKind, type[Facts]] = {**FACTS, MessageKind.ORDER: Orders}

@@ -1,4 +1,4 @@
-"""Data parallel with given times and sizes, for the simulator."""
+"""What data parallel takes and sends, from given times and sizes: the strategy that the simulator runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
