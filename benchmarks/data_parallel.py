@@ -2,8 +2,8 @@
 
     python benchmarks/data_parallel.py [--clouds 2] [--mbps 10 50 200 1000] [--steps 150] [--parameters 25e6]
 
-Clouds are threads of this process that sleep in place of passes; deltas of so many parameters are real, as are
-codecs, sums and outer steps. What these take is measured once, without limits on the link; the prediction is
+Clouds are threads of this process that sleep in place of passes; deltas of so many parameters are real,
+as are codecs, sums and outer steps. What they take is measured once, without limits; the prediction is
 the one of the simulator, by the scheduler that the clouds run, from those times alone.
 """
 
