@@ -136,6 +136,6 @@ def open_store(run: Path, address: str | None) -> Store:
     """The store of a run's checkpoints: at the address that the job names, or in the run directory."""
     if address is None:
         return DiskStore(run / CHECKPOINTS_FOLDER)
-    if "://" not in address:
-        return DiskStore(Path(address) / run.parent.name / run.name)
+    if "://" not in (folder := address.removeprefix("file://")):
+        return DiskStore(Path(folder) / run.parent.name / run.name)
     return RemoteStore(f"{address.rstrip('/')}/{run.parent.name}/{run.name}")

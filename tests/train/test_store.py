@@ -79,7 +79,8 @@ def test_a_write_that_fails_leaves_the_file_of_before_and_no_folder_is_left_empt
 def test_the_job_says_where_the_store_of_a_run_is(tmp_path: Path) -> None:
     run = tmp_path / "demo" / "1"
     assert open_store(run, None).place == str(run / "checkpoints")
-    assert open_store(run, "/mnt/nfs").place == "/mnt/nfs/demo/1"
+    for address in ("/mnt/nfs", "file:///mnt/nfs"):
+        assert open_store(run, address).place == "/mnt/nfs/demo/1"
     assert open_store(run, "memory://bucket/prefix/").place == "memory://bucket/prefix/demo/1"
     with pytest.raises(UserError, match="nowhere"):
         open_store(run, "nowhere://bucket")
