@@ -14,7 +14,7 @@ from isthmus.cli import output
 from isthmus.cli.output import duration, tabulate
 from isthmus.cli.plan import learned
 from isthmus.errors import UserError
-from isthmus.job.faults import CloudFault, FaultKind, load_script
+from isthmus.job.faults import CloudFault, CloudFaultKind, FaultKind, load_script
 from isthmus.job.load import read_text
 from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import chart_of_step
@@ -52,7 +52,7 @@ def simulate(
     output.check_folders(svg, png, html)
     scenario, checkpoint_every_s = _scenario(job, overrides or (), is_profiled=profile)
     clouds = [stage.cloud for stage in scenario.stages]
-    script = load_script(faults, links=list(pairwise(clouds)), clouds=clouds) if faults else ()
+    script = load_script(faults, links=list(pairwise(clouds)), clouds=_ranks(scenario)) if faults else ()
     found = isthmus.simulate(
         scenario, steps=steps, seed=seed, faults=script, checkpoint_every_s=checkpoint_every_s
     )
@@ -93,6 +93,10 @@ def _scenario(path: Path, overrides: Sequence[str], *, is_profiled: bool) -> tup
             hint='set strategy.kind to "pipeline"',
         )
     return scenario, checkpoint_every_s
+
+
+def _ranks(scenario: Scenario) -> dict[str, int]:
+    return {stage.cloud: stage.num_ranks for stage in scenario.stages}
 
 
 def _costs(
@@ -154,9 +158,9 @@ def _faults_table(script: Sequence[Disturbance], costs: Sequence[float | None]) 
 
 
 def _cost(fault: Disturbance, cost_s: float | None) -> str:
-    if fault.kind is FaultKind.CORRUPT:
+    if fault.kind in (FaultKind.CORRUPT, CloudFaultKind.FILL_DISK, CloudFaultKind.SPOIL):
         return "not simulated"
-    return "ends the run" if cost_s is None else duration(cost_s)
+    return "stops the run until it returns" if cost_s is None else duration(cost_s)
 
 
 def _what(fault: Disturbance) -> str:
@@ -169,7 +173,7 @@ def _what(fault: Disturbance) -> str:
 def _loss(stopped: Stopped) -> str:
     return (
         f"cloud {stopped.cloud} is lost at {duration(stopped.at_s)}, in step {stopped.step + 1}: "
-        f"the run ends; what was saved goes back to step {stopped.safe_step}, "
+        f"the others wait for it; what was saved goes back to step {stopped.safe_step}, "
         f"{duration(stopped.lost_s)} of work are lost"
     )
 

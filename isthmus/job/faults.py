@@ -1,6 +1,10 @@
-"""Reads files of faults (what fails, when, for how long) for an emulated WAN or a simulated run."""
+"""Reads files of faults (what fails, when, for how long) for a run on this machine or a simulated one.
 
-from collections.abc import Collection, Iterator
+Times count from the first step of a run. Random ones are drawn from the seed of the file.
+"""
+
+import random
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -41,10 +45,15 @@ class Fault:
 
 
 class CloudFaultKind(StrEnum):
-    """The ways in which a cloud fails."""
+    """The ways in which a cloud or a rank of it fails."""
 
     SLOW = "slow"
     GONE = "gone"
+    KILL = "kill"
+    FREEZE = "freeze"
+    FILL_DISK = "fill-disk"
+    SPOIL = "spoil"
+    """A bit of the newest checkpoint is flipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +63,8 @@ class CloudFault:
     at_s: float
     kind: CloudFaultKind
     cloud: str
+    rank: int | None = None
+    """The rank that it happens to; all ranks of the cloud where none is given."""
     duration_s: float = 0.0
     factor: float = 1.0
 
@@ -64,6 +75,10 @@ _Factor = Annotated[float, Field(gt=1, lt=1e6, examples=[10])]
 
 class _Timed(Frozen):
     at_s: Time = Field(alias="at", examples=["30 s"])
+    until_s: Time | None = Field(None, alias="until", examples=["2 min"])
+    """The fault happens at a random time from `at` to this."""
+    times: int = Field(1, ge=1, le=1000)
+    """How often it happens."""
 
 
 class _OfLink(_Timed):
@@ -99,10 +114,34 @@ class _LostCloud(_Timed):
     cloud: Text = Field(examples=["east"])
 
 
-_Table = _Interruption | _SlowDown | _Corruption | _SlowCloud | _LostCloud
+class _Killed(_Timed):
+    kind: Literal["kill"]
+    cloud: Text = Field(examples=["east"])
+    rank: int | None = Field(None, ge=0)
+
+
+class _Frozen(_Killed):
+    kind: Literal["freeze"]  # type: ignore[assignment]
+    duration_s: _Duration
+
+
+class _FullDisk(_Timed):
+    kind: Literal["fill-disk"]
+    cloud: Text = Field(examples=["east"])
+    duration_s: _Duration
+
+
+class _Spoilt(_Timed):
+    kind: Literal["spoil"]
+    cloud: Text = Field(examples=["east"])
+
+
+_OfCloud = _SlowCloud | _LostCloud | _Killed | _Frozen | _FullDisk | _Spoilt
+_Table = _Interruption | _SlowDown | _Corruption | _OfCloud
 
 
 class _FaultFile(Frozen):
+    seed: int = Field(0, ge=0)
     fault: tuple[Annotated[_Table, Field(discriminator="kind")], ...] = Field(
         strict=False, min_length=1, examples=[[{"kind": "cut"}]]
     )
@@ -115,41 +154,62 @@ def load_faults(path: Path, *, links: Collection[tuple[str, str]] | None = None)
 
 
 def load_script(
-    path: Path, *, links: Collection[tuple[str, str]], clouds: Collection[str]
+    path: Path, *, links: Collection[tuple[str, str]], clouds: Mapping[str, int], is_simulated: bool = True
 ) -> tuple[Fault | CloudFault, ...]:
-    """Return the faults of links and of clouds in a TOML file by time."""
-    return _load(path, links=links, clouds=clouds)
+    """Return the faults of links and of clouds in a TOML file by time; some can only be simulated.
+
+    `clouds` has the number of ranks of each cloud, by its name.
+    """
+    return _load(path, links=links, clouds=clouds, is_simulated=is_simulated)
 
 
 def _load(
-    path: Path, *, links: Collection[tuple[str, str]] | None, clouds: Collection[str] | None
+    path: Path,
+    *,
+    links: Collection[tuple[str, str]] | None,
+    clouds: Mapping[str, int] | None,
+    is_simulated: bool = False,
 ) -> tuple[Fault | CloudFault, ...]:
     tables = parse_toml(read_text(path, what="a file of faults"), path)
     read, findings = check(_FaultFile, tables)
     for number, fault in enumerate(read.fault if read else ()):
-        findings += _strangers(number, fault, links, clouds)
+        findings += _strangers(number, fault, links, clouds, is_simulated=is_simulated)
     if findings or read is None:
         raise JobError(path, tuple(finding.as_problem(tables) for finding in findings))
-    return tuple(sorted(map(_as_fault, read.fault), key=lambda fault: fault.at_s))
+    found = [
+        one for number, table in enumerate(read.fault) for one in _faults(table, f"{read.seed}.{number}")
+    ]
+    return tuple(sorted(found, key=lambda fault: fault.at_s))
 
 
 def _strangers(
     number: int,
     fault: _Table,
     links: Collection[tuple[str, str]] | None,
-    clouds: Collection[str] | None,
+    clouds: Mapping[str, int] | None,
+    *,
+    is_simulated: bool,
 ) -> Iterator[Finding]:
     """Find the clouds and links of a fault that the job does not have."""
     place = ("fault", number)
-    if isinstance(fault, _SlowCloud | _LostCloud):
+    if fault.until_s is not None and fault.until_s <= fault.at_s:
+        yield Finding(place=(*place, "until"), what="must be later than `at`", cure="give a later time")
+    if isinstance(fault, _OfCloud):
         if clouds is None:
-            what = f"{fault.kind!r} happens to a cloud, which only `isthmus simulate` plays"
-            yield Finding(
-                place=(*place, "kind"), what=what, cure='use a fault of a link, such as kind = "cut"'
-            )
+            what = f"{fault.kind!r} happens to a cloud, which only `isthmus simulate` and `run` play"
+            cure = 'use a fault of a link, such as kind = "cut"'
+            yield Finding(place=(*place, "kind"), what=what, cure=cure)
         elif fault.cloud not in clouds:
             what = f"the job has no cloud {fault.cloud!r}"
             yield Finding(place=(*place, "cloud"), what=what, cure=suggest(fault.cloud, clouds))
+        elif isinstance(fault, _SlowCloud | _LostCloud) and not is_simulated:
+            what = f"{fault.kind!r} happens to a cloud only in `isthmus simulate`"
+            cure = 'use kind = "freeze" with a duration' if fault.kind == "slow" else 'use kind = "kill"'
+            yield Finding(place=(*place, "kind"), what=what, cure=cure)
+        elif isinstance(fault, _Killed) and (fault.rank or 0) >= clouds[fault.cloud]:
+            what = f"cloud {fault.cloud!r} has no rank {fault.rank}"
+            cure = f"give one from 0 to {clouds[fault.cloud] - 1}, or none for all"
+            yield Finding(place=(*place, "rank"), what=what, cure=cure)
         return
     if links is not None and {fault.between, fault.between[::-1]}.isdisjoint(links):
         what = "the job has no link between {!r} and {!r}".format(*fault.between)
@@ -160,8 +220,13 @@ def _strangers(
         yield Finding(place=(*place, "from"), what=what, cure=f"name one of {' and '.join(fault.between)}")
 
 
-def _as_fault(table: _Table) -> Fault | CloudFault:
-    values = {key: value for key, value in table if key != "kind"}
-    if isinstance(table, _SlowCloud | _LostCloud):
-        return CloudFault(kind=CloudFaultKind(table.kind), **values)
-    return Fault(kind=FaultKind(table.kind), **values)
+def _faults(table: _Table, seed: str) -> Iterator[Fault | CloudFault]:
+    """The faults that a table stands for, each at a time of its own."""
+    values = {key: value for key, value in table if key not in ("kind", "at_s", "until_s", "times")}
+    draw = random.Random(seed)  # noqa: S311 (no secret)
+    for _ in range(table.times):
+        at_s = table.at_s if table.until_s is None else draw.uniform(table.at_s, table.until_s)
+        if isinstance(table, _OfCloud):
+            yield CloudFault(kind=CloudFaultKind(table.kind), at_s=at_s, **values)
+        else:
+            yield Fault(kind=FaultKind(table.kind), at_s=at_s, **values)

@@ -89,7 +89,7 @@ class Failures:
         """Let clouds fail when their faults say so; after `patience_s` the others give them up."""
         self._patience_s = patience_s
         for fault in faults:
-            if isinstance(fault, CloudFault) and fault.kind is CloudFaultKind.GONE:
+            if isinstance(fault, CloudFault) and fault.kind in (CloudFaultKind.GONE, CloudFaultKind.KILL):
                 self._clock.at(fault.at_s, self._lose, fault)
 
     def plan_silences(

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, count, pairwise
 from random import Random
 from typing import Any, Final
@@ -272,6 +272,8 @@ Disturbance = Fault | CloudFault
 
 # A connection that was cut is opened again: TCP, TLS, then the link's own handshake.
 _RECONNECT_ROUND_TRIPS: Final = 3
+# A frozen process computes this many times slower.
+_FROZEN: Final = 1e9
 
 
 def open_flows(
@@ -308,7 +310,8 @@ def faults_between(faults: Iterable[Disturbance], first: str, second: str) -> li
 def pace_of(faults: Iterable[Disturbance], cloud: str) -> Pace:
     """How fast a cloud computes at each time."""
     on_cloud = (one for one in faults if isinstance(one, CloudFault) and one.cloud == cloud)
-    return Pace(_slowdowns(one for one in on_cloud if one.kind is CloudFaultKind.SLOW))
+    slow = [one for one in on_cloud if one.kind in (CloudFaultKind.SLOW, CloudFaultKind.FREEZE)]
+    return Pace(_slowdowns(replace(one, factor=_FROZEN) if one.factor == 1 else one for one in slow))
 
 
 def _slowdowns(faults: Iterable[Disturbance]) -> list[Slowdown]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from isthmus.errors import CloudFailed, Terminated, UserError
 from isthmus.events import StopRequest
 from isthmus.job import Address, CloudSpec, Job
-from isthmus.job.faults import load_faults
+from isthmus.job.faults import CloudFault, Fault, load_script
 from isthmus.job.rundir import lock_site
 from isthmus.observe.trackers import check_trackers, open_trackers
 from isthmus.plan.costs import CostSource
@@ -66,8 +66,9 @@ class Launch:
         """Run every rank of every cloud as a process of this machine, joined through an emulated WAN."""
         job = self.job
         check_trackers(self.trackers)
-        script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
+        script = self._script(faults) if faults else ()
 
+        from isthmus.train.disturbed import Player
         from isthmus.train.profiles import is_open
         from isthmus.train.profiling import threads_here
         from isthmus.train.runs import check_all_devices, choose_run, writing_to
@@ -80,23 +81,32 @@ class Launch:
             job, root=self.root, resume=self.resume, note=note, learn=learn, source=self.source()
         )
         with writing_to(self.root), chosen as folder, LocalWan(job) as wan:
-            wan.play(script)
+            player = Player(
+                job, script, wan=wan, run=folder, note=lambda cloud, text: self._noter(cloud)(text)
+            )
             options = SessionOptions(
                 root=self.root,
                 run_id=folder.name,
                 open_trackers=self._open_trackers,
                 num_threads=threads_here(job),
+                is_disturbed=bool(script),
             )
             work = functools.partial(_be_rank_here, options=options)
 
             def tell(failed: CloudFailed, number: int) -> None:
                 self._noter(failed.cloud)(f"{failed.message}; starting again, {number} of {restarts}")
 
+            def hear(cloud: str, text: str) -> None:
+                report = json.loads(text)
+                self.on_report(cloud, report)
+                if report["kind"] == "step":
+                    player.start()
+
             found = run_ranks(
                 job,
                 work,
                 wan,
-                on_report=self._hear,
+                on_report=hear,
                 stop=self.stop,
                 preload=["isthmus.train.session"],
                 restarts=restarts,
@@ -104,6 +114,11 @@ class Launch:
             )
             first: Trained = next(iter(found.values()))
             return first
+
+    def _script(self, path: Path) -> tuple[Fault | CloudFault, ...]:
+        job = self.job
+        links, clouds = [link.between for link in job.link], {one.name: one.ranks for one in job.cloud}
+        return load_script(path, links=links, clouds=clouds, is_simulated=False)
 
     def run_as(self, cloud: str, spec: RankSpec) -> "Trained":
         """Be one rank of one cloud; the others are started elsewhere."""

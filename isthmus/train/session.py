@@ -42,6 +42,7 @@ from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, TrainingData, open_data
 from isthmus.train.device import Device
+from isthmus.train.disturbed import fillable
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
 from isthmus.train.keeper import Keeper, State
@@ -51,7 +52,7 @@ from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
 from isthmus.train.role import Role, RunKind, open_loop
 from isthmus.train.run_config import MODEL_FOLDER, RunConfig
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
-from isthmus.train.store import open_store
+from isthmus.train.store import Store, open_store
 from isthmus.train.wire import Wire
 from isthmus.units import format_duration
 from isthmus.wan.endpoint import Endpoint
@@ -77,6 +78,8 @@ class SessionOptions:
     """Chooses the run at the first cloud, where it is planned from the profiles that all clouds send."""
     profile: Callable[[], str | None] | None = None
     """Measures this cloud, if the first cloud asks for it."""
+    is_disturbed: bool = False
+    """Whether a script of faults is played, which may fill the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +217,7 @@ class _Session:
         if self.kind.reads(config, self.member.cloud):
             self._open_data()
         checkpoints = Checkpoints(
-            open_store(run, self.job.checkpoint.store),
+            self._store(run),
             cloud=self.member.cloud,
             keep=self.job.checkpoint.keep,
             job=self.job.meaning_digest,
@@ -244,6 +247,10 @@ class _Session:
             role=self.kind.make(build),
             checkpoints=checkpoints,
         ).live()
+
+    def _store(self, run: Path) -> Store:
+        store = open_store(run, self.job.checkpoint.store)
+        return fillable(store, run, self.member.cloud) if self.options.is_disturbed else store
 
     def note(self, text: str) -> None:
         if self.spec.is_leader:

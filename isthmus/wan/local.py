@@ -89,6 +89,11 @@ class LocalWan(Closing):
             own = [fault for fault in script if set(fault.between) == set(link.between)]
             self.relay(*link.between).play(own, dialer=self._job.dialer(link).name)
 
+    def signal(self, members: Iterable[Member], number: int) -> None:
+        """Send a signal to the processes of ranks, if they run."""
+        if self.ranks is not None:
+            self.ranks.signal(members, number)
+
     def close(self) -> None:
         """End all relays."""
         for relay in self._relays.values():

@@ -67,7 +67,7 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
     output = " ".join(invoke(write_plan(tmp_path), "--steps", 9, "--faults", faults).output.split())
     assert "cloud cloud1 is lost at 2.5 min, in step 5" in output
     assert "2.5 min of work are lost" in output
-    assert "ends the run" in output
+    assert "stops the run until it returns" in output
 
 
 def test_pictures_are_written_where_asked(tmp_path: Path) -> None:
