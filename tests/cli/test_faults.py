@@ -66,13 +66,13 @@ duration = "4 s"
 """
 
 
-def job_of(num_clouds: int, num_ranks: int) -> Job:
+def job_of(num_clouds: int, num_ranks: int, *more: str) -> Job:
     names = NAMES[:1] + NAMES[4 - num_clouds :]
     network = clouds(*names).replace('device = "cpu"', f'device = "cpu"\nranks = {num_ranks}') + links(
         *pairwise(names)
     )
     slow = [f"link.{number}.{key}" for number in range(num_clouds - 1) for key in FIGURES]
-    changes = [*CHANGES, f"model.config.num_hidden_layers={num_clouds}", *slow]
+    changes = [*CHANGES, f"model.config.num_hidden_layers={num_clouds}", *slow, *more]
     return parse_job(TINY + network, file=Path("tiny.toml"), overrides=changes)
 
 
@@ -109,7 +109,7 @@ def test_kills_at_random_moments_change_no_bit(num_clouds: int, num_ranks: int, 
 
 
 def test_a_full_disk_a_spoilt_checkpoint_and_a_freeze_change_no_bit(tmp_path: Path) -> None:
-    job, faults = job_of(2, 1), tmp_path / "faults.toml"
+    job, faults = job_of(2, 1, "checkpoint.every=2 s"), tmp_path / "faults.toml"
     faults.write_text(OTHERS)
     undisturbed, _, _ = run(job, tmp_path / "undisturbed")
     found, _, notes = run(job, tmp_path / "disturbed", faults=faults, restarts=3)
