@@ -56,7 +56,11 @@ def test_faults_of_clouds_and_links_come_by_time(tmp_path: Path) -> None:
         ('kind = "kill"\ncloud = "west"\nrank = 2', "fault[0]: rank", "cloud 'west' has no rank 2"),
         ('kind = "kill"\ncloud = "west"\nuntil = "1 s"', "fault[0]: until", "must be later than `at`"),
         ('kind = "freeze"\ncloud = "west"', "fault[0]: duration", "is missing"),
-        ('kind = "fill-disk"\ncloud = "west"\nduration = "1 s"\nrank = 0', "fault[0]: rank", "is not a known key"),
+        (
+            'kind = "fill-disk"\ncloud = "west"\nduration = "1 s"\nrank=0',
+            "fault[0]: rank",
+            "is not a known key",
+        ),
         ('kind = "away"\ncloud = "east"', "fault[0]: kind", "must be one of"),
     ],
 )
