@@ -24,10 +24,12 @@ from isthmus.codec.transforms import (
     SvdCoder,
     TopKCoder,
 )
-from isthmus.errors import FrameError
+from isthmus.errors import FrameError, UserError
 from isthmus.job import codec_steps as named
 from isthmus.job.codec import CodecSpec, gradient_codec
 
+_STATE_VERSION: Final = 2
+_VERSION: Final = "version"
 _KERNEL_DEVICES: Final = ("cuda",)
 """The devices for which the kernels were written."""
 
@@ -145,6 +147,13 @@ class CodecEnd:
 
     def load_state_dict(self, state: State) -> None:
         """Continue bit for bit from where the state was taken."""
+        version = state.get(_VERSION)
+        number = None if version is None else int(version)
+        if number != _STATE_VERSION:
+            raise UserError(
+                f"the checkpoint's codec state has version {number}, and this release reads {_STATE_VERSION}",
+                hint="resume with the release that wrote the checkpoint",
+            )
         for prefix, lane in (("forward.", self._forward), ("backward.", self._backward)):
             own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
             lane.coder.load_state_dict(own)

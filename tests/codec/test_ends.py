@@ -167,11 +167,13 @@ def test_a_state_is_not_shared_with_the_end_it_came_from() -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in cut.sending.state_dict().items())
 
 
-def test_a_state_of_another_codec_is_refused() -> None:
+def test_a_state_of_another_version_or_codec_is_refused() -> None:
     plain, svd = make_cut("int8", width=30), make_cut("svd(0.5)", width=30)
     svd.send(noise(40, 30))
     with pytest.raises(UserError, match="holds basis of another codec"):
         plain.sending.load_state_dict(svd.sending.state_dict())
+    with pytest.raises(UserError, match="version 99"):
+        plain.sending.load_state_dict({"version": torch.tensor(99)})
 
 
 def test_evaluation_changes_nothing() -> None:
