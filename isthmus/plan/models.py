@@ -291,11 +291,7 @@ def read_model(
     job: Job, config: Mapping[str, object] | None = None, *, source: CostSource = nothing_measured
 ) -> PlannedModel:
     """The job's model with its costs, or that of another configuration in its place."""
-    if job.data is not None and job.data.task == "translation":
-        raise UserError(
-            "an encoder–decoder that translates cannot be planned yet",
-            hint="isthmus run parts encoder and decoder by a rule, without a plan",
-        )
+    check_planned(job)
     values = model_config(job) if config is None else config
     if values.get("model_type") == ENCODER_DECODER:
         return _encoder_decoder(job, values, source)
@@ -303,6 +299,15 @@ def read_model(
     found = source(job, config) or _published(job, values) or _estimated(job, values)
     check_frozen(num_frozen, num_layers=found.num_layers)
     return found
+
+
+def check_planned(job: Job) -> None:
+    """Refuse a job whose model cannot be planned, before anything is measured for it."""
+    if job.data is not None and job.data.task == "translation":
+        raise UserError(
+            "an encoder–decoder that translates cannot be planned yet",
+            hint="isthmus run parts encoder and decoder by a rule, without a plan",
+        )
 
 
 def has_costs(job: Job, source: CostSource = nothing_measured) -> bool:
