@@ -452,7 +452,10 @@ def _models(study: Study, strategy: GeneratorDiscriminatorStrategy) -> tuple[Pla
     config, given = model_config(study.job), strategy.generator
     large = read_model(judging, config, source=study.source)
     if given is not None:
-        own = load_config(given.source) if given.source is not None else given.config or {}
+        vocabulary = {key: one for key, one in config.items() if key == "vocab_size"}
+        own = (
+            load_config(given.source) if given.source is not None else {**vocabulary, **(given.config or {})}
+        )
     else:
         own = {**config, "num_hidden_layers": max(1, large.num_layers // _GENERATOR_SHARE)}
     return read_model(filling, own, source=study.source), large
