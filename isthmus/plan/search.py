@@ -28,10 +28,9 @@ from isthmus.plan.candidates import Candidate, Order, Stops, candidates, planned
 from isthmus.plan.codecs import RAW_PAIR, Loss
 from isthmus.plan.costs import Precision
 from isthmus.plan.job_facts import frozen_bottleneck
-from isthmus.plan.memory import Sharding
 from isthmus.plan.plan import NEARLY, Aim, Key, Plan, PlannedStage
 from isthmus.plan.scenario import HopTimes, Mask, Policy, StageTimes, Table, step_bound_s
-from isthmus.plan.study import Clouds, Setting, Study, divisors, study
+from isthmus.plan.study import Clouds, MemoryOptions, Setting, Study, divisors, study
 from isthmus.units import format_bytes, join_words
 
 Progress = Callable[[str], None]
@@ -48,8 +47,8 @@ _CAPS: Final = (1.0, 1.02, 1.05, 1.1, 1.16, 1.25, 1.4, 1.7, 2.2)
 # Of so few stages a beam has all cuts, of more those near the ones that it finds.
 _MAX_ALL_CUTS: Final = 2
 
-# Passes to simulate for one search, less than a second, and what other work counts for.
-MAX_PASSES: Final = 24_000
+# Passes to simulate for one search, about half a second, and what other work counts for.
+MAX_PASSES: Final = 16_000
 _PASSES_PER_CANDIDATE: Final = 24
 _CUTS_PER_PASS: Final = 100
 # Without anything within the limits the search takes so many times the work.
@@ -58,7 +57,6 @@ _NUM_ALTERNATIVES: Final = 12
 _NUM_CLIMBED: Final = 4
 # Cuts of one order that are looked at more closely, at most.
 _MOST_CUTS: Final = 512
-_LEAST: Final[Key] = (0.0, 0.0)
 _NONE: Final[Key] = (math.inf, math.inf)
 
 
@@ -238,6 +236,8 @@ class _Beam:
     """What it takes there and back between two clouds."""
     lines: Mapping[tuple[int, int], float]
     """How long all messages of a step are on the line between two clouds, in the slower direction."""
+    cap: float | None = None
+    """A cap to try beside those that are found."""
 
     @classmethod
     def of(cls, study: Study, setting: Setting, *, by_memory: bool) -> "_Beam":
@@ -247,7 +247,8 @@ class _Beam:
         if by_memory:
             shares = [study.needed_share(cloud, setting) for cloud in clouds]
             free = dict.fromkeys(hops, 0.0)
-            return cls(study=study, stages=shares, once=shares, hops=free, lines=free)
+            cap = study.memory_share
+            return cls(study=study, stages=shares, once=shares, hops=free, lines=free, cap=cap)
         tables, number = [study.table(cloud, setting) for cloud in clouds], setting.num_microbatches
         return cls(
             study=study,
@@ -275,7 +276,7 @@ class _Beam:
         for _ in range(_NUM_HALVINGS):
             middle = math.sqrt(least * most)
             least, most = (least, middle) if any(self._under(middle)) else (middle, most)
-        return [most * one for one in _CAPS]
+        return [*(most * one for one in _CAPS), *([] if self.cap is None else [self.cap])]
 
     def _under(self, cap: float) -> Iterator[tuple[Clouds, tuple[int, ...]]]:
         num_layers, sizes = self.study.model.num_layers, self.study.sizes
@@ -339,9 +340,13 @@ class Search:
         self.num_bounded = 0
         """Cuts that have a bound."""
         self._progress = progress
-        groups = study.levels, study.synchronous_levels
-        self._levels = [[one for one in some if not study.is_last_resort(one)] for some in groups]
-        self._resorts = [[one for one in some if study.is_last_resort(one)] for some in groups]
+        # Those of ranks with one schedule, which alone can shard all of a stage, wait until memory binds.
+        self._groups = [
+            [one for one in levels if study.is_last_resort(one) == is_resort]
+            for is_resort in (False, True)
+            for levels in (study.levels, study.synchronous_levels)
+        ]
+        self._is_tight = False
         self._fewest = self._fewest_stages()
         self._explore(aim)
         best = self.best if aim.by_price else None
@@ -381,24 +386,38 @@ class Search:
         Last resorts are taken only where nothing else fits, or where fewer stages do.
         """
         number, fewest = max(self.study.microbatch_choices(Policy.LOCK_STEP)), math.inf
-        for memory in reversed([*chain(*self._levels)]):
+        for memory in reversed([*chain(*self._groups[:2])]):
             if fewest > self.study.sizes.start:
-                orders = all_orders(self.study, Setting(num_microbatches=number, memory=memory))
+                setting = Setting(num_microbatches=number, memory=memory)
+                orders = all_orders(self.study, setting, by_memory=True)
                 found = (len(one.clouds) for one in orders if self._share(one) <= 1)
                 fewest = min(fewest, min(found, default=math.inf))
         return fewest
 
     def _explore(self, aim: Aim) -> None:
         """Look at the least, again and again, until nothing that is left can be better."""
-        self._aim, self._work, self._tickets = aim, 0.0, count()
+        self._aim, self._tickets, self._opened = aim, count(), set[Setting]()
+        totals = [plan.totals for _, plan in self.tried]
+        self._least = min((aim.key(*one) for one in totals if aim.allows(*one)), default=_NONE)
+        waiting = list[tuple[Key, Candidate]]()
+        usual, sharded, resorts, sharded_resorts = self._groups
+        has_resorts = self._fewest > self.study.sizes.start
+        for levels in (usual, resorts) if has_resorts else (usual,):
+            waiting += self._weigh(levels)
+        for levels in (sharded, sharded_resorts) if has_resorts else (sharded,):
+            waiting += self._weigh(levels) if self._is_tight else []
+        self._climb()
+        if (best := self._pick(aim)) is not None:
+            self._try_alternatives(best[0], waiting)
+
+    def _weigh(self, levels: Sequence[MemoryOptions]) -> list[tuple[Key, Candidate]]:
+        """Search with some memory options, each opened behind the one before; what was not simulated."""
+        self._work, self._levels = 0.0, levels
         self._queue: list[tuple[Key, int, object]] = []
-        self._opened: set[Setting] = set()
-        self._least = min(
-            (aim.key(*one.totals) for _, one in self.tried if aim.allows(*one.totals)), default=_NONE
-        )
-        for levels, _ in (self._levels, self._resorts):
-            for number in self._numbers() if levels else ():
-                self._open(Setting(num_microbatches=number, memory=levels[0]))
+        if not levels:
+            return []
+        for number in self.study.microbatch_choices(self.study.policy_under(levels[0])):
+            self._open(Setting(num_microbatches=number, memory=levels[0]))
         self._progress("weighing pipelines")
         while self._queue and self._queue[0][0] < self._least:
             if self._work > MAX_PASSES * (1 if self._least < _NONE else _PATIENCE):
@@ -414,16 +433,7 @@ class Search:
                 case Candidate():
                     self._progress(f"simulating plan {len(self.tried) + 1}")
                     self._simulate(node)
-        waiting = [(key, one) for key, _, one in self._queue if isinstance(one, Candidate)]
-        self._climb()
-        if (best := self._pick(aim)) is not None:
-            self._try_alternatives(best[0], waiting)
-
-    def _numbers(self) -> list[int]:
-        """Numbers of micro-batches, those for ranks with one schedule among them where stages may need it."""
-        own = self.study.microbatch_choices()
-        more = self.study.microbatch_choices(Policy.LOCK_STEP) if self.study.synchronous_levels else []
-        return sorted({*own, *more})
+        return [(key, one) for key, _, one in self._queue if isinstance(one, Candidate)]
 
     def _open(self, setting: Setting) -> None:
         """Queue all orders of clouds under a setting, or under the next level where there are none."""
@@ -448,11 +458,10 @@ class Search:
         heapq.heappush(self._queue, (key, next(self._tickets), node))
 
     def _next_levels(self, setting: Setting) -> list[Setting]:
-        """The same micro-batches with all of a stage sharded, and with the next memory options."""
-        groups = self._resorts if self.study.is_last_resort(setting.memory) else self._levels
-        own = next(some for some in groups if setting.memory in some)
-        later = groups[1][:1], own[own.index(setting.memory) + 1 :][:1]
-        return [replace(setting, memory=one) for some in later for one in some]
+        """The same micro-batches with the next memory options, if there are any, since memory binds."""
+        self._is_tight = True
+        later = self._levels[self._levels.index(setting.memory) + 1 :]
+        return [replace(setting, memory=one) for one in later[:1]]
 
     def _cut(self, order: Order) -> None:
         """Bound all cuts of an order; where memory makes them slower, look at the next memory options too."""
@@ -466,8 +475,7 @@ class Search:
         roomy = self._ranked(order, fits=False)
         if roomy and (not cuts or roomy[0][0][0] < cuts[0][0][0] * (1 - 1e-6)):
             for later in self._next_levels(order.setting):
-                # What is sharded takes less time to update, so its bound may be lower than this one.
-                self._push(roomy[0][0] if later.memory.sharding is not Sharding.FULL else _LEAST, later)
+                self._push(roomy[0][0], later)
 
     def _ranked(self, order: Order, *, fits: bool) -> list[tuple[Key, Stops]]:
         """The cuts of an order by their bounds; of equal ones the most even first."""
@@ -552,13 +560,16 @@ class Search:
     def _promising(self, clouds: Clouds) -> Candidate | None:
         """The candidate with the least bound of an order of clouds, None where none fits."""
         known = [order for _, order in sorted(self.orders.get(clouds, ()), key=lambda one: one[0])]
+        numbers = dict.fromkeys(one.setting.num_microbatches for one in known)
         # What was not looked at needs more memory options than all that was.
-        later = (replace(one.setting, memory=memory) for one in known[:1] for memory in chain(*self._levels))
-        for order in (*known, *(replace(known[0], setting=one) for one in later)):
-            is_possible = math.isfinite(_least_totals(order)[0])
-            for _, row in self._ranked(order, fits=True)[:1] if is_possible else ():
-                if ways := candidates(order, tuple(map(int, row))):
-                    return min(ways, key=lambda one: self._aim.key(*one.least_totals()))
+        groups = self._groups if len(clouds) < self._fewest else self._groups[:2]
+        settings = product([*chain(*groups)], numbers)
+        later = (Setting(num_microbatches=number, memory=memory) for memory, number in settings)
+        for order in chain(known, (replace(known[0], setting=one) for one in later)):
+            if self._share(order) <= 1:
+                for _, row in self._ranked(order, fits=True)[:1]:
+                    if ways := candidates(order, tuple(map(int, row))):
+                        return min(ways, key=lambda one: self._aim.key(*one.least_totals()))
         return None
 
 
