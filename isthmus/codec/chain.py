@@ -138,12 +138,9 @@ class CodecEnd:
 
     def state_dict(self) -> State:
         """Everything that the next message depends on; nothing may be in flight."""
-        lanes = {"forward": self._forward, "backward": self._backward}
-        return {
-            f"{way}.{name}": one
-            for way, lane in lanes.items()
-            for name, one in lane.coder.state_dict().items()
-        }
+        forward = {f"forward.{name}": one for name, one in self._forward.coder.state_dict().items()}
+        backward = {f"backward.{name}": one for name, one in self._backward.coder.state_dict().items()}
+        return {_VERSION: torch.tensor(_STATE_VERSION)} | forward | backward
 
     def load_state_dict(self, state: State) -> None:
         """Continue bit for bit from where the state was taken."""
