@@ -224,7 +224,7 @@ class Checkpoints:
             elif MANIFEST_FILE in files and is_lost:
                 self._records.rename(self._name(step), MANIFEST_FILE, ASIDE_FILE)
         self._damaged.clear()
-        steps = self.steps()
+        steps = [step for step, files in self._own().items() if MANIFEST_FILE in files]
         kept = {*steps[-self._keep :], *(one for one in steps if safe_step is not None and one >= safe_step)}
         for step in set(steps).difference(kept):
             self._records.remove(self._name(step), own[step])

@@ -249,9 +249,18 @@ class Keeper:
         }
 
     def _share(self, tensors: Mapping[str, Tensor]) -> dict[str, ShardRows]:
-        """What this rank writes: its shards, and some of what all ranks have, which are dealt by size."""
-        own = {name: rows_of(one) for name, one in tensors.items()}
-        common = [name for name, one in tensors.items() if not isinstance(one, DTensor)]
+        """What this rank writes: its shards, and some of what all ranks have, which are dealt by size.
+
+        What a strategy has beside them may be known to the leader alone, which writes that.
+        """
+        extra = {} if self._world.is_leader else self._extra()
+        own = {
+            name: rows_of(one)
+            for name, one in tensors.items()
+            if isinstance(one, DTensor) or name not in extra
+        }
+        dealt = tensors.keys() - self._extra().keys()
+        common = [name for name in dealt if not isinstance(tensors[name], DTensor)]
         loads = [0] * self._world.num_ranks
         for name in sorted(common, key=lambda name: (-own[name].own.nbytes, name)):
             rank = loads.index(min(loads))

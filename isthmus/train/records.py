@@ -258,7 +258,7 @@ class Records:
 
     def rename(self, name: str, file: str, to: str) -> None:
         """Give the manifest of a record another name, so that it counts or does not."""
-        self.commit(name, self.manifest(name, file), to)
+        self.store.put(f"{name}/{to}", [self.store.get(f"{name}/{file}")])
         self.store.remove(f"{name}/{file}")
 
     def remove(self, name: str, files: Iterable[str]) -> None:

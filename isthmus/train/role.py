@@ -63,7 +63,10 @@ class Role(Protocol):
         """This end of the cut between two stages; None where tensors cross as they are."""
 
     def extra(self) -> Mapping[str, Tensor]:
-        """Tensors beside weights and moments that are saved, and loaded in place, by name."""
+        """Tensors beside weights and moments that are saved, and loaded in place, by name.
+
+        Of those that are not sharded the leader's are saved.
+        """
 
     def models(self) -> Mapping[str, Stage]:
         """The stages whose weights are exported at the end, by the folder in the run directory."""

@@ -182,6 +182,20 @@ def test_a_closed_keeper_ends_what_it_writes(tmp_path: Path) -> None:
     assert MANIFEST_FILE not in Records(DiskStore(tmp_path)).list().get(NAME, set())
 
 
+def test_what_a_strategy_names_is_saved_by_the_leader_and_loaded_in_place(tmp_path: Path) -> None:
+    """Its sibling has other values, or nothing of that name."""
+    store, events = DiskStore(tmp_path), Events()
+    theirs: list[dict[str, Tensor]] = [{"outer/w": torch.arange(4.0), "feed/kept": torch.ones(3)}, {}]
+    theirs[1]["outer/w"] = torch.zeros(4)
+    keepers = [kept(store, Ranks(rank), extra=lambda rank=rank: theirs[rank]) for rank in range(2)]
+    for keeper in keepers:
+        keeper.save(State(step=7), events.put)()
+    assert all(isinstance(events.get(timeout=60), Saved) for _ in keepers)
+    found = {"outer/w": torch.zeros(4), "feed/kept": torch.zeros(3)}
+    kept(store, extra=lambda: found).load(7)
+    assert_same(found, theirs[0])
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_share_what_all_of_them_have_and_any_number_loads_it(tmp_path: Path, first: int) -> None:
     store, events = DiskStore(tmp_path), [Events(), Events()]
