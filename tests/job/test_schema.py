@@ -69,7 +69,11 @@ def properties_of(heading: str) -> dict[str, Any]:
     return {key: node for one in nodes for key, node in one["properties"].items()}
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.toml")), ids=lambda path: path.name)
+# All but a script of faults are jobs.
+EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*.toml")) if path.name != "faults.toml"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples_use_the_keys_of_the_schema(example: Path) -> None:
     assert list(unknown_keys(tomllib.loads(example.read_text()), SCHEMA)) == []
 
