@@ -590,6 +590,9 @@ class DataScheduler(Leader):
 
     def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:  # noqa: ARG002 - no time is needed
         match event:
+            case Lost(member=member, final=True) if self._spec.reforms:
+                self.is_stopped = True
+                self.act(Stop(Outcome.REFORM, f"cloud {member.cloud!r} is lost"))
             case Lost(member=member, final=True):
                 self._rounds.lose(self._spec.cloud_of(member))
             case Joined(member=member) if member.rank == 0:

@@ -60,6 +60,8 @@ class DataParallel:
     """Whether each cloud sends its whole delta to all, which sum alike, instead of shards to owners."""
     adapts: bool = True
     """Whether a slower cloud runs fewer steps in a round; else the others wait, and all is reproducible."""
+    reforms: bool = False
+    """Whether all stop when a cloud is lost, to begin again with it from what was saved."""
     evaluate_every: int | None = None
     num_validation_microbatches: int = 0
     on_partition: Literal["wait", "continue"] = "wait"

@@ -142,6 +142,7 @@ class DataKind:
             grace_s=strategy.grace_s,
             save_every_s=job.checkpoint.every_s,
             gathers=rule.gathers,
+            reforms=True,
             adapts=len({_kind_of_device(one) for one in job.cloud}) > 1,
             evaluate_every=job.train.evaluate_every or None,
             num_validation_microbatches=sum(
