@@ -13,7 +13,7 @@ from isthmus.errors import UserError
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.bottleneck import Anchors, Down, Up
 from isthmus.model.cut import LayerCall, Passage, Seam
-from isthmus.model.encoder_decoder import decoder_inputs, run_stacks
+from isthmus.model.encoder_decoder import run_stacks
 from isthmus.model.feed_forward import FeedForwardUp
 from isthmus.model.lora import Adapters
 from isthmus.model.random import RngKey, generators_kept
@@ -340,7 +340,7 @@ class Stage(nn.Module):
             hidden = aligned(inputs.crossing.view_as(inputs.crossing))
             hidden = hidden if self.stream_dtype is None else hidden.to(self.stream_dtype)
             return self.up.whole(hidden) if isinstance(self.up, FeedForwardUp) else hidden
-        widened: Tensor = self.up(aligned(inputs.crossing), self._ids(inputs.batch, self.layers.start))
+        widened: Tensor = self.up(aligned(inputs.crossing), inputs.batch.ids)
         return widened.to(self.stream_dtype or self.model.dtype)
 
     def _depart(self, passage: Passage, inputs: StageInput) -> Tensor | None:
@@ -349,23 +349,13 @@ class Stage(nn.Module):
             passage.meter.keep(passage.departed)
         if self.down is None or passage.departed is None:
             return passage.departed
-        batch, ids = inputs.batch, self._ids(inputs.batch, self.layers.stop)
+        batch = inputs.batch
         if not inputs.is_warming_up:
-            crossing: Tensor = self.down(passage.departed, ids)
+            crossing: Tensor = self.down(passage.departed, batch.ids)
             return crossing
         if self.training:
-            mask = batch.mask
-            if ids is not batch.ids and batch.labels is not None:
-                mask = torch.ge(batch.labels, 0).long()
-            self.down.observe(passage.departed, ids, mask)
+            self.down.observe(passage.departed, batch.ids, batch.mask)
         return passage.departed
-
-    def _ids(self, batch: Batch, cut: int) -> Tensor:
-        """The token ids that the hidden states before a layer belong to."""
-        decoder = self.family.decoder
-        if decoder is None or cut <= decoder.start:
-            return batch.ids
-        return decoder_inputs(self.model, batch.labels)
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
         # The model's own balancing loss spans all layers, which no stage has.

@@ -25,6 +25,7 @@ from isthmus.train.data.samples import (
 )
 from isthmus.train.data.token_files import in_memory
 from isthmus.train.data.tokenizer import train_tokenizer
+from isthmus.train.data.training_data import collate
 
 LABELS = Labels(("no", "yes"))
 
@@ -43,6 +44,7 @@ def make_samples(
         labels=arrays["labels"],
         token_types=arrays.get("token_types"),
         has_tags=has_tags(spec),
+        label_ends=arrays.get("label_ends"),
     )
     return [samples.read(Pick(epoch=0, index=index)) for index in range(len(samples))]
 
@@ -245,3 +247,28 @@ def test_a_sample_is_frozen() -> None:
     sample = LabelledSequence(ids=np.arange(2), labels=np.arange(2))
     with pytest.raises(AttributeError):
         sample.ids = np.arange(3)  # type: ignore[misc]
+
+
+def test_translations_are_labels_of_their_own_length(tokenizer: Any) -> None:
+    rows = rows_of(
+        {"text": "in the town", "translation": "x"},
+        {"text": "a", "translation": "the market of the town is open"},
+    )
+    found = make_samples(rows, tokenizer, spec("translation"), LABELS)
+    texts = [tokenizer.decode(one.labels, skip_special_tokens=True) for one in found]
+    assert texts == ["x", "the market of the town is open"]
+    assert [tokenizer.decode(one.ids, skip_special_tokens=True) for one in found] == ["in the town", "a"]
+    batch = collate(found, head=HEADS["translation"], pad_id=0)
+    assert batch.labels is not None
+    assert batch.labels.shape[1] == max(len(one.labels) for one in found) != batch.ids.shape[1]
+    assert batch.num_targets == sum(len(one.labels) for one in found)
+
+
+def test_a_row_without_its_translation_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(UserError, match="no 'german'"):
+        make_samples(
+            rows_of({"text": "a", "translation": "b"}),
+            tokenizer,
+            spec("translation", pair_column="german"),
+            LABELS,
+        )

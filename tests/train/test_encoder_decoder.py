@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.errors import UserError
+from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import HiddenSpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.encoder_decoder import check_stacks, split_stacks
@@ -16,6 +16,8 @@ from isthmus.model.export import exported_loss, load_exported, merge, write_part
 from isthmus.model.heads import HEADS, IGNORED
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, StageInput
+from isthmus.train.integers import said_before
+from isthmus.train.pipeline import _read_microbatch
 from isthmus.train.pipeline_config import PipelineConfig
 from tests.model.cases import PAD, SEED, VOCABULARY_SIZE
 from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Chain, Given, chain, config
@@ -237,3 +239,14 @@ def test_cuts_that_no_stage_can_make_are_refused(
     given = {"memory_cut": None, "num_frozen": 0, **options}
     with pytest.raises(UserError, match=reason):
         check_stacks(plan.family.decoder, stages, [HiddenSpec()], **given)
+
+
+def test_what_a_peer_sends_without_its_target_or_with_another_memory_is_refused() -> None:
+    batch = pairs(0)
+    assert batch.labels is not None
+    given = {"ids": batch.ids, "targets": torch.tensor([1, 1]), "labels": batch.labels}
+    assert torch.equal(said_before(given)[:, 1:], batch.labels[:, :-1].clamp(min=0))
+    with pytest.raises(FrameError, match="without the target"):
+        said_before({"ids": batch.ids})
+    with pytest.raises(FrameError, match="memory does not fit its ids"):
+        _read_microbatch({**given, "memory": torch.zeros(3, 8, 16)})
