@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from isthmus.errors import CloudFailed, UserError
+from isthmus.errors import CloudFailed, LinkError, UserError
 from isthmus.job import Job
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.local import LocalWan, RankWork, Report, run_ranks
@@ -49,6 +50,23 @@ def die_in_the_west(job: Job, endpoint: Endpoint, *, cloud: str, report: Report,
     if cloud == "west":
         os.kill(os.getpid(), signal.SIGKILL)
     endpoint.link("west").receive("never")
+
+
+def die_once_in_the_west(job: Job, endpoint: Endpoint, *, cloud: str, **_: object) -> int:
+    """The west dies in its first life; the east goes on in its own process, over a link of a new epoch."""
+    lives, peer = Path(os.environ["A_MARK"]), job.link[0].peer_of(cloud)
+    if cloud == "west" and not lives.exists():
+        lives.touch()
+        endpoint.link(peer).receive("life", timeout_s=60)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        try:
+            endpoint.link(peer).send("life", Packet({}))
+            endpoint.link(peer).receive("life", timeout_s=60)
+        except LinkError as error:
+            endpoint.renew(error.message)
+        else:
+            return os.getpid()
 
 
 def read_mark(*_: object, **__: object) -> str | None:
@@ -94,3 +112,21 @@ def test_a_crash_is_named_by_cloud_and_its_traceback_is_shown() -> None:
 def test_a_killed_process_is_named_by_cloud() -> None:
     with pytest.raises(CloudFailed, match="cloud 'west' failed: its process ended with exit code -9"):
         run(die_in_the_west)
+
+
+def test_a_rank_that_dies_is_started_again_and_meets_those_that_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_MARK", str(tmp_path / "mark"))
+    job, told = two_clouds("heartbeat_timeout='5 s'"), list[tuple[str, int]]()
+    with LocalWan(job) as wan:
+        found = run_ranks(
+            job,
+            die_once_in_the_west,
+            wan,
+            on_report=lambda *_: None,
+            restarts=1,
+            on_restart=lambda failed, number: told.append((failed.cloud, number)),
+        )
+    assert {member.cloud for member in found} == {"east", "west"}
+    assert told == [("west", 1)]
