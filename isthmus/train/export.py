@@ -41,6 +41,12 @@ def export_run(
             "each cloud of this run trains a model of its own and saves it at steps of its own",
             hint=f"let the run end: it exports all models to {run}",
         )
+    if job.strategy.kind == "data":
+        raise UserError(
+            "checkpoints of data parallel hold outer parameters beside those of each cloud, and only a run "
+            "exports them so far",
+            hint=f"continue the run to its end: it exports the model to {run}",
+        )
     scratch = Path(tempfile.mkdtemp(dir=run, prefix=PARTS_PREFIX))
     try:
         parts = []
