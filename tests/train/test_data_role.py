@@ -1,0 +1,45 @@
+"""What data parallel makes of a job, and what each cloud reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from isthmus.errors import UserError
+from isthmus.job import load_job
+from isthmus.train.data.training_data import open_data
+from isthmus.train.data_role import CloudFeed, DataKind, _Share
+from isthmus.train.run_config import layout_of
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "data-parallel.toml"
+RANKS = "data parallel runs one rank in each cloud so far, and 'west' has 2"
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("cloud.west.ranks=2", RANKS),
+        ("strategy.quorum=3", "a quorum of 3 of 2 clouds"),
+        ("model.frozen_layers=1", "trains all weights"),
+        ("train.batch_tokens=4097", "cannot be divided"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_cure(override: str, what: str) -> None:
+    with pytest.raises(UserError, match=what) as caught:
+        DataKind().decide(load_job(EXAMPLE, overrides=[override]))
+    assert caught.value.hint
+
+
+def test_clouds_read_what_one_process_would_and_read_again_what_was_lost(tmp_path: Path) -> None:
+    job = load_job(EXAMPLE)
+    data = open_data(job, tokenizer_folder=tmp_path / "tokenizer")
+    layout = layout_of(job, 8)
+    with CloudFeed(data, layout) as whole:
+        expected = [whole.training(step) for step in range(5)]
+    feeds = [CloudFeed(data, layout, share=_Share(range(4 * one, 4 * one + 4))) for one in range(2)]
+    for step in (0, 1, 2, 1, 2, 4):
+        found = [batch for feed in feeds for batch in feed.training(step)]
+        assert len(found) == len(expected[step]) == 8
+        assert all(torch.equal(one.ids, other.ids) for one, other in zip(found, expected[step], strict=True))
+    for feed in feeds:
+        feed.close()
