@@ -380,7 +380,7 @@ def test_a_lost_peer_stops_the_stage_for_good() -> None:
     one = middle()
     one_forward(one)
     assert one.feed(Lost(Member("west"), final=False)) == ()
-    assert one.feed(Lost(Member("west"))) == (Stop(Outcome.FAILED, "cloud 'west' left the pipeline"),)
+    assert one.feed(Lost(Member("west"))) == (Stop(Outcome.REFORM, "cloud 'west' left the pipeline"),)
     assert one.arrived(GRADIENT, 0) == []
     assert one.sent(ACTIVATION, 0) == []
 
