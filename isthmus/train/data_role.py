@@ -57,7 +57,6 @@ class DataKind:
     """Each cloud holds the whole model; those that stay continue without one that is lost."""
 
     config = DataConfig
-    rejoins = True
     saves_together = True
     chooses = True
 

@@ -115,7 +115,6 @@ class FeedKind:
     """Generators feed a discriminator; each cloud trains a model of its own."""
 
     config = FeedConfig
-    rejoins = True
     saves_together = False
     chooses = False
 

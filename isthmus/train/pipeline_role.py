@@ -46,7 +46,6 @@ class PipelineKind:
     """Each cloud holds a stage; a cloud that is lost holds up all others."""
 
     config = PipelineConfig
-    rejoins = False
     saves_together = True
     chooses = True
 

@@ -83,10 +83,6 @@ class RunKind(Protocol):
         """The run config that `config_of` makes."""
 
     @property
-    def rejoins(self) -> bool:
-        """Whether schedulers go on without a lost member and take it in again; else all form a new epoch."""
-
-    @property
     def saves_together(self) -> bool:
         """Whether all clouds start from one step; else each from the newest that it has saved."""
 
