@@ -1,6 +1,6 @@
 """Pipelines that might be the plan: from clouds, cuts and codecs to a scenario, simulated, and to a plan.
 
-    Order        clouds as stages in this order, under one setting
+    CloudOrder   clouds as stages in this order, under one setting
     Candidate    an order with cuts and codecs: all that its time depends on
 
 A step of many micro-batches is timed by simulating fewer, where the pipeline has a periodic steady state. It
@@ -78,7 +78,7 @@ _HURRIED: Final = "faster than less lossy ones, since too few micro-batches are 
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Order:
+class CloudOrder:
     """Clouds as stages in this order under one setting, with the cuts that a beam found, if it did."""
 
     study: Study
@@ -126,7 +126,7 @@ class Order:
 class Candidate:
     """An order with cuts and codecs: all that its time depends on."""
 
-    order: Order
+    order: CloudOrder
     stops: tuple[int, ...]
     choices: tuple[Choice, ...]
     scenario: Scenario
@@ -181,7 +181,7 @@ def layers_of(stops: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise((0, *stops)))
 
 
-def candidates(order: Order, stops: tuple[int, ...]) -> list[Candidate]:
+def candidates(order: CloudOrder, stops: tuple[int, ...]) -> list[Candidate]:
     """The order with these cuts and the codecs that are worth a simulation.
 
     These are the least lossy codecs by which computing overlaps each line, those with which a step is as fast
@@ -195,7 +195,7 @@ def candidates(order: Order, stops: tuple[int, ...]) -> list[Candidate]:
     return [one for one in found.values() if one is not None]
 
 
-def _choices(order: Order, stops: tuple[int, ...]) -> Iterator[tuple[tuple[Choice, ...], str | None]]:
+def _choices(order: CloudOrder, stops: tuple[int, ...]) -> Iterator[tuple[tuple[Choice, ...], str | None]]:
     """The codecs of all links, chosen in several ways, and why each differs from the first."""
     links, study = order.links, order.study
     # Nothing goes back to frozen layers.
@@ -227,7 +227,7 @@ def _choices(order: Order, stops: tuple[int, ...]) -> Iterator[tuple[tuple[Choic
 
 
 def _candidate(
-    order: Order, stops: tuple[int, ...], choices: tuple[Choice, ...], why: str | None
+    order: CloudOrder, stops: tuple[int, ...], choices: tuple[Choice, ...], why: str | None
 ) -> Candidate | None:
     """An order with these cuts and codecs, None where memory does not hold what they keep."""
     study, setting, layers = order.study, order.setting, layers_of(stops)
@@ -267,7 +267,7 @@ def _candidate(
     )
 
 
-def _codec_bytes(order: Order, choices: Sequence[Choice]) -> tuple[int, ...]:
+def _codec_bytes(order: CloudOrder, choices: Sequence[Choice]) -> tuple[int, ...]:
     """What the codecs of all cuts keep at a rank of each stage."""
     found = [0] * len(order.clouds)
     for cut, one in enumerate(choices):
@@ -276,7 +276,7 @@ def _codec_bytes(order: Order, choices: Sequence[Choice]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _num_fitting(order: Order, layers: Sequence[range], codec_bytes: Sequence[int]) -> list[float]:
+def _num_fitting(order: CloudOrder, layers: Sequence[range], codec_bytes: Sequence[int]) -> list[float]:
     """The most that a rank of each stage may keep in flight."""
     given = order.study.strategy.max_in_flight
     caps = given if isinstance(given, tuple) else (given,) * len(order.clouds)

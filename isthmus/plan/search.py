@@ -24,7 +24,7 @@ import numpy as np
 
 from isthmus.errors import UserError
 from isthmus.job.codec import BottleneckSpec
-from isthmus.plan.candidates import Candidate, Order, Stops, candidates, planned_stages, simulated
+from isthmus.plan.candidates import Candidate, CloudOrder, Stops, candidates, planned_stages, simulated
 from isthmus.plan.codecs import RAW_PAIR, Loss
 from isthmus.plan.costs import Precision
 from isthmus.plan.job_facts import frozen_bottleneck
@@ -60,7 +60,7 @@ _MOST_CUTS: Final = 512
 _NONE: Final[Key] = (math.inf, math.inf)
 
 
-def all_orders(study: Study, setting: Setting, *, by_memory: bool = False) -> Iterator[Order]:
+def all_orders(study: Study, setting: Setting, *, by_memory: bool = False) -> Iterator[CloudOrder]:
     """Every order of clouds along the links under a setting, the shortest first, or those of a beam."""
     num_clouds, is_in_row = len(study.clouds), study.is_in_row
     if num_clouds <= _MAX_ENUMERATED or is_in_row:
@@ -68,10 +68,10 @@ def all_orders(study: Study, setting: Setting, *, by_memory: bool = False) -> It
         for clouds in [tuple(range(num_clouds))] if is_in_row else every:
             is_joined = all(pair in study.links for pair in pairwise(clouds))
             if is_joined and (len(clouds) <= _MAX_ENUMERATED or study.stops is not None):
-                yield Order(study=study, setting=setting, clouds=clouds)
+                yield CloudOrder(study=study, setting=setting, clouds=clouds)
     if num_clouds > _MAX_ENUMERATED and study.stops is None:
         for clouds, stops in _Beam.of(study, setting, by_memory=by_memory).walks().items():
-            yield Order(study=study, setting=setting, clouds=clouds, found_stops=stops)
+            yield CloudOrder(study=study, setting=setting, clouds=clouds, found_stops=stops)
 
 
 @functools.lru_cache(maxsize=64)
@@ -82,7 +82,7 @@ def all_cuts(num_layers: int, num_stages: int, allowed: frozenset[int] | None) -
     return np.hstack([inner, np.full((len(found), 1), num_layers)])
 
 
-def cuts_of(order: Order) -> Stops:
+def cuts_of(order: CloudOrder) -> Stops:
     """The cuts of an order, one row each: those given, those that a beam found, or all."""
     if order.found_stops is not None:
         return order.found_stops
@@ -96,7 +96,7 @@ def _spots(rows: Stops) -> Iterator[tuple[Stops, Stops]]:
     return zip(np.hstack([np.zeros((len(rows), 1), dtype=np.int64), rows[:, :-1]]).T, rows.T, strict=True)
 
 
-def least_worst(order: Order, tables: Sequence[Table]) -> float:
+def least_worst(order: CloudOrder, tables: Sequence[Table]) -> float:
     """The least, over all cuts, of the greatest figure of a stage; infinite where no cut is possible."""
     study = order.study
     tables, num_frozen = list(tables), study.num_frozen
@@ -128,7 +128,7 @@ def _stages_s(study: Study, cloud: int, setting: Setting, *, fits: bool) -> Tabl
     return np.where(has_none | (fits & (study.num_fitting(cloud, setting) < 1)), np.inf, step_s)
 
 
-def _hops(order: Order, cut: int) -> tuple[HopTimes | None, HopTimes | None]:
+def _hops(order: CloudOrder, cut: int) -> tuple[HopTimes | None, HopTimes | None]:
     """The hop behind a stage with any codec that is allowed, with a gradient and without.
 
     It takes no less time and no fewer bytes than with any; None where there can be no cut.
@@ -149,7 +149,7 @@ def _hops(order: Order, cut: int) -> tuple[HopTimes | None, HopTimes | None]:
     return least(True), least(False) if study.num_frozen else None
 
 
-def _least_totals(order: Order) -> tuple[float, float | None]:
+def _least_totals(order: CloudOrder) -> tuple[float, float | None]:
     """The least time and price of a run: of what a beam found, or by the slowest stage and every line."""
     study, setting = order.study, order.setting
     rate, num_steps = study.usd_per_s(order.clouds), study.step.num_steps - order.num_warmup_steps
@@ -168,12 +168,12 @@ def _least_totals(order: Order) -> tuple[float, float | None]:
     return num_steps * step_s, None if rate is None else num_steps * (rate * step_s + usd)
 
 
-def _usd_per_byte(order: Order, cut: int) -> float:
+def _usd_per_byte(order: CloudOrder, cut: int) -> float:
     """The price of a byte in all micro-batches of a step over one hop."""
     return order.setting.num_microbatches * (order.links[cut].usd_per_gib or 0.0) / _GIB
 
 
-def bounds(order: Order, rows: Stops, *, fits: bool) -> tuple[Table, Table, Table]:
+def bounds(order: CloudOrder, rows: Stops, *, fits: bool) -> tuple[Table, Table, Table]:
     """The least time of a run for every cut, infinite where none fits; its price; its slowest stage."""
     study, setting, num_first = order.study, order.setting, order.num_warmup_steps
     stages, is_possible = _stages(order, rows, fits=fits)
@@ -201,7 +201,7 @@ def bounds(order: Order, rows: Stops, *, fits: bool) -> tuple[Table, Table, Tabl
     return np.where(is_possible, total_s, np.inf), total_usd, slowest_s
 
 
-def _stages(order: Order, rows: Stops, *, fits: bool) -> tuple[list[StageTimes], Mask]:
+def _stages(order: CloudOrder, rows: Stops, *, fits: bool) -> tuple[list[StageTimes], Mask]:
     """The stages of every row, and which rows memory holds."""
     study, given = order.study, order.study.strategy.windows or order.study.strategy.max_in_flight
     stages, is_possible = [], np.ones(len(rows), dtype=bool)
@@ -242,7 +242,7 @@ class _Beam:
     @classmethod
     def of(cls, study: Study, setting: Setting, *, by_memory: bool) -> "_Beam":
         clouds = range(len(study.clouds))
-        each = ((pair, Order(study=study, setting=setting, clouds=pair)) for pair in sorted(study.links))
+        each = ((pair, CloudOrder(study=study, setting=setting, clouds=pair)) for pair in sorted(study.links))
         hops = {pair: hop for pair, order in each if (hop := _hops(order, 0)[0]) is not None}
         if by_memory:
             shares = [study.needed_share(cloud, setting) for cloud in clouds]
@@ -334,7 +334,7 @@ class Search:
 
     def __init__(self, study: Study, aim: Aim, progress: Progress) -> None:
         self.study, self.aim = study, aim
-        self.orders: dict[Clouds, list[tuple[Key, Order]]] = {}
+        self.orders: dict[Clouds, list[tuple[Key, CloudOrder]]] = {}
         """All that was looked at, by order of clouds."""
         self.tried: list[Tried] = []
         self.num_bounded = 0
@@ -375,7 +375,7 @@ class Search:
                 seen.add(plan.clouds)
                 yield plan
 
-    def _share(self, order: Order) -> float:
+    def _share(self, order: CloudOrder) -> float:
         """The least share that an order needs of what it may fill of any memory: up to 1 where it fits."""
         tables = [self.study.needed_share(cloud, order.setting) for cloud in order.clouds]
         return least_worst(order, tables) / self.study.memory_share
@@ -426,9 +426,9 @@ class Search:
             match node:
                 case Setting():
                     self._open(node)
-                case Order():
+                case CloudOrder():
                     self._cut(node)
-                case (Order() as order, np.ndarray() as row):
+                case (CloudOrder() as order, np.ndarray() as row):
                     self._code(order, row)
                 case Candidate():
                     self._progress(f"simulating plan {len(self.tried) + 1}")
@@ -463,7 +463,7 @@ class Search:
         later = self._levels[self._levels.index(setting.memory) + 1 :]
         return [replace(setting, memory=one) for one in later[:1]]
 
-    def _cut(self, order: Order) -> None:
+    def _cut(self, order: CloudOrder) -> None:
         """Bound all cuts of an order; where memory makes them slower, look at the next memory options too."""
         cuts = self._ranked(order, fits=True)
         for key, row in cuts:
@@ -477,7 +477,7 @@ class Search:
             for later in self._next_levels(order.setting):
                 self._push(roomy[0][0], later)
 
-    def _ranked(self, order: Order, *, fits: bool) -> list[tuple[Key, Stops]]:
+    def _ranked(self, order: CloudOrder, *, fits: bool) -> list[tuple[Key, Stops]]:
         """The cuts of an order by their bounds; of equal ones the most even first."""
         rows = cuts_of(order)
         total_s, usd, slowest_s = bounds(order, rows, fits=fits)
@@ -495,7 +495,7 @@ class Search:
         ranked = possible[np.lexsort([one[possible] for one in order_by])][:_MOST_CUTS]
         return [(self._aim.key(float(total_s[one]), float(usd[one])), rows[one]) for one in ranked]
 
-    def _code(self, order: Order, row: Stops) -> None:
+    def _code(self, order: CloudOrder, row: Stops) -> None:
         """Queue a cut with each of its codecs."""
         for one in candidates(order, tuple(map(int, row))):
             self._work += _PASSES_PER_CANDIDATE
