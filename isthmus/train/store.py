@@ -45,10 +45,9 @@ class DiskStore:
 
     def list(self) -> dict[str, int]:
         found = {}
-        for path in self._folder.rglob("*"):
-            # Another cloud may delete its own meanwhile.
-            with suppress(FileNotFoundError):
-                if path.is_file():
+        for folder, _, names in os.walk(self._folder, onerror=_unless_gone):
+            for path in (Path(folder, name) for name in names):
+                with suppress(FileNotFoundError):
                     found[path.relative_to(self._folder).as_posix()] = path.stat().st_size
         return found
 
@@ -80,6 +79,12 @@ class DiskStore:
         with suppress(OSError):
             for folder in path.parents[: len(Path(name).parts) - 1]:
                 folder.rmdir()
+
+
+def _unless_gone(error: OSError) -> None:
+    # Another cloud may delete its own files meanwhile.
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 class RemoteStore:
