@@ -34,9 +34,11 @@ class SleepingOutput:
         self._stage = stage
         self._arrived = arrived
 
-    def backward(self, *, grad: Tensor | None = None, loss_weight: float = 1.0) -> None:
+    def backward(
+        self, *, grad: Tensor | None = None, memory_grad: Tensor | None = None, loss_weight: float = 1.0
+    ) -> None:
         """Sleep, and give a gradient to the stage before."""
-        del grad, loss_weight
+        del grad, memory_grad, loss_weight
         time.sleep(self._stage.nap.backward_s)
         if self._arrived is not None:
             self._arrived.grad = self._stage.hidden

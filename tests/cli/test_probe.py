@@ -35,6 +35,7 @@ def finish(process: "subprocess.Popen[str]", *, code: int = 0) -> tuple[str, str
     return out, err
 
 
+@pytest.mark.slow
 def test_the_demo_measures_what_was_set_and_writes_it(tmp_path: Path) -> None:
     job = Path(shutil.copy(EXAMPLES / "two-clouds.toml", tmp_path))
     out, err = finish(isthmus("probe", str(job), "--seconds", "1", "--write", "--json"))

@@ -41,6 +41,7 @@ def build(text: str, device: torch.device = CUDA) -> Coder:
     return build_coder(parse_codec(text).steps, CoderSite(width=1024, device=device, memory=Memory()))
 
 
+@pytest.mark.slow
 def test_all_that_must_hold_does_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

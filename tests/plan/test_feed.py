@@ -264,6 +264,7 @@ def test_quotas_end_the_run_within_all_bounds(data: st.DataObject) -> None:
     recorded.check(FACTS)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.data())
 def test_after_crashes_every_batch_is_in_the_weights_once_and_in_the_same_order(data: st.DataObject) -> None:

@@ -44,6 +44,7 @@ def test_more_money_makes_no_plan_slower(seed: int, share: float, more: float) -
     assert roomy.total_s <= tight.total_s * EQUAL
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(seed=SEEDS, share=st.floats(0.9, 3.0), more=st.floats(1.0, 3.0))
 def test_more_time_makes_no_plan_dearer(seed: int, share: float, more: float) -> None:
@@ -59,6 +60,7 @@ def test_more_time_makes_no_plan_dearer(seed: int, share: float, more: float) ->
     assert usd(roomy) <= usd(tight) * EQUAL
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(seed=SEEDS, allowed=st.sampled_from([0, 1]))
 def test_more_loss_makes_no_plan_slower(seed: int, allowed: int) -> None:
@@ -68,6 +70,7 @@ def test_more_loss_makes_no_plan_slower(seed: int, allowed: int) -> None:
     assert loose.total_s <= strict.total_s * EQUAL
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(seed=SEEDS, size=st.sampled_from([16, 32, 64, 128]), share=st.floats(0.3, 0.9))
 def test_more_memory_makes_no_plan_slower(seed: int, size: int, share: float) -> None:

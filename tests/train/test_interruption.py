@@ -50,6 +50,7 @@ def interrupt_after(found: Chain, index: int, step: int) -> None:
     found.records[index].on_step = stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_interrupted_run_saves_a_common_step_and_continues_from_there(name: str) -> None:
     case = CASES[name]

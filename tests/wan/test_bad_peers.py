@@ -251,6 +251,7 @@ def test_a_handshake_that_does_not_fit_is_refused_with_one_sentence(
     assert reason in logged.text
 
 
+@pytest.mark.slow
 def test_a_second_process_of_a_cloud_is_refused_while_the_first_one_lives(
     port: Port, logged: pytest.LogCaptureFixture
 ) -> None:
@@ -361,6 +362,7 @@ class Vandal:
         await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_mutated_frames_neither_crash_a_link_nor_fill_the_memory() -> None:
     rng = random.Random(3)
     process = psutil.Process()

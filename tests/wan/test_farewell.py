@@ -64,6 +64,7 @@ def test_an_abort_before_the_loop_has_done_anything_is_heard(loop: LoopThread, c
     wan.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cloud", ["east", "west"])
 def test_an_abort_is_heard_whenever_it_comes_in_the_first_moments(loop: LoopThread, cloud: str) -> None:
     def abort_after(delay_s: float) -> bool:
