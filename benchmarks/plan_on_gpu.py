@@ -1,6 +1,7 @@
 """Plans of jobs on one GPU beside the best that a sweep by hand finds, with real kernels.
 
-python benchmarks/plan_on_gpu.py [--jobs NAME …] [--quick | --no-sweep] [--steps N] [--run NAME …]
+python benchmarks/plan_on_gpu.py [--jobs NAME …] [--sweep NAME … | --sweep none] [--quick]
+                                 [--steps N] [--run NAME …]
                                  [--deadline-s S] [--device KIND] [--tiny] [--out DIR]
 
 Clouds share one GPU by NVIDIA's MPS, each with an equal part of its multiprocessors, and are joined through
@@ -210,7 +211,7 @@ def outcome_of(job: GpuJob, given: argparse.Namespace, out: Path) -> Outcome:
     tried = sweep(
         loaded,
         planned.decisions,
-        settings[:1] if given.no_sweep else settings,
+        settings if job.name in given.sweep else settings[:1],
         num_steps=given.steps,
         report=NOTES.print,
     )
@@ -268,8 +269,8 @@ def main() -> None:
         __doc__,
         jobs=Choice([one.name for one in JOBS], [one.name for one in JOBS]),
         run=Choice([], [one.name for one in JOBS]),
+        sweep=Choice([one.name for one in JOBS], [*(one.name for one in JOBS), "none"]),
         quick=False,
-        no_sweep=False,
         steps=NUM_WARM_UP_STEPS + 3,
         limit_s=300.0,
         deadline_s=float,

@@ -39,6 +39,10 @@ class Device:
     def __init__(self, kind: str = "auto", *, local_rank: int | None = None) -> None:
         self.torch_device = _find(kind)
         self.is_accelerator = self.torch_device.type != "cpu"
+        if self.torch_device.type == "cuda":
+            # Its backward pass gives NaN for some shapes and masks (pytorch issue 196678); flash attention,
+            # which is as fast, is taken instead.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         if self.is_accelerator and local_rank is not None:
             index = local_rank % torch.accelerator.device_count()
             self.torch_device = torch.device(self.torch_device.type, index)
