@@ -155,11 +155,6 @@ format_bytes: Final = BYTES.format
 format_flops: Final = FLOPS.format
 
 
-def parse_bytes(text: str) -> int:
-    """Return bytes, to the nearest whole one, from a text such as "80 GiB"."""
-    return int(BYTES.parse(text))
-
-
 def shorten(value: float) -> float:
     """A number with three figures, as many as people read."""
     return float(f"{value:.3g}")

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from isthmus.errors import FieldError
 from isthmus.units import (
+    BYTES,
     closest,
     format_bandwidth,
     format_bytes,
     format_duration,
     format_flops,
     parse_bandwidth_bps,
-    parse_bytes,
     parse_duration_s,
     parse_flops,
 )
@@ -67,9 +67,7 @@ def test_durations_are_the_nearest_float(text: str, seconds: float) -> None:
     ],
 )
 def test_bytes_are_whole(text: str, num_bytes: int) -> None:
-    parsed = parse_bytes(text)
-    assert parsed == num_bytes
-    assert isinstance(parsed, int)
+    assert int(BYTES.parse(text)) == num_bytes
 
 
 def test_flops() -> None:
@@ -126,7 +124,7 @@ def test_exact_text_reads_back_as_the_same_number(
 @settings(deadline=None)
 @given(st.integers(min_value=0, max_value=2**63))
 def test_exact_bytes_read_back_as_the_same_number(num_bytes: int) -> None:
-    assert parse_bytes(format_bytes(num_bytes, exact=True)) == num_bytes
+    assert BYTES.parse(format_bytes(num_bytes, exact=True)) == num_bytes
 
 
 @pytest.mark.parametrize(("write", "read"), FLOATS)
@@ -141,7 +139,7 @@ def test_rounded_text_reads_back_within_four_digits(
 @settings(deadline=None)
 @given(st.integers(min_value=0, max_value=2**63))
 def test_rounded_bytes_read_back_within_four_digits(num_bytes: int) -> None:
-    assert math.isclose(parse_bytes(format_bytes(num_bytes)), num_bytes, rel_tol=6e-4, abs_tol=1)
+    assert math.isclose(BYTES.parse(format_bytes(num_bytes)), num_bytes, rel_tol=6e-4, abs_tol=1)
 
 
 @pytest.mark.parametrize(
