@@ -40,7 +40,7 @@ class Commands:
 
     def plan(self, job: Path, sealed: Path, *options: str) -> Planned:
         """Plan a job and write its prediction to a file before anything runs."""
-        text = self.call("plan", str(job), "--json", "--no-levers", *options)
+        text = self.call("plan", str(job), "--json", *options)
         values = json.loads(text)
         record = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "plan": values}
         sealed.write_text(json.dumps(record, indent=1))

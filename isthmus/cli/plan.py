@@ -1,7 +1,6 @@
 """`isthmus plan`: predict what a job will take, before anything is paid."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
@@ -18,7 +17,6 @@ from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import Chart, chart_of_step, lay_out
 from isthmus.plan.job_facts import run_order
 from isthmus.plan.plan import Estimate, Plan, PlannedStage, RunnerUp, plan_to_dict, planned_changes
-from isthmus.plan.planner import Lever, levers
 from isthmus.plan.replicated import sketch
 from isthmus.plan.simulated import simulate_scenario
 
@@ -33,7 +31,6 @@ def plan(
     svg: output.SvgOption = None,
     png: output.PngOption = None,
     html: output.HtmlOption = None,
-    with_levers: Annotated[bool, Option("--levers/--no-levers", help="Say what changes would bring.")] = True,
     profile: output.ProfileOption = True,
     overrides: output.SetOption = None,
     as_json: output.JsonOption = False,
@@ -53,12 +50,9 @@ def plan(
     with notes.status("planning") as status:
         known = learned(loaded, notes, status, is_wanted=profile)
         chosen = isthmus.plan(known, measure=False, progress=status.update)
-        source = isthmus.cost_source()
-        found = levers(known, chosen, progress=status.update, source=source) if with_levers else ()
-    tables, remarks = list(plan_tables(chosen, found)), list(plan_notes(chosen))
+    tables, remarks = list(plan_tables(chosen)), list(plan_notes(chosen))
     if as_json:
-        facts = {**plan_to_dict(chosen), "levers": [asdict(lever) for lever in found]}
-        output.print_json(facts)
+        output.print_json(plan_to_dict(chosen))
     else:
         _show(Console(highlight=False), chosen, tables, [*remarks, *plan_advice(loaded, chosen, job)])
     if svg or png or html:
@@ -128,7 +122,7 @@ class _Row(NamedTuple):
         return self.plan.why if isinstance(self.plan, RunnerUp) else "taken"
 
 
-def plan_tables(plan: Plan, levers: Sequence[Lever]) -> Iterator[Table]:
+def plan_tables(plan: Plan) -> Iterator[Table]:
     rows = [_Row(1, plan), *(_Row(number, one) for number, one in enumerate(plan.runners_up, 2))]
     yield tabulate(
         rows,
@@ -151,14 +145,6 @@ def plan_tables(plan: Plan, levers: Sequence[Lever]) -> Iterator[Table]:
     )
     yield _stages_table(plan)
     yield _links_table(plan)
-    yield tabulate(
-        levers,
-        {
-            "one thing changed": lambda one: one.what,
-            "time per token": lambda one: _change(one.step_change),
-            "$ per token": lambda one: "–" if one.usd_change is None else _change(one.usd_change),
-        },
-    )
 
 
 def _figures_table(rows: Sequence[_Row]) -> Table:
@@ -259,7 +245,3 @@ def _where(plan: Plan) -> str:
 
 def _usd(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
-
-
-def _change(share: float) -> str:
-    return "none" if abs(share) < 0.005 else f"{share:+.0%}".replace("-", "−")

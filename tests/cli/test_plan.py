@@ -30,7 +30,7 @@ def invoke(*arguments: str | Path) -> Any:
 
 
 @pytest.mark.slow
-def test_tables_levers_and_a_picture_are_shown(job_file: Path) -> None:
+def test_tables_and_a_picture_are_shown(job_file: Path) -> None:
     result = invoke(job_file, "--set", "strategy.kind=pipeline")
     assert result.exit_code == 0, result.output
     for word in (
@@ -41,8 +41,6 @@ def test_tables_levers_and_a_picture_are_shown(job_file: Path) -> None:
         "limited by",
         "taken",
         "codec there",
-        "twice the bandwidth",
-        "half the round trip",
         "100 steps take",
         "east→west",
         "forward",
@@ -53,7 +51,7 @@ def test_tables_levers_and_a_picture_are_shown(job_file: Path) -> None:
 
 
 def test_the_warm_up_of_a_bottleneck_is_told_of(job_file: Path) -> None:
-    given = ("--no-levers", "--set", "strategy.kind=pipeline", "--set")
+    given = ("--set", "strategy.kind=pipeline", "--set")
     result = invoke(job_file, *given, "link.0.boundary=bottleneck(64, warmup=20)")
     assert "the first 20 steps cross raw: " in result.output
     refused = invoke(job_file, *given, "link.0.boundary=bottleneck(64)").exception
@@ -62,11 +60,10 @@ def test_the_warm_up_of_a_bottleneck_is_told_of(job_file: Path) -> None:
 
 
 def test_every_runner_up_has_a_why(job_file: Path) -> None:
-    result = invoke(job_file, "--no-levers", "--json")
+    result = invoke(job_file, "--json")
     facts = json.loads(result.stdout)
     assert facts["runners_up"]
     assert all(one["why"] for one in facts["runners_up"])
-    assert facts["levers"] == []
 
 
 def test_json_is_a_plan(job_file: Path) -> None:
@@ -78,12 +75,11 @@ def test_json_is_a_plan(job_file: Path) -> None:
     parts = [bubble[key] for key in ("fill", "latency", "bandwidth", "imbalance")]
     assert sum(parts) == pytest.approx(bubble["total"])
     assert scenario_of(result.stdout) is not None
-    assert {lever["what"] for lever in facts["levers"]} >= {"twice the bandwidth", "16 micro-batches"}
 
 
 def test_write_puts_the_choice_into_the_job_and_nothing_else(job_file: Path) -> None:
     before = job_file.read_text()
-    result = invoke(job_file, "--write", "--no-levers", "--set", "strategy.kind=pipeline")
+    result = invoke(job_file, "--write", "--set", "strategy.kind=pipeline")
     assert result.exit_code == 0, result.output
     after = job_file.read_text()
     assert after.startswith("# as it was")
@@ -93,16 +89,14 @@ def test_write_puts_the_choice_into_the_job_and_nothing_else(job_file: Path) -> 
     assert isinstance(strategy, PipelineStrategy)
     assert strategy.layers is not None
     assert sum(strategy.layers) == 12
-    again = json.loads(invoke(job_file, "--json", "--no-levers").stdout)
+    again = json.loads(invoke(job_file, "--json").stdout)
     assert again["settings"]["num_microbatches"] == strategy.microbatches
 
 
 @pytest.mark.parametrize("kind", ["data", "pipeline"])
 def test_what_was_written_is_planned_again(job_file: Path, kind: str) -> None:
-    first = json.loads(
-        invoke(job_file, "--json", "--write", "--no-levers", "--set", f"strategy.kind={kind}").stdout
-    )
-    second = json.loads(invoke(job_file, "--json", "--no-levers").stdout)
+    first = json.loads(invoke(job_file, "--json", "--write", "--set", f"strategy.kind={kind}").stdout)
+    second = json.loads(invoke(job_file, "--json").stdout)
     assert first["settings"] == second["settings"]
     assert first["what"] == second["what"]
 
@@ -110,7 +104,7 @@ def test_what_was_written_is_planned_again(job_file: Path, kind: str) -> None:
 @pytest.mark.parametrize("change", ["train.steps=7", "link.0.rtt=1 ms", "strategy.windows=[1, 1]"])
 def test_the_plan_of_a_changed_job_is_not_written(job_file: Path, change: str) -> None:
     before = job_file.read_text()
-    result = invoke(job_file, "--write", "--no-levers", "--set", "strategy.kind=pipeline", "--set", change)
+    result = invoke(job_file, "--write", "--set", "strategy.kind=pipeline", "--set", change)
     assert isinstance(result.exception, UserError)
     assert result.exception.message == (
         f"--write would put the plan of a job changed by --set {change} into {job_file}"
@@ -122,7 +116,7 @@ def test_a_cloud_without_a_price_is_named(tmp_path: Path) -> None:
     path = tmp_path / "priceless.toml"
     own = '[[accelerator]]\nname = "mine"\nflops = "312 TFLOPS"\nmemory = "80 GiB"\n'
     path.write_text(f'{TWO_CLOUDS}\n{own}[strategy]\nkind = "pipeline"\n')
-    shown = invoke(path, "--no-levers", "--set", "cloud.west.accelerator=mine").output
+    shown = invoke(path, "--set", "cloud.west.accelerator=mine").output
     assert "the price of cloud west is not known: set cloud.west.usd_per_hour" in shown
     assert "the price of cloud east" not in shown
 
@@ -148,7 +142,7 @@ def test_what_spares_memory_is_written_and_runs(
     from isthmus.train.pipeline_config import plan_run
 
     path = tight_job(tmp_path / "tight.toml", memory=memory)
-    first = json.loads(invoke(path, "--json", "--write", "--no-levers").stdout)
+    first = json.loads(invoke(path, "--json", "--write").stdout)
     assert path.read_text().count("# of each") == 2
     written = load_job(path)
     train = written.train
@@ -164,22 +158,20 @@ def test_what_spares_memory_is_written_and_runs(
 
 
 def test_times_by_formula_are_marked(job_file: Path) -> None:
-    shown = invoke(job_file, "--no-levers").output
-    facts = json.loads(invoke(job_file, "--no-levers", "--json").stdout)
+    shown = invoke(job_file).output
+    facts = json.loads(invoke(job_file, "--json").stdout)
     by_formula = [one["form"] for one in facts["runners_up"] if not one["estimate"]["is_simulated"]]
     assert set(by_formula) <= {"data"}, "small pipelines are all simulated"
     assert "≈" in shown
     assert "≈ is estimated" in shown
-    plain = invoke(job_file, "--no-levers", "--set", "strategy.kind=pipeline").output
+    plain = invoke(job_file, "--set", "strategy.kind=pipeline").output
     assert "≈" not in plain
 
 
 def test_pictures(job_file: Path, tmp_path: Path) -> None:
     svg, html = tmp_path / "plan.svg", tmp_path / "plan.html"
     for kind in ("pipeline", "data"):
-        result = invoke(
-            job_file, "--no-levers", "--set", f"strategy.kind={kind}", "--svg", svg, "--html", html
-        )
+        result = invoke(job_file, "--set", f"strategy.kind={kind}", "--svg", svg, "--html", html)
         assert result.exit_code == 0, result.output
         assert svg.read_text().startswith("<svg")
         page = html.read_text()
@@ -202,7 +194,7 @@ def test_a_mistake_is_one_sentence(job_file: Path) -> None:
 
 
 def test_what_is_not_measured_is_said_with_the_command_that_measures_it(job_file: Path) -> None:
-    result = invoke(job_file, "--no-levers", "--set", "strategy.kind=pipeline")
+    result = invoke(job_file, "--set", "strategy.kind=pipeline")
     assert "the speed of east and of west is of the catalogue" in result.output
     assert f"isthmus profile {job_file} --cloud east" in result.output
     assert "a step would be shorter if one resource were unlimited:" in result.output
@@ -220,15 +212,13 @@ def test_a_measured_cloud_is_told_from_one_of_the_catalogue(job_file: Path, tmp_
     )
     path = tmp_path / "east.profile.json"
     path.write_text(write_profile(Profile(device="mine", model_type="llama", samples=(sample,))))
-    result = invoke(
-        job_file, "--no-levers", "--set", "strategy.kind=pipeline", "--set", f"cloud.east.profile={path}"
-    )
+    result = invoke(job_file, "--set", "strategy.kind=pipeline", "--set", f"cloud.east.profile={path}")
     assert "the speed of west is of the catalogue" in result.output
 
 
 def test_clouds_that_take_no_part_are_named(job_file: Path) -> None:
     chosen = ("strategy.kind=pipeline", "strategy.clouds=['east']")
-    result = invoke(job_file, "--no-levers", *(word for one in chosen for word in ("--set", one)))
+    result = invoke(job_file, *(word for one in chosen for word in ("--set", one)))
     assert "a run uses every cloud of its job: to run this plan, leave west out" in result.output
 
 

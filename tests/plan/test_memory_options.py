@@ -14,7 +14,7 @@ from isthmus.job.load import parse_job
 from isthmus.plan.job_facts import check_lock_step, cloud_facts
 from isthmus.plan.memory import Sharding
 from isthmus.plan.plan import Form, PipelineSettings, Plan, decisions_from_dict, follow, planned_changes
-from isthmus.plan.planner import levers, plan
+from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Policy
 from isthmus.plan.study import MemoryOptions, Setting, memory_levels, study
 from isthmus.plan.times import exchange_s
@@ -254,12 +254,6 @@ def test_given_windows_that_grow_are_cut_where_stages_would_wait_for_ever(policy
     assert chosen.estimate.is_simulated
     if policy != "auto":
         assert chosen.stages[1].window <= chosen.stages[0].window
-
-
-def test_ranks_in_step_grow_together() -> None:
-    job = with_memory("2500 MiB", PIPELINE, *RANKS)
-    found = {one.what for one in levers(job, plan(job))}
-    assert "twice the ranks at east and west" in found
 
 
 def test_sequences_that_cannot_be_dealt_out_evenly_are_named() -> None:
