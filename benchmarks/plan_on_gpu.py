@@ -8,7 +8,8 @@ Clouds share one GPU by NVIDIA's MPS, each with an equal part of its multiproces
 the emulated WAN. For each job, in this order: the planner measures, chooses micro-batches, cut and codecs,
 and its plan is written to a file, whose hash is printed; then that choice is trained for some steps, and
 other micro-batches and codecs by `swept.py`. Jobs named by --run are also run by `isthmus run`, from data to
-export. The table says how near the prediction came, and what share of the best throughput the planned choice
+export. A setting whose bytes alone take the line longer than the whole planned step is named and not tried.
+The table says how near the prediction came, and what share of the best throughput the planned choice
 reached. A job for which no time is left is named as missing. With --device cpu --tiny the same is tried on
 small models.
 """
@@ -19,6 +20,7 @@ import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -31,6 +33,7 @@ from swept import NUM_WARM_UP_STEPS, Setting, Tried, sweep
 
 from isthmus import load_job, plan
 from isthmus.errors import IsthmusError
+from isthmus.plan.codecs import Crossing, read_pair
 from isthmus.plan.plan import Decisions, plan_to_json
 from isthmus.train.data.rows import open_rows
 
@@ -41,6 +44,8 @@ INT4: Final = ("center | rotate | int4", "rotate | int4(stochastic)")
 SEQUENCE_LENGTH: Final = 1024
 # The tales are some 60,000 tokens, and a step reads up to 262,144.
 NUM_COPIES: Final = 6
+# Times the predicted step; predictions are nearer than that.
+MOST_ON_LINE: Final = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,16 @@ class GpuJob:
     def clouds(self) -> tuple[str, ...]:
         """In a row."""
         return CLOUDS[: len(self.links) + 1]
+
+    def line_s(self, setting: Setting) -> float:
+        """How long the slowest line is busy with a step's activations, if their elements have 16 bits."""
+        crossing = Crossing(
+            num_rows=self.batch_tokens // setting.num_microbatches, width=self.width, element_bytes=2
+        )
+        each = zip(setting.codecs, self.links, strict=True)
+        return setting.num_microbatches * max(
+            8 * read_pair(codecs).forward_bytes(crossing) / (mbps * 1e6) for codecs, (mbps, _) in each
+        )
 
     def text(self, data: Path, *, device: str, is_tiny: bool, num_steps: int) -> str:
         """The job file, with micro-batches, codecs and cut left open."""
@@ -179,6 +194,14 @@ def settings_of(decisions: Decisions, num_sequences: int, *, is_quick: bool) -> 
     return found + [Setting(num_microbatches=number, codecs=one) for one in others if one != codecs]
 
 
+def worth_trying(job: GpuJob, settings: Sequence[Setting], predicted_s: float) -> list[Setting]:
+    """Those that a patient user would try: the line alone does not take longer than the planned step."""
+    hopeless = [one for one in settings if job.line_s(one) > MOST_ON_LINE * predicted_s]
+    for one in hopeless:
+        NOTES.print(f"{job.name}: {one.words} not tried, its bytes alone take {job.line_s(one):.2f} s")
+    return [one for one in settings if one not in hopeless]
+
+
 def write_data(folder: Path) -> Path:
     """Write the built-in tales so often that the largest batch can be read; returns the file."""
     path = folder / "tales.txt"
@@ -208,6 +231,8 @@ def outcome_of(job: GpuJob, given: argparse.Namespace, out: Path) -> Outcome:
     )
     num_sequences = 32 if given.tiny else job.batch_tokens // SEQUENCE_LENGTH
     settings = settings_of(planned.decisions, num_sequences, is_quick=given.quick or job.compiles)
+    if not given.tiny:
+        settings[1:] = worth_trying(job, settings[1:], planned.estimate.step_s)
     tried = sweep(
         loaded,
         planned.decisions,
