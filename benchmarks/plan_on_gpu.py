@@ -303,7 +303,8 @@ def main() -> None:
         tiny=False,
         out=Path("runs/plan-on-gpu"),
     )
-    names, given.jobs = given.jobs, [one for one in JOBS if one.name in given.jobs]
+    names, by_name = given.jobs, {one.name: one for one in JOBS}
+    given.jobs = [by_name[name] for name in names]
     out = new_folder(given.out)
     os.environ["XDG_CACHE_HOME"] = str(out / "cache")
     start_server()
