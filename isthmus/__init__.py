@@ -156,10 +156,8 @@ def with_profiles(
     What was measured is cached. Without torch nothing can be measured, and plans use the catalogue.
     """
     from isthmus.job.hub import check_model
-    from isthmus.plan.models import check_planned
 
     check_model(job)
-    check_planned(job)
     if all(cloud.profile is not None for cloud in job.cloud):
         return job
     if importlib.util.find_spec("torch") is None:

@@ -3,7 +3,8 @@
 One pass runs the embedding, one or two layers of each kind and the head of the real model, forward and
 backward, as a stage of a run does. A ledger counts what every kernel computes and allocates, part by part, so
 nothing here knows a family of models. The figures are those of a real run on the CPU to the byte; what an
-accelerator does otherwise is emulated by `Emulation`.
+accelerator does otherwise is emulated by `Emulation`. Of an encoder–decoder what follows the encoder's layers
+counts with the last of them, and what precedes the decoder's with the first of those.
 
     forward    ── embedding ── layer ── layer ── head ──┐   live bytes at each boundary: what a part keeps
     backward   ── embedding ── layer ── layer ── head ◄─┘   peaks between boundaries: what it needs on top
@@ -11,6 +12,7 @@ accelerator does otherwise is emulated by `Emulation`.
 
 import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +25,8 @@ from transformers import PreTrainedModel, initialization
 from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.cut import LayerCall, Seam, drop_absent
-from isthmus.model.families import first_input
+from isthmus.model.encoder_decoder import drop_stacks
+from isthmus.model.families import first_input, within
 from isthmus.model.load import assemble
 from isthmus.model.random import RngKey
 from isthmus.model.recompute import Fixed
@@ -87,12 +90,16 @@ class _Runner:
         self._ledger = CostLedger(on_accelerator=on_accelerator)
         self._emulation = Emulation(self._ledger, on_accelerator=on_accelerator)
         self._counts = _PassCounts()
-        layers = stage.model.base_model.get_submodule(stage.family.layers)
-        modules = [layers.get_submodule(str(index)) for index in indices]
-        self._last = modules[-1]
-        for number, module in enumerate(modules, start=1):
+        base, family = stage.model.base_model, stage.family
+        modules = [base.get_submodule(family.layer_path(index)) for index in indices]
+        for number, (index, module) in enumerate(zip(indices, modules, strict=True), start=1):
             _call_of(module).wrap(self._emulation.around)
-            module.register_forward_pre_hook(self._enter_layer(number), with_kwargs=True)
+            if family.decoder is not None and index == family.decoder.start:
+                # Its embedding counts with its first layer, and behind that lies the encoder.
+                decoder = base.get_submodule("decoder")
+                decoder.register_forward_pre_hook(self._enter_decoder(number), with_kwargs=True)
+            else:
+                module.register_forward_pre_hook(self._enter_layer(number), with_kwargs=True)
         modules[-1].register_forward_hook(self._enter_head)
         self._num_layers = len(modules)
         self.always_autocasts = False
@@ -123,20 +130,23 @@ class _Runner:
     def _pass(self, num_sequences: int, length: int, arrives: torch.dtype | None) -> None:
         ids = torch.zeros(num_sequences, length, dtype=torch.int64)
         start_bytes = self._ledger.live_bytes
-        hidden = None
-        if arrives is not None:
-            width = self._stage.model.config.hidden_size
-            hidden = torch.zeros(num_sequences, length, width, dtype=arrives)
-            hidden.requires_grad_(self._stage.sends_gradient)
+        shape = (num_sequences, length, self._stage.model.config.hidden_size)
+        num_arriving = 0 if arrives is None else 1 + self._stage.has_memory
+        arrived = [torch.zeros(shape, dtype=arrives) for _ in range(num_arriving)]
+        for one in arrived:
+            one.requires_grad_(self._stage.sends_gradient)
         self._ledger.enter(self._counts.forward[_EMBEDDING])
-        output = self._forward(_batch(self._stage, ids), hidden)
+        output = self._forward(_batch(self._stage, ids), *arrived)
         self._counts.kept_bytes = self._ledger.live_bytes - start_bytes
         self._ledger.enter(self._counts.backward[-1])
         output.backward()
         self._ledger.enter(PartCount())
 
-    def _forward(self, batch: Batch, hidden: Tensor | None) -> StageOutput:
-        inputs = StageInput(batch=batch, crossing=hidden, rng_key=RngKey(seed=0, step=0, microbatch=0))
+    def _forward(
+        self, batch: Batch, hidden: Tensor | None = None, memory: Tensor | None = None
+    ) -> StageOutput:
+        key = RngKey(seed=0, step=0, microbatch=0)
+        inputs = StageInput(batch=batch, crossing=hidden, memory=memory, rng_key=key)
         is_mixed = self._variant.arithmetic.is_mixed or self.always_autocasts
         with (
             torch.set_grad_enabled(self._stage.is_trained),
@@ -150,6 +160,13 @@ class _Runner:
         def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._ledger.enter(self._counts.forward[number])
             self._watch_gradient(first_input(args, kwargs), number - 1)
+
+        return enter
+
+    def _enter_decoder(self, number: int) -> Callable[..., None]:
+        def enter(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._ledger.enter(self._counts.forward[number])
+            self._watch_gradient(kwargs["encoder_hidden_states"], number - 1)
 
         return enter
 
@@ -204,7 +221,10 @@ class MeasuredModel:
         self._training = training
         self._remember = remember
         kinds = layer_kinds(blueprint, training)
-        self._indices = representatives(kinds)
+        decoder = blueprint.family.decoder
+        # T5 hands biases from layer to layer, so none can be left out.
+        is_joined = decoder is not None and decoder.is_joined
+        self._indices = [*range(len(kinds))] if is_joined else representatives(kinds)
         names = list(dict.fromkeys(kinds))
         self._kinds = tuple(names.index(kind) for kind in kinds)
         self.table = known or CostTable(
@@ -228,6 +248,12 @@ class MeasuredModel:
         whole = _Runner(stage, self._indices, variant).run(num_sequences, length)
         embedding, *layers, head = _figures(whole)
         kinds = self._by_kind(layers)
+        start = self._blueprint.num_encoder_layers
+        for index, one in zip(self._indices, layers, strict=True):
+            if index < start:
+                # What an encoder holds until it ends is let go in its last layer, and was the embedding's.
+                off_bytes = one.kept_bytes - kinds[self._kinds[index]].kept_bytes
+                embedding = embedding._replace(kept_bytes=embedding.kept_bytes + off_bytes)
         layers_bytes = sum(kinds[self._kinds[index]].kept_bytes for index in self._indices)
         head = head._replace(kept_bytes=whole.kept_bytes - embedding.kept_bytes - layers_bytes)
         arrivals = [
@@ -244,7 +270,8 @@ class MeasuredModel:
     def _by_kind(self, layers: Sequence[PartFigures]) -> tuple[PartFigures, ...]:
         """A layer of each kind, between two others if there is one: at the ends inputs live longer."""
         found: dict[int, PartFigures] = {}
-        order = sorted(range(len(layers)), key=lambda place: 0 < place < len(layers) - 1)
+        ends = {0, self._blueprint.num_encoder_layers - 1, self._blueprint.num_layers - 1}
+        order = sorted(range(len(layers)), key=lambda place: self._indices[place] not in ends and place > 0)
         for place in order:
             found[self._kinds[self._indices[place]]] = layers[place]
         return tuple(found[kind] for kind in sorted(found))
@@ -257,12 +284,15 @@ class MeasuredModel:
         head: PartFigures,
         size: tuple[int, int],
     ) -> float:
-        """What a stage that starts with a layer of this kind keeps beside its parts."""
-        last = self._blueprint.num_layers - 1
+        """What a stage that starts with a layer of this kind keeps beside its parts; 0 where none can."""
+        last, decoder = self._blueprint.num_layers - 1, self._blueprint.family.decoder
         first = next(index for index in reversed(self._indices) if self._kinds[index] == kind)
-        if last == 0:
+        if last == 0 or (decoder is not None and decoder.is_joined and first != decoder.start):
             return 0.0
         indices = sorted({first, last})
+        if decoder is not None and first <= decoder.start:
+            ends = {*indices, decoder.start - 1, decoder.start}
+            indices = [one for one in self._indices if one >= first and (decoder.is_joined or one in ends)]
         stage = self._stage(range(max(1, first), last + 1), indices, variant)
         arrives = _stream_dtype(variant.arithmetic)
         found = _Runner(stage, indices, variant).run(*size, arrives=arrives)
@@ -271,26 +301,29 @@ class MeasuredModel:
     def _sizes(self) -> ModelSizes:
         blueprint = self._blueprint
         stage = self._stage(range(blueprint.num_layers), self._indices, Variant.of(Arithmetic()))
-        base = stage.model.base_model
-        present = dict(base.named_modules())
-        layers = [present[f"{stage.family.layers}.{index}"] for index in self._indices]
-        first = [present[path] for path in stage.family.first if path in present]
-        inner = {parameter for module in (*first, *layers) for parameter in module.parameters()}
-        head = [one for one in stage.model.parameters() if one not in inner]
-        by_kind = {self._kinds[index]: one for index, one in zip(self._indices, layers, strict=True)}
-        table = stage.model.get_input_embeddings()
-        ties = [taker for taker in blueprint.ties if taker in blueprint.layout.last]
+        places = _by_place(stage)
+        layers = {self._kinds[index]: places[index] for index in self._indices}
+        decoder = stage.family.decoder
+        table = (stage.model if decoder is None else stage.model.get_encoder()).get_input_embeddings()
+        # Of an encoder–decoder the decoder's embedding is a tied one, too.
+        sizes = {
+            name: size
+            for part in (*blueprint.layout.layers, blueprint.layout.last)
+            for name, size in part.items()
+        }
         return ModelSizes(
             model_type=str(blueprint.config.model_type),
             width=int(blueprint.config.hidden_size),
             vocabulary_size=int(blueprint.config.vocab_size),
             max_length=_max_length(stage.model),
-            embedding=_size(one for module in first for one in module.parameters()),
-            layers=tuple(_size(by_kind[kind].parameters()) for kind in sorted(by_kind)),
-            head=_size(head),
+            embedding=_size(places[_FIRST]),
+            layers=tuple(_size(layers[kind]) for kind in sorted(layers)),
+            head=_size(places[_LAST]),
             kinds=self._kinds,
-            num_tied_parameters=sum(blueprint.layout.last[name] for name in ties),
+            num_tied_parameters=sum(sizes.get(taker, 0) for taker in blueprint.ties),
             num_embedding_parameters=sum(one.numel() for one in table.parameters()),
+            num_encoder_layers=blueprint.num_encoder_layers,
+            is_joined=decoder is not None and decoder.is_joined,
         )
 
     def _messages(self, *, has_bfloat16: bool) -> Messages:
@@ -306,14 +339,16 @@ class MeasuredModel:
     def _narrow(self, *, on_accelerator: bool) -> tuple[bool, ...]:
         """Whether bfloat16 leaves a stage under autocast, by what came to it and how wide its weights are."""
         mixed = Arithmetic(precision=Precision.BFLOAT16, on_accelerator=on_accelerator)
-        last = self._blueprint.num_layers - 1
+        last, decoder = self._blueprint.num_layers - 1, self._blueprint.family.decoder
+        start = decoder.start if decoder is not None and decoder.is_joined else last
         stage = self._stage(range(last + 1), self._indices, Variant.of(mixed))
         found = [_Runner(stage, self._indices, Variant.of(mixed)).run(*_SMALL).leaves]
         gathered = replace(mixed, is_gathered=True)
         cases = ((mixed, torch.float32), (mixed, torch.bfloat16), (gathered, torch.bfloat16))
         for arithmetic, arrives in cases if last else ():
             variant = Variant.of(arithmetic)
-            runner = _Runner(self._stage(range(last, last + 1), [last], variant), [last], variant)
+            indices = [*range(start, last + 1)]
+            runner = _Runner(self._stage(range(start, last + 1), indices, variant), indices, variant)
             runner.always_autocasts = True
             found.append(runner.run(*_SMALL, arrives=arrives).leaves)
         first, *others = (one == torch.bfloat16 for one in found)
@@ -321,16 +356,21 @@ class MeasuredModel:
 
     def _stage(self, layers: range, indices: Sequence[int], variant: Variant) -> Stage:
         blueprint, training = self._blueprint, self._training
-        seam = Seam(model_class=blueprint.model_class.__name__)
+        seam = Seam(
+            model_class=blueprint.model_class.__name__, learns_aside=blueprint.family.decoder is not None
+        )
         config = copy.deepcopy(blueprint.config)
         config.tie_word_embeddings = False
         dtype = _stream_dtype(variant.arithmetic)
         with torch.device("meta"), _default_dtype(dtype), initialization.no_init_weights():
             model = blueprint.model_class(config)
-        drop_absent(model, blueprint.family, layers, seam, present=indices)
+        if blueprint.family.decoder is None:
+            drop_absent(model, blueprint.family, layers, seam, present=indices)
+        else:
+            drop_stacks(model, blueprint.family, layers, seam, keeps_shared=False, present=indices)
         expect_no_padding(model)
         # A head for classes is in no checkpoint, so it is trained beside adapters too.
-        is_fresh = not blueprint.head.name.endswith("lm")
+        is_fresh = not Task(blueprint.head.name).is_language_model
         stage = assemble(
             blueprint,
             model,
@@ -369,6 +409,24 @@ def _faking() -> Iterator[None]:
 
 def _stream_dtype(arithmetic: Arithmetic) -> torch.dtype:
     return torch.bfloat16 if arithmetic.stream_bytes == 2 else torch.float32
+
+
+_FIRST: Final = -1
+_LAST: Final = -2
+
+
+def _by_place(stage: Stage) -> dict[int, list[nn.Parameter]]:
+    """The parameters of each layer by its number, those before the layers, and those behind them."""
+    model, family = stage.model, stage.family
+    in_base = "" if model.base_model is model else f"{model.base_model_prefix}."
+    found: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        path = name.removeprefix(in_base)
+        place = family.layer_of(path) if name.startswith(in_base) else None
+        if place is None:
+            place = _FIRST if name.startswith(in_base) and within(path, family.first) else _LAST
+        found[place].append(parameter)
+    return found
 
 
 def _size(parameters: Iterable[nn.Parameter]) -> PartSize:

@@ -9,7 +9,7 @@ What follows the encoder's layers belongs to the stage of the last one, what pre
 that of the first one. Every decoder layer attends to the memory, so every decoder stage gets it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from isthmus.errors import UserError
-from isthmus.job.codec import BottleneckSpec, BoundarySpec
 from isthmus.model.cut import Arrival, Departure, Seam
 from isthmus.model.families import Absent, Decoder, Family
 
@@ -73,17 +72,27 @@ def stacks_of(model: PreTrainedModel) -> Family:
 
 
 def drop_stacks(
-    model: PreTrainedModel, family: Family, layers: range, seam: Seam, *, keeps_shared: bool
+    model: PreTrainedModel,
+    family: Family,
+    layers: range,
+    seam: Seam,
+    *,
+    keeps_shared: bool,
+    present: Iterable[int] | None = None,
 ) -> None:
-    """Put stand-ins in the place of all that a stage of an encoder–decoder does not own, or nobody uses."""
+    """Put stand-ins in the place of all that a stage of an encoder–decoder does not own, or nobody uses.
+
+    `present` are its layers, or all.
+    """
     base = model.base_model
-    present = dict(base.named_modules())
+    modules = dict(base.named_modules())
     dropped = [*_dropped(family, layers, family.num_layers(base))]
+    dropped += [(family.layer_path(index), Absent) for index in set(layers).difference(present or layers)]
     if not keeps_shared:
         dropped.append((SHARED, Absent))
     for path, make in dropped:
-        if path in present:
-            base.set_submodule(path, make(present[path], seam))
+        if path in modules:
+            base.set_submodule(path, make(modules[path], seam))
     if layers.stop < family.num_layers(base):
         for name, _ in model.named_children():
             if base is not model and name != model.base_model_prefix:
@@ -186,41 +195,6 @@ def split_stacks(
 def _even(number: int, num_stages: int) -> tuple[int, ...]:
     size, num_larger = divmod(number, num_stages)
     return (size + 1,) * num_larger + (size,) * (num_stages - num_larger)
-
-
-def check_stacks(
-    decoder: Decoder,
-    stages: Sequence[range],
-    boundaries: Sequence[BoundarySpec],
-    *,
-    memory_cut: int | None,
-    num_frozen: int,
-) -> None:
-    """Refuse a cut within a stack whose layers share weights, and what cannot lie within a decoder."""
-    for layers in stages:
-        if decoder.is_joined and layers.start not in (0, decoder.start):
-            raise UserError(
-                f"T5 cannot be cut before layer {layers.start}: the layers of its encoder share a table of "
-                "relative positions, and so do those of its decoder",
-                hint=f"cut it where the encoder ends: strategy.layers = [{decoder.start}, …]",
-            )
-    if memory_cut is not None and stages[memory_cut].stop != decoder.start:
-        raise UserError(
-            f'the boundary "memory" lies behind layer {stages[memory_cut].stop - 1}, but the encoder has '
-            f"{decoder.start} layers",
-            hint="let strategy.layers end a stage there, or leave it out",
-        )
-    for cut, (layers, boundary) in enumerate(zip(stages, boundaries, strict=False)):
-        if layers.stop > decoder.start and isinstance(boundary, BottleneckSpec):
-            raise UserError(
-                f"cut {cut + 1} lies within the decoder, where no exported model could hold {boundary}",
-                hint='set its boundary to "hidden", and give the link a codec instead',
-            )
-    if num_frozen not in (0, decoder.start):
-        raise UserError(
-            f"{num_frozen} layers cannot be frozen in an encoder–decoder whose encoder has {decoder.start}",
-            hint=f"set model.frozen_layers to {decoder.start}, for the whole encoder, or to 0",
-        )
 
 
 def untied_embedding(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

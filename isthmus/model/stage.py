@@ -186,6 +186,12 @@ class Stage(nn.Module):
         return self.layers.stop == self.num_layers
 
     @property
+    def has_memory(self) -> bool:
+        """Whether the memory of an encoder comes to it beside hidden states of a decoder."""
+        decoder = self.family.decoder
+        return decoder is not None and self.layers.start > decoder.start
+
+    @property
     def is_trained(self) -> bool:
         """Whether it has anything to learn; a stage of frozen layers has not."""
         return any(parameter.requires_grad for parameter in self.parameters())

@@ -117,9 +117,11 @@ class CloudOrder:
         one = self.study.crossing
         return one(self.clouds, cut, self.setting, has_gradient=has_gradient, is_warmup=is_warmup)
 
-    def hop(self, cut: int, crossing: Crossing, pair: Pair) -> HopLoad:
-        """What a micro-batch sends over a cut with these codecs."""
-        return self.study.coded_hop((self.clouds[cut], self.clouds[cut + 1]), crossing, pair)
+    def hop(self, cut: int, crossing: Crossing, pair: Pair, *, stop: int = 0) -> HopLoad:
+        """What a micro-batch sends with these codecs over a cut behind so many layers."""
+        beside_bytes = self.study.memory_bytes(crossing, stop)
+        clouds = self.clouds[cut], self.clouds[cut + 1]
+        return self.study.coded_hop(clouds, crossing, pair, beside_bytes=beside_bytes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -238,7 +240,9 @@ def _candidate(
     pairs = [one.pair for one in choices]
     scenario = Scenario(
         stages=tuple(map(study.stage_load, order.clouds, [setting] * len(layers), layers)),
-        hops=tuple(order.hop(cut, one.crossing, one.pair) for cut, one in enumerate(choices)),
+        hops=tuple(
+            order.hop(cut, one.crossing, one.pair, stop=stops[cut]) for cut, one in enumerate(choices)
+        ),
         num_microbatches=setting.num_microbatches,
         policy=order.policy,
         first_trained=first_trained(layers, study.num_frozen),
@@ -248,7 +252,8 @@ def _candidate(
         raw = []
         for cut, (link, pair) in enumerate(zip(order.links, pairs, strict=True)):
             crossing = order.crossing(cut, has_gradient=choices[cut].crossing.has_gradient, is_warmup=True)
-            raw.append(order.hop(cut, crossing, RAW_PAIR if link.bottleneck else pair))
+            codecs = RAW_PAIR if link.bottleneck else pair
+            raw.append(order.hop(cut, crossing, codecs, stop=stops[cut]))
         warmup = replace(scenario, hops=tuple(raw))
     given = study.strategy.windows
     wanted = given or next_windows(scenario, expected(scenario))

@@ -64,11 +64,12 @@ class Task(enum.Enum):
     SEQUENCE_CLASSIFICATION = "sequence-classification"
     TOKEN_CLASSIFICATION = "token-classification"  # noqa: S105 no secret
     QUESTION_ANSWERING = "question-answering"
+    TRANSLATION = "translation"
 
     @property
     def is_language_model(self) -> bool:
         """Whether its classes are the vocabulary."""
-        return self in (Task.CAUSAL_LM, Task.MASKED_LM)
+        return self in (Task.CAUSAL_LM, Task.MASKED_LM, Task.TRANSLATION)
 
 
 Figures = NDArray[np.float64]
@@ -258,7 +259,7 @@ class ModelCosts:
     def num_learned(self, stages: Stages) -> Figures:
         """The trained parameters of stages; weights tied to a frozen embedding are frozen with it."""
         trained = stages.total(self.each(lambda part: part.num_trained))
-        return trained - given(stages.are_whole, min(self.num_tied_parameters, self.head.num_trained))
+        return trained - given(stages.are_whole, self.num_tied_parameters if self.head.num_trained else 0)
 
 
 # Headers as JSON, with lengths and alignment, give or take some digits; a test holds them to real packets.
@@ -323,7 +324,7 @@ def integer_bytes(vocabulary_size: int, task: Task) -> int:
 def _label_bytes(vocabulary_size: int, task: Task) -> int:
     """Labels of a causal model are its ids and do not cross again; those of whole sequences are few."""
     match task:
-        case Task.MASKED_LM:
+        case Task.MASKED_LM | Task.TRANSLATION:
             # One bit is for the sign, since tokens that do not count have a negative label.
             return _id_bytes(2 * vocabulary_size)
         case Task.TOKEN_CLASSIFICATION:
@@ -342,6 +343,10 @@ class PlannedModel:
     messages: Messages
     cuts: frozenset[int] | None = None
     """The layers before which the model can be cut; None for all."""
+    num_encoder_layers: int = 0
+    """Of an encoder–decoder: the output of so many layers crosses beside hidden states behind them."""
+    is_joined: bool = False
+    """Whether no cut may part the layers of its encoder, or those of its decoder."""
     max_length: int | None = None
     """The longest sequence; None where it is not known."""
     note: str | None = None
@@ -464,6 +469,10 @@ class ModelSizes:
     """The kind of each layer."""
     num_tied_parameters: int
     num_embedding_parameters: int
+    num_encoder_layers: int = 0
+    """Of an encoder–decoder; 0 for other models."""
+    is_joined: bool = False
+    """Whether no cut may part the layers of its encoder, or those of its decoder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, LinkSpec, PipelineStrategy, stage_order
-from isthmus.job.codec import BottleneckSpec
+from isthmus.job.codec import BottleneckSpec, BoundarySpec, MemorySpec
 from isthmus.plan.memory import Sharding
 from isthmus.plan.scenario import Line, Policy
 from isthmus.plan.times import (
@@ -253,8 +253,54 @@ def _check_begins(name: str, bottleneck: BottleneckSpec, *, num_steps: int) -> N
         )
 
 
-def check_frozen(num_frozen: int, *, num_layers: int) -> None:
-    """Refuse to freeze more layers than there are."""
+def check_memory(link: LinkSpec, num_encoder_layers: int) -> None:
+    """Refuse the output of an encoder at the boundary of a model that has none."""
+    if isinstance(link.boundary, MemorySpec) and num_encoder_layers == 0:
+        raise UserError(
+            f'link {link.name} has the boundary "memory", but the model is no encoder–decoder',
+            hint='set it to "hidden", or set data.task = "translation" and take a model such as T5',
+        )
+
+
+def check_stacks(
+    stages: Sequence[range],
+    boundaries: Sequence[BoundarySpec],
+    *,
+    num_encoder_layers: int,
+    is_joined: bool,
+    num_frozen: int,
+) -> None:
+    """Refuse a cut within a stack whose layers share weights, and what cannot lie within a decoder."""
+    for layers in stages:
+        if is_joined and layers.start not in (0, num_encoder_layers):
+            raise UserError(
+                f"T5 cannot be cut before layer {layers.start}: the layers of its encoder share a table of "
+                "relative positions, and so do those of its decoder",
+                hint=f"cut it where the encoder ends: strategy.layers = [{num_encoder_layers}, …]",
+            )
+    for cut, (layers, boundary) in enumerate(zip(stages, boundaries, strict=False)):
+        if isinstance(boundary, MemorySpec) and layers.stop != num_encoder_layers:
+            raise UserError(
+                f'the boundary "memory" lies behind layer {layers.stop - 1}, but the encoder has '
+                f"{num_encoder_layers} layers",
+                hint="let strategy.layers end a stage there, or leave it out",
+            )
+        if layers.stop > num_encoder_layers and isinstance(boundary, BottleneckSpec):
+            raise UserError(
+                f"cut {cut + 1} lies within the decoder, where no exported model could hold {boundary}",
+                hint='set its boundary to "hidden", and give the link a codec instead',
+            )
+    check_frozen(num_frozen, num_layers=stages[-1].stop, num_encoder_layers=num_encoder_layers)
+
+
+def check_frozen(num_frozen: int, *, num_layers: int, num_encoder_layers: int = 0) -> None:
+    """Refuse to freeze more layers than there are, or a part of an encoder, or layers of a decoder."""
+    if num_encoder_layers and num_frozen not in (0, num_encoder_layers):
+        raise UserError(
+            f"{num_frozen} layers cannot be frozen in an encoder–decoder whose encoder has "
+            f"{num_encoder_layers}",
+            hint=f"set model.frozen_layers to {num_encoder_layers}, for the whole encoder, or to 0",
+        )
     if num_frozen > num_layers:
         raise UserError(
             f"{num_frozen} layers cannot be frozen in a model of {num_layers}",

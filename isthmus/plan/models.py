@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.job.codec import BottleneckSpec
 from isthmus.job.hub import CONFIG_FILE, find_file, no_model
 from isthmus.job.sections import LoraSpec
 from isthmus.plan.costs import (
@@ -31,7 +32,7 @@ from isthmus.plan.costs import (
     nothing_measured,
     parsed_table,
 )
-from isthmus.plan.job_facts import check_frozen
+from isthmus.plan.job_facts import check_frozen, check_memory
 from isthmus.units import closest
 
 _INSTALL: Final = "install isthmus with its extra train"
@@ -291,28 +292,26 @@ def read_model(
     job: Job, config: Mapping[str, object] | None = None, *, source: CostSource = nothing_measured
 ) -> PlannedModel:
     """The job's model with its costs, or that of another configuration in its place."""
-    check_planned(job)
     values = model_config(job) if config is None else config
     if values.get("model_type") == ENCODER_DECODER:
         return _encoder_decoder(job, values, source)
     num_frozen = 0 if job.model is None else job.model.frozen_layers
     found = source(job, config) or _published(job, values) or _estimated(job, values)
-    check_frozen(num_frozen, num_layers=found.num_layers)
+    check_frozen(num_frozen, num_layers=found.num_layers, num_encoder_layers=found.num_encoder_layers)
+    for link in job.link:
+        check_memory(link, found.num_encoder_layers)
+    if found.num_encoder_layers and any(isinstance(one.boundary, BottleneckSpec) for one in job.link):
+        # Within a decoder no exported model could hold one.
+        cuts = (found.cuts or frozenset()) & frozenset(range(found.num_encoder_layers + 1))
+        found = replace(found, cuts=cuts)
     return found
-
-
-def check_planned(job: Job) -> None:
-    """Refuse a job whose model cannot be planned, before anything is measured for it."""
-    if job.data is not None and job.data.task == "translation":
-        raise UserError(
-            "an encoder–decoder that translates cannot be planned yet",
-            hint="isthmus run parts encoder and decoder by a rule, without a plan",
-        )
 
 
 def has_costs(job: Job, source: CostSource = nothing_measured) -> bool:
     """Whether the costs of the job's model can be measured, or estimated from sizes that are known."""
-    return _resolved(model_config(job)).get("hidden_size") is not None or source(job) is not None
+    is_estimated = _task(job) is not Task.TRANSLATION
+    is_known = is_estimated and _resolved(model_config(job)).get("hidden_size") is not None
+    return is_known or source(job) is not None
 
 
 def with_task(job: Job, task: Task) -> Job:
@@ -355,13 +354,17 @@ def load_config(source: str) -> dict[str, object]:
 
 def planned(table: CostTable, costs_of: Callable[[Workload], ModelCosts]) -> PlannedModel:
     """A model of which a table says all but how its costs are found."""
-    sizes = table.sizes
+    sizes, start = table.sizes, table.sizes.num_encoder_layers
+    cuts = frozenset({start} if sizes.is_joined else range(1, len(sizes.kinds)))
     return PlannedModel(
         costs_of=costs_of,
         num_layers=len(sizes.kinds),
         width=sizes.width,
         vocabulary_size=sizes.vocabulary_size,
         messages=table.messages,
+        cuts=cuts if start else None,
+        num_encoder_layers=start,
+        is_joined=sizes.is_joined,
         max_length=sizes.max_length,
     )
 
@@ -445,6 +448,10 @@ def _task(job: Job) -> Task:
 
 def _estimated(job: Job, config: Mapping[str, object]) -> PlannedModel:
     model_type, task, values = config.get("model_type"), _task(job), _resolved(config)
+    if task is Task.TRANSLATION:
+        raise UserError(
+            f"the costs of an encoder–decoder ({model_type}) are measured, not estimated", hint=_INSTALL
+        )
     family = _families().get(str(model_type))
     if model_type is None:
         raise UserError("the model's configuration has no model_type", hint='set it, such as "llama"')

@@ -88,7 +88,12 @@ def cuts_of(order: CloudOrder) -> Stops:
         return order.found_stops
     if order.study.stops is not None:
         return np.array([order.study.stops])
-    return all_cuts(order.study.model.num_layers, len(order.clouds), order.study.model.cuts)
+    model = order.study.model
+    rows = all_cuts(model.num_layers, len(order.clouds), model.cuts)
+    for cut, link in enumerate(order.links):
+        if link.ends_encoder:
+            rows = rows[rows[:, cut] == model.num_encoder_layers]
+    return rows
 
 
 def _spots(rows: Stops) -> Iterator[tuple[Stops, Stops]]:

@@ -28,8 +28,9 @@ from isthmus.job import (
     Job,
     LinkSpec,
     PipelineStrategy,
+    stage_order,
 )
-from isthmus.job.codec import BottleneckSpec
+from isthmus.job.codec import BottleneckSpec, MemorySpec
 from isthmus.plan.codecs import (
     Bounds,
     Choice,
@@ -63,8 +64,11 @@ from isthmus.plan.job_facts import (
     check_even,
     check_lists,
     check_lock_step,
+    check_stacks,
     cloud_facts,
     line,
+    links_along,
+    num_frozen_layers,
     policy_of,
     run_order,
 )
@@ -217,6 +221,8 @@ class LinkFacts:
     usd_per_gib: float | None
     bounds: Bounds
     levels: Sequence[CodecLevel]
+    ends_encoder: bool = False
+    """Whether the encoder must end before it."""
 
     @property
     def allowed(self) -> Sequence[CodecLevel]:
@@ -464,15 +470,25 @@ class Study:
                 is_narrow = self.step.arithmetic(receiver).is_mixed and setting.memory.at(receiver).is_sharded
         return found
 
-    def coded_hop(self, pair: tuple[int, int], crossing: Crossing, codecs: Pair) -> HopLoad:
-        """What a micro-batch sends with these codecs; over the run, versions of a basis are a part of it."""
+    def memory_bytes(self, crossing: Crossing, stop: int) -> int:
+        """The output of an encoder, which crosses as it is beside hidden states of the decoder."""
+        start = self.model.num_encoder_layers
+        return crossing.num_rows * self.model.width * WIDE_BYTES if 0 < start < stop else 0
+
+    def coded_hop(
+        self, pair: tuple[int, int], crossing: Crossing, codecs: Pair, *, beside_bytes: int = 0
+    ) -> HopLoad:
+        """What a micro-batch sends with these codecs; over the run, versions of a basis are a part of it.
+
+        `beside_bytes` cross uncoded in either direction.
+        """
         first, second = (self.clouds[one] for one in pair)
         num_elements, messages = crossing.num_rows * crossing.width, self.model.messages
-        activation_bytes = codecs.forward_bytes(crossing) + round(codecs.basis_bytes(crossing))
+        activation_bytes = codecs.forward_bytes(crossing) + round(codecs.basis_bytes(crossing)) + beside_bytes
         forward_bytes = messages.forward_bytes(activation_bytes, num_tokens=crossing.num_rows)
         backward_bytes, backward_s = 0, 0.0
         if crossing.has_gradient:
-            backward_bytes = messages.backward_bytes(codecs.backward_bytes(crossing))
+            backward_bytes = messages.backward_bytes(codecs.backward_bytes(crossing) + beside_bytes)
             backward_s = coding_s(
                 codecs.backward, num_elements, backward_bytes, sender=second, receiver=first
             )
@@ -512,7 +528,7 @@ def study(job: Job, *, source: CostSource = nothing_measured) -> Study:
     clouds = cloud_facts(job)
     if isinstance(job.strategy, PipelineStrategy):
         clouds = _ordered(clouds, job.strategy)
-        _check_given(job.strategy, model, step, num_clouds=len(clouds))
+        _check_given(job, job.strategy, model, step, num_clouds=len(clouds))
     check_length(step.sequence_length, model.max_length)
     for link in job.link:
         link.boundary.check_width(model.width)
@@ -547,7 +563,7 @@ def _ordered(clouds: tuple[CloudFacts, ...], strategy: PipelineStrategy) -> tupl
 
 
 def _check_given(
-    strategy: PipelineStrategy, model: PlannedModel, step: StepFacts, *, num_clouds: int
+    job: Job, strategy: PipelineStrategy, model: PlannedModel, step: StepFacts, *, num_clouds: int
 ) -> None:
     if strategy.microbatches is not None and step.num_sequences % strategy.microbatches:
         raise UserError(
@@ -560,6 +576,20 @@ def _check_given(
         raise UserError(
             f"strategy.layers adds up to {sum(strategy.layers)}, but the model has {model.num_layers} layers",
             hint="make it add up, or leave it out and let the planner choose",
+        )
+    if strategy.layers is not None and model.num_encoder_layers:
+        stops = (0, *accumulate(strategy.layers))
+        check_stacks(
+            [range(*ends) for ends in pairwise(stops)],
+            [link.boundary for link in links_along(job, stage_order(job))],
+            num_encoder_layers=model.num_encoder_layers,
+            is_joined=model.is_joined,
+            num_frozen=num_frozen_layers(job),
+        )
+    if model.cuts is not None and num_clouds > len(model.cuts) + 1:
+        raise UserError(
+            f"{num_clouds} clouds need {num_clouds - 1} cuts, and this model can be cut at {len(model.cuts)}",
+            hint="name fewer clouds in strategy.clouds: the encoder in one, the decoder in another",
         )
     if num_clouds > model.num_layers:
         raise UserError(
@@ -594,4 +624,5 @@ def _link_facts(job: Job, link: LinkSpec, first: str, model: PlannedModel) -> Li
         bounds=Bounds(loss=Loss[job.limits.codec_loss.upper()], forward=forward, backward=backward),
         # The levels are those of steering, or a run would change codecs that were planned right.
         levels=codec_levels(width, shares_ids=True),
+        ends_encoder=isinstance(link.boundary, MemorySpec),
     )

@@ -159,6 +159,18 @@ def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None)
     return fresh_blueprint({**(job.model.config or {}), **config}, head=head, num_labels=num_labels)
 
 
+def made_up_ids(job: Job) -> dict[str, int | None]:
+    """Special tokens where no tokenizer was read.
+
+    Those that a family assumes may lie beyond a small vocabulary.
+    """
+    if job.model is None or job.model.source is not None:
+        return {}
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    is_translation = job.data is not None and job.data.task == "translation"
+    return {**ids, **({"decoder_start_token_id": 0} if is_translation else {})}
+
+
 def optimizer_state(config: RunConfig) -> OptimizerState:
     """What AdamW remembers of each parameter."""
     return OptimizerState.EIGHT_BIT if config.optimizer_bits == 8 else OptimizerState.FLOAT32

@@ -9,7 +9,7 @@ from isthmus.errors import UserError
 from isthmus.job import CodecSpec, Job, LinkSpec, PipelineStrategy, parse_codec, stage_order
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec, MemorySpec
 from isthmus.model.blueprint import Blueprint, split_layers
-from isthmus.model.encoder_decoder import check_stacks, split_stacks
+from isthmus.model.encoder_decoder import split_stacks
 from isthmus.model.families import Decoder
 from isthmus.plan.codecs import RAW, Bounds, Crossing, Cut, Loss, Pair, num_learners
 from isthmus.plan.costs import CostSource, nothing_measured
@@ -18,6 +18,8 @@ from isthmus.plan.job_facts import (
     check_even,
     check_lists,
     check_lock_step,
+    check_memory,
+    check_stacks,
     common_ranks,
     first_trained,
     links_along,
@@ -81,14 +83,16 @@ def stage_layers(
     if decoder is not None:
         counts = counts or split_stacks(decoder, num_layers, len(links) + 1, memory_cut)
         stages = _ranges(counts, num_layers)
-        boundaries = [link.boundary for link in links]
-        check_stacks(decoder, stages, boundaries, memory_cut=memory_cut, num_frozen=num_frozen_layers(job))
-        return stages
-    if memory_cut is not None:
-        raise UserError(
-            f'link {links[memory_cut].name} has the boundary "memory", but the model is no encoder–decoder',
-            hint='set it to "hidden", or set data.task = "translation" and take a model such as T5',
+        check_stacks(
+            stages,
+            [link.boundary for link in links],
+            num_encoder_layers=decoder.start,
+            is_joined=decoder.is_joined,
+            num_frozen=num_frozen_layers(job),
         )
+        return stages
+    for link in links:
+        check_memory(link, 0)
     return _ranges(counts, num_layers) if counts else split_layers(num_layers, len(links) + 1)
 
 
@@ -148,10 +152,7 @@ def _memory_reasons(job: Job, chosen: Plan) -> Iterator[str]:
 def _by_rule(job: Job, strategy: PipelineStrategy) -> Decisions:
     """Decisions without a plan."""
     why_not = why_not_planned(job, nothing_measured)
-    split = "layers are split evenly"
-    if job.data is not None and job.data.task == "translation":
-        split = "stages hold layers of the encoder or of the decoder, split evenly"
-    notes = [] if why_not is None else [f"{split}, since nothing can be planned: {why_not}"]
+    notes = [] if why_not is None else [f"layers are split evenly, since nothing can be planned: {why_not}"]
     number = strategy.microbatches
     if number is None:
         number = _choose_microbatches(job, notes)

@@ -27,7 +27,7 @@ from isthmus.plan.costs import CostTable, PlannedModel, read_table, table_text
 from isthmus.plan.job_facts import is_loopback
 from isthmus.plan.models import model_config, planned
 from isthmus.plan.times import VERSION, Profile, find_accelerator, parse_profile, read_profile, write_profile
-from isthmus.train.build import blueprint_of
+from isthmus.train.build import blueprint_of, made_up_ids
 from isthmus.train.device import Device
 from isthmus.train.profiling import (
     MAX_SCATTER,
@@ -285,7 +285,7 @@ class Measuring:
         if config is not None:
             model = job.model.model_copy(update={"source": None, "config": dict(config)})
             job = job.model_copy(update={"model": model})
-        blueprint = blueprint_of(job, config={}, num_labels=num_made_up_labels(job))
+        blueprint = blueprint_of(job, config=made_up_ids(job), num_labels=num_made_up_labels(job))
         path = None if self._folder is None else self._folder / f"{key}.json"
 
         def remember(table: CostTable) -> None:

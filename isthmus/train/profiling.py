@@ -5,8 +5,10 @@ them; the times of parts are differences within a round. Rounds are repeated unt
 within bounds on their number and their time.
 """
 
+import functools
 import itertools
 import math
+import operator
 import os
 import statistics
 import time
@@ -27,16 +29,16 @@ from isthmus.model.heads import HEADS, Head
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
 from isthmus.plan.codecs import RAW_PAIR, Crossing, Cut, Loss, Pair, codec_levels, texts_of
-from isthmus.plan.costs import Precision
+from isthmus.plan.costs import Precision, Task
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
 from isthmus.plan.times import NO_TIME, CodingTimes, PassTimes, Profile, Sample, fit_line
 from isthmus.plan.types import Member, Message, MessageKind
-from isthmus.train.build import blueprint_of
+from isthmus.train.build import blueprint_of, made_up_ids
 from isthmus.train.device import Device, Mark
 from isthmus.train.in_cloud import Reduction, World
 from isthmus.train.integers import IDS
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import Passes
+from isthmus.train.pipeline import MEMORY, Passes
 from isthmus.train.pipeline_config import PipelineConfig
 from isthmus.train.pipeline_role import cut_end
 
@@ -133,6 +135,7 @@ class Rig:
             self.stage.head, self.stage.model.config.vocab_size, self.size, generator=self._generator
         )
         arrived = {} if self.stage.is_first else {HIDDEN: self._hidden()}
+        arrived |= {MEMORY: self._hidden()} if self.stage.has_memory else {}
         self._passes.forward(batch, arrived, step=step, item=microbatch, num_step_targets=batch.num_targets)
 
     def backward(self, microbatch: int, *, step: int = 0) -> None:
@@ -225,14 +228,14 @@ def made_up_blueprint(job: Job) -> Blueprint:
         raise UserError(
             "the job has no [model] or no [data] section", hint="docs/job.md shows what they hold"
         )
-    # A run has the ids of its tokenizer; those that a family assumes may lie beyond a small vocabulary.
-    config = dict.fromkeys(("bos_token_id", "eos_token_id")) if job.model.source is None else {}
-    return replace(blueprint_of(job, config=config, num_labels=num_made_up_labels(job)), source=None)
+    blueprint = blueprint_of(job, config=made_up_ids(job), num_labels=num_made_up_labels(job))
+    return replace(blueprint, source=None)
 
 
 def num_made_up_labels(job: Job) -> int | None:
     """The labels of a made-up classification; None for language models."""
-    return None if job.data is None or job.data.task.endswith("lm") else _NUM_LABELS
+    is_language_model = job.data is None or Task(job.data.task).is_language_model
+    return None if is_language_model else _NUM_LABELS
 
 
 def sizes_of(job: Job) -> list[int]:
@@ -420,8 +423,13 @@ class _Filler:
 
 
 def _cuts(blueprint: Blueprint) -> list[tuple[int, int]]:
-    """Stages to measure: one layer, two layers, both ends, and a layer of every further kind."""
+    """Stages to measure: one layer, two layers, both ends, and a layer of every further kind.
+
+    Of an encoder–decoder they are the encoder and the decoder, whose layers then have even parts of either.
+    """
     number = blueprint.num_layers
+    if start := blueprint.num_encoder_layers:
+        return [(0, start), (start, number)]
     if number < 3:
         return [(index, index + 1) for index in range(number)]
     found = [(0, 1), (1, 2), (number - 1, number)]
@@ -441,6 +449,12 @@ def _parts(blueprint: Blueprint, rounds: Sequence[Round]) -> dict[str, Any]:
             [one[stage] if less is None else _minus(one[stage], one[less]) for one in rounds],
         )
 
+    if start := blueprint.num_encoder_layers:
+        stacks = (((0, start), start), ((start, number), number - start))
+        parts = (median(stack).each(functools.partial(operator.mul, 1 / num)) for stack, num in stacks)
+        encoder, decoder = parts
+        layers = (encoder,) * start + (decoder,) * (number - start)
+        return {"embedding": NO_TIME, "layers": layers, "head": NO_TIME, "beside": NO_TIME}
     if number < 3:
         # One or two layers cannot be separated from the embedding, which counts as theirs.
         head = median((1, 2), (0, 1)) if number == 2 else NO_TIME

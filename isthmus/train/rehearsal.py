@@ -135,7 +135,7 @@ def _measure_rank(
         report=report,
     )
     blueprint = made_up_blueprint(job)
-    if not is_chain or blueprint.num_layers < len(clouds):
+    if not is_chain or blueprint.num_layers < len(clouds) or blueprint.num_encoder_layers:
         return profile, ()
     report("a rehearsal of the pipeline")
     stage = _Rehearsing(job, cloud, neighbours, blueprint)

@@ -79,8 +79,6 @@ def why_not_planned(job: Job, source: CostSource) -> str | None:
 
 def _why_no_costs(job: Job, source: CostSource) -> str | None:
     """The first figure of a link or of the model that the planner lacks."""
-    if job.data is not None and job.data.task == "translation":
-        return "the costs of an encoder–decoder are not measured yet"
     for link in job.link:
         if link.bandwidth_bps is None or link.rtt_s is None:
             return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"

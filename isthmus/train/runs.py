@@ -22,7 +22,7 @@ from isthmus.job.spec import KeyRole, tell_changes
 from isthmus.model.load import Checkpoint
 from isthmus.plan.costs import CostSource, nothing_measured
 from isthmus.plan.plan import PLAN_FILE, Decisions, Plan, decisions_of, plan_to_json
-from isthmus.train.build import blueprint_of
+from isthmus.train.build import blueprint_of, made_up_ids
 from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.rows import open_rows, read_texts
 from isthmus.train.data.token_files import TokenFiles, tokens_of
@@ -256,11 +256,7 @@ def find_devices() -> Devices:
 
 def look_at_model(job: Job) -> str:
     """Describe the job's model without loading it; a folder must have its weights."""
-    # A run has the ids of its tokenizer; those that a family assumes may lie beyond a small vocabulary.
-    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    if job.data is not None and job.data.task == "translation":
-        ids["decoder_start_token_id"] = 0
-    blueprint = blueprint_of(job, config=ids, num_labels=None)
+    blueprint = blueprint_of(job, config=made_up_ids(job), num_labels=None)
     name = None if job.model is None else job.model.source
     if name is not None and Path(name).is_dir():
         Checkpoint(name).tensors()

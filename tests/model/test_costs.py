@@ -14,7 +14,7 @@ from isthmus.model.stage import Batch
 from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload
 from isthmus.plan.memory import StageOptions, stage_memory
 from isthmus.plan.pipeline_parts import HIDDEN
-from isthmus.train.pipeline import Passes
+from isthmus.train.pipeline import MEMORY, Passes
 from tests.model.tiny import tiny_blueprint
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}
@@ -61,8 +61,8 @@ def saved_bytes(model: Blueprint, layers: range, *, autocast: torch.dtype | None
 
     ids = torch.zeros(NUM_SEQUENCES, LENGTH, dtype=torch.int64)
     batch = Batch(ids=ids, labels=ids, num_targets=1)
-    hidden = torch.zeros(NUM_SEQUENCES, LENGTH, SIZES["hidden_size"])
-    arrived = {} if layers.start == 0 else {HIDDEN: hidden}
+    names = ([HIDDEN] if layers.start else []) + ([MEMORY] if stage.has_memory else [])
+    arrived = {name: torch.zeros(NUM_SEQUENCES, LENGTH, SIZES["hidden_size"]) for name in names}
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         passes.forward(batch, arrived, step=0, item=0, num_step_targets=1)
     return sum(kept.values())
@@ -144,3 +144,81 @@ def test_families_that_no_formula_knows_are_measured(model_type: str) -> None:
     assert costs.num_layers == model.num_layers
     assert all(part.flops + part.float32_flops > 0 for part in costs.layers)
     assert all(part.kept_bytes > 0 and part.num_kernels > 10 for part in costs.layers)
+
+
+# Encoder–decoders of four and three layers; what T5 shares between its layers cannot be parted.
+TRANSLATORS: dict[str, dict[str, Any]] = {
+    "bart": {
+        "d_model": 64,
+        "encoder_layers": 4,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 160,
+        "max_position_embeddings": 64,
+    },
+    "pegasus": {
+        "d_model": 64,
+        "encoder_layers": 4,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 160,
+        "max_position_embeddings": 64,
+    },
+    "t5": {"d_model": 64, "num_layers": 4, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 16, "d_ff": 128},
+}
+
+
+def translator(model_type: str) -> Blueprint:
+    tokens = {"vocab_size": 512, "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
+    values = {"model_type": model_type, **tokens, **TRANSLATORS[model_type]}
+    return fresh_blueprint(values, head=HEADS["translation"])
+
+
+@pytest.mark.parametrize("model_type", TRANSLATORS)
+def test_parameters_of_encoder_and_decoder_are_those_of_their_stages(model_type: str) -> None:
+    model = translator(model_type)
+    costs = measured(model, workload())
+    within = [] if model_type == "t5" else [range(2), range(2, 4), range(4, 6), range(6, 7)]
+    for layers in (range(4), range(4, 7), *within):
+        stage = build_stage(model, layers, seed=0)
+        assert costs.num_parameters(layers) == sum(one.numel() for one in stage.parameters())
+    whole = build_stage(model, range(7), seed=0)
+    assert costs.num_parameters(range(7)) == sum(one.numel() for one in whole.parameters())
+    trained = sum(one.numel() for one in whole.parameters() if one.requires_grad)
+    # The positions of Pegasus are constants here.
+    assert costs.num_trained(range(7)) == pytest.approx(trained, rel=0.03)
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("model_type", TRANSLATORS)
+def test_encoder_and_decoder_keep_what_autograd_saves(model_type: str, precision: Precision) -> None:
+    model = translator(model_type)
+    costs = measured(model, workload(precision=precision))
+    encoder, decoder = (
+        saved_bytes(model, layers, autocast=AUTOCAST[precision]) for layers in (range(4), range(4, 7))
+    )
+    kept = [sum(part.kept_bytes for part in costs.parts(layers)) for layers in (range(4), range(4, 7))]
+    # What leaves is kept beside it.
+    stream_bytes = 4 * NUM_SEQUENCES * LENGTH * 64
+    assert encoder < kept[0] < 1.01 * encoder + stream_bytes
+    assert kept[1] + costs.arrival_bytes[4] == pytest.approx(decoder, rel=0.02)
+
+
+def test_a_frozen_encoder_has_no_backward_and_the_decoder_reads_its_memory() -> None:
+    costs = measured(translator("bart"), workload(), Training(num_frozen_layers=4))
+    assert [part.has_backward for part in costs.parts(range(7))] == [False] * 5 + [True] * 4
+    assert costs.num_trained(range(4)) == 0 < costs.num_trained(range(4, 7))
+
+
+def test_a_decoder_layer_counts_the_products_with_the_memory() -> None:
+    layers = measured(translator("bart"), workload(on_accelerator=True)).layers
+    num_tokens, width = NUM_SEQUENCES * LENGTH, 64
+    self_attention = 4 * width * width + 2 * width * LENGTH
+    cross_attention = 4 * width * width + 2 * width * LENGTH
+    assert layers[1].float32_flops == 2 * num_tokens * (self_attention + 2 * width * 128)
+    both = self_attention + cross_attention
+    assert layers[5].float32_flops == 2 * num_tokens * (both + 2 * width * 160)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import FrameError, UserError
-from isthmus.job.codec import HiddenSpec
+from isthmus.job.codec import HiddenSpec, MemorySpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
-from isthmus.model.encoder_decoder import check_stacks, split_stacks
+from isthmus.model.encoder_decoder import split_stacks
 from isthmus.model.export import exported_loss, load_exported, merge, write_part
 from isthmus.model.heads import HEADS, IGNORED
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, StageInput
+from isthmus.plan.job_facts import check_stacks
 from isthmus.train.integers import said_before
 from isthmus.train.pipeline import _read_microbatch
 from isthmus.train.pipeline_config import PipelineConfig
@@ -227,18 +228,16 @@ def test_models_that_do_not_translate_are_refused(values: dict[str, Any], task: 
     [
         ((1, 3), {}, "T5 cannot be cut before layer 1"),
         ((2, 2), {"num_frozen": 3}, "3 layers cannot be frozen in an encoder"),
-        ((4, 4), {"memory_cut": 0, "of": "bart"}, '"memory" lies behind layer 3'),
+        ((4, 4), {"boundaries": [MemorySpec()], "is_joined": False}, '"memory" lies behind layer 3'),
     ],
 )
 def test_cuts_that_no_stage_can_make_are_refused(
     layers: tuple[int, int], options: dict[str, Any], reason: str
 ) -> None:
-    plan = translator(options.pop("of", "t5"))
-    assert plan.family.decoder is not None
     stages = [range(layers[0]), range(layers[0], sum(layers))]
-    given = {"memory_cut": None, "num_frozen": 0, **options}
+    given = {"boundaries": [HiddenSpec()], "num_encoder_layers": 2, "is_joined": True, "num_frozen": 0}
     with pytest.raises(UserError, match=reason):
-        check_stacks(plan.family.decoder, stages, [HiddenSpec()], **given)
+        check_stacks(stages, **{**given, **options})
 
 
 def test_what_a_peer_sends_without_its_target_or_with_another_memory_is_refused() -> None:
