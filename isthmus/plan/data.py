@@ -125,6 +125,10 @@ class Rounds:
         """The clouds that have been lost or have returned since then; what they had sent may not arrive."""
         self._has_asked = False
         self._own: dict[int, Share] = {}
+        self._content = ""
+        """The digest of the fragment that the last round has changed."""
+        self._contents: dict[int, tuple[int, str]] = {}
+        """At the primary: the first cloud that has told the digest after so many rounds, and the digest."""
         self._ruling = Ruling(view=0, members=self.views.members, is_installed=True)
         self._ruling = replace(self._ruling, current=self.views.members)
         self._wanting: dict[int, Report] = {}
@@ -210,8 +214,10 @@ class Rounds:
         if message.step >= num_steps or message.item >= self._spec.num_fragments:
             raise ScheduleError(f"{message.name} from {message.sender} is of no round")
         if isinstance(facts, Report):
-            if self.views.take_report(sender, facts) and facts.wants_state:
-                self._wanting[sender] = facts
+            if self.views.take_report(sender, facts):
+                self._compare(sender, facts)
+                if facts.wants_state:
+                    self._wanting[sender] = facts
         elif isinstance(facts, Ruling):
             if self.views.take_ruling(sender, facts):
                 self._take_ruling(facts)
@@ -278,6 +284,7 @@ class Rounds:
         self.views.install()
         self._ruling = ruling
         self._forget_open_rounds()
+        self._contents = {}
         self._wanting = {one: of for one, of in self._wanting.items() if of.view == ruling.view}
         self._arrived.clear()
         self._snapshot = None
@@ -349,6 +356,8 @@ class Rounds:
             current_view=self.current_view,
             complete=self.complete,
             digest=self.ledger.digest(self.complete),
+            applied=self.ledger.applied,
+            content=self._content,
             is_restarted=self._is_restarted,
             is_done=self._is_done,
             wants_state=wants_state,
@@ -357,9 +366,24 @@ class Rounds:
 
     def _tell_primary(self) -> None:
         if self.views.is_primary:
-            self.views.reports[self._cloud] = self._report()
+            self.views.reports[self._cloud] = report = self._report()
+            self._compare(self._cloud, report)
         else:
             self.views.outbox.append(((self.views.primary,), self._report()))
+
+    def _compare(self, cloud: int, report: Report) -> None:
+        """Fail if two clouds have other outer parameters after the same rounds."""
+        if not report.content or report.current_view != self.views.number:
+            return
+        first, content = self._contents.setdefault(report.applied, (cloud, report.content))
+        if content != report.content:
+            one, other = (repr(self._spec.clouds[number][0].cloud) for number in sorted((first, cloud)))
+            self._leader.fail(
+                f"clouds {one} and {other} have other parameters after {report.applied} rounds",
+                "give both the same model: the same files behind model.source, and the same release",
+            )
+        oldest = self.committed - self._spec.num_fragments
+        self._contents = {number: told for number, told in self._contents.items() if number >= oldest}
 
     def set_done(self, now_s: float) -> None:
         """Tell the primary that this cloud has run all its steps and mixed all rounds."""
@@ -466,6 +490,7 @@ class Rounds:
         del self._commits[number]
         ruling = self._committed_in.pop(number)
         self.ledger.apply(number, commit)
+        self._content = content
         self.accepted += [(number, share) for share in commit.shares if share.cloud == self._cloud]
         told = RoundEnded(
             number=number,
@@ -477,6 +502,8 @@ class Rounds:
             content=content,
         )
         self._leader.act(Tell(told))
+        if content:
+            self._tell_primary()
 
     # State for clouds that are behind.
 
@@ -514,7 +541,7 @@ class Rounds:
 
     def _replace_state(self, snapshot: Snapshot) -> None:
         """Continue from the donor's state."""
-        self._installing = None
+        self._installing, self._content = None, ""
         self.ledger.replace(snapshot.rounds, snapshot.digest, snapshot.cursors)
         lacks = snapshot.rounds - self.complete
         if self.must_wait or snapshot.is_whole or lacks > self._spec.num_fragments:

@@ -209,6 +209,9 @@ class Report(Facts):
     complete: Count
     """The number of rounds, from the first on, of which it has all commits."""
     digest: Digest
+    applied: Count = 0
+    content: Digest = ""
+    """The number of rounds in its outer parameters, and the digest of what the last one changed."""
     is_restarted: bool = False
     is_done: bool = False
     wants_state: bool = False

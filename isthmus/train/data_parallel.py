@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Payload
-from isthmus.errors import FrameError, IsthmusError
+from isthmus.errors import FrameError, IsthmusError, PeerLost
 from isthmus.events import Span
 from isthmus.model.stage import Batch, Stage
 from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated
@@ -19,7 +19,7 @@ from isthmus.train.data.training_data import Source
 from isthmus.train.device import Mark, PassClock
 from isthmus.train.in_cloud import Reduction
 from isthmus.train.optimizer import total_norm
-from isthmus.train.outer import Fragment, Outer
+from isthmus.train.outer import WIDTH, Fragment, Outer
 from isthmus.train.pipeline import Passes
 
 
@@ -122,6 +122,7 @@ class DataParallelActor:
             case RoundCommit(view=view):
                 self._commits[view, message.step][sender] = _payload(tensors)
             case Snapshot(rounds=rounds):
+                self._outer.check_state(message.item, tensors)
                 self._states[rounds][message.item] = tensors
 
     def drop(self, message: Message) -> None:
@@ -234,11 +235,34 @@ class DataParallelActor:
         if not isinstance(commit, RoundCommit):
             raise TypeError("SUM comes with the deltas of its round")
         key = commit.view, work.step
-        found = [(share, *self._pieces[key][share.cloud]) for share in commit.shares]
-        piece = found[0][1]
-        num_rows = len(self._outer.fragments[work.item].shard_rows(piece.shard, piece.num_shards))
-        pieces = [(share.cloud, payload, share.num_tokens) for share, _, payload in found]
-        self._sums[key] = self._outer.sum(work.step, pieces, num_rows=num_rows)
+        first = self._pieces[key][commit.shares[0].cloud][0]
+        num_rows = len(self._outer.fragments[work.item].shard_rows(first.shard, first.num_shards))
+        num_tokens = max(sum(share.num_tokens for share in commit.shares), 1)
+        total = torch.zeros(num_rows, WIDTH)
+        for share in commit.shares:
+            found = self._received(
+                self._pieces[key][share.cloud][1], work.step, share.cloud, num_rows=num_rows
+            )
+            total.add_(found.mul_(share.num_tokens / num_tokens))
+        self._sums[key] = self._outer.encode_sum(work.step, total)
+
+    def _received(
+        self, payload: Payload, number: int, cloud: int, *, num_rows: int, is_sum: bool = False
+    ) -> Tensor:
+        """What a cloud has sent of a round; a cloud whose numbers cannot be used is lost, with its name."""
+        name, what = self._spec.clouds[cloud][0].cloud, "sum" if is_sum else "update"
+        try:
+            if is_sum:
+                found = self._outer.decode_sum(number, payload, num_rows=num_rows)
+            else:
+                found = self._outer.decode(number, cloud, payload, num_rows=num_rows)
+        except FrameError as error:
+            raise PeerLost(
+                name, f"its {what} of round {number} is of another shape: {error.message}"
+            ) from error
+        if not bool(found.isfinite().all()):
+            raise PeerLost(name, f"its {what} of round {number} holds numbers that are not finite")
+        return found
 
     def _apply(self, work: Work) -> Facts | None:
         match work.facts:
@@ -257,7 +281,7 @@ class DataParallelActor:
         fragment, delta = self._outer.fragments[index], []
         for shard, cloud in enumerate(sorted(payloads)):
             num_rows = len(fragment.shard_rows(shard, len(payloads)))
-            delta.append(self._outer.decode_sum(number, payloads[cloud], num_rows=num_rows))
+            delta.append(self._received(payloads[cloud], number, cloud, num_rows=num_rows, is_sum=True))
         if any(share.num_tokens for share in commit.shares):
             self._outer.apply(number, torch.cat(delta))
         if any(share.cloud == self._cloud for share in commit.shares):

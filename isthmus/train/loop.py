@@ -24,7 +24,7 @@ from typing import Final, Protocol, Self
 
 from torch import Tensor
 
-from isthmus.errors import FrameError, IsthmusError, LinkError
+from isthmus.errors import FrameError, IsthmusError, LinkError, PeerLost
 from isthmus.plan.types import (
     Action,
     Arrived,
@@ -176,7 +176,9 @@ class Loop:
         if error is None:
             self.inbox.put(Done(work, future.result()))
         else:
-            self.inbox.put(Failure(member=Member(""), error=error))
+            # What a peer has sent may turn out to be of no use when it is summed.
+            lost = Member(error.cloud) if isinstance(error, PeerLost) else Member("")
+            self.inbox.put(Failure(member=lost, error=error))
 
     def _next(self) -> Event:
         """The next event; waits for it, at most until the scheduler wants to be woken."""
@@ -191,7 +193,6 @@ class Loop:
                 try:
                     self.actor.take(message, item.tensors)
                 except FrameError as error:
-                    self.wires[message.sender].abandon()
                     return self._lost(message.sender, error)
                 return Arrived(message, item.travel_s, item.facts)
             case Failure(member=member, error=error):
@@ -202,6 +203,9 @@ class Loop:
                 return item
 
     def _lost(self, member: Member, error: LinkError) -> Lost:
+        """Take in nothing more of a member that is lost."""
+        if member in self.wires:
+            self.wires[member].abandon()
         self._failure = error
         self.lost.add(member)
         return Lost(member, reason=error.message)

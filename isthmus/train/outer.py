@@ -22,7 +22,7 @@ from torch import Tensor
 
 from isthmus.codec.base import Key, Payload, flat_bytes
 from isthmus.codec.chain import CodecEnd, Codecs
-from isthmus.errors import FrameError, IsthmusError
+from isthmus.errors import FrameError
 from isthmus.job.codec import parse_codec
 from isthmus.model.blueprint import ParameterLayout
 from isthmus.plan.codecs import RAW
@@ -180,14 +180,13 @@ class Outer:
         num_rows = self.fragments[fragment].num_rows
         return tuple(part.view(num_rows, -1)[rows.start : rows.stop].flatten() for part in payload)
 
-    def sum(self, number: int, pieces: Sequence[tuple[int, Payload, int]], *, num_rows: int) -> Payload:
-        """The mean of coded deltas by (cloud, payload, tokens), in this order, coded again."""
-        num_tokens = sum(count for _, _, count in pieces)
-        total = torch.zeros(num_rows, WIDTH)
-        for cloud, payload, count in pieces:
-            key = Key(step=number, microbatch=cloud)
-            found = self._decoder.decode(payload, key=key, num_rows=num_rows, keeps=False)
-            total.add_(found.mul_(count / max(num_tokens, 1)))
+    def decode(self, number: int, cloud: int, payload: Payload, *, num_rows: int) -> Tensor:
+        """What a cloud's coded delta stands for."""
+        key = Key(step=number, microbatch=cloud)
+        return self._decoder.decode(payload, key=key, num_rows=num_rows, keeps=False)
+
+    def encode_sum(self, number: int, total: Tensor) -> Payload:
+        """The mean of deltas, coded once for all."""
         return self._summer.encode(total, key=Key(step=number, microbatch=0), keeps=False)
 
     def decode_sum(self, number: int, payload: Payload, *, num_rows: int) -> Tensor:
@@ -201,8 +200,6 @@ class Outer:
     def apply(self, number: int, delta: Tensor) -> None:
         """Make the outer parameters after a round of those before it."""
         fragment = number % len(self.fragments)
-        if not bool(delta.isfinite().all()):
-            raise IsthmusError(f"the update of round {number} holds numbers that are not finite")
         with self.lock:
             if self.rule.sync == "exact":
                 self._adamw(number, delta)
@@ -250,13 +247,17 @@ class Outer:
             every = [self.values[fragment], *self.moments[fragment]]
             return {str(number): one.clone() for number, one in enumerate(every)}
 
+    def check_state(self, fragment: int, state: Mapping[str, Tensor]) -> None:
+        """Refuse a state of other shapes."""
+        own = [self.values[fragment], *self.moments[fragment]]
+        if {name: one.shape for name, one in state.items()} != {
+            str(number): one.shape for number, one in enumerate(own)
+        }:
+            raise FrameError(f"the state of fragment {fragment} is of another model")
+
     def replace(self, fragment: int, state: Mapping[str, Tensor]) -> None:
         """Continue from what a donor has sent."""
         own = [self.values[fragment], *self.moments[fragment]]
-        if [state[str(number)].shape if str(number) in state else None for number in range(len(own))] != [
-            one.shape for one in own
-        ]:
-            raise FrameError(f"the state of fragment {fragment} is of another model")
         with self.lock:
             before = self.values[fragment].clone() if self.shifts else None
             for number, one in enumerate(own):

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -13,16 +13,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.errors import IsthmusError, LinkError
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.load import build_stage
 from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput
 from isthmus.plan.data import FACTS, data_scheduler
 from isthmus.plan.membership import DataParallel, RoundEnded
-from isthmus.plan.types import Done, Event, Facts, Joined, Lost, Member, Outcome, Save, Stop, WorkKind
+from isthmus.plan.types import (
+    Done,
+    Event,
+    Facts,
+    Joined,
+    Lost,
+    Member,
+    Message,
+    MessageKind,
+    Outcome,
+    Save,
+    Stop,
+    WorkKind,
+)
 from isthmus.train.build import BuiltStage
 from isthmus.train.data_parallel import DataParallelActor
-from isthmus.train.device import Device
+from isthmus.train.device import Device, Mark
 from isthmus.train.loop import Loop, OnEvent, save_nothing
 from isthmus.train.optimizer import Optimizer, total_norm
 from isthmus.train.outer import Outer, OuterRule, make_fragments
@@ -451,3 +465,63 @@ def test_a_cloud_that_is_lost_and_returns_is_brought_up_to_date() -> None:
     assert sent
     assert any(len(one.shares) == 2 for one in found.rounds(0))
     assert len(found.rounds(0)[-1].shares) == 3
+
+
+# What one cloud does wrong is named, and never in the outer parameters of the others.
+
+
+def not_a_number(coded: Tensor) -> Tensor:
+    return torch.full((coded.numel() // 4,), torch.nan).view(torch.uint8)
+
+
+def shortened(coded: Tensor) -> Tensor:
+    return coded[: coded.numel() // 2]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"), [(not_a_number, "not finite"), (shortened, "of another shape")], ids=["nan", "shape"]
+)
+def test_an_update_that_cannot_be_used_is_in_no_round_and_its_cloud_is_named(
+    spoil: Callable[[Tensor], Tensor], what: str
+) -> None:
+    """The others give that cloud up; nothing of it is in their parameters."""
+    agreed = spec(3, reforms=True)
+    with ExitStack() as stack:
+        plan = blueprint("llama", num_hidden_layers=3)
+        steps = batches(plan, 6, num_steps=agreed.num_steps)
+        found = make(stack, plan, agreed, replace(STREAMING, codec="raw"), steps)
+        (bad,) = [cloud for cloud in found.clouds if cloud.member.cloud == "south"]
+        tensors = bad.loop.actor.tensors
+
+        def spoilt(message: Message) -> tuple[Mapping[str, Tensor], Mark]:
+            found, mark = tensors(message)
+            is_spoilt = message.kind is MessageKind.DELTA and message.to != (bad.member,)
+            return {name: spoil(one) if is_spoilt else one for name, one in found.items()}, mark
+
+        bad.loop.actor.tensors = spoilt  # type: ignore[method-assign]
+        # Who finds it first ends the run for the others; the first fragment has rows for one owner only.
+        with pytest.raises(LinkError, match=f"south.* is lost: its update of round [01] .*{what}"):
+            found.run()
+    for index, cloud in enumerate(found.clouds[:2]):
+        assert [one.number for one in found.rounds(index)] in ([], [0])
+        assert all(bool(one.isfinite().all()) for one in cloud.outer.values)
+
+
+def test_a_cloud_stops_with_its_name_rather_than_send_what_is_not_finite() -> None:
+    def ruin(cloud: Cloud) -> None:
+        if cloud.member.cloud == "east":
+            next(iter(parameters_in_place(cloud.stage).values())).fill_(torch.nan)
+
+    with pytest.raises(IsthmusError, match="the parameters of cloud 'east' are not finite in round 0"):
+        run(spec(2), STREAMING, begin=ruin)
+
+
+def test_clouds_with_other_weights_are_named() -> None:
+    """As when one of them has other files behind model.source."""
+
+    def change(cloud: Cloud) -> None:
+        if cloud.member.cloud == "east":
+            cloud.outer.values[1][0, 0] += 1.0
+
+    with pytest.raises(IsthmusError, match="'north' and 'east' have other parameters after 2 rounds"):
+        run(spec(3), STREAMING, begin=change)
