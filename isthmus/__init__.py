@@ -141,11 +141,14 @@ def run(
     return launch.run_as(cloud, find_rank(os.environ, job.cloud_named(cloud)))
 
 
-def report(folder: str | Path) -> "RunReport":
-    """Read what a run did, and compare it with its plan; `folder` is runs/NAME/ID, or runs/NAME."""
+def report(folder: str | Path, *, beside: str | Path | None = None) -> "RunReport":
+    """Read what a run did, and compare it with its plan; `folder` is runs/NAME/ID, or runs/NAME.
+
+    With `beside`, another run, validation losses of both are compared after equal tokens.
+    """
     from isthmus.observe.report import find_run, report_on
 
-    return report_on(find_run(Path(folder)))
+    return report_on(find_run(Path(folder)), beside=None if beside is None else find_run(Path(beside)))
 
 
 def with_profiles(

@@ -13,7 +13,7 @@ from isthmus.cli import output
 from isthmus.cli.display import feed_figures
 from isthmus.cli.output import duration, percent, tabulate
 from isthmus.observe.draw import Drawing, Section, Table, draw_chart, draw_curve, to_html
-from isthmus.observe.report import Compared, Comparison
+from isthmus.observe.report import Compared, Comparison, RunReport
 from isthmus.observe.timeline import Waits
 from isthmus.units import format_bytes
 
@@ -23,6 +23,9 @@ _WAITS: Final = ("for_data", "saving", "for_activations", "for_gradients", "for_
 
 def report(
     run: output.RunArgument,
+    beside: Annotated[
+        Path | None, Option(metavar="RUN", help="Another run, for its validation losses after equal tokens.")
+    ] = None,
     html: Annotated[Path | None, Option(metavar="FILE", help="The page; report.html of the run.")] = None,
     as_json: output.JsonOption = False,
 ) -> None:
@@ -30,12 +33,13 @@ def report(
 
     Example: `isthmus report runs/demo --html demo.html`
     """
-    found = isthmus.report(run)
+    found = isthmus.report(run, beside=beside)
     compared = found.comparison
-    tables = {heading: table for heading, table in _tables(compared).items() if table.rows}
+    every = {**_tables(compared), **_outcome_tables(found)}
+    tables = {heading: table for heading, table in every.items() if table.rows}
     console = Console(highlight=False, stderr=as_json)
     if as_json:
-        output.print_json(_facts(found.run, compared))
+        output.print_json(_facts(found))
     else:
         output.print_tables(console, tables.values())
         console.print()
@@ -69,6 +73,32 @@ def _tables(found: Comparison) -> dict[str, Table]:
             {"discriminator": lambda one: one[0], "": lambda one: one[1]},
         ),
         "Bytes a step": _compared_table("bytes a step", found.bytes_per_step, _size),
+    }
+
+
+def _outcome_tables(found: RunReport) -> dict[str, Table]:
+    """Tables of what clouds agreed on, and of the loss beside another run."""
+    rounds = found.rounds
+    return {
+        "Rounds": tabulate(
+            () if rounds is None else (rounds,),
+            {
+                "rounds": lambda one: f"{one.num_rounds}",
+                "clouds live": lambda one: f"{one.live:.3g}",
+                "up to date": lambda one: f"{one.participating:.3g}",
+                "averaged": lambda one: f"{one.averaged:.3g}",
+                "unlike parameters after": lambda one: f"{one.num_unlike}",
+            },
+        ),
+        "Quality": tabulate(
+            found.quality,
+            {
+                "tokens": lambda one: f"{one.num_tokens:,}",
+                "validation loss": lambda one: f"{one.loss:.4f}",
+                "beside": lambda one: f"{one.loss_beside:.4f}",
+                "difference": lambda one: f"{one.loss / one.loss_beside - 1:+.2%}",
+            },
+        ),
     }
 
 
@@ -131,9 +161,10 @@ def _charts(found: Comparison) -> Sequence[Drawing]:
     return [draw_chart(replace(chart, end_s=end_s), title=word) for word, chart in shown.items()]
 
 
-def _facts(run: Path, found: Comparison) -> dict[str, Any]:
+def _facts(report: RunReport) -> dict[str, Any]:
+    found = report.comparison
     return {
-        "run": str(run),
+        "run": str(report.run),
         "step": _pair_facts(found.step),
         "durations": [_pair_facts(one) for one in found.durations],
         "errors": {kind: found.error_of(kind) for kind in {one.kind for one in found.durations}},
@@ -145,6 +176,8 @@ def _facts(run: Path, found: Comparison) -> dict[str, Any]:
         "bubble_split": dict(found.bubble_split),
         "losses": found.losses,
         "feed": None if found.feed is None else asdict(found.feed),
+        "rounds": None if report.rounds is None else asdict(report.rounds),
+        "quality": [asdict(one) for one in report.quality],
     }
 
 

@@ -20,6 +20,7 @@ from isthmus.events import (
     Span,
     read_events,
 )
+from isthmus.job.rundir import job_of
 from isthmus.observe.timeline import (
     LINE_MARK,
     Chart,
@@ -128,16 +129,85 @@ class RunReport:
     has_plan: bool
     summary: "Summary"
     comparison: "Comparison"
+    rounds: "RoundsSummary | None" = None
+    quality: tuple["Quality", ...] = ()
 
 
-def report_on(run: Path) -> RunReport:
-    """Read and compare a run."""
+def report_on(run: Path, *, beside: Path | None = None) -> RunReport:
+    """Read and compare a run, with its plan and, in quality, with another run."""
     recorded = read_run(run)
     return RunReport(
         run=run,
         has_plan=recorded.estimate is not None,
         summary=summarize(recorded),
         comparison=compare(recorded),
+        rounds=summarize_rounds(recorded),
+        quality=() if beside is None else compare_quality(recorded, read_run(beside)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """The validation losses of two runs after as many tokens."""
+
+    num_tokens: int
+    loss: float
+    loss_beside: float
+
+
+def compare_quality(recorded: Recorded, beside: Recorded) -> tuple[Quality, ...]:
+    """Pair the evaluations of two runs that were made after equal tokens."""
+    losses, others = _losses_by_tokens(recorded), _losses_by_tokens(beside)
+    if not losses.keys() & others.keys():
+        raise UserError(
+            f"{recorded.run} and {beside.run} have no evaluation after equal tokens",
+            hint="run both with the same train.batch_tokens and train.evaluate_every",
+        )
+    return tuple(
+        Quality(num_tokens=number, loss=loss, loss_beside=others[number])
+        for number, loss in sorted(losses.items())
+        if number in others
+    )
+
+
+def _losses_by_tokens(recorded: Recorded) -> dict[int, float]:
+    job = job_of(recorded.run)
+    if job is None:
+        raise UserError(f"{recorded.run} has no job that this version reads", hint=_NO_RUN)
+    tokens = job.train.batch_tokens
+    every = recorded.values("evaluation")
+    return {int(one["step"]) * tokens: float(one["loss"]) for one in every if not one.get("is_plain")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundsSummary:
+    """The rounds of data parallel: how many, over how many clouds on average, and whether all agreed."""
+
+    num_rounds: int
+    live: float
+    participating: float
+    averaged: float
+    num_unlike: int
+    """Rounds after which two clouds had other parameters."""
+
+
+def summarize_rounds(recorded: Recorded) -> RoundsSummary | None:
+    """Return what the rounds of a run say; None where there are none."""
+    rounds = recorded.values("round")
+    if not rounds:
+        return None
+    contents: defaultdict[int, set[str]] = defaultdict(set)
+    for one in rounds:
+        contents[one["number"]].add(one["content"])
+    live, participating, averaged = (
+        statistics.fmean(one[key] for one in rounds) for key in ("live", "participating", "averaged")
+    )
+    return RoundsSummary(
+        num_rounds=len(contents),
+        live=live,
+        participating=participating,
+        averaged=averaged,
+        num_unlike=sum(len(one) > 1 for one in contents.values()),
     )
 
 
