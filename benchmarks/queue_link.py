@@ -22,6 +22,7 @@ class QueueEnd:
         self._inward = inward
         self._outward = outward
         self._on_send = on_send
+        self.on_state: Any = None
 
     def send(self, stream: str, packet: Packet, **_priority: Any) -> int:
         """Hand a packet over; gives the bytes that a line would carry."""

@@ -63,6 +63,7 @@ def _tables(found: Comparison) -> dict[str, Table]:
             () if found.feed is None else found.feed.streams,
             {
                 "generator": lambda one: one.cloud,
+                "batches": lambda one: f"{one.num_batches:,}",
                 "tokens": lambda one: f"{one.num_tokens:,}",
                 "batches waiting": lambda one: f"{one.num_queued:.1f}",
                 "staleness": lambda one: f"{one.staleness:.1f}",

@@ -299,9 +299,10 @@ def summarize(recorded: Recorded) -> Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSummary:
-    """What came from one generator: its tokens, and the means over steps of its queue and staleness."""
+    """What came from one generator, and the means over steps of its queue and its staleness."""
 
     cloud: str
+    num_batches: int
     num_tokens: int
     num_queued: float
     staleness: float
@@ -319,8 +320,9 @@ class FeedSummary:
     waited_s: float
 
 
-def summarize_feed(steps: Sequence[Mapping[str, Any]]) -> FeedSummary | None:
-    """Return what the steps of a discriminator say; None where there are none."""
+def summarize_feed(told: Sequence[Mapping[str, Any]]) -> FeedSummary | None:
+    """Return what the steps of a discriminator say, the last word on each; None where there are none."""
+    steps = list({one["step"]: one for one in told}.values())
     if not steps:
         return None
     last = steps[-max(1, len(steps) // 10) :]
@@ -328,12 +330,22 @@ def summarize_feed(steps: Sequence[Mapping[str, Any]]) -> FeedSummary | None:
     def means(key: str) -> list[float]:
         return [statistics.fmean(values) for values in zip(*(one[key] for one in steps), strict=True)]
 
-    tokens = [sum(values) for values in zip(*(one["num_tokens"] for one in steps), strict=True)]
-    rows = zip(steps[-1]["clouds"], tokens, means("num_queued"), means("staleness"), strict=True)
+    def sums(key: str) -> list[int]:
+        return [sum(values) for values in zip(*(one[key] for one in steps), strict=True)]
+
+    clouds = enumerate(steps[-1]["clouds"])
+    batches, tokens = sums("num_batches"), sums("num_tokens")
+    queued, staleness = means("num_queued"), means("staleness")
     return FeedSummary(
         streams=tuple(
-            StreamSummary(cloud=cloud, num_tokens=number, num_queued=queued, staleness=staleness)
-            for cloud, number, queued, staleness in rows
+            StreamSummary(
+                cloud=cloud,
+                num_batches=batches[index],
+                num_tokens=tokens[index],
+                num_queued=queued[index],
+                staleness=staleness[index],
+            )
+            for index, cloud in clouds
         ),
         accuracy=statistics.fmean(one["accuracy"] for one in last),
         original_share=statistics.fmean(one["original_share"] for one in last),

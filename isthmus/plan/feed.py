@@ -131,11 +131,12 @@ class FeedStep(Facts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorLost(Facts):
-    """A generator does not take part until it returns; the discriminator has no batch from this number on."""
+    """A generator does not take part until it returns; the discriminator has no batch from `next` on."""
 
     generator: int
     cloud: str
     next: int
+    quota: int
     reason: str = ""
 
 
@@ -249,6 +250,8 @@ class _Queue:
     covered: int = 0
     version: int = 0
     lost_s: float | None = None
+    is_suspected: bool = False
+    """Whether its link does not answer, and no batch has come since."""
     staleness: int = 0
     num_in_step: int = 0
     tokens_in_step: int = 0
@@ -355,19 +358,26 @@ class DiscriminatorScheduler(FeedLeader):
             return
         queue = self._queues[index]
         match event:
-            case Lost(final=True, reason=reason) if queue.lost_s is None:
+            case Lost(final=False):
+                queue.is_suspected = True
+            case Lost(reason=reason) if queue.lost_s is None:
                 self._lose(index, now_s, reason)
             case Joined(member=queue.leader):
-                queue.lost_s, queue.refused = None, ""
+                queue.lost_s, queue.refused, queue.is_suspected = None, "", False
                 self._greet(queue)
 
     def _lose(self, index: int, now_s: float, reason: str) -> None:
         queue = self._queues[index]
         queue.lost_s = now_s
         self.act(Wake(now_s + self._spec.wait_s))
-        self.act(
-            Tell(GeneratorLost(generator=index, cloud=queue.leader.cloud, next=queue.arrived, reason=reason))
+        lost = GeneratorLost(
+            generator=index,
+            cloud=queue.leader.cloud,
+            next=queue.arrived,
+            quota=queue.quota,
+            reason=reason,
         )
+        self.act(Tell(lost))
 
     def _arrive(self, message: Message) -> None:
         index = self._spec.generator_of(message.sender.cloud)
@@ -381,6 +391,7 @@ class DiscriminatorScheduler(FeedLeader):
 
     def _take(self, message: Message, tag: BatchTag, index: int) -> None:
         queue = self._queues[index]
+        queue.is_suspected = False
         if queue.refused or tag.number < queue.arrived:
             self.act(Drop(message))
             return
@@ -423,10 +434,11 @@ class DiscriminatorScheduler(FeedLeader):
             self._idle_s = now_s
 
     def _takes_turns(self, queue: _Queue) -> bool:
-        """Whether a stream takes its turns; a generator that is lost does not, unless it is waited for."""
+        """Whether a stream takes its turns; one that is lost or silent does not, unless it is waited for."""
         if queue.is_met:
             return False
-        return self._spec.on_lost == "wait" or queue.lost_s is None or bool(queue.tags)
+        is_here = queue.lost_s is None and not queue.is_suspected
+        return self._spec.on_lost == "wait" or is_here or bool(queue.tags)
 
     def _is_given_up(self, queue: _Queue, now_s: float) -> bool:
         waited = queue.lost_s is not None and now_s >= queue.lost_s + self._spec.wait_s
@@ -502,6 +514,11 @@ class DiscriminatorScheduler(FeedLeader):
         """End the last step and save it, when no lost generator is waited for any more."""
         unmet = [queue for queue in self._queues if not queue.is_met]
         if self._final_step is not None or not all(self._is_given_up(queue, now_s) for queue in unmet):
+            return
+        if len(unmet) == len(self._queues):
+            names = ", ".join(repr(queue.leader.cloud) for queue in unmet)
+            hint = "start them again: the run continues from what was saved last"
+            self.fail(f"all generators are lost: {names}", hint)
             return
         if self._num_in_step:
             self.end_step()

@@ -67,6 +67,10 @@ class FeedConfig(RunConfig):
         """The discriminator's members, then those of each generator."""
         return self.feed.members
 
+    def continues_without(self, cloud: str) -> bool:
+        """Whether a generator may be lost."""
+        return self.feed.on_lost == "continue" and self.feed.generator_of(cloud) is not None
+
 
 def own_job(job: Job, cloud: str) -> Job:
     """The job as one cloud sees it: a generator has a model and data of its own."""

@@ -76,7 +76,8 @@ class Journal:
                 self._log.fact("feed", asdict(fact))
                 self._tell("feed", asdict(fact))
             case GeneratorLost():
-                self.note(f"generator {fact.cloud!r} is lost at batch {fact.next}: {fact.reason}")
+                missed = f"is lost at batch {fact.next} of {fact.quota}"
+                self.note(f"generator {fact.cloud!r} {missed}, the others continue: {fact.reason}")
             case Note(text=text):
                 self.note(text)
             case RoundEnded():

@@ -46,6 +46,10 @@ class RunConfig(Facts):
         """All members of the run."""
         raise NotImplementedError
 
+    def continues_without(self, cloud: str) -> bool:  # noqa: ARG002 - a strategy may say so
+        """Whether the others continue where this cloud ends with an error."""
+        return False
+
 
 def sharding_of(cloud: CloudSpec) -> ShardingName:
     """What the ranks of a cloud shard; one rank alone shards nothing."""

@@ -210,6 +210,8 @@ class _Session:
             self.run_id = choose(profiles)
             self._open_data()
         config = neighbours.agree_on_config(self._config() if decides else None)
+        others = {one.cloud for one in config.members} - {self.member.cloud}
+        self.endpoint.contains_aborts = all(map(config.continues_without, others))
         self.run_id = config.run_id
         run = join_run(self.options.root, self.job, config.run_id)
         if world.is_leader:

@@ -13,6 +13,7 @@ import queue
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from isthmus.plan.types import (
     Carried,
     Event,
     Facts,
+    Lost,
     Member,
     Message,
     MessageKind,
@@ -39,7 +41,7 @@ from isthmus.train.coding import DTYPES, CodecState, Coded, CutEnd
 from isthmus.train.device import Mark
 from isthmus.train.frozen_cache import Cache
 from isthmus.train.integers import pack_integers, unpack_integers
-from isthmus.wan.link import Link
+from isthmus.wan.link import Link, LinkState, OnState
 from isthmus.wan.packet import Buffer, Packet
 
 _POLL_S: Final = 0.2
@@ -128,7 +130,8 @@ class Wire:
         self._inward = ThreadPoolExecutor(1, thread_name_prefix=f"from-{self.peer}")
 
     def open(self) -> None:
-        """Start to take in what arrives."""
+        """Start to take in what arrives, and what happens to the link."""
+        self.link.on_state = partial(self._note_state, self.link.on_state)
         self._inward.submit(self._receive).add_done_callback(self._report)
 
     def send(self, message: Message, tensors: Mapping[str, Tensor], ready: Mark) -> None:
@@ -270,6 +273,13 @@ class Wire:
         return tensors, coded
 
     # What is observed.
+
+    def _note_state(self, before: OnState | None, peer: Member, state: LinkState, reason: str) -> None:
+        """Suspect a member that does not answer; it may be heard again, so it is not lost yet."""
+        if before is not None:
+            before(peer, state, reason)
+        if state in (LinkState.SILENT, LinkState.RECONNECTING):
+            self.inbox.put(Lost(self.peer, final=False, reason=reason))
 
     def _observe(self, kind: str, message: Message, coded: Coded, start_s: float, end_s: float) -> None:
         if coded.codec == _RAW:

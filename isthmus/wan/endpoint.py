@@ -120,6 +120,8 @@ class Endpoint:
         self.port: int | None = None
         self.may_return = False
         """Whether the others wait for this rank when it crashes, so that a crash does not end the run."""
+        self.contains_aborts = False
+        """Whether a cloud that aborts ends its own part of the run only."""
         if self._cloud.listen is not None:
             self._listen(self._site.bind or self._usual_bind(self._cloud.listen))
         if self._is_behind_gateway and self._cloud.gateway is not None:
@@ -241,7 +243,7 @@ class Endpoint:
             settings=link_settings(spec, sender=self._cloud.name, num_sharing=num_sharing(self._job, spec)),
             loop=self._loop,
             dial=self._dialer(self._job.cloud_named(cloud), rank) if self._dials(spec) else None,
-            on_abort=self._pass_on,
+            on_abort=self._hear_abort,
         )
 
     def _dials(self, spec: LinkSpec) -> bool:
@@ -255,6 +257,10 @@ class Endpoint:
             identity=self._identity,
             proxy=format_proxy(self._cloud.proxy) if self._cloud.proxy else None,
         )
+
+    def _hear_abort(self, error: Aborted) -> None:
+        if not self.contains_aborts:
+            self._pass_on(error)
 
     def _pass_on(self, error: Aborted) -> None:
         with self._lock:

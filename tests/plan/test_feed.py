@@ -34,6 +34,7 @@ from isthmus.plan.types import (
     Drop,
     Facts,
     Interrupted,
+    Lost,
     Member,
     Message,
     MessageKind,
@@ -296,12 +297,12 @@ def test_with_continue_no_batch_is_trained_on_twice_and_only_those_of_lost_gener
     faults += [gone(f"g{index}", data.draw(st.floats(0.0, 20.0))) for index in for_good]
     recorded, _ = run(spec, data.draw(times_of(spec)), data.draw(lines_of(spec)), faults)
     discriminator = spec.discriminator[0]
-    assert recorded.outcome(discriminator) is Outcome.FINISHED
     batches = history(recorded.lives[discriminator])
-    for index, stream in enumerate(spec.generators):
-        numbers = [number for one, number in batches if one == index]
-        assert numbers == list(range(len(numbers)))
-        assert len(numbers) == stream.quota or index in for_good
+    taken = [[number for one, number in batches if one == index] for index in range(len(spec.generators))]
+    is_met = [len(own) == one.quota for own, one in zip(taken, spec.generators, strict=True)]
+    assert all(numbers == list(range(len(numbers))) for numbers in taken)
+    assert all(met or index in for_good for index, met in enumerate(is_met))
+    assert recorded.outcome(discriminator) is (Outcome.FINISHED if any(is_met) else Outcome.FAILED)
     check_bounds(recorded, spec)
 
 
@@ -364,6 +365,39 @@ def test_with_continue_the_others_go_on_at_once_and_the_loss_is_told() -> None:
     assert Counter(one for one, _ in batches) == {0: 30, 1: loss.fact.next}  # type: ignore[attr-defined]
     ends_s = [step.end_s for step in timeline.steps if 5.0 < step.end_s < 12.0]
     assert all(after - before < 1.0 for before, after in pairwise(ends_s))
+
+
+def test_with_continue_nobody_waits_until_a_silent_generator_is_given_up() -> None:
+    spec = feed(30, 30, on_lost="continue", wait_s=5.0)
+    recorded, timeline = run(spec, faults=[gone("g1", 5.0)], patience_s=30.0)
+    assert recorded.outcome(Member("d")) is Outcome.FINISHED
+    ends_s = [step.end_s for step in timeline.steps if step.end_s < 20.0]
+    assert all(after - before < 1.0 for before, after in pairwise(ends_s))
+    assert Counter(one for one, _ in history(recorded.lives[Member("d")]))[0] == 30
+
+
+def test_a_silent_generator_that_answers_again_takes_its_turns_again() -> None:
+    spec = feed(9, 9, max_queued=3, on_lost="continue")
+    scheduler = DiscriminatorScheduler(spec)
+    scheduler.on(Started(0), 0.0)
+    scheduler.on(Lost(Member("g0"), final=False), 0.0)
+    (first,) = (one for one in scheduler.on(batch(0, generator=1, sender="g1"), 1.0) if isinstance(one, Run))
+    scheduler.on(batch(0), 2.0)
+    to_end = scheduler.on(Done(first.work), 3.0)
+    while not any(isinstance(one, Run) and one.work.kind is WorkKind.DISCRIMINATE for one in to_end):
+        (ran,) = (one for one in to_end if isinstance(one, Run))
+        to_end = scheduler.on(Done(ran.work), 4.0)
+    (ran,) = (one for one in to_end if isinstance(one, Run))
+    assert isinstance(ran.work.facts, BatchTag)
+    assert ran.work.facts.generator == 0
+
+
+def test_a_run_whose_generators_are_all_lost_fails() -> None:
+    spec = feed(20, 20, on_lost="continue", wait_s=3.0)
+    recorded, _ = run(spec, faults=[gone("g0", 4.0), gone("g1", 5.0)])
+    assert recorded.outcome(Member("d")) is Outcome.FAILED
+    stop = list(recorded.lives[Member("d")][0].actions)[-1]
+    assert "'g0', 'g1'" in str(stop)
 
 
 def test_a_generator_that_returns_takes_its_turns_again() -> None:

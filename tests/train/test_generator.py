@@ -254,14 +254,15 @@ def test_what_is_no_batch_is_refused(name: str) -> None:
         unpack(damaged()[name], FORM)
 
 
-def hostile(data: bytes) -> Any:
-    """A generator that sends one batch of these bytes and no more."""
+def hostile(data: bytes, *, num_batches: int = 1) -> Any:
+    """A generator that sends batches of these bytes, whatever it is allowed, and nothing else."""
 
     def play(link: Any) -> None:
-        tag = BatchTag(generator=1, number=0, version=0, num_tokens=corrupted().num_tokens)
-        message = Message(MessageKind.IDS, 0, 0, SOUTH, (JUDGE,), tag)
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        link.send("ids", _pack(message, {BATCH: tensor}, {}, None))
+        for number in range(num_batches):
+            tag = BatchTag(generator=1, number=number, version=0, num_tokens=corrupted().num_tokens)
+            message = Message(MessageKind.IDS, 0, number, SOUTH, (JUDGE,), tag)
+            link.send("ids", _pack(message, {BATCH: tensor}, {}, None))
         link.send("done", Packet({}))
 
     return play
@@ -279,6 +280,20 @@ def test_a_generator_that_sends_nonsense_is_left_out_and_the_others_continue(nam
     assert stop.outcome is Outcome.FINISHED
     told = [one for one in found[JUDGE].record.told if isinstance(one, FeedStep)]
     assert sum(one.num_batches[0] for one in told) == 6
+
+
+def test_a_generator_that_floods_is_left_out_and_the_others_continue() -> None:
+    """It sends forty batches at once where three may wait; those are trained on, no more of them is kept."""
+    spec = feed(on_lost="continue", wait_s=0.2)
+    spec = replace(spec, generators=(spec.generators[0], replace(spec.generators[1], quota=40)))
+    found = train(spec, (NEAR, NEAR), send={SOUTH: hostile(corrupted().pack(FORM), num_batches=40)})
+    (lost,) = (one for one in found[JUDGE].record.told if isinstance(one, GeneratorLost))
+    assert lost.generator == 1
+    assert "may not send" in lost.reason
+    told = [one for one in found[JUDGE].record.told if isinstance(one, FeedStep)]
+    assert [sum(one.num_batches[index] for one in told) for index in (0, 1)] == [6, lost.next]
+    assert spec.max_queued <= lost.next < 40
+    assert not found[JUDGE].actor._queues
 
 
 def test_a_generator_that_is_waited_for_fails_the_run_with_the_reason() -> None:

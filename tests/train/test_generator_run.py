@@ -1,5 +1,10 @@
 """A whole run of generators and a discriminator: processes, sockets, an emulated WAN, exported models."""
 
+import re
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +23,7 @@ from isthmus.errors import UserError
 from isthmus.events import StopRequest
 from isthmus.job import Job, load_job
 from isthmus.model.heads import IGNORED
-from isthmus.observe.report import read_run, summarize
+from isthmus.observe.report import FeedSummary, read_run, summarize
 from isthmus.plan.costs import nothing_measured
 from isthmus.plan.feed_plan import clouds_of, shared_out
 from isthmus.train.build import Build, blueprint_of
@@ -30,6 +35,9 @@ from isthmus.train.generator_role import FeedKind, own_job
 from isthmus.train.in_cloud import World
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generator-discriminator.toml"
+CLOUDS = ("judge", "english", "esperanto")
+HEARTBEAT_S = 25.0
+"""Less than it takes until a silent link is given up."""
 
 
 def job(*overrides: str) -> Job:
@@ -107,6 +115,69 @@ def test_a_run_that_was_stopped_goes_on_to_the_weights_of_one_that_was_not(tmp_p
     found = weights(isthmus.run(job("train.steps=30"), runs=tmp_path / "stopped").run)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def certificates(folder: Path) -> None:
+    def certs(*words: str) -> None:
+        command = [sys.executable, "-m", "isthmus", "certs", *words]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+    certs("authority")
+    for cloud in CLOUDS:
+        certs("request", cloud)
+        certs("sign", f"certs/{cloud}.csr", "--cloud", cloud)
+
+
+def start(folder: Path, cloud: str, *, runs: str = "runs") -> subprocess.Popen[str]:
+    """One site of a run that goes on without generators that are lost."""
+    changes = ["train.steps=120", "strategy.on_lost=continue", "strategy.wait=5 s"]
+    sets = [word for one in changes for word in ("--set", one)]
+    command = [sys.executable, "-m", "isthmus", "run", "job.toml", "--cloud", cloud, "--runs", runs, *sets]
+    with (folder / f"{cloud}.log").open("w") as log:
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["killed", "another tokenizer"])
+def test_sites_go_on_at_once_without_a_generator_and_tell_what_is_missed(tmp_path: Path, fault: str) -> None:
+    certificates(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    (tmp_path / "job.toml").write_text(EXAMPLE.read_text().replace("7600", port))
+    # With a folder of its own a generator trains a tokenizer on its own data.
+    own = "runs" if fault == "killed" else "other"
+    sites = {name: start(tmp_path, name, runs=own if name == "english" else "runs") for name in CLOUDS}
+    try:
+        while fault == "killed" and not any(f"step {n}" in told(tmp_path) for n in range(20, 60)):
+            assert sites["judge"].poll() is None
+            time.sleep(0.1)
+        if fault == "killed":
+            sites["english"].kill()
+        assert sites["judge"].wait(240) == sites["esperanto"].wait(60) == 0
+        assert sites["english"].wait(60) == (2 if fault == "another tokenizer" else -9)
+    finally:
+        for site in sites.values():
+            site.kill()
+    missed = re.search(r"'english' is lost at batch (\d+) of 60, the others continue: .*", told(tmp_path))
+    assert missed is not None
+    assert (fault in missed[0]) == (fault == "another tokenizer")
+    (run,) = (tmp_path / "runs" / "generator-discriminator").glob("2*")
+    recorded = read_run(run)
+    streams = {one.cloud: one.num_batches for one in recorded_feed(run).streams}
+    assert streams == {"english": int(missed[1]), "esperanto": 60}
+    longest_s = max(float(one["duration_s"]) for one in recorded.steps[1:])
+    assert longest_s < HEARTBEAT_S
+
+
+def told(folder: Path) -> str:
+    return (folder / "judge.log").read_text()
+
+
+def recorded_feed(run: Path) -> FeedSummary:
+    feed = summarize(read_run(run)).feed
+    assert feed is not None
+    return feed
 
 
 def test_generators_share_batches_by_the_size_of_their_data() -> None:

@@ -15,6 +15,7 @@ from isthmus.train.integers import pack_integers
 from isthmus.train.pipeline_config import PipelineConfig
 from isthmus.train.pipeline_role import cut_end
 from isthmus.train.wire import Delivery, Failure, Inbox, Wire
+from isthmus.wan.link import OnState
 from isthmus.wan.packet import Packet, pack, unpack, wire_bytes
 from tests.train.chain import CLOUDS, Record
 
@@ -44,6 +45,7 @@ class Line:
     """Stands for one end of a link: keeps what is sent, and gives what the test puts in."""
 
     sent: list[tuple[str, Packet]] = field(default_factory=list)
+    on_state: OnState | None = None
     arriving: "queue.SimpleQueue[tuple[str, Packet]]" = field(default_factory=queue.SimpleQueue)
 
     def send(self, stream: str, packet: Packet, *, priority: int) -> int:  # noqa: ARG002
