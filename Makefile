@@ -41,6 +41,7 @@ bench: $(INSTALLED)  ## every claim of docs/results.md, measured again; those of
 	$(BIN)/python benchmarks/codec_auto.py
 	$(BIN)/python benchmarks/kill_ranks.py
 	$(BIN)/python benchmarks/kill_clouds.py
+	$(BIN)/python benchmarks/data_parallel_soak.py --seeds 40
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; \
 	then $(MAKE) bench-gpu; else echo 'there is no GPU here: make bench-gpu on a machine that has one'; fi
 

@@ -153,7 +153,8 @@ class Rounds:
         """Begin, or begin again from what was saved."""
         if state is not None:
             self.complete = self.committed = state.rounds
-            self.current_view = state.view
+            # Where all have forgotten their views, a new one must still be above all that were saved.
+            self.current_view = self.views.number = state.view
             self.ledger.replace(state.rounds, state.digest, state.cursors)
         if restarts:
             # It takes part in no view, and does not compute, before the others have let it in.

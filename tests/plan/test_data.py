@@ -17,6 +17,7 @@ from isthmus.plan.lines import Disturbance
 from isthmus.plan.membership import (
     DataEnded,
     DataParallel,
+    DataState,
     Ledger,
     Piece,
     Report,
@@ -24,12 +25,14 @@ from isthmus.plan.membership import (
     RoundEnded,
     Ruling,
     Share,
+    Snapshot,
 )
 from isthmus.plan.orders import Orders
 from isthmus.plan.scenario import Line
 from isthmus.plan.simulate import Timeline, simulate
 from isthmus.plan.types import (
     Arrived,
+    Done,
     Facts,
     Joined,
     Lost,
@@ -41,6 +44,7 @@ from isthmus.plan.types import (
     Send,
     Started,
     Stop,
+    WorkKind,
 )
 from tests.plan.recorder import Recorded
 
@@ -412,6 +416,83 @@ def test_a_newcomer_never_gives_its_state_away() -> None:
     second = recorded.lives[Member("c0")][1]
     kinds = {action.message.kind for action in second.actions if isinstance(action, Send)}
     assert MessageKind.STATE not in kinds
+
+
+@pytest.mark.parametrize("on_partition", ["wait", "continue"])
+@pytest.mark.parametrize("away_s", [3.0, 8.0, 20.0])
+def test_a_stale_newcomer_that_is_the_first_in_order_is_the_source_of_nothing(
+    on_partition: Literal["wait", "continue"], away_s: float
+) -> None:
+    """It comes back with an old save, and a donor is lost while its state is under way."""
+    spec = data(3, num_steps=60, quorum=1, save_every_s=2.0, on_partition=on_partition)
+    slow = Line(down_bps=20e6, up_bps=20e6, latency_s=0.05)
+    lost = [gone("c1", 15.0 + away_s + delay_s, 6.0) for delay_s in (0.2, 1.0, 3.0)]
+    for donor in lost:
+        recorded, timeline = run(spec, lines=mesh(spec, slow), faults=[gone("c0", 15.0, away_s), donor])
+        chain = {told.number: told.digest for told in final_chain(timeline, spec)}
+        known = {told.number: told.digest for member, _, told in rounds_of(timeline) if member.cloud == "c2"}
+        # The cloud that was there all the time has never given up a round.
+        assert known == {number: chain[number] for number in known}
+        second = recorded.lives[Member("c0")][1]
+        before_s = next(
+            now_s
+            for event, now_s, _ in second.log
+            if isinstance(event, Done) and isinstance(event.work.facts, Snapshot)
+        )
+        sent = [one for _, now_s, every in second.log if now_s < before_s for one in every]
+        kinds = {one.message.kind for one in sent if isinstance(one, Send)}
+        # It may sum what others send for its shard, but nothing of its own is in that.
+        assert not kinds & {MessageKind.STATE, MessageKind.DELTA}
+
+
+def test_views_after_all_have_restarted_are_above_those_that_were_saved() -> None:
+    """Else a cloud with an old state of a high view would rank before one with a new state."""
+    spec = data(2)
+    scheduler = DataScheduler(spec, spec.clouds[0])
+    cursors = (0,) * 6
+    state = DataState(
+        view=999_999,
+        rounds=0,
+        digest="",
+        cursors=cursors,
+        step=0,
+        cursor=0,
+        mixed=0,
+        since=(0, 0, 0),
+        num_tokens=(0, 0, 0),
+    )
+    actions = scheduler.on(Started(0, state, restarts=1), 0.0)
+    views = [
+        one.message.facts.view
+        for one in actions
+        if isinstance(one, Send) and isinstance(one.message.facts, Ruling)
+    ]
+    assert views
+    assert min(views) > state.view
+
+
+@settings(max_examples=25)
+@given(st.floats(8.0, 20.0), st.integers(0, 2), st.sampled_from([0.5, 2.0, 4.0]))
+def test_an_open_round_commits_within_a_second_of_its_due_time_and_the_time_out(
+    at_s: float, cloud: int, timeout_s: float
+) -> None:
+    """A cloud takes in what it hears when a pass has ended, so passes are short here."""
+    spec = data(3, num_steps=150, quorum=2, grace_s=30.0)
+    how = times(spec, forward_s=(0.02,) * 3, backward_s=(0.05,) * 3)
+    recorded = Recorded(simulated_data(spec, how))
+    timeline = simulate(recorded, mesh(spec), faults=[gone(f"c{cloud}", at_s)], patience_s=timeout_s)
+    survivors = [one for one in leaders(spec) if one.cloud != f"c{cloud}"]
+    due_s: defaultdict[int, float] = defaultdict(float)
+    for leader in survivors:
+        for event, now_s, _ in recorded.lives[leader][0].log:
+            if isinstance(event, Done) and event.work.kind is WorkKind.DELTA:
+                due_s[event.work.item] = max(due_s[event.work.item], now_s)
+    committed = [(now_s, told.number) for member, now_s, told in rounds_of(timeline) if member in survivors]
+    assert {number for _, number in committed} == set(range(spec.num_rounds))
+    for now_s, number in committed:
+        # A round that was due before the loss waits for the time-out; later ones do not.
+        latest_s = due_s[number] if due_s[number] < at_s - 1.0 else max(due_s[number], at_s + timeout_s)
+        assert now_s <= latest_s + 1.0
 
 
 def check_donors(recorded: Recorded, spec: DataParallel) -> None:
