@@ -87,19 +87,21 @@ def export(
 ) -> None:
     """Write the model of a checkpoint as a folder that `from_pretrained` loads, also before a run has ended.
 
-    The records of all clouds must be in the run directory.
+    The records of all stages must be here. Where each cloud trains a model of its own, DIR has a folder
+    for each.
 
     Example: `isthmus export runs/demo --dtype bfloat16`
     """
     folder = find_run(run)
     import torch
 
-    from isthmus.train.export import export_run, newest_step
+    from isthmus.train.export import export_run, steps_to_export
 
-    chosen = newest_step(folder, wanted=step)
+    steps = steps_to_export(folder, wanted=step)
+    chosen = next(iter(steps.values()))
     target = out or folder / f"export-{chosen}"
     of = None if dtype is None else getattr(torch, dtype.value)
-    export_run(folder, target, step=chosen, dtype=of, note=output.console_for_notes().print)
+    export_run(folder, target, steps=steps, dtype=of, note=output.console_for_notes().print)
     if as_json:
         print_json({"run": folder, "step": chosen, "model": target})
     else:

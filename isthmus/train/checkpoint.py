@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from isthmus.errors import UserError
 from isthmus.job.rundir import job_of
+from isthmus.train.kinds import kind_of
 from isthmus.train.members import SavedSteps
 from isthmus.train.records import (
     ASIDE_FILE,
@@ -271,45 +272,58 @@ class SavedStep:
 def saved_steps(run: Path, *, verify: bool = False) -> tuple[SavedStep, ...]:
     """The steps of a run that have records in its store, in order.
 
-    A step restores a run when each cloud that has saved here has a complete record of it. With `verify` every
-    byte is read and compared with the digests of the manifests.
+    A step restores a run when each cloud that has saved here has a complete record of it. Where each saves at
+    steps of its own, a record restores its cloud. With `verify` every byte is compared with the digests.
     """
-    records = Records(_store_of(run))
+    records, job = Records(_store_of(run)), job_of(run)
+    is_common = job is None or kind_of(job).saves_together
     with reaching(records.store):
         every = [one for one in _known(records) if ASIDE_FILE not in one[2]]
     clouds = {cloud for cloud, *_ in every}
+
+    def key(record: tuple[str, int, set[str]]) -> tuple[int, str]:
+        return record[1], "" if is_common else record[0]
+
     found = []
-    for step, group in itertools.groupby(sorted(every, key=lambda one: one[1]), key=lambda one: one[1]):
+    for (step, cloud), group in itertools.groupby(sorted(every, key=key), key=key):
         own = sorted(cloud for cloud, _, files in group if MANIFEST_FILE in files)
-        problems = [f"no complete record of {cloud}" for cloud in sorted(clouds.difference(own))]
+        wanted = clouds if is_common else {cloud}
+        problems = [f"no complete record of {cloud}" for cloud in sorted(wanted.difference(own))]
         num_bytes = 0
-        for cloud in own:
-            name = f"step-{step:08d}/{cloud}"
-            reason = records.check(name) if verify else None
-            try:
-                num_bytes += records.manifest(name).num_bytes
-            except UserError as error:
-                reason = reason or error.message
-            problems += [f"{cloud}: {reason}"] if reason else []
+        for one in own:
+            reason, size = _look_at(records, f"step-{step:08d}/{one}", verify=verify)
+            num_bytes += size
+            problems += [f"{one}: {reason}"] if reason else []
+        whose = tuple(own) if is_common else (cloud,)
         problem = "; ".join(problems) or None
-        found.append(SavedStep(step=step, clouds=tuple(own), num_bytes=num_bytes, problem=problem))
+        found.append(SavedStep(step=step, clouds=whose, num_bytes=num_bytes, problem=problem))
     return tuple(found)
 
 
-def prune_steps(run: Path, *, keep: int) -> tuple[SavedStep, ...]:
-    """Remove all steps but the newest ones that restore the run; returns those that were removed.
+def _look_at(records: Records, name: str, *, verify: bool) -> tuple[str | None, int]:
+    """Why a record cannot be used, if so, and its bytes."""
+    reason = records.check(name) if verify else None
+    try:
+        return reason, records.manifest(name).num_bytes
+    except UserError as error:
+        return reason or error.message, 0
 
-    Nothing is removed where no step restores the run.
+
+def prune_steps(run: Path, *, keep: int) -> tuple[SavedStep, ...]:
+    """Remove all steps but the newest ones that restore the run, or each cloud; returns what was removed.
+
+    Nothing is removed of a cloud that no step restores.
     """
     steps = saved_steps(run, verify=True)
-    kept = [one.step for one in steps if one.problem is None][-keep:]
-    if not kept:
-        return ()
-    removed = tuple(one for one in steps if one.step not in kept)
+    whole = [one for one in steps if one.problem is None]
+    kept = [one for one in whole if one in [other for other in whole if other.clouds == one.clouds][-keep:]]
+    safe = {cloud for one in kept for cloud in one.clouds}
+    removed = tuple(one for one in steps if safe and one not in kept and safe.issuperset(one.clouds))
+    stays = {(one.step, cloud) for one in kept for cloud in one.clouds}
     records = Records(_store_of(run))
     with reaching(records.store):
         for cloud, step, files in _known(records):
-            if step in {one.step for one in removed}:
+            if cloud in safe and (step, cloud) not in stays and ASIDE_FILE not in files:
                 records.remove(f"step-{step:08d}/{cloud}", files)
     return removed
 

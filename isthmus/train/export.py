@@ -1,8 +1,8 @@
-"""Exports the model of a run from a checkpoint, also of a run that has not ended."""
+"""Exports the models of a run, at its end or from checkpoints before that."""
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,58 +27,73 @@ def export_run(
     run: Path,
     folder: Path,
     *,
-    step: int,
+    steps: Mapping[str, int],
     dtype: torch.dtype | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Write the model as the checkpoint of a step has it; stages are built on the host, one at a time."""
+    """Write the model as the checkpoints of clouds at these steps have it, built on the host stage by stage.
+
+    Where each cloud trains a model of its own, each is in a folder of its own.
+    """
     if folder.exists():
         raise UserError(f"{folder} exists already", hint="name another folder with --out")
     job, config = _read(run)
-    kind = kind_of(job)
-    if not kind.saves_together:
-        raise UserError(
-            "each cloud of this run trains a model of its own and saves it at steps of its own",
-            hint=f"let the run end: it exports all models to {run}",
-        )
-    if job.strategy.kind == "data":
-        raise UserError(
-            "checkpoints of data parallel hold outer parameters beside those of each cloud, and only a run "
-            "exports them so far",
-            hint=f"continue the run to its end: it exports the model to {run}",
-        )
+    is_one = kind_of(job).saves_together
     scratch = Path(tempfile.mkdtemp(dir=run, prefix=PARTS_PREFIX))
     try:
-        parts = []
-        for cloud in kind.clouds(job):
-            parts.append(scratch / cloud)
-            _write_stage(run, job, config, parts[-1], step=step, dtype=dtype)
-        companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
-        for text in merge(parts, folder, companions=companions):
-            note(text)
+        for cloud, step in steps.items():
+            _write_parts(run, job, config, scratch, cloud=cloud, step=step, dtype=dtype)
+        parts = sorted(scratch.iterdir())
+        merge_models(run, parts, into=lambda name: folder if is_one else folder / name, note=note)
     finally:
         shutil.rmtree(scratch)
 
 
-def newest_step(run: Path, *, wanted: int | None = None) -> int:
-    """The newest step that restores the run, or the one that is wanted if it does."""
-    hint = "isthmus checkpoints RUN --verify lists what there is"
-    steps = saved_steps(run, verify=True)
-    whole = [one.step for one in steps if one.problem is None]
-    if wanted is None and whole:
-        return whole[-1]
-    if wanted is None:
-        raise UserError("the run has no checkpoint that restores it", hint=hint)
-    if wanted not in whole:
-        problem = next((one.problem for one in steps if one.step == wanted), "there is none")
-        raise UserError(f"the checkpoint of step {wanted} cannot be exported: {problem}", hint=hint)
-    return wanted
-
-
-def _write_stage(
-    run: Path, job: Job, config: RunConfig, folder: Path, *, step: int, dtype: torch.dtype | None
+def merge_models(
+    run: Path, parts: Sequence[Path], *, into: Callable[[str], Path], note: Callable[[str], None]
 ) -> None:
-    cloud = folder.name
+    """Join the parts of each model, `MODEL.CLOUD`, with the tokenizer of the run."""
+    companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
+    for name in sorted({part.stem for part in parts}):
+        of_model = [part for part in parts if part.stem == name]
+        for text in merge(of_model, into(name), companions=companions):
+            note(text)
+
+
+def steps_to_export(run: Path, *, wanted: int | None = None) -> dict[str, int]:
+    """The newest whole step of each cloud that an export reads, or the one that is wanted."""
+    job, _ = _read(run)
+    kind, saved = kind_of(job), saved_steps(run, verify=True)
+    if wanted is not None and not kind.saves_together:
+        raise UserError(
+            "each cloud of this run trains a model of its own and saves it at steps of its own",
+            hint="leave --step out, which exports the newest of each",
+        )
+    asked = [one for one in saved if wanted in (None, one.step)]
+    whole = {cloud: one.step for one in asked if one.problem is None for cloud in one.clouds}
+    # The outer parameters of data parallel are the same at all clouds.
+    clouds = kind.clouds(job)[: 1 if job.strategy.kind == "data" else None]
+    for cloud in clouds:
+        if cloud not in whole:
+            problem = next((one.problem for one in reversed(asked) if one.problem), "there is none")
+            what = f"of cloud {cloud!r}" if wanted is None else f"of step {wanted}"
+            raise UserError(
+                f"the checkpoint {what} cannot be exported: {problem}",
+                hint="isthmus checkpoints RUN --verify lists what there is",
+            )
+    return {cloud: whole[cloud] for cloud in clouds}
+
+
+def _write_parts(
+    run: Path,
+    job: Job,
+    config: RunConfig,
+    folder: Path,
+    *,
+    cloud: str,
+    step: int,
+    dtype: torch.dtype | None,
+) -> None:
     build = Build(
         job=job.model_copy(update={"train": job.train.model_copy(update={"compile": False})}),
         config=config,
@@ -87,12 +102,14 @@ def _write_stage(
         device=Device("cpu"),
         world=World(),
     )
-    stage = kind_of(job).make(build).built.stage
+    role = kind_of(job).make(build)
     store = open_store(run, job.checkpoint.store)
-    load_weights(Checkpoints(store, cloud=cloud, job=job.meaning_digest), stage, step)
-    if dtype is not None:
-        stage.model.to(dtype)
-    write_part(stage, folder)
+    checkpoints = Checkpoints(store, cloud=cloud, job=job.meaning_digest)
+    load_weights(checkpoints, role.built.stage, step, extra=role.extra())
+    for name, stage in role.models().items():
+        if dtype is not None:
+            stage.model.to(dtype)
+        write_part(stage, folder / f"{name}.{cloud}")
 
 
 def _read(run: Path) -> tuple[Job, RunConfig]:

@@ -416,9 +416,9 @@ def _peer_of(wire_name: str) -> Member:
     return Member(cloud, int(rank))
 
 
-def load_weights(checkpoints: Checkpoints, stage: Stage, step: int) -> None:
-    """Set the weights of a stage that this process holds alone to what was saved."""
-    _load(checkpoints, _weights_of(stage), step, layers=stage.layers, rank=0)
+def load_weights(checkpoints: Checkpoints, stage: Stage, step: int, *, extra: Mapping[str, Tensor]) -> None:
+    """Set the weights of a stage that this process holds alone, and what is beside them."""
+    _load(checkpoints, {**_weights_of(stage), **extra}, step, layers=stage.layers, rank=0)
 
 
 def _load(

@@ -34,7 +34,7 @@ from isthmus.errors import (
 from isthmus.events import EVENTS_FOLDER, STARTED_KIND, EventLog, StopRequest
 from isthmus.job import Job
 from isthmus.job.rundir import join_run
-from isthmus.model.export import merge, write_part
+from isthmus.model.export import write_part
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.types import Facts, Member, Outcome, Save, pack_facts, unpack_facts
 from isthmus.train.build import Build, blueprint_of
@@ -43,6 +43,7 @@ from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, TrainingData, open_data
 from isthmus.train.device import Device
 from isthmus.train.disturbed import fillable
+from isthmus.train.export import merge_models
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
 from isthmus.train.keeper import Keeper, State
@@ -407,11 +408,7 @@ class _Epoch:
 
     def _merge(self, parts: Sequence[Path]) -> None:
         run, note, data = self.run, self.session.note, self.session.data
-        companions = [path for path in (run / TOKENIZER_FOLDER).glob("*") if path.is_file()]
-        for folder in sorted({part.stem for part in parts}):
-            of_model = [part for part in parts if part.stem == folder]
-            for text in merge(of_model, run / folder, companions=companions):
-                note(text)
+        merge_models(run, parts, into=lambda name: run / name, note=note)
         described = None if data is None else self.role.describe(run / MODEL_FOLDER, data)
         if described is not None:
             note(described)

@@ -8,8 +8,12 @@ import torch
 from typer.testing import CliRunner, Result
 
 from isthmus.cli.main import app
+from isthmus.job.load import dump_job, load_job
+from isthmus.job.rundir import JOB_FILE
 from isthmus.train.records import Records, ShardRows
 from isthmus.train.store import CHECKPOINTS_FOLDER, DiskStore
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -18,11 +22,15 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "demo" / "20260101T000000.000000Z"
     (folder / "events").mkdir(parents=True)
     (folder / "events" / "east.jsonl").touch()
+    save(folder, (2, "east"), (2, "west"), (4, "east"), (4, "west"), (6, "east"))
+    return folder
+
+
+def save(folder: Path, *every: tuple[int, str]) -> None:
     records = Records(DiskStore(folder / CHECKPOINTS_FOLDER))
-    for step, cloud in ((2, "east"), (2, "west"), (4, "east"), (4, "west"), (6, "east")):
+    for step, cloud in every:
         name, rows = f"step-{step:08d}/{cloud}", ShardRows(own=torch.full((8,), float(step)), shape=(8,))
         records.commit(name, records.put(name, "0.ab", {"w": rows}, {"step": step}))
-    return folder
 
 
 def invoke(run: Path, *options: str) -> Result:
@@ -66,6 +74,19 @@ def test_pruning_removes_nothing_where_no_step_restores_the_run(run: Path) -> No
     result = invoke(run, "--prune", "1")
     assert result.exit_code == 1
     assert sorted(listed(run)) == [2, 4, 6]
+
+
+def test_where_each_cloud_saves_for_itself_a_record_restores_its_cloud(run: Path) -> None:
+    (run / JOB_FILE).write_text(dump_job(load_job(EXAMPLES / "generator-discriminator.toml")))
+    save(run, (3, "mid"))
+    (run / CHECKPOINTS_FOLDER / "step-00000003" / "mid" / "manifest.json").unlink()
+    found = json.loads(invoke(run, "--json").stdout)["checkpoints"]
+    assert [(one["step"], *one["clouds"], one["problem"]) for one in found] == [
+        (2, "east", None), (2, "west", None), (3, "mid", "no complete record of mid"),
+        (4, "east", None), (4, "west", None), (6, "east", None),
+    ]  # fmt: skip
+    invoke(run, "--prune", "1")
+    assert listed(run).keys() == {3, 4, 6}, "a cloud that nothing restores keeps what it has"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

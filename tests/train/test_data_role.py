@@ -1,15 +1,24 @@
 """What data parallel makes of a job, and what each cloud reads."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import isthmus
 from isthmus.errors import UserError
+from isthmus.events import StopRequest
 from isthmus.job import load_job
 from isthmus.train.data.training_data import open_data
 from isthmus.train.data_role import CloudFeed, DataKind, _Share
+from isthmus.train.export import export_run, steps_to_export
+from isthmus.train.records import Records
 from isthmus.train.run_config import layout_of
+from isthmus.train.store import open_store
+from tests.train.reference import assert_same
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "data-parallel.toml"
 RANKS = "data parallel runs one rank in each cloud so far, and 'west' has 2"
@@ -43,3 +52,29 @@ def test_clouds_read_what_one_process_would_and_read_again_what_was_lost(tmp_pat
         assert all(torch.equal(one.ids, other.ids) for one, other in zip(found, expected[step], strict=True))
     for feed in feeds:
         feed.close()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_exports_its_outer_parameters_and_goes_on_to_the_bit(tmp_path: Path) -> None:
+    job = load_job(EXAMPLE, overrides=["train.steps=26", "train.evaluate_every=0"])
+    whole = isthmus.run(job, runs=tmp_path / "whole", measure=False).run
+    stop = StopRequest()
+
+    def hear(cloud: str, about: Mapping[str, Any]) -> None:
+        if (about["kind"], cloud) == ("step", "east") and about["step"] == 13:
+            stop.ask()
+
+    options: dict[str, Any] = {"runs": tmp_path / "stopped", "measure": False}
+    run = isthmus.run(job, on_report=hear, stop=stop, **options).run
+    steps = steps_to_export(run)
+    assert 13 <= steps["east"] < 26
+    export_run(run, tmp_path / "exported", steps=steps)
+    found = load_file(tmp_path / "exported" / "model.safetensors")
+    records = Records(open_store(run, None))
+    name = f"step-{steps['east']:08d}/west"
+    saved = records.get(name, manifest := records.manifest(name), manifest.tensors)
+    assert_same(found, {one: saved[f"outer/value/{one}"].load() for one in found})
+    assert any(not torch.equal(found[one], saved[one].load()) for one in found)
+    finished = isthmus.run(job, **options).run
+    assert finished == run
+    assert_same(*(load_file(one / "model" / "model.safetensors") for one in (finished, whole)))

@@ -31,8 +31,10 @@ from isthmus.train.data.rows import open_rows
 from isthmus.train.data.samples import Pick
 from isthmus.train.data.training_data import open_data
 from isthmus.train.device import Device
+from isthmus.train.export import export_run, steps_to_export
 from isthmus.train.generator_role import FeedKind, own_job
 from isthmus.train.in_cloud import World
+from tests.train.reference import assert_same
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generator-discriminator.toml"
 CLOUDS = ("judge", "english", "esperanto")
@@ -100,6 +102,12 @@ def test_a_run_whose_clouds_are_killed_gives_the_weights_of_one_that_was_not(tmp
         assert torch.equal(found[name], value), name
 
 
+def exported(run: Path, folder: Path) -> dict[str, Tensor]:
+    """All models, from the newest checkpoint of each."""
+    export_run(run, folder, steps=steps_to_export(run))
+    return weights(folder)
+
+
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_to_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     expected = weights(isthmus.run(job("train.steps=30"), runs=tmp_path / "whole").run)
@@ -112,7 +120,12 @@ def test_a_run_that_was_stopped_goes_on_to_the_weights_of_one_that_was_not(tmp_p
     stopped = isthmus.run(job("train.steps=30"), runs=tmp_path / "stopped", on_report=hear, stop=stop)
     assert stopped.stopped_at is not None
     assert 10 < stopped.stopped_at < 30
-    found = weights(isthmus.run(job("train.steps=30"), runs=tmp_path / "stopped").run)
+    unfinished = exported(stopped.run, tmp_path / "unfinished")
+    run = isthmus.run(job("train.steps=30"), runs=tmp_path / "stopped").run
+    found = weights(run)
+    assert unfinished.keys() == expected.keys()
+    assert any(not torch.equal(unfinished[name], value) for name, value in expected.items())
+    assert_same(exported(run, tmp_path / "finished"), found)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
