@@ -90,8 +90,8 @@ def size(num_bytes: float) -> str:
     return format_bytes(int(shorten(num_bytes)))
 
 
-def percent(share: float | None, *, digits: int = 0) -> str:
-    return "–" if share is None else f"{share:.{digits}%}"
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"
 
 
 def write_pictures(

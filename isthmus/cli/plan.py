@@ -132,17 +132,6 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
         },
     )
     yield _figures_table(rows)
-    yield tabulate(
-        rows,
-        {
-            "plan": lambda one: str(one.number),
-            "bubble": lambda one: percent(one.estimate.bubble.total),
-            "of it filling": lambda one: percent(one.estimate.bubble.fill),
-            "latency": lambda one: percent(one.estimate.bubble.latency),
-            "bandwidth": lambda one: percent(one.estimate.bubble.bandwidth),
-            "imbalance": lambda one: percent(one.estimate.bubble.imbalance),
-        },
-    )
     yield _stages_table(plan)
     yield _links_table(plan)
 
@@ -157,6 +146,7 @@ def _figures_table(rows: Sequence[_Row]) -> Table:
             "plan": lambda one: str(one.number),
             "step": lambda one: about(one.estimate) + duration(one.estimate.step_s),
             "tokens/s": lambda one: f"{about(one.estimate)}{one.estimate.tokens_per_s:,.0f}",
+            "bubble": lambda one: percent(one.estimate.bubble),
             "memory": lambda one: percent(one.plan.memory_share),
             "WAN/step": lambda one: size(one.estimate.wan_bytes),
             "$/step": lambda one: _usd(one.estimate.usd_per_step),

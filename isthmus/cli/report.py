@@ -11,7 +11,7 @@ from typer import Option
 import isthmus
 from isthmus.cli import output
 from isthmus.cli.display import feed_figures
-from isthmus.cli.output import duration, percent, tabulate
+from isthmus.cli.output import duration, tabulate
 from isthmus.observe.draw import Drawing, Section, Table, draw_chart, draw_curve, to_html
 from isthmus.observe.report import Compared, Comparison, RunReport
 from isthmus.observe.timeline import Waits
@@ -55,10 +55,6 @@ def _tables(found: Comparison) -> dict[str, Table]:
         "Times": _compared_table("time of one", times, duration),
         "Error by kind": _errors_table(found),
         "Where the time went": _waits_table(found),
-        "Bubble as planned": tabulate(
-            found.bubble_split.items(),
-            {"predicted bubble": lambda one: one[0], "share": lambda one: percent(one[1], digits=1)},
-        ),
         "Generators": tabulate(
             () if found.feed is None else found.feed.streams,
             {
@@ -174,7 +170,6 @@ def _facts(report: RunReport) -> dict[str, Any]:
             "measured": [asdict(one) for one in found.measured_waits],
             "predicted": [asdict(one) for one in found.predicted_waits],
         },
-        "bubble_split": dict(found.bubble_split),
         "losses": found.losses,
         "feed": None if found.feed is None else asdict(found.feed),
         "rounds": None if report.rounds is None else asdict(report.rounds),

@@ -424,8 +424,6 @@ class Comparison:
     losses: tuple[tuple[int, float], ...]
     measured_chart: Chart | None
     predicted_chart: Chart | None
-    bubble_split: Mapping[str, float]
-    """The predicted bubble by its causes, as the plan has it."""
     feed: FeedSummary | None = None
 
     def error_of(self, kind: str) -> float | None:
@@ -441,7 +439,6 @@ def compare(recorded: Recorded) -> Comparison:
     clouds = [stage.cloud for stage in scenario.stages] if scenario else clouds_in_order(spans)
     measured = _counted_spans(spans)
     predicted = _counted_spans(timeline.spans) if timeline is not None else []
-    split = (recorded.estimate or {}).get("bubble", {})
     return Comparison(
         step=Compared(
             kind="step",
@@ -456,7 +453,6 @@ def compare(recorded: Recorded) -> Comparison:
         losses=tuple((int(one["step"]), float(one["loss"])) for one in steps),
         measured_chart=_measured_chart(spans, clouds),
         predicted_chart=None if timeline is None else chart_of_step(timeline),
-        bubble_split={name: share for name, share in split.items() if isinstance(share, int | float)},
         feed=summarize_feed(recorded.values("feed")),
     )
 

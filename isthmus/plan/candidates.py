@@ -48,7 +48,6 @@ from isthmus.plan.plan import (
     Warmup,
     estimated,
     planned_stage,
-    split_bubble,
     step_usd,
 )
 from isthmus.plan.scenario import (
@@ -337,8 +336,6 @@ def simulated(candidate: Candidate) -> tuple[Plan, int]:
             step_s=timed.step_s,
             num_tokens=step.num_tokens,
             num_steps=step.num_steps,
-            bubble=split_bubble(timed.step_s, [stage.busy_s for stage in stages]),
-            limiting="",
             warmup=None if first is None else _warmup(candidate, stages, links, first),
             is_simulated=True,
         ),

@@ -80,21 +80,6 @@ class PlannedLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BubbleSplit:
-    """The share of a step in which clouds do not compute, mean over clouds, by what it is spent on."""
-
-    fill: float
-    latency: float
-    bandwidth: float
-    imbalance: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.fill + self.latency + self.bandwidth + self.imbalance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Warmup:
     """The first steps, in which hidden states cross raw where bottlenecks are to begin."""
 
@@ -114,7 +99,8 @@ class Estimate:
 
     step_s: float
     tokens_per_s: float
-    bubble: BubbleSplit
+    bubble: float
+    """The share of a step in which clouds do not compute, mean over clouds."""
     wan_bytes: float
     """Over all links, both ways, in a step."""
     usd_per_step: float | None
@@ -321,8 +307,7 @@ def estimated(
     step_s: float,
     num_tokens: float,
     num_steps: int,
-    bubble: BubbleSplit,
-    limiting: str,
+    limiting: str = "",
     warmup: Warmup | None = None,
     is_simulated: bool = False,
 ) -> Estimate:
@@ -331,7 +316,7 @@ def estimated(
     return Estimate(
         step_s=step_s,
         tokens_per_s=num_tokens / step_s,
-        bubble=bubble,
+        bubble=max(0.0, 1 - statistics.fmean(one.busy_s for one in stages) / step_s),
         wan_bytes=sum(one.num_bytes for one in links),
         usd_per_step=usd,
         usd_per_million_tokens=None if usd is None else usd / num_tokens * 1e6,
@@ -339,23 +324,6 @@ def estimated(
         limiting=limiting,
         is_simulated=is_simulated,
         warmup=warmup,
-    )
-
-
-def split_bubble(
-    step_s: float, busy_s: Sequence[float], *, latency_s: float = 0.0, bandwidth_s: float = 0.0
-) -> BubbleSplit:
-    """What is not busy: unequal stages first, then bandwidth and latency as given; filling is the rest."""
-    idle_s = max(0.0, step_s - statistics.fmean(busy_s))
-    imbalance_s = min(idle_s, max(busy_s) - statistics.fmean(busy_s))
-    bandwidth_s = min(idle_s - imbalance_s, bandwidth_s)
-    latency_s = min(idle_s - imbalance_s - bandwidth_s, latency_s)
-    fill_s = idle_s - imbalance_s - bandwidth_s - latency_s
-    return BubbleSplit(
-        fill=fill_s / step_s,
-        latency=latency_s / step_s,
-        bandwidth=bandwidth_s / step_s,
-        imbalance=imbalance_s / step_s,
     )
 
 
@@ -571,7 +539,6 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "total_usd": plan.estimate.total_usd,
         "total_wan_bytes": plan.estimate.total_wan_bytes,
     }
-    values["estimate"]["bubble"]["total"] = plan.estimate.bubble.total
     return values
 
 

@@ -13,9 +13,8 @@ is made unlimited by itself, everywhere at once, and the step simulated again:
 The place that is named with it is the one that has least of it.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final
@@ -39,7 +38,6 @@ from isthmus.plan.plan import (
     RunnerUp,
     excess,
     keep_limits,
-    split_bubble,
     unpriced_budget,
 )
 from isthmus.plan.replicated import data_plans, generator_plans
@@ -59,8 +57,6 @@ _NO_LINE_BPS: Final = 1e15
 _NEXT_TO_NOTHING: Final = 1e-6
 # A resource that would bring this share of the most is named too.
 _NEARLY_AS_MUCH: Final = 0.7
-
-Timed = Callable[[Scenario], float]
 
 
 def plan(
@@ -228,27 +224,13 @@ def _why(other: Plan, best: Plan, job: Job) -> str:
     if slower < NEARLY:
         return "no faster, and dearer or less simple"
     over = " over the run" if mine.warmup is not None or its.warmup is not None else ""
-    return f"{slower:.0%} slower{over}: {_cause(other)}"
+    return f"{slower:.0%} slower{over}: limited by the {its.limiting}"
 
 
 def _dearer(usd: float, least_usd: float) -> str:
     if usd <= least_usd * (1 + NEARLY):
         return "no cheaper, and slower or less simple"
     return f"costs {usd / least_usd - 1:.0%} more" if least_usd else f"costs ${shorten(usd):,} more"
-
-
-def _cause(plan: Plan) -> str:
-    bubble = plan.estimate.bubble
-    shares = {
-        "waits for bandwidth": bubble.bandwidth,
-        "waits for round trips": bubble.latency,
-        "goes into filling the pipeline": bubble.fill,
-        "is lost to unequal stages": bubble.imbalance,
-    }
-    cause, share = max(shares.items(), key=lambda item: item[1])
-    if share < 0.1:
-        return f"limited by the {plan.estimate.limiting}"
-    return f"{share:.0%} of the step {cause}"
 
 
 def _reason(best: Plan, runners_up: Sequence[RunnerUp]) -> str:
@@ -268,23 +250,11 @@ def _short(seconds: float) -> str:
 
 
 def explained(plan: Plan) -> Plan:
-    """The same plan with what limits it, and its bubble by cause, each simulated without that cause."""
+    """The same plan with what limits it."""
     if plan.scenario is None:
         return plan
-    timed = functools.cache(lambda scenario: simulate_step(scenario).step_s)
-    step_s = plan.estimate.step_s
-    no_bytes = _without_bytes(plan.scenario)
-    no_bytes_s = timed(no_bytes) if plan.links else step_s
-    no_wan_s = timed(_without_latency(no_bytes)) if plan.links else step_s
-    bubble = split_bubble(
-        step_s,
-        [stage.busy_s for stage in plan.stages],
-        latency_s=max(0.0, no_bytes_s - no_wan_s),
-        bandwidth_s=max(0.0, step_s - no_bytes_s),
-    )
-    found = reliefs(plan.scenario, timed)
-    estimate = replace(plan.estimate, bubble=bubble, reliefs=found, limiting=limiting(found))
-    return replace(plan, estimate=estimate)
+    found = reliefs(plan.scenario)
+    return replace(plan, estimate=replace(plan.estimate, reliefs=found, limiting=limiting(found)))
 
 
 def limiting(found: Mapping[str, float]) -> str:
@@ -294,10 +264,10 @@ def limiting(found: Mapping[str, float]) -> str:
     return " and the ".join([first, *near])
 
 
-def reliefs(scenario: Scenario, timed: Timed) -> dict[str, float]:
+def reliefs(scenario: Scenario) -> dict[str, float]:
     """The share by which an unlimited supply of each resource would shorten a step, the most first."""
-    step_s = timed(scenario)
-    found = {what: max(0.0, 1 - timed(other) / step_s) for what, other in _relieved(scenario)}
+    step_s = simulate_step(scenario).step_s
+    found = {what: max(0.0, 1 - simulate_step(other).step_s / step_s) for what, other in _relieved(scenario)}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

@@ -25,7 +25,6 @@ from isthmus.plan.feed_plan import FeedTimes, batch_bytes, forecast, shares
 from isthmus.plan.memory import Memory, Sharding, stage_memory
 from isthmus.plan.models import load_config, model_config, read_model, with_task
 from isthmus.plan.plan import (
-    BubbleSplit,
     DataSettings,
     Form,
     Plan,
@@ -58,6 +57,8 @@ _COPY, _GENERATOR, _DISCRIMINATOR = "the whole model", "a generator", "the discr
 _ONE_WAY: Final = "token ids and labels, one way"
 # Below these a wait, or what a line costs, is not what limits a feed.
 _SHORT_WAIT, _NEAR_ONE = 0.01, 0.99
+# Quotients that are 1 but for their last bits leave no bubble.
+_NO_BUBBLE: Final = 1e-9
 
 Direction = tuple[int, int]
 """One direction of a link between two clouds, by their numbers in a study."""
@@ -171,17 +172,14 @@ def _plan(
     links: Sequence[PlannedLink],
     *,
     step_s: float,
-    waits_s: Mapping[str, float],
     limiting: str,
     note: str,
     settings: DataSettings | None = None,
     loss: Loss = Loss.NONE,
     is_simulated: bool = False,
 ) -> Plan:
-    """The plan of whole models that are busy for so long in a step, with what clouds wait for."""
+    """The plan of whole models that are busy for so long in a step."""
     stages = tuple(one.stage(busy_s) for one, busy_s in wholes.items())
-    shares = {"fill": 0.0, "latency": 0.0, "bandwidth": 0.0, "imbalance": 0.0}
-    shares |= {name: wait_s / step_s for name, wait_s in waits_s.items()}
     return Plan(
         form=form,
         stages=stages,
@@ -193,7 +191,6 @@ def _plan(
             step_s=step_s,
             num_tokens=study.step.num_tokens,
             num_steps=study.step.num_steps,
-            bubble=BubbleSplit(**shares),
             limiting=limiting,
             is_simulated=is_simulated,
         ),
@@ -257,7 +254,7 @@ def _data_plans(study: Study, given: DataStrategy) -> Iterator[Plan]:
                 yield plan
                 # Rarer ones would only cost quality; but traffic has a price, and under a deadline the
                 # cheapest is wanted.
-                limits, is_overlapped = study.job.limits, not plan.estimate.bubble.total
+                limits, is_overlapped = study.job.limits, plan.estimate.bubble < _NO_BUBBLE
                 if is_overlapped and limits.deadline_s is None and not excess(plan, study.job):
                     break
 
@@ -312,7 +309,6 @@ def _data_plan(study: Study, wholes: Sequence[Whole], sync: DataSettings) -> Pla
         dict.fromkeys(wholes, costs.compute_s),
         [_link(study, one, sent[one], sent[one[::-1]]) for one in lines if one[0] < one[1]],
         step_s=costs.step_s,
-        waits_s={"latency": costs.latency_s, "bandwidth": costs.bandwidth_s},
         limiting=limiting,
         note=sync_note(len(wholes), sync, costs.delay_steps),
         settings=replace(sync, delay_steps=costs.delay_steps),
@@ -495,7 +491,6 @@ def _generator_plan(
         f"compute of {name}" if found.waited_s < _SHORT_WAIT * found.step_s else "compute of the generators"
     )
     ratio, waits = found.throughput_ratio, found.waited_s / found.step_s
-    mean_s = math.fsum(busy_s.values()) / len(busy_s)
     return _plan(
         study,
         Form.GENERATOR_DISCRIMINATOR,
@@ -505,10 +500,6 @@ def _generator_plan(
             for one, share in zip(generators, shares(strategy, clouds), strict=True)
         ],
         step_s=found.step_s,
-        waits_s={
-            "bandwidth": max(0.0, found.step_s - found.unshaped_s),
-            "imbalance": max(0.0, min(found.unshaped_s, found.step_s) - mean_s),
-        },
         limiting=limiting if ratio > _NEAR_ONE else f"bandwidth towards {name}",
         note=f"generators run ahead of the discriminator, which waits for batches {waits:.1%} of the time; "
         f"the throughput is {ratio:.1%} of that over lines without limits",
@@ -602,7 +593,7 @@ def sketch(plan: Plan) -> Iterator[Span]:
     Copies exchange beside computing, or in between where they wait. Generators run ahead.
     """
     step_s, is_data = plan.estimate.step_s, plan.form is Form.DATA
-    travel_s = max(_SHOWN_TRAVEL, plan.estimate.bubble.bandwidth) * step_s
+    travel_s = max(_SHOWN_TRAVEL, plan.estimate.bubble) * step_s
     computed_s = plan.stages[0].busy_s
     for step in range(_NUM_SKETCHED):
         start_s = step * step_s
@@ -613,7 +604,7 @@ def sketch(plan: Plan) -> Iterator[Span]:
             yield _span(stage.cloud, kind, step, begin_s, begin_s + stage.busy_s)
         sent_s, end_s = start_s + computed_s, start_s + computed_s + travel_s
         if is_data:
-            sent_s, end_s = (sent_s if plan.estimate.bubble.total else start_s), start_s + step_s
+            sent_s, end_s = (start_s if plan.estimate.bubble < _NO_BUBBLE else sent_s), start_s + step_s
         for link in plan.links:
             for between in (link.between, link.between[::-1]) if is_data else (link.between,):
                 yield _span("→".join(between), "transfer", step, sent_s, end_s)

@@ -35,7 +35,6 @@ def test_tables_and_a_picture_are_shown(job_file: Path) -> None:
     assert result.exit_code == 0, result.output
     for word in (
         "tokens/s",
-        "imbalance",
         "memory of a rank",
         "$/Mtoken",
         "limited by",
@@ -71,9 +70,7 @@ def test_json_is_a_plan(job_file: Path) -> None:
     facts = json.loads(result.stdout)
     assert facts["version"] == 1
     assert facts["settings"]["num_microbatches"] == 8
-    bubble = facts["estimate"]["bubble"]
-    parts = [bubble[key] for key in ("fill", "latency", "bandwidth", "imbalance")]
-    assert sum(parts) == pytest.approx(bubble["total"])
+    assert 0 < facts["estimate"]["bubble"] < 1
     assert scenario_of(result.stdout) is not None
 
 

@@ -32,7 +32,7 @@ def test_measured_beside_predicted_and_a_page(tmp_path: Path) -> None:
     run = write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=4), slower=1.25)
     result = invoke(run)
     assert result.exit_code == 0, result.output
-    for words in ("-20.0%", "forward cloud0", "gradients", "cloud1→cloud0", "latency"):
+    for words in ("-20.0%", "forward cloud0", "gradients", "cloud1→cloud0"):
         assert words in result.output
     assert "saving" not in result.output
     page = (run / "report.html").read_text()

@@ -39,7 +39,7 @@ def write_run(
         plan = {
             "version": 1,
             "scenario": scenario_to_dict(scenario),
-            "estimate": {"step_s": 1.0, "bubble": {"fill": 0.1, "latency": 0.2}},
+            "estimate": {"step_s": 1.0, "bubble": 0.3},
         }
         (folder / "plan.json").write_text(json.dumps(plan))
     return folder
@@ -66,7 +66,6 @@ def test_a_run_as_predicted_has_no_error(tmp_path: Path) -> None:
         [one.busy for one in found.predicted_waits], abs=1e-6
     )
     assert found.losses == ((0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0))
-    assert found.bubble_split == {"fill": 0.1, "latency": 0.2}
 
 
 def test_a_run_that_took_twice_as_long_was_predicted_at_half(tmp_path: Path) -> None:
