@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 torch's own custom
 from bench import machine
+from quality.crossing import cross
 from torch import Tensor, nn
 
-from isthmus.codec import CodecEnd, Codecs, Key, cross
+from isthmus.codec import CodecEnd, Codecs, Key
 from isthmus.job import parse_codec
 from isthmus.train.data.rows import open_rows
 

@@ -78,7 +78,7 @@ def simulate(
 ) -> "Timeline":
     """Simulate steps of a pipeline, with faults: of a job, which is planned first, or of a plan.
 
-    `isthmus.job.faults.load_script` reads faults from a file.
+    `isthmus.job.faults.load_faults` reads faults from a file.
     """
     from isthmus.errors import UserError
     from isthmus.job import Job

@@ -1,6 +1,6 @@
 """A cut inside one process: bottleneck and codecs of a row, in the graph, with every byte counted.
 
-`isthmus.codec.chain.cross` equals a real cut bit for bit, so many trainings can share one machine.
+`quality.crossing.cross` equals a real cut bit for bit, so many trainings can share one machine.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.codec.base import Key, Payload
-from isthmus.codec.chain import CodecEnd, Codecs, cross
+from isthmus.codec.chain import CodecEnd, Codecs
 from isthmus.job.codec import BottleneckSpec, parse_codec
 from isthmus.model.bottleneck import Down, Up
 from isthmus.wan.packet import Packet, pack
+from quality.crossing import cross
 from quality.rows import Row
 
 FLOAT32_BYTES = 4

@@ -14,7 +14,7 @@ from isthmus.cli import output
 from isthmus.cli.output import duration, tabulate
 from isthmus.errors import UserError
 from isthmus.job import Job, LinkSpec, load_job, update_job_file
-from isthmus.job.faults import load_faults
+from isthmus.job.faults import Fault, load_faults
 from isthmus.job.load import replace_file
 from isthmus.observe.draw import Table
 from isthmus.plan.times import PassTimes, Profile, write_profile
@@ -72,9 +72,11 @@ def _probe_here(job: Job, duration_s: float, faults: Path | None, show: Show) ->
     from isthmus.wan.local import LocalWan, run_ranks
     from isthmus.wan.probe import probe_cloud
 
-    script = load_faults(faults, links=[link.between for link in job.link]) if faults else ()
     with LocalWan(job) as wan:
-        wan.play(script)
+        if faults is not None:
+            links = [link.between for link in job.link]
+            script = load_faults(faults, links=links, clouds={}, verb="probe")
+            wan.play(one for one in script if isinstance(one, Fault))
         work = partial(probe_cloud, duration_s=duration_s)
         found: dict[Member, list[Measurement]] = run_ranks(job, work, wan, on_report=show)
     by_link = {one.between: one for measurements in found.values() for one in measurements}

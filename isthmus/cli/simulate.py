@@ -14,7 +14,7 @@ from isthmus.cli import output
 from isthmus.cli.output import duration, tabulate
 from isthmus.cli.plan import learned
 from isthmus.errors import UserError
-from isthmus.job.faults import CloudFault, CloudFaultKind, FaultKind, load_script
+from isthmus.job.faults import CloudFault, CloudFaultKind, FaultKind, load_faults
 from isthmus.job.load import read_text
 from isthmus.observe.draw import Section, Table, draw_chart, draw_text
 from isthmus.observe.timeline import chart_of_step
@@ -52,7 +52,10 @@ def simulate(
     output.check_folders(svg, png, html)
     scenario, checkpoint_every_s = _scenario(job, overrides or (), is_profiled=profile)
     clouds = [stage.cloud for stage in scenario.stages]
-    script = load_script(faults, links=list(pairwise(clouds)), clouds=_ranks(scenario)) if faults else ()
+    script: Sequence[Disturbance] = ()
+    if faults is not None:
+        ranks = {stage.cloud: stage.num_ranks for stage in scenario.stages}
+        script = load_faults(faults, links=list(pairwise(clouds)), clouds=ranks, verb="simulate")
     found = isthmus.simulate(
         scenario, steps=steps, seed=seed, faults=script, checkpoint_every_s=checkpoint_every_s
     )
@@ -93,10 +96,6 @@ def _scenario(path: Path, overrides: Sequence[str], *, is_profiled: bool) -> tup
             hint='set strategy.kind to "pipeline"',
         )
     return scenario, checkpoint_every_s
-
-
-def _ranks(scenario: Scenario) -> dict[str, int]:
-    return {stage.cloud: stage.num_ranks for stage in scenario.stages}
 
 
 def _costs(

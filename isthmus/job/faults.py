@@ -7,8 +7,9 @@ import random
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -102,42 +103,38 @@ class _Corruption(_OfLink):
     sender: Text | None = Field(None, alias="from", examples=["east"])
 
 
-class _SlowCloud(_Timed):
-    kind: Literal["slow"]
+class _OfCloud(_Timed):
     cloud: Text = Field(examples=["east"])
+
+
+class _SlowCloud(_OfCloud):
+    kind: Literal["slow"]
     duration_s: _Duration
     factor: _Factor
 
 
-class _LostCloud(_Timed):
-    kind: Literal["gone"]
-    cloud: Text = Field(examples=["east"])
+class _AtOnce(_OfCloud):
+    kind: Literal["gone", "spoil"]
 
 
-class _Killed(_Timed):
+class _FullDisk(_OfCloud):
+    kind: Literal["fill-disk"]
+    duration_s: _Duration
+
+
+class _Killed(_OfCloud):
     kind: Literal["kill"]
-    cloud: Text = Field(examples=["east"])
     rank: int | None = Field(None, ge=0)
 
 
-class _Frozen(_Killed):
-    kind: Literal["freeze"]  # type: ignore[assignment]
+class _FrozenCloud(_OfCloud):
+    kind: Literal["freeze"]
+    rank: int | None = Field(None, ge=0)
     duration_s: _Duration
 
 
-class _FullDisk(_Timed):
-    kind: Literal["fill-disk"]
-    cloud: Text = Field(examples=["east"])
-    duration_s: _Duration
-
-
-class _Spoilt(_Timed):
-    kind: Literal["spoil"]
-    cloud: Text = Field(examples=["east"])
-
-
-_OfCloud = _SlowCloud | _LostCloud | _Killed | _Frozen | _FullDisk | _Spoilt
-_Table = _Interruption | _SlowDown | _Corruption | _OfCloud
+_CloudTable = _SlowCloud | _AtOnce | _FullDisk | _Killed | _FrozenCloud
+_Table = _Interruption | _SlowDown | _Corruption | _CloudTable
 
 
 class _FaultFile(Frozen):
@@ -147,77 +144,68 @@ class _FaultFile(Frozen):
     )
 
 
-def load_faults(path: Path, *, links: Collection[tuple[str, str]] | None = None) -> tuple[Fault, ...]:
-    """Return the faults of links in a TOML file by time; `links` are the pairs of clouds that it may name."""
-    found = _load(path, links=links, clouds=None)
-    return tuple(fault for fault in found if isinstance(fault, Fault))
-
-
-def load_script(
-    path: Path, *, links: Collection[tuple[str, str]], clouds: Mapping[str, int], is_simulated: bool = True
-) -> tuple[Fault | CloudFault, ...]:
-    """Return the faults of links and of clouds in a TOML file by time; some can only be simulated.
-
-    `clouds` has the number of ranks of each cloud, by its name.
-    """
-    return _load(path, links=links, clouds=clouds, is_simulated=is_simulated)
-
-
-def _load(
+def load_faults(
     path: Path,
     *,
-    links: Collection[tuple[str, str]] | None,
-    clouds: Mapping[str, int] | None,
-    is_simulated: bool = False,
+    links: Collection[tuple[str, str]],
+    clouds: Mapping[str, int],
+    verb: Literal["probe", "run", "simulate"],
 ) -> tuple[Fault | CloudFault, ...]:
+    """Return the faults in a TOML file by time, which the command `verb` is to play.
+
+    `links` are the pairs of clouds that it may name, `clouds` the numbers of ranks by cloud.
+    """
     tables = parse_toml(read_text(path, what="a file of faults"), path)
     read, findings = check(_FaultFile, tables)
     for number, fault in enumerate(read.fault if read else ()):
-        findings += _strangers(number, fault, links, clouds, is_simulated=is_simulated)
+        found = (
+            _cloud_conflicts(fault, clouds, verb)
+            if isinstance(fault, _OfCloud)
+            else _link_conflicts(fault, links)
+        )
+        findings += [
+            Finding(place=("fault", number, key), what=what, cure=cure)
+            for key, what, cure in (*_time_conflicts(fault), *found)
+        ]
     if findings or read is None:
         raise JobError(path, tuple(finding.as_problem(tables) for finding in findings))
-    found = [
-        one for number, table in enumerate(read.fault) for one in _faults(table, f"{read.seed}.{number}")
-    ]
-    return tuple(sorted(found, key=lambda fault: fault.at_s))
+    drawn = [_faults(table, f"{read.seed}.{number}") for number, table in enumerate(read.fault)]
+    return tuple(sorted(chain(*drawn), key=lambda fault: fault.at_s))
 
 
-def _strangers(
-    number: int,
-    fault: _Table,
-    links: Collection[tuple[str, str]] | None,
-    clouds: Mapping[str, int] | None,
-    *,
-    is_simulated: bool,
-) -> Iterator[Finding]:
-    """Find the clouds and links of a fault that the job does not have."""
-    place = ("fault", number)
+_Conflict = tuple[str, str, str]
+"""A key, what is wrong with it, and the cure."""
+_SIMULATED_ONLY: Final = {"slow": 'use kind = "freeze" with a duration', "gone": 'use kind = "kill"'}
+
+
+def _time_conflicts(fault: _Table) -> Iterator[_Conflict]:
     if fault.until_s is not None and fault.until_s <= fault.at_s:
-        yield Finding(place=(*place, "until"), what="must be later than `at`", cure="give a later time")
-    if isinstance(fault, _OfCloud):
-        if clouds is None:
-            what = f"{fault.kind!r} happens to a cloud, which only `isthmus simulate` and `run` play"
-            cure = 'use a fault of a link, such as kind = "cut"'
-            yield Finding(place=(*place, "kind"), what=what, cure=cure)
-        elif fault.cloud not in clouds:
-            what = f"the job has no cloud {fault.cloud!r}"
-            yield Finding(place=(*place, "cloud"), what=what, cure=suggest(fault.cloud, clouds))
-        elif isinstance(fault, _SlowCloud | _LostCloud) and not is_simulated:
-            what = f"{fault.kind!r} happens to a cloud only in `isthmus simulate`"
-            cure = 'use kind = "freeze" with a duration' if fault.kind == "slow" else 'use kind = "kill"'
-            yield Finding(place=(*place, "kind"), what=what, cure=cure)
-        elif isinstance(fault, _Killed) and (fault.rank or 0) >= clouds[fault.cloud]:
-            what = f"cloud {fault.cloud!r} has no rank {fault.rank}"
-            cure = f"give one from 0 to {clouds[fault.cloud] - 1}, or none for all"
-            yield Finding(place=(*place, "rank"), what=what, cure=cure)
-        return
-    if links is not None and {fault.between, fault.between[::-1]}.isdisjoint(links):
+        yield "until", "must be later than `at`", "give a later time"
+
+
+def _cloud_conflicts(fault: _CloudTable, clouds: Mapping[str, int], verb: str) -> Iterator[_Conflict]:
+    kind, rank = fault.kind, fault.rank if isinstance(fault, _Killed | _FrozenCloud) else None
+    if verb == "probe":
+        what = f"{kind!r} happens to a cloud, which only `isthmus simulate` and `run` play"
+        yield "kind", what, 'use a fault of a link, such as kind = "cut"'
+    elif fault.cloud not in clouds:
+        yield "cloud", f"the job has no cloud {fault.cloud!r}", suggest(fault.cloud, clouds)
+    elif verb == "run" and kind in _SIMULATED_ONLY:
+        yield "kind", f"{kind!r} happens to a cloud only in `isthmus simulate`", _SIMULATED_ONLY[kind]
+    elif (rank or 0) >= clouds[fault.cloud]:
+        cure = f"give one from 0 to {clouds[fault.cloud] - 1}, or none for all"
+        yield "rank", f"cloud {fault.cloud!r} has no rank {rank}", cure
+
+
+def _link_conflicts(
+    fault: _Interruption | _SlowDown | _Corruption, links: Collection[tuple[str, str]]
+) -> Iterator[_Conflict]:
+    if {fault.between, fault.between[::-1]}.isdisjoint(links):
         what = "the job has no link between {!r} and {!r}".format(*fault.between)
-        cure = suggest("-".join(fault.between), ["-".join(pair) for pair in links])
-        yield Finding(place=(*place, "between"), what=what, cure=cure)
+        yield "between", what, suggest("-".join(fault.between), ["-".join(pair) for pair in links])
     if isinstance(fault, _Corruption) and fault.sender not in (None, *fault.between):
         what = f"must be one of the two clouds, not {fault.sender!r}"
-        yield Finding(place=(*place, "from"), what=what, cure=f"name one of {' and '.join(fault.between)}")
+        yield "from", what, f"name one of {' and '.join(fault.between)}"
 
 
 def _faults(table: _Table, seed: str) -> Iterator[Fault | CloudFault]:

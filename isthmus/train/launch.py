@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from isthmus.errors import CloudFailed, Terminated, UserError
 from isthmus.events import StopRequest
 from isthmus.job import Address, CloudSpec, Job
-from isthmus.job.faults import CloudFault, Fault, load_script
+from isthmus.job.faults import CloudFault, Fault, load_faults
 from isthmus.job.rundir import lock_site
 from isthmus.observe.trackers import check_trackers, open_trackers
 from isthmus.plan.costs import CostSource
@@ -118,7 +118,7 @@ class Launch:
     def _script(self, path: Path) -> tuple[Fault | CloudFault, ...]:
         job = self.job
         links, clouds = [link.between for link in job.link], {one.name: one.ranks for one in job.cloud}
-        return load_script(path, links=links, clouds=clouds, is_simulated=False)
+        return load_faults(path, links=links, clouds=clouds, verb="run")
 
     def run_as(self, cloud: str, spec: RankSpec) -> "Trained":
         """Be one rank of one cloud; the others are started elsewhere."""

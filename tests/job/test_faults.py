@@ -1,11 +1,12 @@
 """Faults of clouds and ranks; those of links are tested with the emulator."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from isthmus.errors import JobError
-from isthmus.job.faults import CloudFault, CloudFaultKind, Fault, FaultKind, load_faults, load_script
+from isthmus.job.faults import CloudFault, CloudFaultKind, Fault, FaultKind, load_faults
 
 SCRIPT = """
 [[fault]]
@@ -34,8 +35,10 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def load(path: Path) -> tuple[Fault | CloudFault, ...]:
-    return load_script(path, links=[("east", "west")], clouds={"east": 1, "west": 2})
+def load(
+    path: Path, verb: Literal["probe", "run", "simulate"] = "simulate"
+) -> tuple[Fault | CloudFault, ...]:
+    return load_faults(path, links=[("east", "west")], clouds={"east": 1, "west": 2}, verb=verb)
 
 
 def test_faults_of_clouds_and_links_come_by_time(tmp_path: Path) -> None:
@@ -77,7 +80,7 @@ def test_a_wrong_fault_of_a_cloud_is_named_with_its_cure(
 
 def test_the_emulator_says_that_it_cannot_lose_a_cloud(tmp_path: Path) -> None:
     with pytest.raises(JobError) as raised:
-        load_faults(write(tmp_path, SCRIPT))
+        load(write(tmp_path, SCRIPT), "probe")
     assert [problem.key for problem in raised.value.problems] == ["fault[0]: kind", "fault[1]: kind"]
     assert all("isthmus simulate" in problem.what for problem in raised.value.problems)
 
@@ -113,12 +116,7 @@ def test_random_times_are_those_of_the_seed_and_of_no_other(tmp_path: Path) -> N
 
 def test_a_run_names_what_only_the_simulator_can_play(tmp_path: Path) -> None:
     with pytest.raises(JobError) as raised:
-        load_script(
-            write(tmp_path, SCRIPT),
-            links=[("east", "west")],
-            clouds={"east": 1, "west": 1},
-            is_simulated=False,
-        )
+        load(write(tmp_path, SCRIPT), "run")
     assert [(problem.key, problem.cure) for problem in raised.value.problems] == [
         ("fault[0]: kind", 'use kind = "kill"'),
         ("fault[1]: kind", 'use kind = "freeze" with a duration'),

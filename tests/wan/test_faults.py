@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import JobError, UserError
-from isthmus.job.faults import Fault, FaultKind, load_faults
+from isthmus.job.faults import CloudFault, Fault, FaultKind, load_faults
 from isthmus.wan.shaping import Direction, Disturbed
 
 GOOD = """
@@ -61,8 +61,14 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+def load(path: Path) -> list[Fault]:
+    found = load_faults(path, links=[("east", "west")], clouds={}, verb="probe")
+    assert not any(isinstance(one, CloudFault) for one in found)
+    return [one for one in found if isinstance(one, Fault)]
+
+
 def test_faults_are_read_in_the_order_of_their_times(tmp_path: Path) -> None:
-    faults = load_faults(write(tmp_path, GOOD), links=[("east", "west")])
+    faults = load(write(tmp_path, GOOD))
     assert [(fault.at_s, fault.kind) for fault in faults] == [
         (1.0, FaultKind.SLOW_DOWN),
         (2.0, FaultKind.CUT),
@@ -77,7 +83,7 @@ def test_faults_are_read_in_the_order_of_their_times(tmp_path: Path) -> None:
 
 def test_a_fault_does_to_the_link_what_it_says(tmp_path: Path) -> None:
     link = Recorder()
-    for fault in load_faults(write(tmp_path, GOOD)):
+    for fault in load(write(tmp_path, GOOD)):
         link.disturb(fault, dialer="west")
     assert link.done == [
         ("slow_down", 10.0, 60.0),
@@ -90,7 +96,7 @@ def test_a_fault_does_to_the_link_what_it_says(tmp_path: Path) -> None:
 def test_corruption_comes_from_the_first_cloud_unless_told(tmp_path: Path) -> None:
     text = '[[fault]]\nat = "1 s"\nkind = "corrupt"\nbetween = ["east", "west"]\n'
     link = Recorder()
-    link.disturb(load_faults(write(tmp_path, text))[0], dialer="west")
+    link.disturb(load(write(tmp_path, text))[0], dialer="west")
     assert link.done == [("corrupt", Direction.DOWN, 1)]
 
 
@@ -164,7 +170,7 @@ def test_a_wrong_fault_is_named_with_its_cure(
     tmp_path: Path, text: str, key: str, what: str, cure: str
 ) -> None:
     with pytest.raises(JobError) as raised:
-        load_faults(write(tmp_path, text), links=[("east", "west")])
+        load(write(tmp_path, text))
     (problem,) = raised.value.problems
     assert problem.key == key
     assert what in problem.what
@@ -174,9 +180,7 @@ def test_a_wrong_fault_is_named_with_its_cure(
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(JobError) as raised:
-        load_faults(
-            write(tmp_path, '[[fault]]\nat = 5\nkind = "cut"\n[[fault]]\nkind = "corrupt"\nat = "1 s"')
-        )
+        load(write(tmp_path, '[[fault]]\nat = 5\nkind = "cut"\n[[fault]]\nkind = "corrupt"\nat = "1 s"'))
     assert [problem.key for problem in raised.value.problems] == [
         "fault[0]: at",
         "fault[0]: between",
@@ -199,5 +203,5 @@ def test_a_file_that_cannot_be_read_is_one_sentence(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=message) as raised:
-        load_faults(path)
+        load(path)
     assert raised.value.hint
