@@ -2,8 +2,7 @@
 
 IsthmusError
 ├── UserError            the input is wrong; the command exits with 2
-│   ├── JobError         a job file, with all its problems at once
-│   └── CertificateError a certificate, key or signing request that cannot be used
+│   └── JobError         a job file, with all its problems at once
 ├── LinkError            a link between clouds cannot go on
 │   ├── FrameError       bytes that are no valid frame
 │   ├── Refused          the peer, or we, turned the handshake down
@@ -63,10 +62,6 @@ class FieldError(ValueError):
         super().__init__(what)
         self.what = what
         self.cure = cure
-
-
-class CertificateError(UserError):
-    """A certificate, key or signing request that cannot be used."""
 
 
 class LinkError(IsthmusError):

@@ -15,15 +15,19 @@ def cross(
     receiving: CodecEnd,
     key: Key,
     ids: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """What arrives of x, of shape (batch, tokens, width) or (rows, width); gradients cross back the same way.
 
-    Nothing is kept where no gradient is wanted.
+    Rows where the mask is 0 stay behind and arrive as zeros. Nothing is kept where no gradient is wanted.
     """
     keeps = torch.is_grad_enabled() and x.requires_grad
-    ids_N = None if ids is None else ids.flatten()
-    arrived: Tensor = _Crossing.apply(x.flatten(0, -2), sending, receiving, key, ids_N, keeps)  # type: ignore[no-untyped-call]
-    return arrived.view(x.shape)
+    rows = x.flatten(0, -2) if mask is None else x[mask.bool()]
+    ids_N = None if ids is None else (ids.flatten() if mask is None else ids[mask.bool()])
+    arrived: Tensor = _Crossing.apply(rows, sending, receiving, key, ids_N, keeps)  # type: ignore[no-untyped-call]
+    if mask is None:
+        return arrived.view(x.shape)
+    return arrived.new_zeros(x.shape).index_put((mask.bool(),), arrived)
 
 
 class _Crossing(torch.autograd.Function):

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -104,7 +103,7 @@ def show(
     """
     from isthmus.wan.certificates import inspect_folder
 
-    facts = inspect_folder(folder, now=datetime.now(UTC))
+    facts = inspect_folder(folder)
     if as_json:
         print_json([{**asdict(fact), "expires": fact.expires and fact.expires.isoformat()} for fact in facts])
     else:
@@ -163,7 +162,7 @@ def doctor(
     loaded = load_job(job, overrides=overrides or ())
     here = loaded.cloud_named(cloud) if cloud is not None else None
     findings = []
-    ready = examine(loaded, here, find_devices=find_devices, runs=_RUNS, now=datetime.now(UTC))
+    ready = examine(loaded, here, find_devices=find_devices, runs=_RUNS)
     for finding in chain(ready, _examine_inputs(loaded, cloud)):
         findings.append(finding)
         if not as_json:
@@ -184,9 +183,9 @@ def _examine_inputs(job: Job, cloud: str | None) -> "Iterator[CheckResult]":
         return
     from isthmus.train.runs import look_at_data, look_at_model
 
-    yield check_by("model", lambda: look_at_model(job))
+    yield check_by("model", look_at_model, job)
     if cloud in (None, stage_order(job)[0]):
-        yield check_by("data", lambda: look_at_data(job))
+        yield check_by("data", look_at_data, job)
 
 
 def find_devices() -> "Devices":

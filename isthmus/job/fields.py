@@ -227,6 +227,10 @@ def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+# `isthmus` would make a strange server name; `authority` names the authority's own files.
+CLOUD_NAME: Final = r"(?!(?:isthmus|authority)(?:\.|$))[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+"""The names of clouds: DNS labels in lower case, which are a part of TLS server names."""
+
 Names = Annotated[tuple[Text, ...], Field(strict=False, min_length=1), AfterValidator(_checked_names)]
 
 

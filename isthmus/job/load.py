@@ -157,24 +157,28 @@ def update_job_file(path: Path, changes: Mapping[str, Mapping[str, object]]) -> 
     replace_file(path, updated)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash at any moment, meets the old text or the new one whole."""
+def replace_file(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Write a file so that a reader, or a crash at any moment, meets the old text or the new one whole.
+
+    It is never open to more than its mode allows: that of the old file, or 0644, unless given.
+    """
     target = path.resolve()
     try:
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
+        mode = mode or (target.stat().st_mode & 0o777 if target.exists() else 0o644)
         descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(descriptor, "wb") as beside:
+                os.fchmod(descriptor, mode)
                 beside.write(text.encode())
                 beside.flush()
-                os.fchmod(descriptor, mode)
                 os.fsync(descriptor)
             Path(name).replace(target)
         finally:
             Path(name).unlink(missing_ok=True)
         sync(target.parent)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+        hint = "choose a folder that this user may write to"
+        raise UserError(f"{path} cannot be written: {error.strerror}", hint=hint) from None
 
 
 def sync(path: Path) -> None:

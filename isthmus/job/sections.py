@@ -20,6 +20,7 @@ from isthmus.errors import FieldError
 from isthmus.job.codec import CodecSpec, HiddenSpec, gradient_codec, parse_codec
 from isthmus.job.codec_steps import Feedback
 from isthmus.job.fields import (
+    CLOUD_NAME,
     Address,
     Bandwidth,
     BoundaryChoice,
@@ -452,11 +453,10 @@ class CloudData(Frozen):
 class CloudSpec(Frozen):
     """One cluster, with a fast network inside."""
 
-    # `isthmus` would make a strange server name; `authority` names the authority's own files.
     name: Annotated[
         str,
         matching(
-            r"(?!(isthmus|authority)$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+            CLOUD_NAME,
             what="is no DNS label, or reserved",
             cure="use up to 63 of a-z, 0-9 and '-', with no '-' at either end, not isthmus or authority",
         ),

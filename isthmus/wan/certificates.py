@@ -12,9 +12,8 @@ The operator holds `authority.key` and signs; each cloud makes its own key, whic
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal, TypeVar, cast
@@ -33,12 +32,13 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from isthmus.errors import CertificateError
+from isthmus.errors import UserError
+from isthmus.job.fields import CLOUD_NAME
+from isthmus.job.load import replace_file
 
 AUTHORITY_DAYS = 3650
 CLOUD_DAYS = 365
 THROWAWAY_DAYS = 7
-CLOUD_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
 # A cloud whose clock is a little behind must accept what was signed a moment ago.
 _CLOCK_SKEW = timedelta(minutes=5)
@@ -78,12 +78,12 @@ class CertificateFacts:
 # What the operator, a cloud and the user of throw-away certificates do.
 
 
-def make_authority(folder: Path, *, force: bool = False, now: datetime | None = None) -> Path:
+def make_authority(folder: Path, *, force: bool = False) -> Path:
     """Make the operator's key and self-signed certificate; return the path of the certificate."""
     key_path, certificate_path = folder / "authority.key", folder / "authority.crt"
     for path in (key_path, certificate_path):
         _refuse_to_replace(path, force=force, loss="what the old authority signed is then void")
-    authority = Authority.create(days=AUTHORITY_DAYS, now=_time(now))
+    authority = Authority.create(days=AUTHORITY_DAYS)
     _write(key_path, _key_pem(authority.key), mode=0o600)
     _write(certificate_path, authority.certificate.public_bytes(Encoding.PEM))
     return certificate_path
@@ -101,61 +101,59 @@ def make_request(folder: Path, cloud: str, *, force: bool = False) -> Path:
     return request_path
 
 
-def sign_request(
-    request_path: Path, *, cloud: str, folder: Path, days: int = CLOUD_DAYS, now: datetime | None = None
-) -> Path:
+def sign_request(request_path: Path, *, cloud: str, folder: Path, days: int = CLOUD_DAYS) -> Path:
     """Sign a cloud's request with the authority in `folder`; return the path of the certificate.
 
     Only the public key is taken from the request; every name comes from `cloud`, which the operator gives.
     """
     _check_cloud_name(cloud)
-    authority = _load_signer(folder, days=days, now=_time(now))
+    authority = _load_signer(folder, days=days)
     subject, public_key = _load_request(request_path)
     if subject != _common_name(cloud):
-        raise CertificateError(
+        raise UserError(
             f"{request_path} asks for {subject.rfc4514_string()!r}, not for cloud {cloud!r}",
             hint=f"give the cloud that made it, or ask {cloud} for a request: isthmus certs request {cloud}",
         )
     path = folder / f"{cloud}.crt"
-    certificate = authority.issue(cloud, public_key, days=days, now=_time(now))
+    certificate = authority.issue(cloud, public_key, days=days)
     _write(path, certificate.public_bytes(Encoding.PEM))
     return path
 
 
-def read_identity(folder: Path, cloud: str, *, now: datetime | None = None) -> Identity:
+def read_identity(folder: Path, cloud: str) -> Identity:
     """Read and verify a cloud's key and certificates; the identity holds exactly what was verified."""
     _check_cloud_name(cloud)
     key = _load_key(
         folder / f"{cloud}.key", cure=f"make one: isthmus certs request {cloud} --folder {folder}"
     )
-    authority = _load_authority(folder, now=_time(now))
-    certificate = _load_cloud_certificate(folder, cloud, authority=authority, now=_time(now))
+    authority = _load_authority(folder)
+    certificate = _load_cloud_certificate(folder, cloud, authority=authority)
     cure = f"bring back the key that was there before, or {_missing_cure(folder, cloud)}"
     _check_pair(folder, cloud, key, certificate, cure=cure)
     return _identity(cloud, key, certificate, authority)
 
 
-def throwaway(clouds: Sequence[str], *, now: datetime | None = None) -> dict[str, Identity]:
+def throwaway(clouds: Sequence[str]) -> dict[str, Identity]:
     """Return identities for clouds that all run here, under an authority whose key nobody keeps."""
-    authority = Authority.create(days=THROWAWAY_DAYS, now=_time(now))
+    authority = Authority.create(days=THROWAWAY_DAYS)
     identities = {}
     for cloud in clouds:
         _check_cloud_name(cloud)
         key = new_key()
-        certificate = authority.issue(cloud, key.public_key(), days=THROWAWAY_DAYS, now=_time(now))
+        certificate = authority.issue(cloud, key.public_key(), days=THROWAWAY_DAYS)
         identities[cloud] = _identity(cloud, key, certificate, authority.certificate)
     return identities
 
 
-def inspect_folder(folder: Path, *, now: datetime | None = None) -> tuple[CertificateFacts, ...]:
+def inspect_folder(folder: Path) -> tuple[CertificateFacts, ...]:
     """Return the facts of every name in a certificate folder, the authority first."""
     try:
         stems = {path.stem for path in folder.iterdir() if path.suffix in {".crt", ".csr", ".key"}}
     except OSError as error:
         hint = f"name the folder of certificates, or make one: isthmus certs request CLOUD --folder {folder}"
-        raise CertificateError(f"{folder} cannot be listed: {error.strerror}", hint=hint) from None
+        raise UserError(f"{folder} cannot be listed: {error.strerror}", hint=hint) from None
     names = ["authority", *sorted(stems - {"authority"})]
-    return tuple(_inspect(folder, name, now=_time(now)) for name in names)
+    return tuple(_inspect(folder, name) for name in names)
 
 
 def key_fingerprint(path: Path) -> str:
@@ -165,36 +163,29 @@ def key_fingerprint(path: Path) -> str:
     return hashlib.sha256(key_der).hexdigest()
 
 
-def _inspect(folder: Path, name: str, *, now: datetime) -> CertificateFacts:
+def _inspect(folder: Path, name: str) -> CertificateFacts:
     path = folder / f"{name}.crt"
     kind: Kind = "authority" if name == "authority" else "cloud" if path.exists() else "request"
-    certificate: x509.Certificate | None = None
-    flaw: CertificateError | None = None
+    facts = CertificateFacts(name=name, kind=kind)
     try:
         certificate = _load_certificate(path, cure=_missing_cure(folder, name))
-        _check_use(folder, name, now=now)
-    except CertificateError as error:
-        flaw = error
-    return CertificateFacts(
-        name=name,
-        kind=kind,
-        starts=certificate.not_valid_before_utc if certificate else None,
-        expires=certificate.not_valid_after_utc if certificate else None,
-        days_left=(certificate.not_valid_after_utc - now).days if certificate else None,
-        problem=flaw.message if flaw else None,
-        cure=flaw.hint if flaw else None,
-    )
+        starts, expires = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        facts = replace(facts, starts=starts, expires=expires, days_left=(expires - utc_now()).days)
+        _check_use(folder, name)
+    except UserError as error:
+        facts = replace(facts, problem=error.message, cure=error.hint)
+    return facts
 
 
-def _check_use(folder: Path, name: str, *, now: datetime) -> None:
-    """Raise CertificateError if the files of this name cannot be used for what they are here for."""
+def _check_use(folder: Path, name: str) -> None:
+    """Raise UserError if the files of this name cannot be used for what they are here for."""
     has_key = (folder / f"{name}.key").exists()
     if name == "authority":
-        _load_signer(folder, days=0, now=now) if has_key else _load_authority(folder, now=now)
+        _load_signer(folder, days=0) if has_key else _load_authority(folder)
     elif has_key:
-        read_identity(folder, name, now=now)
+        read_identity(folder, name)
     else:
-        _load_cloud_certificate(folder, name, authority=_load_authority(folder, now=now), now=now)
+        _load_cloud_certificate(folder, name, authority=_load_authority(folder))
 
 
 # X.509.
@@ -208,20 +199,18 @@ class Authority:
     certificate: x509.Certificate
 
     @classmethod
-    def create(cls, *, days: int, now: datetime) -> "Authority":
+    def create(cls, *, days: int) -> "Authority":
         """Return a new authority that may sign clouds, but no further authority."""
         key, name = new_key(), _common_name("Isthmus authority")
-        builder = _builder(name, key.public_key(), is_authority=True, days=days, now=now).issuer_name(name)
+        builder = _builder(name, key.public_key(), is_authority=True, days=days).issuer_name(name)
         return cls(key=key, certificate=builder.sign(key, SHA256()))
 
-    def issue(
-        self, cloud: str, public_key: ec.EllipticCurvePublicKey, *, days: int, now: datetime
-    ) -> x509.Certificate:
+    def issue(self, cloud: str, public_key: ec.EllipticCurvePublicKey, *, days: int) -> x509.Certificate:
         """Return a certificate for a cloud, by which its ranks and its gateway both serve and dial."""
         issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         purposes = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = (
-            _builder(_common_name(cloud), public_key, is_authority=False, days=days, now=now)
+            _builder(_common_name(cloud), public_key, is_authority=False, days=days)
             .issuer_name(self.certificate.subject)
             .add_extension(purposes, critical=False)
             .add_extension(_alternative_names(cloud), critical=False)
@@ -231,7 +220,7 @@ class Authority:
 
 
 def _builder(
-    subject: x509.Name, public_key: ec.EllipticCurvePublicKey, *, is_authority: bool, days: int, now: datetime
+    subject: x509.Name, public_key: ec.EllipticCurvePublicKey, *, is_authority: bool, days: int
 ) -> x509.CertificateBuilder:
     unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     usage = x509.KeyUsage(
@@ -248,8 +237,8 @@ def _builder(
         .subject_name(subject)
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SKEW)
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_before(utc_now() - _CLOCK_SKEW)
+        .not_valid_after(utc_now() + timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
         .add_extension(constraints, critical=True)
         .add_extension(usage, critical=True)
@@ -287,51 +276,49 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 # Files and their checks.
 
 
-def _load_signer(folder: Path, *, days: int, now: datetime) -> Authority:
+def _load_signer(folder: Path, *, days: int) -> Authority:
     """Return the authority of a folder, ready to sign for this many days."""
-    certificate = _load_authority(folder, now=now)
+    certificate = _load_authority(folder)
     key = _load_key(folder / "authority.key", cure="sign where the authority was made; its key is only there")
     _check_pair(folder, "authority", key, certificate, cure="bring back both files from one backup")
-    days_left = (certificate.not_valid_after_utc - now).days
+    days_left = (certificate.not_valid_after_utc - utc_now()).days
     if days > days_left:
-        raise CertificateError(
+        raise UserError(
             f"the authority itself expires before {days} days are over",
             hint=f"use --days {days_left} or fewer",
         )
     return Authority(key=key, certificate=certificate)
 
 
-def _load_authority(folder: Path, *, now: datetime) -> x509.Certificate:
+def _load_authority(folder: Path) -> x509.Certificate:
     """Return the authority's certificate, valid at this time."""
     path, cure = folder / "authority.crt", _missing_cure(folder, "authority")
     certificate = _load_certificate(path, cure=cure)
     if not _is_signed_by(certificate, certificate):
-        raise CertificateError(f"{path} is not the certificate of an authority", hint=cure)
+        raise UserError(f"{path} is not the certificate of an authority", hint=cure)
     cure = f"make a new one, isthmus certs authority --folder {folder} --force, and sign every cloud again"
-    _check_validity(certificate, path, now=now, cure=cure)
+    _check_validity(certificate, path, cure=cure)
     return certificate
 
 
-def _load_cloud_certificate(
-    folder: Path, cloud: str, *, authority: x509.Certificate, now: datetime
-) -> x509.Certificate:
+def _load_cloud_certificate(folder: Path, cloud: str, *, authority: x509.Certificate) -> x509.Certificate:
     """Return a cloud's certificate, signed by this authority for this cloud and valid at this time."""
     _check_cloud_name(cloud)
     path, cure = folder / f"{cloud}.crt", _missing_cure(folder, cloud)
     certificate = _load_certificate(path, cure=cure)
     if not _is_signed_by(certificate, authority):
-        raise CertificateError(
+        raise UserError(
             f"{path} was not signed by {folder / 'authority.crt'}",
             hint="take both files from the same operator",
         )
     names = [one.value for one in certificate.extensions if one.oid == x509.SubjectAlternativeName.oid]
     if certificate.subject != _common_name(cloud) or names != [_alternative_names(cloud)]:
         subject = certificate.subject.rfc4514_string()
-        raise CertificateError(
+        raise UserError(
             f"{path} was signed for {subject!r}, not for cloud {cloud!r} and its servers",
             hint=f"put the certificate there that the operator signed for {cloud}",
         )
-    _check_validity(certificate, path, now=now, cure=cure)
+    _check_validity(certificate, path, cure=cure)
     return certificate
 
 
@@ -376,12 +363,12 @@ def _load(path: Path, parse: Callable[[bytes], _Parsed], *, form: str, cure: str
         with path.open("rb") as file:
             return parse(file.read(_MAX_FILE_BYTES))
     except FileNotFoundError:
-        raise CertificateError(f"{path} is missing", hint=cure) from None
+        raise UserError(f"{path} is missing", hint=cure) from None
     except OSError as error:
         hint = "name a file, and run as a user who may read it"
-        raise CertificateError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
+        raise UserError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion):
-        raise CertificateError(f"{path} is not {form}", hint=cure) from None
+        raise UserError(f"{path} is not {form}", hint=cure) from None
 
 
 def _missing_cure(folder: Path, name: str) -> str:
@@ -395,8 +382,8 @@ def _missing_cure(folder: Path, name: str) -> str:
 
 
 def _check_cloud_name(cloud: str) -> None:
-    if not CLOUD_NAME.fullmatch(cloud) or cloud in {"authority", "isthmus"}:
-        raise CertificateError(
+    if not re.fullmatch(CLOUD_NAME, cloud):
+        raise UserError(
             f"{cloud!r} cannot be the name of a cloud",
             hint="use lower-case letters, digits and inner hyphens, 63 at most; not 'authority' or 'isthmus'",
         )
@@ -407,7 +394,7 @@ def _check_pair(
 ) -> None:
     if key.public_key() != certificate.public_key():
         what = f"{folder / f'{name}.key'} is not the key of {folder / f'{name}.crt'}"
-        raise CertificateError(what, hint=cure)
+        raise UserError(what, hint=cure)
 
 
 def _is_signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
@@ -418,40 +405,29 @@ def _is_signed_by(certificate: x509.Certificate, authority: x509.Certificate) ->
     return True
 
 
-def _check_validity(certificate: x509.Certificate, path: Path, *, now: datetime, cure: str) -> None:
-    starts, expires = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+def _check_validity(certificate: x509.Certificate, path: Path, *, cure: str) -> None:
+    now, starts, expires = utc_now(), certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now < starts:
-        raise CertificateError(
+        raise UserError(
             f"{path} is valid from {starts:%Y-%m-%d %H:%M} UTC, and the clock here says {now:%Y-%m-%d %H:%M}",
             hint="set the clock of this machine",
         )
     if now > expires:
-        raise CertificateError(f"{path} expired on {expires:%Y-%m-%d %H:%M} UTC", hint=cure)
+        raise UserError(f"{path} expired on {expires:%Y-%m-%d %H:%M} UTC", hint=cure)
 
 
 def _refuse_to_replace(path: Path, *, force: bool, loss: str) -> None:
     if os.access(path, os.F_OK) and not force:
-        raise CertificateError(f"{path} exists already", hint=f"keep it, or add --force; {loss}")
+        raise UserError(f"{path} exists already", hint=f"keep it, or add --force; {loss}")
 
 
 def _write(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Put a file in place whole or not at all, at no time open to more than `mode` allows."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                os.fchmod(descriptor, mode)
-                file.write(content)
-                file.flush()
-                os.fsync(descriptor)
-            Path(beside).replace(path)
-        finally:
-            Path(beside).unlink(missing_ok=True)
     except OSError as error:
-        hint = "choose a folder that this user may write to"
-        raise CertificateError(f"{path} cannot be written: {error.strerror}", hint=hint) from None
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    replace_file(path, content.decode(), mode=mode)
 
 
-def _time(now: datetime | None) -> datetime:
-    return now or datetime.now(UTC)
+def utc_now() -> datetime:
+    return datetime.now(UTC)

@@ -1,24 +1,21 @@
-"""Pre-flight: each check looks at one thing and returns a finding; a finding that is not fine has a cure."""
+"""Pre-flight: each check looks at one thing, tells what it sees, or raises what is wrong with its cure."""
 
 import errno
 import importlib.metadata
 import os
-import platform
 import re
 import shutil
 import socket
 import stat
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
-from isthmus.errors import CertificateError, UserError
+from isthmus.errors import UserError
 from isthmus.job import Address, CloudSpec, Job
 from isthmus.units import format_bytes
-from isthmus.wan.certificates import CertificateFacts, inspect_folder, read_identity
+from isthmus.wan.certificates import CertificateFacts, inspect_folder, read_identity, utc_now
 from isthmus.wan.endpoint import num_connections
 from isthmus.wan.sockets import num_files_left, own_address, try_to_bind
 
@@ -68,7 +65,6 @@ MIN_DAYS_LEFT = 30
 MIN_FREE_BYTES = 20 * 2**30
 
 _DIAL_TIMEOUT_S = 5.0
-_COMMAND_TIMEOUT_S = 5.0
 _MAX_STATUS_LINE_BYTES = 1024
 # Bad gateway, service unavailable, gateway timeout: what a proxy says when it may connect but cannot.
 _NO_ANSWER_BEHIND_PROXY = r"HTTP/1\.[01] 50[234]\b"
@@ -95,198 +91,187 @@ class CheckResult:
     cure: str | None = None
 
 
-def examine(
-    job: Job, cloud: CloudSpec | None, *, find_devices: Callable[[], Devices], runs: Path, now: datetime
-) -> Iterator[CheckResult]:
-    """Yield the findings for one cloud of a job here, or without a cloud for what all of them share."""
-    torch_version = _installed_version("torch")
-    # It is new enough, since this file can be read.
-    yield _ok("python", platform.python_version())
-    yield check_torch(torch_version)
-    if torch_version is not None:
-        yield (check_devices(cloud, find_devices) if cloud else check_devices_of_all(job.cloud, find_devices))
-    identity = None
-    if cloud is not None:
-        yield from _examine_network(job, cloud)
-        yield (identity := check_identity(cloud, now=now))
-    facts = _certificate_facts([cloud] if cloud else job.cloud, now=now)
-    if identity is None or identity.verdict is not CheckVerdict.FAILED:
-        yield from map(check_certificate, facts)
-    yield check_clock(facts, is_synchronised=read_is_synchronised(), now=now)
-    yield check_disk(runs)
-    yield check_open_files(num_files_left(num_reserved=0), num_needed=_num_open_files(job, cloud))
+class Doubt(UserError):
+    """What a check sees may be wrong, or is only to be noted: a run can start."""
+
+    def __init__(self, what: str, *, hint: str | None, verdict: CheckVerdict = CheckVerdict.WARNING) -> None:
+        super().__init__(what, hint=hint)
+        self.verdict = verdict
 
 
-def check_by(name: str, look: Callable[[], str]) -> CheckResult:
+def check_by(name: str, look: Callable[..., str], *arguments: object) -> CheckResult:
     """Check by looking: what is seen is told, and what is refused has its cure."""
     try:
-        return _ok(name, look())
+        return CheckResult(name=name, verdict=CheckVerdict.OK, what=look(*arguments))
     except UserError as error:
-        return _failed(name, str(error), error.hint or "mend that, then run this again")
+        verdict = error.verdict if isinstance(error, Doubt) else CheckVerdict.FAILED
+        cure = error.hint or "mend that, then run this again"
+        return CheckResult(name=name, verdict=verdict, what=str(error), cure=cure)
 
 
-def check_torch(version: str | None) -> CheckResult:
-    """Check the installed version of torch, without importing it."""
+def examine(
+    job: Job, cloud: CloudSpec | None, *, find_devices: Callable[[], Devices], runs: Path
+) -> Iterator[CheckResult]:
+    """Yield the findings for one cloud of a job here, or without a cloud for what all of them share."""
+    clouds = job.cloud if cloud is None else (cloud,)
+    torch_version = _torch_version()
+    yield check_by("torch", look_at_torch, torch_version)
+    if torch_version is not None:
+        yield check_by("devices", look_at_devices, job, cloud, find_devices)
+    is_known = True
+    if cloud is not None:
+        yield from _examine_network(job, cloud)
+        identity = check_by(f"identity of {cloud.name}", look_at_identity, cloud)
+        is_known = identity.verdict is not CheckVerdict.FAILED
+        yield identity
+    facts = _certificate_facts(clouds)
+    for fact in facts if is_known else ():
+        name = "authority" if fact.kind == "authority" else f"certificate of {fact.name}"
+        yield check_by(name, look_at_certificate, fact)
+    yield check_by("clock", look_at_clock, facts)
+    yield check_by("disk", look_at_disk, runs)
+    num_needed = sum(2 * one.ranks * num_connections(job, one.name) for one in clouds)
+    yield check_by("open files", look_at_open_files, _OTHER_OPEN_FILES + num_needed)
+
+
+def look_at_torch(version: str | None) -> str:
+    """Look at the installed version of torch, without importing it."""
     least = "{}.{}".format(*MIN_TORCH)
-    cure = f"install torch {least} or newer, with the package's extra [train]"
+    hint = f"install torch {least} or newer, with the package's extra [train]"
     if version is None:
-        return _failed("torch", "not installed", cure)
-    is_old = tuple(map(int, re.findall(r"\d+", version)[:2])) < MIN_TORCH
-    return _failed("torch", f"{version} is older than {least}", cure) if is_old else _ok("torch", version)
+        raise UserError("not installed", hint=hint)
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < MIN_TORCH:
+        raise UserError(f"{version} is older than {least}", hint=hint)
+    return version
 
 
-def check_devices(cloud: CloudSpec, find_devices: Callable[[], Devices]) -> CheckResult:
-    """Check that the accelerators are here which the cloud is to have."""
-    found = find_devices() if cloud.device != "cpu" else Devices()
-
-    def look() -> str:
-        require_kind(cloud, found)
-        return "cpu" if cloud.device == "cpu" else str(found)
-
-    finding = check_by("devices", look)
-    if finding.verdict is CheckVerdict.OK and 0 < found.num_devices < cloud.ranks:
-        cure = f"fine if {cloud.name} has further machines; otherwise set ranks = {found.num_devices}"
-        return _warning("devices", f"{found} here, the cloud has {cloud.ranks} ranks", cure)
-    return finding
-
-
-def check_devices_of_all(clouds: Sequence[CloudSpec], find_devices: Callable[[], Devices]) -> CheckResult:
-    """Check that all clouds could run on this machine, which only a run without --cloud asks for."""
-    if all(cloud.device == "cpu" for cloud in clouds):
-        return _ok("devices", "cpu")
+def look_at_devices(job: Job, cloud: CloudSpec | None, find_devices: Callable[[], Devices]) -> str:
+    """Look for the accelerators of a cloud, or of all, as a run without --cloud asks for."""
+    clouds = job.cloud if cloud is None else (cloud,)
+    if all(one.device == "cpu" for one in clouds):
+        return "cpu"
     found = find_devices()
-    try:
-        for cloud in clouds:
-            require_kind(cloud, found)
-            require_one_each(cloud, found, num_ranks=cloud.ranks)
-    except UserError as error:
-        return _warning("devices", error.message, f"fine if the cloud runs elsewhere; otherwise {error.hint}")
-    return _ok("devices", str(found))
+    if cloud is None:
+        try:
+            for one in clouds:
+                require_kind(one, found)
+                require_one_each(one, found, num_ranks=one.ranks)
+        except UserError as error:
+            raise Doubt(
+                error.message, hint=f"fine if the cloud runs elsewhere; otherwise {error.hint}"
+            ) from None
+    else:
+        require_kind(cloud, found)
+        if 0 < found.num_devices < cloud.ranks:
+            hint = f"fine if {cloud.name} has further machines; otherwise set ranks = {found.num_devices}"
+            raise Doubt(f"{found} here, the cloud has {cloud.ranks} ranks", hint=hint)
+    return str(found)
 
 
-def check_port(listen: Address) -> CheckResult:
-    """Check that the cloud's gateway can take its port here, and tell where it will be open."""
+def look_at_port(listen: Address) -> str:
+    """Look whether the cloud's gateway can take its port here, and tell where it will be open."""
     host = own_address(listen.host)
     try:
         try_to_bind(host or ("::" if ":" in listen.host else ""), listen.port)
     except OSError as error:
-        return _taken(listen.port, error)
-    return _ok("port", f"{listen.port} is free here, at {host or 'all interfaces'}")
+        if error.errno == errno.EADDRINUSE:
+            hint = "fine if this is the cloud's gateway; otherwise end that program or change `listen`"
+            raise Doubt(f"a program here listens on {listen.port} already", hint=hint) from None
+        hint = (
+            "choose a port above 1023" if error.errno == errno.EACCES else "choose another port for `listen`"
+        )
+        raise UserError(f"{listen.port} cannot be taken: {error.strerror}", hint=hint) from None
+    return f"{listen.port} is free here, at {host or 'all interfaces'}"
 
 
-def check_peer(peer: CloudSpec, address: Address, *, proxy: Address | None) -> CheckResult:
-    """Check that a TCP connection to a peer's address opens, through the proxy if there is one.
+def look_at_peer(peer: CloudSpec, address: Address, proxy: Address | None) -> str:
+    """Open a TCP connection to a peer's address, through the proxy if there is one.
 
     A host that answers that nothing listens there is well: the other site has just not started yet.
     """
-    name, first = f"reach {peer.name}", proxy or address
+    first = proxy or address
     try:
         with socket.create_connection((first.host, first.port), timeout=_DIAL_TIMEOUT_S) as connection:
             refusal = _ask_proxy(connection, address) if proxy else None
     except ConnectionRefusedError:
         if proxy is None:
-            return _nothing_listens(name, peer, str(address))
-        return _failed(name, f"{proxy}: connection refused", "start the proxy, or correct `proxy` in the job")
+            raise _nothing_listens(peer, str(address)) from None
+        hint = "start the proxy, or correct `proxy` in the job"
+        raise UserError(f"{proxy}: connection refused", hint=hint) from None
     except OSError as error:
         reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
-        return _failed(name, f"{first}: {reason}", _dial_cure(peer, error, proxy=proxy))
-    if refusal is not None and re.match(_NO_ANSWER_BEHIND_PROXY, refusal):
-        return _nothing_listens(name, peer, f"the proxy {proxy} answers {refusal!r} for {address}")
+        raise UserError(f"{first}: {reason}", hint=_dial_cure(peer, error, proxy=proxy)) from None
     if refusal is not None:
-        cure = f"let the proxy allow CONNECT to {address}"
-        return _failed(name, f"the proxy {proxy} answers {refusal!r} for {address}", cure)
-    return _ok(name, f"{address} through the proxy {proxy}" if proxy else str(address))
+        what = f"the proxy {proxy} answers {refusal!r} for {address}"
+        if re.match(_NO_ANSWER_BEHIND_PROXY, refusal):
+            raise _nothing_listens(peer, what)
+        raise UserError(what, hint=f"let the proxy allow CONNECT to {address}")
+    return f"{address} through the proxy {proxy}" if proxy else str(address)
 
 
-def check_identity(cloud: CloudSpec, *, now: datetime) -> CheckResult:
-    """Check that the cloud can show who it is, by a key that is private."""
-    folder, name = Path(cloud.certificates), f"identity of {cloud.name}"
-    try:
-        read_identity(folder, cloud.name, now=now)
-    except CertificateError as error:
-        return _failed(name, error.message, error.hint)
+def look_at_identity(cloud: CloudSpec) -> str:
+    """Look whether the cloud can show who it is, by a key that is private."""
+    folder = Path(cloud.certificates)
+    read_identity(folder, cloud.name)
     key = folder / f"{cloud.name}.key"
     if key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
-        return _warning(name, f"every user of this machine can read {key}", f"chmod 600 {key}")
-    return _ok(name, f"{key} and its certificate belong together")
+        raise Doubt(f"every user of this machine can read {key}", hint=f"chmod 600 {key}")
+    return f"{key} and its certificate belong together"
 
 
-def check_certificate(fact: CertificateFacts, /) -> CheckResult:
-    """Check that a certificate is sound and will not soon expire."""
-    name = "authority" if fact.kind == "authority" else f"certificate of {fact.name}"
+def look_at_certificate(fact: CertificateFacts) -> str:
+    """Look whether a certificate is sound and will not soon expire."""
     if fact.problem is not None or fact.days_left is None:
-        return _failed(name, fact.problem or "unreadable", fact.cure)
+        raise UserError(fact.problem or "unreadable", hint=fact.cure)
     left = f"{fact.days_left} days left"
-    if fact.days_left >= MIN_DAYS_LEFT:
-        return _ok(name, left)
-    if fact.kind == "authority":
-        return _warning(name, left, "let the operator make a new authority and sign every cloud again")
-    return _warning(
-        name, left, f"let the operator renew it: isthmus certs sign {fact.name}.csr --cloud {fact.name}"
-    )
+    if fact.days_left < MIN_DAYS_LEFT:
+        renewal = f"renew it: isthmus certs sign {fact.name}.csr --cloud {fact.name}"
+        new = "make a new authority and sign every cloud again"
+        raise Doubt(left, hint=f"let the operator {new if fact.kind == 'authority' else renewal}")
+    return left
 
 
-def check_clock(
-    facts: Sequence[CertificateFacts], *, is_synchronised: bool | None, now: datetime
-) -> CheckResult:
-    """Check the clock against what was signed before now, and that a time service keeps it."""
-    cure = "set the clock and let a time service keep it: timedatectl set-ntp true"
+def look_at_clock(facts: Sequence[CertificateFacts]) -> str:
+    """Compare the clock with what was signed before now."""
+    now = utc_now()
     starts = max((fact.starts for fact in facts if fact.starts), default=now)
     if now < starts:
-        return _failed(
-            "clock",
+        raise UserError(
             f"{now:%Y-%m-%d %H:%M} UTC here is before {starts:%Y-%m-%d %H:%M} UTC of a certificate",
-            cure,
+            hint="set the clock and let a time service keep it: timedatectl set-ntp true",
         )
-    if is_synchronised is None:
-        return _ok("clock", "time service unknown; isthmus probe shows the offset to each peer")
-    if not is_synchronised:
-        return _warning("clock", "no time service keeps it", cure)
-    return _ok("clock", "kept by a time service")
+    return f"{now:%Y-%m-%d %H:%M} UTC; isthmus probe shows the offset to each peer"
 
 
-def check_disk(runs: Path) -> CheckResult:
-    """Check the space that is left where runs are written."""
+def look_at_disk(runs: Path) -> str:
+    """Look at the space that is left where runs are written."""
     existing = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
     free_bytes = shutil.disk_usage(existing).free
     what = f"{format_bytes(free_bytes)} free for {runs}"
-    if free_bytes >= MIN_FREE_BYTES:
-        return _ok("disk", what)
-    return _warning("disk", what, f"free some space, or start where {format_bytes(MIN_FREE_BYTES)} are free")
+    if free_bytes < MIN_FREE_BYTES:
+        hint = f"free some space, or start where {format_bytes(MIN_FREE_BYTES)} are free"
+        raise Doubt(what, hint=hint)
+    return what
 
 
-def check_open_files(limit: int, *, num_needed: int) -> CheckResult:
-    """Check that a gateway of this job may hold all its connections open."""
-    if limit >= num_needed:
-        return _ok("open files", f"{limit} allowed")
-    what = f"{limit} allowed, a gateway of this job may need {num_needed}"
-    return _warning("open files", what, f"ulimit -n {num_needed}")
-
-
-def read_is_synchronised() -> bool | None:
-    """Return whether the system says that a time service keeps the clock, or None where it does not say."""
-    command = shutil.which("timedatectl")
-    if command is None:
-        return None
-    arguments = [command, "show", "--property=NTPSynchronized", "--value"]
-    try:
-        done = subprocess.run(  # noqa: S603 no part of the command comes from outside
-            arguments, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return {"yes": True, "no": False}.get(done.stdout.strip())
+def look_at_open_files(num_needed: int) -> str:
+    """Look whether a gateway of this job may hold open two sockets for every connection to every rank."""
+    limit = num_files_left(num_reserved=0)
+    if limit < num_needed:
+        what = f"{limit} allowed, a gateway of this job may need {num_needed}"
+        raise Doubt(what, hint=f"ulimit -n {num_needed}")
+    return f"{limit} allowed"
 
 
 def _examine_network(job: Job, cloud: CloudSpec) -> Iterator[CheckResult]:
     if cloud.listen is None:
-        yield _ok("port", f"none needed, {cloud.name} only dials out")
+        yield check_by("port", lambda: f"none needed, {cloud.name} only dials out")
     else:
-        yield check_port(cloud.listen)
+        yield check_by("port", look_at_port, cloud.listen)
     for link in job.links_of(cloud.name):
         peer = job.listener(link)
-        if peer.name != cloud.name and peer.listen is not None:
-            yield check_peer(peer, peer.listen, proxy=cloud.proxy)
+        if peer.name != cloud.name:
+            yield check_by(f"reach {peer.name}", look_at_peer, peer, peer.listen, cloud.proxy)
 
 
 def _ask_proxy(connection: socket.socket, address: Address) -> str | None:
@@ -297,22 +282,13 @@ def _ask_proxy(connection: socket.socket, address: Address) -> str | None:
     return None if re.match(r"HTTP/1\.[01] 2\d\d\b", status) else status
 
 
-def _taken(port: int, error: OSError) -> CheckResult:
-    if error.errno == errno.EADDRINUSE:
-        cure = "fine if this is the cloud's gateway; otherwise end that program or change `listen`"
-        return _warning("port", f"a program here listens on {port} already", cure)
-    cure = "choose a port above 1023" if error.errno == errno.EACCES else "choose another port for `listen`"
-    return _failed("port", f"{port} cannot be taken: {error.strerror}", cure)
-
-
-def _nothing_listens(name: str, peer: CloudSpec, where: str) -> CheckResult:
+def _nothing_listens(peer: CloudSpec, where: str) -> Doubt:
     # One rank that names no gateway holds the port itself.
     verb = "gateway" if peer.ranks > 1 or peer.gateway != peer.listen else "run"
-    return CheckResult(
-        name=name,
+    return Doubt(
+        f"{where}: nothing listens there yet",
+        hint=f"start the other site when this one is ready: isthmus {verb} JOB --cloud {peer.name}",
         verdict=CheckVerdict.NOTE,
-        what=f"{where}: nothing listens there yet",
-        cure=f"start the other site when this one is ready: isthmus {verb} JOB --cloud {peer.name}",
     )
 
 
@@ -324,36 +300,16 @@ def _dial_cure(peer: CloudSpec, error: OSError, *, proxy: Address | None) -> str
     return f"let the firewalls here and at {peer.name} pass this port"
 
 
-def _certificate_facts(clouds: Sequence[CloudSpec], *, now: datetime) -> list[CertificateFacts]:
+def _certificate_facts(clouds: Sequence[CloudSpec]) -> list[CertificateFacts]:
     """Return the facts on these clouds and their authorities, from those of their folders that are here."""
     folders = sorted({Path(cloud.certificates) for cloud in clouds})
     names = {"authority", *(cloud.name for cloud in clouds)}
-    found = (
-        fact for folder in folders if os.access(folder, os.R_OK) for fact in inspect_folder(folder, now=now)
-    )
+    found = (fact for folder in folders if os.access(folder, os.R_OK) for fact in inspect_folder(folder))
     return [fact for fact in found if fact.name in names]
 
 
-def _num_open_files(job: Job, cloud: CloudSpec | None) -> int:
-    """Return how many files a gateway may hold open: two sockets for every connection to every rank."""
-    clouds = (cloud,) if cloud else job.cloud
-    return _OTHER_OPEN_FILES + sum(2 * one.ranks * num_connections(job, one.name) for one in clouds)
-
-
-def _installed_version(package: str) -> str | None:
+def _torch_version() -> str | None:
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _ok(name: str, what: str) -> CheckResult:
-    return CheckResult(name=name, verdict=CheckVerdict.OK, what=what)
-
-
-def _warning(name: str, what: str, cure: str) -> CheckResult:
-    return CheckResult(name=name, verdict=CheckVerdict.WARNING, what=what, cure=cure)
-
-
-def _failed(name: str, what: str, cure: str | None) -> CheckResult:
-    return CheckResult(name=name, verdict=CheckVerdict.FAILED, what=what, cure=cure)

@@ -12,10 +12,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from isthmus.errors import FrameError
 from isthmus.events import __version__
-from isthmus.job.fields import Address
+from isthmus.job.fields import CLOUD_NAME, Address
 from isthmus.job.spec import disagreement
 from isthmus.plan.types import Member
-from isthmus.wan.certificates import CLOUD_NAME
 from isthmus.wan.packet import PROTOCOL_VERSION
 
 EXIT_LOST: Final = 75
@@ -51,9 +50,7 @@ VERSION_KEY = _PREFIX + "version"
 MAX_NUM_LANES = 66
 GATEWAY_RANK: Final = 10**9
 """Stands for the gateway of a cloud, where a rank is named."""
-_SERVER_NAME = re.compile(
-    rf"(?:rank-(0|[1-9][0-9]{{0,8}})|gateway)\.({CLOUD_NAME.pattern})\.isthmus", re.ASCII
-)
+_SERVER_NAME = re.compile(rf"(?:rank-(0|[1-9][0-9]{{0,8}})|gateway)\.({CLOUD_NAME})\.isthmus", re.ASCII)
 
 
 def name_of(member: Member) -> str:

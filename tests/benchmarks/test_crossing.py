@@ -18,9 +18,9 @@ PAIRS = (
 )
 
 
-def in_graph(cut: Cut, x: Tensor, g: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+def in_graph(cut: Cut, x: Tensor, g: Tensor, key: Key, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     leaf = x.clone().requires_grad_()
-    arrived = cross(leaf, sending=cut.sending, receiving=cut.receiving, key=key)
+    arrived = cross(leaf, sending=cut.sending, receiving=cut.receiving, key=key, mask=mask)
     arrived.backward(g)  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
     return arrived.detach(), leaf.grad
@@ -35,6 +35,17 @@ def test_a_cut_in_the_graph_equals_a_real_one(forward: str, backward: str) -> No
         arrived, arrived_back = in_graph(graph, x_ND, g_ND, key)
         assert torch.equal(arrived, real.send(x_ND, key)[1])
         assert torch.equal(arrived_back, real.send_back(g_ND, key)[1])
+
+
+@pytest.mark.parametrize(("forward", "backward"), PAIRS)
+def test_padding_stays_behind(forward: str, backward: str) -> None:
+    x_BTD, g_BTD = noise(12, 64).view(3, 4, 64), noise(12, 64, seed=1).view(3, 4, 64)  # noqa: N806
+    mask_BT = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])  # noqa: N806
+    arrived, arrived_back = in_graph(make_cut(forward, backward, width=64), x_BTD, g_BTD, KEY, mask_BT)
+    real, is_token = make_cut(forward, backward, width=64), mask_BT.bool()
+    assert torch.equal(arrived[is_token], real.send(x_BTD[is_token])[1])
+    assert torch.equal(arrived_back[is_token], real.send_back(g_BTD[is_token])[1])
+    assert not bool(arrived[~is_token].any() or arrived_back[~is_token].any())
 
 
 @pytest.mark.parametrize(("forward", "backward"), PAIRS)

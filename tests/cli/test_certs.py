@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isthmus.cli.site import certs_app
-from isthmus.errors import CertificateError
+from isthmus.errors import UserError
 from isthmus.wan.certificates import make_authority, make_request, read_identity, sign_request
 
 DOCS = Path(__file__).parents[2] / "docs" / "certificates.md"
@@ -65,14 +65,14 @@ def test_days_out_of_bounds_are_a_usage_error(days: str) -> None:
 
 
 def test_mistakes_reach_the_command_line_as_one_sentence() -> None:
-    with pytest.raises(CertificateError, match=r"certs/authority\.crt is missing"):
+    with pytest.raises(UserError, match=r"certs/authority\.crt is missing"):
         certs("sign", "west.csr", "--cloud", "west")
 
 
 def test_force_replaces_a_key() -> None:
     certs("request", "west")
     before = Path("certs/west.key").read_bytes()
-    with pytest.raises(CertificateError, match="exists already"):
+    with pytest.raises(UserError, match="exists already"):
         certs("request", "west")
     certs("request", "west", "--force")
     assert Path("certs/west.key").read_bytes() != before

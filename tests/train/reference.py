@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
+from quality.crossing import cross
 from torch import Tensor
 
 from isthmus.codec.base import Key
-from isthmus.codec.chain import CodecEnd, Codecs, cross
+from isthmus.codec.chain import CodecEnd, Codecs
 from isthmus.model.random import RngKey, seed_from
 from isthmus.model.stage import Batch, Stage, StageInput
 from tests.train.chain import CutCase

@@ -22,6 +22,7 @@ from isthmus import __version__
 from isthmus.errors import Aborted, PeerLost, Refused
 from isthmus.job import Address, Job
 from isthmus.job.load import parse_job
+from isthmus.wan import certificates
 from isthmus.wan.certificates import Authority, Identity, new_key, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.exchange import LinkSettings
@@ -164,10 +165,14 @@ def test_a_refusal_keeps_nothing_of_the_connection_alive(port: Port) -> None:
     stranger.close()
 
 
-def test_an_expired_certificate_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    authority = Authority.create(days=30, now=datetime.now(UTC))
-    east = issue(authority, "east", now=datetime.now(UTC))
-    west = issue(authority, "west", now=datetime.now(UTC) - timedelta(days=20))
+def test_an_expired_certificate_is_refused(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority.create(days=30)
+    east = issue(authority, "east")
+    before = datetime.now(UTC) - timedelta(days=20)
+    monkeypatch.setattr(certificates, "utc_now", lambda: before)
+    west = issue(authority, "west")
     with Endpoint(
         two_clouds(), cloud="east", identity=east, site=Site(bind=Address(host="127.0.0.1", port=0))
     ) as endpoint:
@@ -180,9 +185,9 @@ def test_an_expired_certificate_is_refused(capfd: pytest.CaptureFixture[str]) ->
         wait_for_log(capfd, "certificate has expired")
 
 
-def issue(authority: Authority, cloud: str, *, now: datetime) -> Identity:
+def issue(authority: Authority, cloud: str) -> Identity:
     key = new_key()
-    certificate = authority.issue(cloud, key.public_key(), days=10, now=now)
+    certificate = authority.issue(cloud, key.public_key(), days=10)
     return Identity(
         cloud=cloud,
         key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),

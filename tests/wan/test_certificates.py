@@ -15,8 +15,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from isthmus.errors import CertificateError
+from isthmus.errors import UserError
 from isthmus.plan.types import Member
+from isthmus.wan import certificates
 from isthmus.wan.certificates import (
     inspect_folder,
     key_fingerprint,
@@ -36,10 +37,18 @@ LABEL = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "certs"
-    make_authority(folder, now=NOW)
+    make_authority(folder)
     for cloud in ("east", "west"):
-        sign_request(make_request(folder, cloud), cloud=cloud, folder=folder, now=NOW)
+        sign_request(make_request(folder, cloud), cloud=cloud, folder=folder)
     return folder
+
+
+SetClock = Callable[[timedelta], None]
+
+
+@pytest.fixture
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> SetClock:
+    return lambda later: monkeypatch.setattr(certificates, "utc_now", lambda: NOW + later)
 
 
 @pytest.fixture
@@ -146,8 +155,9 @@ def test_certificate_of_a_cloud_serves_and_dials_under_its_names_only(made: Path
     assert public_key.curve.name == "secp256r1"
 
 
-def test_validity_starts_minutes_back_and_lasts_as_asked(folder: Path) -> None:
-    path = sign_request(folder / "west.csr", cloud="west", folder=folder, days=20, now=NOW)
+def test_validity_starts_minutes_back_and_lasts_as_asked(folder: Path, set_clock: SetClock) -> None:
+    set_clock(timedelta())
+    path = sign_request(folder / "west.csr", cloud="west", folder=folder, days=20)
     certificate = load(path)
     assert timedelta(minutes=1) < NOW - certificate.not_valid_before_utc < timedelta(hours=1)
     assert timedelta(days=19, hours=23) < certificate.not_valid_after_utc - NOW <= timedelta(days=20)
@@ -165,7 +175,7 @@ def test_keys_are_private_and_nothing_else_is_left(made: Path) -> None:
 def test_authority_is_replaced_only_by_force(folder: Path, keep: str) -> None:
     before = (folder / keep).read_bytes()
     (folder / ({"authority.key", "authority.crt"} - {keep}).pop()).unlink()
-    with pytest.raises(CertificateError, match=f"{keep} exists already"):
+    with pytest.raises(UserError, match=f"{keep} exists already"):
         make_authority(folder)
     assert (folder / keep).read_bytes() == before
     make_authority(folder, force=True)
@@ -174,7 +184,7 @@ def test_authority_is_replaced_only_by_force(folder: Path, keep: str) -> None:
 
 def test_key_of_a_cloud_is_replaced_only_by_force(folder: Path) -> None:
     before = (folder / "west.key").read_bytes()
-    with pytest.raises(CertificateError, match=r"west\.key exists already") as caught:
+    with pytest.raises(UserError, match=r"west\.key exists already") as caught:
         make_request(folder, "west")
     assert "--force" in str(caught.value.hint)
     assert (folder / "west.key").read_bytes() == before
@@ -189,7 +199,7 @@ def test_failed_write_leaves_the_old_file_whole(folder: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CertificateError, match=r"west\.key cannot be written: No space left on device"):
+    with pytest.raises(UserError, match=r"west\.key cannot be written: No space left on device"):
         make_request(folder, "west", force=True)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -198,9 +208,9 @@ def test_failed_write_leaves_the_old_file_whole(folder: Path, monkeypatch: pytes
     "name", ["", "East", "a.b", "-a", "a-", "ä", "isthmus", "authority", "x" * 64, "../x", "a\n"]
 )
 def test_names_that_no_certificate_can_carry_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CertificateError, match="cannot be the name of a cloud"):
+    with pytest.raises(UserError, match="cannot be the name of a cloud"):
         make_request(tmp_path, name)
-    with pytest.raises(CertificateError, match="cannot be the name of a cloud"):
+    with pytest.raises(UserError, match="cannot be the name of a cloud"):
         throwaway([name])
     assert list(tmp_path.iterdir()) == []
 
@@ -216,7 +226,7 @@ def test_signing_takes_no_name_from_the_request(folder: Path) -> None:
 
 def test_signing_refuses_a_request_of_another_cloud(folder: Path) -> None:
     before = (folder / "east.crt").read_bytes()
-    with pytest.raises(CertificateError, match="asks for 'CN=west', not for cloud 'east'"):
+    with pytest.raises(UserError, match="asks for 'CN=west', not for cloud 'east'"):
         sign_request(folder / "west.csr", cloud="east", folder=folder)
     assert (folder / "east.crt").read_bytes() == before
 
@@ -225,7 +235,7 @@ def test_signing_refuses_a_request_of_another_cloud(folder: Path) -> None:
 def test_signing_refuses_other_kinds_of_key(folder: Path, curve: ec.EllipticCurve | None) -> None:
     key = ec.generate_private_key(curve) if curve else rsa.generate_private_key(65537, 2048)
     request = write_request(folder / "west.csr", key)
-    with pytest.raises(CertificateError, match="is not a sound signing request for a P-256 key"):
+    with pytest.raises(UserError, match="is not a sound signing request for a P-256 key"):
         sign_request(request, cloud="west", folder=folder)
 
 
@@ -240,7 +250,7 @@ def test_no_changed_byte_of_a_request_changes_what_is_signed(folder: Path, data:
     changed.write_text(ssl.DER_cert_to_PEM_cert(bytes(der)).replace("CERTIFICATE", "CERTIFICATE REQUEST"))
     try:
         certificate = load(sign_request(changed, cloud="west", folder=folder))
-    except CertificateError:
+    except UserError:
         return
     # The count of unused bits before the signature is the one byte that may change: it says nothing.
     assert certificate.public_key() == request.public_key()
@@ -254,13 +264,13 @@ def test_a_request_under_a_signature_of_another_key_is_refused(folder: Path) -> 
     stolen = der.replace(point(key.public_key()), point(west.public_key()))
     forged.write_text(ssl.DER_cert_to_PEM_cert(stolen).replace("CERTIFICATE", "CERTIFICATE REQUEST"))
     assert stolen != der
-    with pytest.raises(CertificateError, match="is not a sound signing request"):
+    with pytest.raises(UserError, match="is not a sound signing request"):
         sign_request(forged, cloud="west", folder=folder)
 
 
 def test_signing_needs_the_key_of_the_authority(folder: Path) -> None:
     (folder / "authority.key").unlink()
-    with pytest.raises(CertificateError, match=r"authority\.key is missing") as caught:
+    with pytest.raises(UserError, match=r"authority\.key is missing") as caught:
         sign_request(folder / "west.csr", cloud="west", folder=folder)
     assert "where the authority was made" in str(caught.value.hint)
 
@@ -268,13 +278,13 @@ def test_signing_needs_the_key_of_the_authority(folder: Path) -> None:
 def test_signing_needs_both_files_of_one_authority(folder: Path, tmp_path: Path) -> None:
     make_authority(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "authority.key", folder)
-    with pytest.raises(CertificateError, match=r"authority\.key is not the key of"):
+    with pytest.raises(UserError, match=r"authority\.key is not the key of"):
         sign_request(folder / "west.csr", cloud="west", folder=folder)
 
 
 def test_no_certificate_outlives_the_authority(folder: Path) -> None:
-    with pytest.raises(CertificateError, match="expires before 3651 days are over") as caught:
-        sign_request(folder / "west.csr", cloud="west", folder=folder, days=3651, now=NOW)
+    with pytest.raises(UserError, match="expires before 3651 days are over") as caught:
+        sign_request(folder / "west.csr", cloud="west", folder=folder, days=3651)
     assert re.fullmatch(r"use --days 36\d\d or fewer", str(caught.value.hint))
 
 
@@ -342,7 +352,7 @@ def test_bad_folders_are_refused_with_the_cure(
     folder: Path, change: Callable[[Path], object], message: str, cure: str
 ) -> None:
     change(folder)
-    with pytest.raises(CertificateError, match=re.escape(message)) as caught:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         read_identity(folder, "west")
     assert cure in str(caught.value.hint)
 
@@ -350,25 +360,29 @@ def test_bad_folders_are_refused_with_the_cure(
 def test_missing_certificate_without_a_request_asks_for_one(folder: Path) -> None:
     (folder / "west.crt").unlink()
     (folder / "west.csr").unlink()
-    with pytest.raises(CertificateError) as caught:
+    with pytest.raises(UserError) as caught:
         read_identity(folder, "west")
     assert "isthmus certs request west" in str(caught.value.hint)
 
 
-def test_expired_and_future_certificates_are_refused(made: Path) -> None:
-    with pytest.raises(CertificateError, match=r"west\.crt expired on"):
-        read_identity(made, "west", now=NOW + timedelta(days=366))
-    with pytest.raises(CertificateError, match=r"authority\.crt expired on"):
-        read_identity(made, "west", now=NOW + timedelta(days=3651))
-    with pytest.raises(CertificateError, match=r"is valid from .*, and the clock here says") as caught:
-        read_identity(made, "west", now=NOW - timedelta(days=1))
+def test_expired_and_future_certificates_are_refused(made: Path, set_clock: SetClock) -> None:
+    set_clock(timedelta(days=366))
+    with pytest.raises(UserError, match=r"west\.crt expired on"):
+        read_identity(made, "west")
+    set_clock(timedelta(days=3651))
+    with pytest.raises(UserError, match=r"authority\.crt expired on"):
+        read_identity(made, "west")
+    set_clock(timedelta(days=-1))
+    with pytest.raises(UserError, match=r"is valid from .*, and the clock here says") as caught:
+        read_identity(made, "west")
     assert caught.value.hint == "set the clock of this machine"
 
 
-def test_renewal_keeps_the_key(folder: Path) -> None:
-    later = NOW + timedelta(days=360)
-    sign_request(folder / "west.csr", cloud="west", folder=folder, now=later)
-    identity = read_identity(folder, "west", now=NOW + timedelta(days=700))
+def test_renewal_keeps_the_key(folder: Path, set_clock: SetClock) -> None:
+    set_clock(timedelta(days=360))
+    sign_request(folder / "west.csr", cloud="west", folder=folder)
+    set_clock(timedelta(days=700))
+    identity = read_identity(folder, "west")
     assert identity.key_pem == (folder / "west.key").read_bytes()
 
 
@@ -404,19 +418,21 @@ def test_a_client_without_certificate_is_refused() -> None:
         shake_hands(server_context(east), bare, "east.isthmus")
 
 
-def test_expired_throwaways_are_refused() -> None:
-    clouds = throwaway(["east", "west"], now=NOW - timedelta(days=8))
+def test_expired_throwaways_are_refused(set_clock: SetClock) -> None:
+    set_clock(timedelta(days=-8))
+    clouds = throwaway(["east", "west"])
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         shake_hands(server_context(clouds["east"]), client_context(clouds["west"]), "east.isthmus")
 
 
-def test_facts_name_every_state(folder: Path) -> None:
+def test_facts_name_every_state(folder: Path, set_clock: SetClock) -> None:
     (folder / "east.key").unlink()
     (folder / "notes.txt").write_text("not ours")
     make_request(folder, "south")
-    sign_request(make_request(folder, "north"), cloud="north", folder=folder, now=NOW)
+    sign_request(make_request(folder, "north"), cloud="north", folder=folder)
     make_request(folder, "north", force=True)
-    facts = {fact.name: fact for fact in inspect_folder(folder, now=NOW + timedelta(days=10))}
+    set_clock(timedelta(days=10))
+    facts = {fact.name: fact for fact in inspect_folder(folder)}
     assert list(facts) == ["authority", "east", "north", "south", "west"]
     assert [facts[name].kind for name in facts] == ["authority", "cloud", "cloud", "request", "cloud"]
     assert [facts[name].days_left for name in facts] == [3640, 355, 355, None, 355]
@@ -426,15 +442,16 @@ def test_facts_name_every_state(folder: Path) -> None:
     assert "isthmus certs sign south.csr --cloud south" in str(facts["south"].cure)
 
 
-def test_facts_of_an_expired_certificate_count_below_zero(made: Path) -> None:
-    facts = {fact.name: fact for fact in inspect_folder(made, now=NOW + timedelta(days=400))}
+def test_facts_of_an_expired_certificate_count_below_zero(made: Path, set_clock: SetClock) -> None:
+    set_clock(timedelta(days=400))
+    facts = {fact.name: fact for fact in inspect_folder(made)}
     assert facts["west"].days_left == -35
     assert "expired on" in str(facts["west"].problem)
     assert facts["authority"].problem is None
 
 
 def test_facts_of_no_folder_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CertificateError, match="cannot be listed: No such file or directory"):
+    with pytest.raises(UserError, match="cannot be listed: No such file or directory"):
         inspect_folder(tmp_path / "none")
 
 

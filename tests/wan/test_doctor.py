@@ -5,7 +5,7 @@ import shutil
 import socket
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from isthmus.job import Address, CloudSpec, Job
-from isthmus.wan import doctor
+from isthmus.wan import certificates, doctor
 from isthmus.wan.certificates import CertificateFacts, make_authority, make_request, sign_request
 from isthmus.wan.doctor import CheckResult, Devices
 from isthmus.wan.doctor import CheckVerdict as Verdict
@@ -56,13 +56,17 @@ def proxy_answering(status: str) -> Iterator[tuple[Address, list[bytes]]]:
         thread.join(30)
 
 
+def check(look: Callable[..., str], *arguments: object) -> CheckResult:
+    return doctor.check_by("it", look, *arguments)
+
+
 def make_cloud(folder: Path, name: str = "west", **keys: object) -> CloudSpec:
     return CloudSpec.model_validate({"name": name, "certificates": str(folder), **keys})
 
 
-def make_identity(folder: Path, name: str = "west", *, now: datetime = NOW) -> None:
-    make_authority(folder, force=True, now=now)
-    sign_request(make_request(folder, name), cloud=name, folder=folder, now=now)
+def make_identity(folder: Path, name: str = "west") -> None:
+    make_authority(folder, force=True)
+    sign_request(make_request(folder, name), cloud=name, folder=folder)
 
 
 def facts(*, days_left: int, starts: datetime = NOW, kind: str = "cloud") -> CertificateFacts:
@@ -86,7 +90,7 @@ def facts(*, days_left: int, starts: datetime = NOW, kind: str = "cloud") -> Cer
     ],
 )
 def test_torch_version(version: str | None, verdict: Verdict) -> None:
-    finding = doctor.check_torch(version)
+    finding = check(doctor.look_at_torch, version)
     assert finding.verdict is verdict
     assert (finding.cure is None) == (verdict is Verdict.OK)
 
@@ -130,34 +134,37 @@ def test_torch_version(version: str | None, verdict: Verdict) -> None:
 def test_devices(
     tmp_path: Path, device: str, ranks: int, found: Devices, verdict: Verdict, what: str
 ) -> None:
-    finding = doctor.check_devices(make_cloud(tmp_path, device=device, ranks=ranks), lambda: found)
+    cloud = make_cloud(tmp_path, device=device, ranks=ranks)
+    finding = check(doctor.look_at_devices, None, cloud, lambda: found)
     assert (finding.verdict, finding.what) == (verdict, what)
 
 
-def test_cpu_clouds_need_no_look_for_devices(tmp_path: Path) -> None:
+def test_cpu_clouds_need_no_look_for_devices(tmp_path: Path, listening: Address) -> None:
     def unexpected() -> Devices:
         raise AssertionError
 
-    cloud = make_cloud(tmp_path, device="cpu")
-    assert doctor.check_devices(cloud, unexpected).verdict is Verdict.OK
-    assert doctor.check_devices_of_all([cloud], unexpected).verdict is Verdict.OK
+    job = make_job(tmp_path, listening)
+    assert check(doctor.look_at_devices, job, job.cloud[0], unexpected).verdict is Verdict.OK
+    assert check(doctor.look_at_devices, job, None, unexpected).verdict is Verdict.OK
 
 
-def test_without_a_cloud_devices_that_a_local_run_lacks_are_a_warning(tmp_path: Path) -> None:
-    clouds = [make_cloud(tmp_path, device="cpu"), make_cloud(tmp_path, device="cuda", ranks=2)]
-    lacking = doctor.check_devices_of_all(clouds, Devices)
+def test_without_a_cloud_devices_that_a_local_run_lacks_are_a_warning(
+    tmp_path: Path, listening: Address
+) -> None:
+    job = make_job(tmp_path, listening, device="cuda", ranks=2)
+    lacking = check(doctor.look_at_devices, job, None, Devices)
     assert (lacking.verdict, lacking.what) == (
         Verdict.WARNING,
         "cloud 'west' asks for cuda, but torch finds cpu only here",
     )
-    few = doctor.check_devices_of_all(clouds, lambda: Devices(kind="cuda", num_devices=1))
+    few = check(doctor.look_at_devices, job, None, lambda: Devices(kind="cuda", num_devices=1))
     assert few.what == "2 ranks of cloud 'west' here need a device each, but torch finds 1 × cuda"
-    enough = doctor.check_devices_of_all(clouds, lambda: Devices(kind="cuda", num_devices=2))
+    enough = check(doctor.look_at_devices, job, None, lambda: Devices(kind="cuda", num_devices=2))
     assert enough.verdict is Verdict.OK
 
 
 def test_port_in_use_is_a_warning_since_the_gateway_may_run(listening: Address) -> None:
-    finding = doctor.check_port(listening)
+    finding = check(doctor.look_at_port, listening)
     assert finding.verdict is Verdict.WARNING
     assert "gateway" in str(finding.cure)
 
@@ -165,7 +172,7 @@ def test_port_in_use_is_a_warning_since_the_gateway_may_run(listening: Address) 
 def test_port_that_is_free() -> None:
     with socket.create_server((HERE, 0)) as server:
         port = server.getsockname()[1]
-    assert doctor.check_port(Address(host=HERE, port=port)).verdict is Verdict.OK
+    assert check(doctor.look_at_port, Address(host=HERE, port=port)).verdict is Verdict.OK
 
 
 def test_port_that_this_user_may_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,20 +180,20 @@ def test_port_that_this_user_may_not_take(monkeypatch: pytest.MonkeyPatch) -> No
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
-    finding = doctor.check_port(Address(host=HERE, port=80))
+    finding = check(doctor.look_at_port, Address(host=HERE, port=80))
     assert (finding.verdict, finding.cure) == (Verdict.FAILED, "choose a port above 1023")
 
 
 def test_peer_that_listens(tmp_path: Path, listening: Address) -> None:
-    finding = doctor.check_peer(make_cloud(tmp_path), listening, proxy=None)
-    assert finding == CheckResult(name="reach west", verdict=Verdict.OK, what=str(listening))
+    finding = check(doctor.look_at_peer, make_cloud(tmp_path), listening, None)
+    assert finding == CheckResult(name="it", verdict=Verdict.OK, what=str(listening))
 
 
 @pytest.mark.parametrize(("ranks", "verb"), [(1, "run"), (2, "gateway")])
 def test_a_peer_that_has_not_started_is_no_fault(
     ranks: int, verb: str, tmp_path: Path, closed: Address
 ) -> None:
-    finding = doctor.check_peer(make_cloud(tmp_path, ranks=ranks), closed, proxy=None)
+    finding = check(doctor.look_at_peer, make_cloud(tmp_path, ranks=ranks), closed, None)
     assert (finding.verdict, finding.what) == (Verdict.NOTE, f"{closed}: nothing listens there yet")
     assert f"isthmus {verb} JOB --cloud west" in str(finding.cure)
 
@@ -207,7 +214,7 @@ def test_peer_that_cannot_be_reached(
 
     monkeypatch.setattr(socket, "create_connection", fail)
     address = Address(host="west.example.com", port=7600)
-    finding = doctor.check_peer(make_cloud(tmp_path), address, proxy=None)
+    finding = check(doctor.look_at_peer, make_cloud(tmp_path), address, None)
     assert (finding.verdict, finding.what) == (Verdict.FAILED, f"west.example.com:7600: {what}")
     assert cure in str(finding.cure)
 
@@ -215,7 +222,7 @@ def test_peer_that_cannot_be_reached(
 def test_peer_through_a_proxy(tmp_path: Path) -> None:
     target = Address(host="2001:db8::7", port=7600)
     with proxy_answering("HTTP/1.1 200 Connection established") as (proxy, asked):
-        finding = doctor.check_peer(make_cloud(tmp_path), target, proxy=proxy)
+        finding = check(doctor.look_at_peer, make_cloud(tmp_path), target, proxy)
     assert finding.verdict is Verdict.OK
     assert asked == [b"CONNECT [2001:db8::7]:7600 HTTP/1.1\r\nHost: [2001:db8::7]:7600\r\n\r\n"]
 
@@ -223,8 +230,8 @@ def test_peer_through_a_proxy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("status", ["HTTP/1.1 403 Forbidden", "HTTP/1.1 2000 odd", "SSH-2.0-hello", ""])
 def test_peer_that_the_proxy_refuses(tmp_path: Path, status: str) -> None:
     with proxy_answering(status) as (proxy, _):
-        finding = doctor.check_peer(
-            make_cloud(tmp_path), Address(host="west.example.com", port=1), proxy=proxy
+        finding = check(
+            doctor.look_at_peer, make_cloud(tmp_path), Address(host="west.example.com", port=1), proxy
         )
     assert finding.verdict is Verdict.FAILED
     assert f"answers {status!r} for west.example.com:1" in finding.what
@@ -232,49 +239,50 @@ def test_peer_that_the_proxy_refuses(tmp_path: Path, status: str) -> None:
 
 def test_a_peer_that_a_proxy_cannot_reach_yet_is_no_fault(tmp_path: Path) -> None:
     with proxy_answering("HTTP/1.1 503 Service Unavailable") as (proxy, _):
-        finding = doctor.check_peer(
-            make_cloud(tmp_path), Address(host="west.example.com", port=1), proxy=proxy
+        finding = check(
+            doctor.look_at_peer, make_cloud(tmp_path), Address(host="west.example.com", port=1), proxy
         )
     assert finding.verdict is Verdict.NOTE
 
 
 def test_proxy_that_is_down(tmp_path: Path, closed: Address) -> None:
-    finding = doctor.check_peer(make_cloud(tmp_path), Address(host="west.example.com", port=1), proxy=closed)
+    address = Address(host="west.example.com", port=1)
+    finding = check(doctor.look_at_peer, make_cloud(tmp_path), address, closed)
     assert finding.what == f"{closed}: connection refused"
     assert "proxy" in str(finding.cure)
 
 
 def test_identity_that_is_whole_and_private(tmp_path: Path) -> None:
     make_identity(tmp_path)
-    assert doctor.check_identity(make_cloud(tmp_path), now=NOW).verdict is Verdict.OK
+    assert check(doctor.look_at_identity, make_cloud(tmp_path)).verdict is Verdict.OK
 
 
 def test_identity_with_a_key_that_all_can_read(tmp_path: Path) -> None:
     make_identity(tmp_path)
     (tmp_path / "west.key").chmod(0o644)
-    finding = doctor.check_identity(make_cloud(tmp_path), now=NOW)
+    finding = check(doctor.look_at_identity, make_cloud(tmp_path))
     assert (finding.verdict, finding.cure) == (Verdict.WARNING, f"chmod 600 {tmp_path / 'west.key'}")
     (tmp_path / "west.key").chmod(stat.S_IRUSR | stat.S_IRGRP)
-    assert doctor.check_identity(make_cloud(tmp_path), now=NOW).verdict is Verdict.OK
+    assert check(doctor.look_at_identity, make_cloud(tmp_path)).verdict is Verdict.OK
 
 
 def test_identity_that_is_missing_starts_with_the_request(tmp_path: Path) -> None:
-    finding = doctor.check_identity(make_cloud(tmp_path / "none"), now=NOW)
+    finding = check(doctor.look_at_identity, make_cloud(tmp_path / "none"))
     assert finding.verdict is Verdict.FAILED
     assert "isthmus certs request west" in str(finding.cure)
 
 
 @pytest.mark.parametrize("kind", ["cloud", "authority"])
 def test_certificates_warn_a_month_ahead(kind: str) -> None:
-    assert doctor.check_certificate(facts(days_left=30, kind=kind)).verdict is Verdict.OK
-    near = doctor.check_certificate(facts(days_left=29, kind=kind))
+    assert check(doctor.look_at_certificate, facts(days_left=30, kind=kind)).verdict is Verdict.OK
+    near = check(doctor.look_at_certificate, facts(days_left=29, kind=kind))
     assert near.verdict is Verdict.WARNING
     assert "operator" in str(near.cure)
 
 
 def test_certificate_with_a_problem_fails() -> None:
     fact = CertificateFacts(name="west", kind="request", problem="west.crt is missing", cure="sign it")
-    finding = doctor.check_certificate(fact)
+    finding = check(doctor.look_at_certificate, fact)
     assert (finding.verdict, finding.what, finding.cure) == (
         Verdict.FAILED,
         "west.crt is missing",
@@ -282,34 +290,12 @@ def test_certificate_with_a_problem_fails() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("is_synchronised", "verdict"),
-    [(True, Verdict.OK), (None, Verdict.OK), (False, Verdict.WARNING)],
-)
-def test_clock_by_its_time_service(is_synchronised: bool | None, verdict: Verdict) -> None:
-    finding = doctor.check_clock([facts(days_left=1)], is_synchronised=is_synchronised, now=NOW)
-    assert finding.verdict is verdict
-
-
 def test_clock_before_a_certificate_was_made_is_wrong() -> None:
+    assert check(doctor.look_at_clock, [facts(days_left=9)]).verdict is Verdict.OK
     future = facts(days_left=9, starts=NOW + timedelta(hours=1))
-    finding = doctor.check_clock([facts(days_left=9), future], is_synchronised=True, now=NOW)
+    finding = check(doctor.look_at_clock, [facts(days_left=9), future])
     assert finding.verdict is Verdict.FAILED
     assert "set the clock" in str(finding.cure)
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"), [("yes", True), ("no", False), ("", None), ("n/a", None), (None, None)]
-)
-def test_time_service_as_the_system_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, expected: bool | None
-) -> None:
-    if said is not None:
-        command = tmp_path / "timedatectl"
-        command.write_text(f"#!/bin/sh\necho '{said}'\n")
-        command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.read_is_synchronised() is expected
 
 
 class Usage(NamedTuple):
@@ -329,14 +315,8 @@ def test_disk_is_looked_at_where_the_runs_will_be(
         return Usage(100 * 2**30, 0, free_gib * 2**30)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    assert doctor.check_disk(tmp_path / "runs" / "deep").verdict is verdict
+    assert check(doctor.look_at_disk, tmp_path / "runs" / "deep").verdict is verdict
     assert asked == [tmp_path]
-
-
-def test_open_files() -> None:
-    assert doctor.check_open_files(1024, num_needed=1024).verdict is Verdict.OK
-    low = doctor.check_open_files(1024, num_needed=1025)
-    assert (low.verdict, low.cure) == (Verdict.WARNING, "ulimit -n 1025")
 
 
 @pytest.fixture
@@ -355,7 +335,7 @@ def make_job(folder: Path, listen: Address, **west: object) -> Job:
 
 def examine(job: Job, cloud: str | None, runs: Path) -> dict[str, CheckResult]:
     here = job.cloud_named(cloud) if cloud else None
-    found = doctor.examine(job, here, find_devices=Devices, runs=runs, now=NOW)
+    found = doctor.examine(job, here, find_devices=Devices, runs=runs)
     return {finding.name: finding for finding in found}
 
 
@@ -363,7 +343,7 @@ def examine(job: Job, cloud: str | None, runs: Path) -> dict[str, CheckResult]:
 def test_a_cloud_that_dials_is_examined_whole(tmp_path: Path, listening: Address) -> None:
     make_identity(tmp_path)
     findings = examine(make_job(tmp_path, listening), "west", tmp_path)
-    shared = ["python", "torch", "devices", "port", "reach east", "identity of west"]
+    shared = ["torch", "devices", "port", "reach east", "identity of west"]
     assert list(findings) == [*shared, "authority", "certificate of west", "clock", "disk", "open files"]
     assert [name for name, finding in findings.items() if finding.verdict is Verdict.FAILED] == []
     assert findings["port"].what == "none needed, west only dials out"
@@ -377,8 +357,12 @@ def test_a_cloud_that_listens_dials_nobody(tmp_path: Path, listening: Address) -
 
 
 @pytest.mark.usefixtures("_torch")
-def test_an_identity_that_fails_is_one_cross(tmp_path: Path, listening: Address) -> None:
-    make_identity(tmp_path, now=NOW - timedelta(days=400))
+def test_an_identity_that_fails_is_one_cross(
+    tmp_path: Path, listening: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(certificates, "utc_now", lambda: NOW - timedelta(days=400))
+        make_identity(tmp_path)
     findings = examine(make_job(tmp_path, listening), "west", tmp_path)
     failed = [finding.name for finding in findings.values() if finding.verdict is Verdict.FAILED]
     assert failed == ["identity of west"]
@@ -402,13 +386,13 @@ def test_without_a_cloud_only_what_is_here_is_examined(tmp_path: Path, listening
     make_identity(tmp_path)
     findings = examine(make_job(tmp_path, listening), None, tmp_path)
     certificates = ["authority", "certificate of west"]
-    assert list(findings) == ["python", "torch", "devices", *certificates, "clock", "disk", "open files"]
+    assert list(findings) == ["torch", "devices", *certificates, "clock", "disk", "open files"]
 
 
 @pytest.mark.usefixtures("_torch")
 def test_without_a_cloud_missing_folders_are_no_fault(tmp_path: Path, listening: Address) -> None:
     findings = examine(make_job(tmp_path / "none", listening), None, tmp_path)
-    assert list(findings) == ["python", "torch", "devices", "clock", "disk", "open files"]
+    assert list(findings) == ["torch", "devices", "clock", "disk", "open files"]
 
 
 def test_the_gateway_that_many_ranks_dial_needs_many_open_files(
