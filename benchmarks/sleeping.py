@@ -64,6 +64,7 @@ class SleepingStage(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.sends_gradient = not is_first
+        self.has_memory = False
         self.down = self.up = None
         self.stream_dtype = None
         self.hidden = torch.randn(1, num_tokens, width, generator=torch.Generator().manual_seed(0))

@@ -88,6 +88,7 @@ class TimedLink:
     def __init__(self, link: Any, record: Record) -> None:
         self._link = link
         self._record = record
+        self.on_state: Any = None
         self.receive_any = link.receive_any
         self.counters = link.counters
 

@@ -171,6 +171,8 @@ TRANSLATORS: dict[str, dict[str, Any]] = {
     "t5": {"d_model": 64, "num_layers": 4, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 16, "d_ff": 128},
 }
 
+ONE_FAST = ["bart", *(pytest.param(one, marks=pytest.mark.slow) for one in ("pegasus", "t5"))]
+
 
 def translator(model_type: str) -> Blueprint:
     tokens = {"vocab_size": 512, "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
@@ -178,7 +180,7 @@ def translator(model_type: str) -> Blueprint:
     return fresh_blueprint(values, head=HEADS["translation"])
 
 
-@pytest.mark.parametrize("model_type", TRANSLATORS)
+@pytest.mark.parametrize("model_type", ONE_FAST)
 def test_parameters_of_encoder_and_decoder_are_those_of_their_stages(model_type: str) -> None:
     model = translator(model_type)
     costs = measured(model, workload())
@@ -194,7 +196,7 @@ def test_parameters_of_encoder_and_decoder_are_those_of_their_stages(model_type:
 
 
 @pytest.mark.parametrize("precision", Precision)
-@pytest.mark.parametrize("model_type", TRANSLATORS)
+@pytest.mark.parametrize("model_type", ONE_FAST)
 def test_encoder_and_decoder_keep_what_autograd_saves(model_type: str, precision: Precision) -> None:
     model = translator(model_type)
     costs = measured(model, workload(precision=precision))
@@ -205,7 +207,8 @@ def test_encoder_and_decoder_keep_what_autograd_saves(model_type: str, precision
     # What leaves is kept beside it.
     stream_bytes = 4 * NUM_SEQUENCES * LENGTH * 64
     assert encoder < kept[0] < 1.01 * encoder + stream_bytes
-    assert kept[1] + costs.arrival_bytes[4] == pytest.approx(decoder, rel=0.02)
+    # What arrives is counted whole, which in a model this small is a little more than what is kept of it.
+    assert 0.999 * decoder < kept[1] + costs.arrival_bytes[4] < 1.03 * decoder
 
 
 def test_a_frozen_encoder_has_no_backward_and_the_decoder_reads_its_memory() -> None:

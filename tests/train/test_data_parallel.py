@@ -513,7 +513,7 @@ def test_a_cloud_stops_with_its_name_rather_than_send_what_is_not_finite() -> No
             next(iter(parameters_in_place(cloud.stage).values())).fill_(torch.nan)
 
     with pytest.raises(IsthmusError, match="the parameters of cloud 'east' are not finite in round 0"):
-        run(spec(2), STREAMING, begin=ruin)
+        run(spec(2, wait_s=2.0), STREAMING, begin=ruin)
 
 
 def test_clouds_with_other_weights_are_named() -> None:
@@ -524,4 +524,4 @@ def test_clouds_with_other_weights_are_named() -> None:
             cloud.outer.values[1][0, 0] += 1.0
 
     with pytest.raises(IsthmusError, match="'north' and 'east' have other parameters after 2 rounds"):
-        run(spec(3), STREAMING, begin=change)
+        run(spec(3, wait_s=2.0), STREAMING, begin=change)
