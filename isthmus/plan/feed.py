@@ -37,11 +37,9 @@ from isthmus.plan.types import (
     Member,
     Message,
     MessageKind,
-    Outcome,
     Scheduler,
     Send,
     Started,
-    Stop,
     Tell,
     Wake,
     Work,
@@ -298,10 +296,7 @@ class FeedLeader(Leader):
         if is_between_steps and self._asked_step != self.step:
             self._save(now_s)
         if not is_between_steps or self._saved_step == self.step:
-            self.is_stopped = True
-            self._tell_siblings(Orders(stops=True))
-            step = max(self._saved_step, 0)
-            self.act(Stop(Outcome.INTERRUPTED, "every cloud saves for itself", step=step))
+            self.finish(interrupted_at=max(self._saved_step, 0), reason="every cloud saves for itself")
         return True
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from statistics import fmean
+from types import MappingProxyType
 from typing import Final
 
 from isthmus.errors import UserError
@@ -30,6 +31,7 @@ _NUM_STEPS: Final = 36
 # The first steps wait for the first batches.
 _NUM_WARM_UP_STEPS: Final = 12
 _FREE_BPS: Final = 1e15
+_ALONE: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 def strategy_of(job: Job) -> GeneratorDiscriminatorStrategy:
@@ -71,14 +73,18 @@ def feed_of(
     num_steps: int,
     max_bytes: int,
     save_every_s: float | None = None,
+    num_ranks: Mapping[str, int] = _ALONE,
 ) -> GeneratorDiscriminator:
     """The schedule of these clouds, of which the first discriminates."""
-    judge, *others = clouds
+    _, *others = clouds
+    discriminator, *groups = [
+        tuple(Member(name, rank) for rank in range(num_ranks.get(name, 1))) for name in clouds
+    ]
     given, weights = [spec_of(strategy, name).quota for name in others], shares(strategy, clouds)
     quotas = shared_out(num_steps * strategy.batches, weights, given=given)
     streams = tuple(
-        GeneratorStream(members=(Member(name),), quota=quota, weight=weight)
-        for name, quota, weight in zip(others, quotas, weights, strict=True)
+        GeneratorStream(members=group, quota=quota, weight=weight)
+        for group, quota, weight in zip(groups, quotas, weights, strict=True)
     )
     least = max(2 * strategy.batches, strategy.max_queued, _LEAST_KEPT)
     if least > MAX_KEPT:
@@ -87,7 +93,7 @@ def feed_of(
             hint="lower strategy.batches or strategy.max_queued",
         )
     return GeneratorDiscriminator(
-        discriminator=(Member(judge),),
+        discriminator=discriminator,
         generators=streams,
         batches_per_step=strategy.batches,
         max_queued=strategy.max_queued,

@@ -64,6 +64,8 @@ class Orders(Facts):
     works: tuple[WorkOrder, ...] = ()
     saves: Count | None = None
     stops: bool = False
+    interrupted_at: Count | None = None
+    """The step that is saved, where they stop before the end of the run."""
 
 
 class Leader(ABC):
@@ -252,11 +254,12 @@ class Leader(ABC):
             del self._missing[step]
             self._saved(step)
 
-    def finish(self) -> None:
-        """End the run on all ranks."""
+    def finish(self, *, interrupted_at: int | None = None, reason: str = "") -> None:
+        """End the run on all ranks, at its end or where it was interrupted and saved."""
         self.is_stopped = True
-        self._tell_siblings(Orders(stops=True))
-        self.act(Stop(Outcome.FINISHED))
+        orders = Orders(stops=True, interrupted_at=interrupted_at)
+        self._tell_siblings(orders)
+        self.act(_stop(orders, reason))
 
     def fail(self, reason: str, hint: str = "") -> None:
         """End the run here; siblings see that their leader is lost."""
@@ -283,6 +286,12 @@ class Leader(ABC):
 def not_awaited(message: Message) -> ScheduleError:
     """The error of a message that does not belong here."""
     return ScheduleError(f"{message.name} from {message.sender} is not awaited here")
+
+
+def _stop(orders: Orders, reason: str = "") -> Stop:
+    if orders.interrupted_at is None:
+        return Stop(Outcome.FINISHED, reason)
+    return Stop(Outcome.INTERRUPTED, reason, step=orders.interrupted_at)
 
 
 class HostLane:
@@ -382,7 +391,7 @@ class Sibling:
                 actions.append(Save(orders.saves))
             if orders.stops:
                 self._is_stopped = True
-                actions.append(Stop(Outcome.FINISHED))
+                actions.append(_stop(orders))
                 return
         if self._running is None and self._works:
             self._running = self._works.popleft()

@@ -11,8 +11,9 @@ sequences of each batch; the leader gathers or broadcasts what crosses.
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final, Protocol
 
 import numpy as np
@@ -86,6 +87,11 @@ class Corrupted:
     def num_tokens(self) -> int:
         return len(self.ids_N)
 
+    def sequences(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+        """The ids and labels of each sequence."""
+        ends = np.cumsum(self.lengths_B)[:-1]
+        return zip(np.split(self.ids_N, ends), np.split(self.is_replaced_N, ends), strict=True)
+
     def pack(self, form: BatchForm) -> bytes:
         """As many bits for an id as the vocabulary needs, and one for its label."""
         values_N1 = (self.ids_N << 1 | self.is_replaced_N)[:, None]
@@ -94,16 +100,13 @@ class Corrupted:
 
     def batch(self, form: BatchForm, *, rank: int, num_ranks: int) -> Batch:
         """The sequences of a rank, padded, with a label for each token."""
-        own = range(rank, len(self.lengths_B), num_ranks)
-        ends = np.cumsum(self.lengths_B)
-        width = max(int(self.lengths_B[row]) for row in own)
+        own = list(self.sequences())[rank::num_ranks]
+        width = max(len(ids_T) for ids_T, _ in own)
         ids_BT = torch.full((len(own), width), form.pad_id)
         labels_BT = torch.full((len(own), width), IGNORED)
-        for place, row in enumerate(own):
-            length = int(self.lengths_B[row])
-            tokens = slice(int(ends[row]) - length, int(ends[row]))
-            ids_BT[place, :length] = torch.from_numpy(self.ids_N[tokens])
-            labels_BT[place, :length] = torch.from_numpy(self.is_replaced_N[tokens].astype(np.int64))
+        for place, (ids_T, is_replaced_T) in enumerate(own):
+            ids_BT[place, : len(ids_T)] = torch.from_numpy(ids_T)
+            labels_BT[place, : len(ids_T)] = torch.from_numpy(is_replaced_T.astype(np.int64))
         is_token_BT = labels_BT != IGNORED
         mask_BT = None if bool(is_token_BT.all()) else is_token_BT.long()
         return Batch(ids=ids_BT, num_targets=int(is_token_BT.sum()), mask=mask_BT, labels=labels_BT)
@@ -313,7 +316,7 @@ class GeneratorActor:
         own = self._replace(batch, output.scores, number=work.item)
         parts = world.gather_bytes(_to_bytes(own))
         if parts is not None:
-            data = _joined([_from_bytes(one) for one in parts]).pack(self._form)
+            data = _interleaved([_from_bytes(one) for one in parts]).pack(self._form)
             self._kept.put(work.item, data)
         return gathered(world, Generated(num_tokens=own.num_tokens))
 
@@ -322,10 +325,15 @@ class GeneratorActor:
         labels = batch.labels if batch.labels is not None else batch.ids
         is_masked = labels != IGNORED
         logits = scores[is_masked.to(scores.device), : self._form.vocabulary_size].float() / self._temperature
-        drawing = torch.Generator(logits.device)
-        drawing.manual_seed(seed_from("replacements", self._seed, number, self._model.world.rank))
         # The largest share over an exponential number is as likely as its share.
-        waits = torch.empty_like(logits).exponential_(generator=drawing)
+        waits, world, drawing = torch.empty_like(logits), self._model.world, torch.Generator(logits.device)
+        start = 0
+        for place, num_masked in enumerate(is_masked.sum(1).tolist()):
+            # Each sequence has draws of its own, whichever rank it is at.
+            row = place * world.num_ranks + world.rank
+            drawing.manual_seed(seed_from("replacements", self._seed, number, row))
+            waits[start : start + num_masked].exponential_(generator=drawing)
+            start += num_masked
         drawn = (logits.softmax(-1) / waits).argmax(-1).cpu()
         ids, is_replaced = batch.ids.clone(), torch.zeros_like(is_masked)
         ids[is_masked], is_replaced[is_masked] = drawn, drawn != labels[is_masked]
@@ -423,9 +431,12 @@ def _from_bytes(data: bytes) -> Corrupted:
     return Corrupted(lengths_B=lengths_B, ids_N=values_N >> 1, is_replaced_N=(values_N & 1).astype(np.bool_))
 
 
-def _joined(parts: Sequence[Corrupted]) -> Corrupted:
+def _interleaved(parts: Sequence[Corrupted]) -> Corrupted:
+    """The sequences in the order of the batch, of which the ranks have taken turns."""
+    rows = zip_longest(*(list(one.sequences()) for one in parts))
+    in_order = [sequence for row in rows for sequence in row if sequence is not None]
     return Corrupted(
-        lengths_B=np.concatenate([one.lengths_B for one in parts]),
-        ids_N=np.concatenate([one.ids_N for one in parts]),
-        is_replaced_N=np.concatenate([one.is_replaced_N for one in parts]),
+        lengths_B=np.array([len(ids_T) for ids_T, _ in in_order]),
+        ids_N=np.concatenate([ids_T for ids_T, _ in in_order]),
+        is_replaced_N=np.concatenate([is_replaced_T for _, is_replaced_T in in_order]),
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, Job, ModelSpec
 from isthmus.job.codec import HiddenSpec
+from isthmus.job.sections import TrainSpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.heads import DETECTION, HEADS
 from isthmus.model.random import seed_from
@@ -42,7 +43,7 @@ from isthmus.train.generator import (
     WholeModel,
 )
 from isthmus.train.loop import Actor
-from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of
+from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of, sharding_of
 from isthmus.train.wire import Observer
 
 _LAYERS: Final = "num_hidden_layers"
@@ -143,7 +144,13 @@ class FeedKind:
         """Refuse a job that cannot run."""
         strategy, (judge, *clouds) = strategy_of(job), clouds_of(job)
         _check(job, judge, clouds)
-        layout_of(job, strategy.batches)
+        num_sequences = layout_of(job, strategy.batches).num_sequences
+        for cloud in job.cloud:
+            if cloud.ranks > num_sequences:
+                raise UserError(
+                    f"cloud {cloud.name!r} has {cloud.ranks} ranks for batches of {num_sequences} sequences",
+                    hint="lower strategy.batches, raise train.batch_tokens, or use fewer ranks",
+                )
         return decisions or Decisions(
             layers=(),
             num_microbatches=strategy.batches,
@@ -194,6 +201,7 @@ class FeedKind:
             run_id=run_id,
             model=dict(data.facts.config),
             recompute=decisions.recompute or job.train.recompute,
+            sharding={one.name: sharding_of(one) for one in job.cloud},
             offload_optimizer=decisions.offload_optimizer,
             optimizer_bits=8 if decisions.optimizer_bits == 8 else 32,
             keeps_padding=blueprint.mixes_tokens,
@@ -203,6 +211,7 @@ class FeedKind:
                 num_steps=job.train.steps,
                 max_bytes=form.max_bytes,
                 save_every_s=job.checkpoint.every_s,
+                num_ranks={one.name: one.ranks for one in job.cloud},
             ),
             form=form,
             tokenizer=vocabulary_digest(data.tokenizer),
@@ -242,6 +251,11 @@ def _check(job: Job, judge: str, clouds: Sequence[str]) -> None:
         raise UserError("generator and discriminator need two clouds", hint="add a [[cloud]] and a [[link]]")
     if job.data.task != "masked-lm":
         raise UserError(f"generators do not learn {job.data.task}", hint='set data.task to "masked-lm"')
+    if job.train.evaluate_every not in (0, TrainSpec.model_fields["evaluate_every"].default):
+        raise UserError(
+            f"train.evaluate_every = {job.train.evaluate_every}, but a discriminator has no data to hold out",
+            hint="leave it out: the report has the accuracy on each batch before it is trained on",
+        )
     linked = {frozenset(link.between): link for link in job.link}
     for name in clouds:
         link = linked.get(frozenset((judge, name)))
@@ -254,12 +268,6 @@ def _check(job: Job, judge: str, clouds: Sequence[str]) -> None:
             raise UserError(
                 f"no hidden states cross {link.name}, so it has no {link.boundary}",
                 hint="leave link.boundary out",
-            )
-    for cloud in job.cloud:
-        if cloud.ranks > 1:
-            raise UserError(
-                f"cloud {cloud.name!r} has {cloud.ranks} ranks, but models are trained by one each so far",
-                hint=f"set cloud.{cloud.name}.ranks to 1",
             )
     models = [own_job(job, name).model for name in (judge, *clouds)]
     if any(one is not None and (one.lora is not None or one.frozen_layers) for one in models):
@@ -299,11 +307,13 @@ class FeedRole:
 
     @property
     def peers(self) -> Sequence[Member]:
-        """The leaders of the generators at the discriminator; that one elsewhere."""
-        feed = self._config.feed
-        return (
-            feed.discriminator[:1] if self._index is not None else [one.members[0] for one in feed.generators]
-        )
+        """Of a leader its siblings, and the leaders of the generators or of the discriminator."""
+        feed, index = self._config.feed, self._index
+        leader, *siblings = feed.discriminator if index is None else feed.generators[index].members
+        if self._member != leader:
+            return [leader]
+        others = [one.members[0] for one in feed.generators] if index is None else feed.discriminator[:1]
+        return [*siblings, *others]
 
     @property
     def state(self) -> type[Facts]:

@@ -50,9 +50,17 @@ class World:
     Without a control group this is the only rank: everything it gathers, sums or broadcasts is its own.
     """
 
-    def __init__(self, spec: RankSpec | None = None, *, control: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        spec: RankSpec | None = None,
+        *,
+        control: dist.ProcessGroup | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         spec = spec or RankSpec()
         self.rank, self.num_ranks, self.is_leader = spec.rank, spec.num_ranks, spec.is_leader
+        self.watch = watch
+        """Carries messages between the leader and the others, outside of collectives."""
         self._control = control
 
     def gather(self, values: object) -> list[Any] | None:
@@ -188,7 +196,7 @@ def _process_group(spec: RankSpec, device: Device, store: Store, watch: Watch) -
                     timeout=_TIMEOUT,
                 )
                 control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-            world = World(spec, control=control)
+            world = World(spec, control=control, watch=watch)
             _check_devices(world, device)
             yield world
     finally:

@@ -53,7 +53,7 @@ from isthmus.plan.types import (
     WorkKind,
 )
 from isthmus.train.device import Mark
-from isthmus.train.wire import Delivery, Failure, Inbox, Wire
+from isthmus.train.wire import AnyWire, Delivery, Failure, Inbox
 
 # Works that change nothing that is saved, but for buffers of the stage.
 _KEEPS_STATE: Final = frozenset(
@@ -96,7 +96,7 @@ class Loop:
 
     scheduler: Scheduler
     actor: Actor
-    wires: Mapping[Member, Wire]
+    wires: Mapping[Member, AnyWire]
     inbox: Inbox
     _: KW_ONLY
     tell: Callable[[Facts], None]

@@ -208,7 +208,8 @@ class Neighbours:
 
     def links(self, peers: Sequence[Member]) -> dict[Member, Link]:
         """The links to members of other clouds."""
-        return {peer: self._connect(peer.cloud, peer.rank) for peer in peers}
+        others = [peer for peer in peers if peer.cloud != self._cloud]
+        return {peer: self._connect(peer.cloud, peer.rank) for peer in others}
 
     def _send_down(self, stream: str, packet: Packet) -> None:
         for down in self.downs:

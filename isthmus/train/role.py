@@ -24,7 +24,7 @@ from isthmus.train.data.samples import Cursor
 from isthmus.train.data.training_data import Feed, Source, TrainingData
 from isthmus.train.loop import Actor, Loop, Saver, save_nothing
 from isthmus.train.run_config import RunConfig
-from isthmus.train.wire import Inbox, Observer, Wire
+from isthmus.train.wire import AnyWire, Inbox, InsideWire, Observer, Wire
 from isthmus.wan.link import Link
 
 
@@ -37,7 +37,7 @@ class Role(Protocol):
 
     @property
     def peers(self) -> Sequence[Member]:
-        """The members of other clouds that this one exchanges messages with."""
+        """The members that this one exchanges messages with; those of its own cloud take facts alone."""
 
     @property
     def facts(self) -> Mapping[MessageKind, type[Facts]]:
@@ -135,7 +135,7 @@ def open_loop(
 ) -> Loop:
     """The loop of a member, with its scheduler, its actor and a wire to each peer."""
     inbox = Inbox()
-    wires = {
+    wires: dict[Member, AnyWire] = {
         peer: Wire(
             link,
             here=member,
@@ -147,5 +147,9 @@ def open_loop(
         )
         for peer, link in links.items()
     }
+    watch = role.built.world.watch
+    for peer in role.peers:
+        if watch is not None and peer.cloud == member.cloud:
+            wires[peer] = InsideWire(watch, here=member, peer=peer, inbox=inbox, facts=role.facts)
     actor = role.actor(observer, source)
     return Loop(scheduler or role.scheduler(), actor, wires, inbox, tell=observer.tell, save=save)

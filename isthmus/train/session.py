@@ -54,7 +54,7 @@ from isthmus.train.role import Role, RunKind, open_loop
 from isthmus.train.run_config import MODEL_FOLDER, RunConfig
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
 from isthmus.train.store import Store, open_store
-from isthmus.train.wire import Wire
+from isthmus.train.wire import AnyWire
 from isthmus.units import format_duration
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import RankSpec
@@ -414,7 +414,7 @@ class _Epoch:
             note(described)
 
 
-def _state(step: int, facts: Facts | None, feed: Feed | None, wires: Mapping[Member, Wire]) -> State:
+def _state(step: int, facts: Facts | None, feed: Feed | None, wires: Mapping[Member, AnyWire]) -> State:
     states = {peer: wire.state(step) for peer, wire in wires.items()}
     return State(
         step=step,
@@ -424,7 +424,7 @@ def _state(step: int, facts: Facts | None, feed: Feed | None, wires: Mapping[Mem
     )
 
 
-def _restore(state: State, wires: Mapping[Member, Wire], kind: type[Facts]) -> Facts | None:
+def _restore(state: State, wires: Mapping[Member, AnyWire], kind: type[Facts]) -> Facts | None:
     """Give wires their codec state; returns the facts of the scheduler."""
     for peer in state.wires.keys() & wires.keys():
         wires[peer].load(state.wires[peer])

@@ -11,6 +11,7 @@ a lost rank cannot be cancelled. The frames are those of links:
     Notice(proof="…")                        rank 3 proves itself
     Notice(welcome=True)                     both are authenticated
     Notice(store=40123)                      every rank has come, and torch's store listens at this port
+    Notice(message={…})                      what rank 0 orders, and what others answer
     Ping, Pong                               heartbeats
     Close                                    the end, in order
     Abort(reason)                            the end of the world, and why
@@ -31,17 +32,20 @@ import secrets
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
+
+from pydantic import JsonValue
 
 from isthmus.errors import FrameError, RankLost, UserError
 from isthmus.job.fields import Address
 from isthmus.wan.handshake import EXIT_LOST, RankSpec
 from isthmus.wan.heartbeat import MAX_LINE_BYTES, Channel, Heartbeat
-from isthmus.wan.packet import Abort, Close, ControlFrame, Frame, Notice
+from isthmus.wan.packet import Abort, Close, ControlFrame, Frame, Notice, encode
 from isthmus.wan.sockets import Complaints, LoopThread, evict, listen, own_address, source_of, why
 
 log = logging.getLogger(__name__)
@@ -57,6 +61,9 @@ _NONCE_BYTES: Final = 16
 _MAX_NONCE_LENGTH: Final = 128
 _MAX_REASON_LENGTH: Final = 500
 _KEY: Final = "watch"
+
+Taker = Callable[[JsonValue | RankLost], None]
+"""Takes in what another rank tells, or that the world has ended."""
 
 
 class LauncherStore(Protocol):
@@ -150,6 +157,19 @@ class Watch:
         self._store_port = 0
         self._num_left = 0
         self._reason: str | None = None
+        self._takers: dict[int, Taker] = {}
+        self._early: defaultdict[int, list[JsonValue]] = defaultdict(list)
+
+    def tell(self, rank: int, message: Any) -> None:
+        """Send a few JSON values to a rank; only rank 0 speaks to all."""
+        frame = Notice({"message": message})
+        if len(encode(frame)) >= MAX_LINE_BYTES:
+            raise ValueError(f"a message of more than {MAX_LINE_BYTES} bytes to rank {rank}")
+        self._loop.call(self._write, rank, frame)
+
+    def hear(self, rank: int, take: Taker) -> None:
+        """Take in what a rank tells, on another thread: first what it has told already."""
+        self._loop.call(self._hand_to, rank, take)
 
     def reason(self, *, timeout_s: float) -> str | None:
         """Why the world has ended; waits a little for the word, None if none comes."""
@@ -261,6 +281,17 @@ class Watch:
 
     # On the watch's own thread.
 
+    def _write(self, rank: int, frame: ControlFrame) -> None:
+        if rank in self._peers:
+            self._peers[rank].write(frame)
+
+    def _hand_to(self, rank: int, take: Taker) -> None:
+        self._takers[rank] = take
+        for message in self._early.pop(rank, ()):
+            take(message)
+        if self._reason is not None:
+            take(RankLost(self._reason))
+
     async def _join(self, port: int) -> None:
         """Connect to rank 0 and prove each other."""
         async with asyncio.timeout(_HANDSHAKE_S):
@@ -366,6 +397,9 @@ class Watch:
                 self._store_port = port
                 self._all_met.set()
                 return True
+            case Notice({"message": message}):
+                self._takers.get(rank, self._early[rank].append)(message)
+                return True
             case Close():
                 self._num_left += 1
             case Abort(reason=reason):
@@ -379,6 +413,8 @@ class Watch:
             return
         log.error("%s", reason)
         self._reason = reason
+        for take in self._takers.values():
+            take(RankLost(reason))
         for channel in self._peers.values():
             channel.write(Abort(self.cloud, reason))
         self._ended.set()

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, ValidationError
 from torch import Tensor
 
 from isthmus.codec.base import flat_bytes
-from isthmus.errors import FrameError
+from isthmus.errors import FrameError, RankLost
 from isthmus.events import Span, steady_s
 from isthmus.plan.pipeline_parts import HIDDEN
 from isthmus.plan.types import (
@@ -41,6 +41,7 @@ from isthmus.train.coding import DTYPES, CodecState, Coded, CutEnd
 from isthmus.train.device import Mark
 from isthmus.train.frozen_cache import Cache
 from isthmus.train.integers import pack_integers, unpack_integers
+from isthmus.train.watch import Watch
 from isthmus.wan.link import Link, LinkState, OnState
 from isthmus.wan.packet import Buffer, Packet
 
@@ -204,8 +205,10 @@ class Wire:
             self._take(stream, packet)
 
     def _take(self, stream: str, packet: Packet) -> None:
-        header = _read_header(packet)
-        message = self._message(stream, header)
+        header = _read_header(packet.header)
+        if _STREAMS.get(header.kind) != stream:
+            raise FrameError(f"a {header.kind.value} in the stream {stream}")
+        message = _message(header, self.facts, sender=self.peer, to=self.here)
         arrived_s = steady_s()
         sent_s = min(arrived_s, header.sent_s - (self.link.counters().clock_offset_s or 0.0))
         tensors, coded = self._unpack(message, header, packet)
@@ -221,23 +224,6 @@ class Wire:
                 travel_s=arrived_s - sent_s,
                 facts=Carried(coding_s=coding_s),
             )
-        )
-
-    def _message(self, stream: str, header: "_Header") -> Message:
-        kind = header.kind
-        if _STREAMS.get(kind) != stream:
-            raise FrameError(f"a {kind.value} in the stream {stream}")
-        facts = self.facts.get(kind)
-        if (facts is None) != (header.facts is None):
-            raise FrameError(f"a {kind.value} with facts that it should not have, or without")
-        return Message(
-            kind,
-            header.step,
-            header.item,
-            self.peer,
-            (self.here,),
-            None if facts is None else unpack_facts(header.facts, facts),
-            tuple(header.codecs.items()),
         )
 
     def _unpack(
@@ -304,6 +290,51 @@ class Wire:
             self.inbox.put(Failure(member=self.peer, error=error))
 
 
+@dataclass(slots=True, eq=False)
+class InsideWire:
+    """The path between this rank and another one of its cloud: facts alone, where ranks watch each other."""
+
+    watch: Watch
+    _: KW_ONLY
+    here: Member
+    peer: Member
+    inbox: Inbox
+    facts: Mapping[MessageKind, type[Facts]]
+    cache: None = None
+
+    def open(self) -> None:
+        """Start to take in what arrives."""
+        self.watch.hear(self.peer.rank, self._take)
+
+    def send(self, message: Message, tensors: Mapping[str, Tensor], ready: Mark) -> None:  # noqa: ARG002
+        """Send a message; tensors go through collectives."""
+        self.watch.tell(self.peer.rank, _pack(message, {}, {}, None).header)
+
+    def _take(self, found: JsonValue | RankLost) -> None:
+        if isinstance(found, RankLost):
+            self.inbox.put(Failure(member=self.peer, error=found))
+            return
+        try:
+            message = _message(_read_header(found), self.facts, sender=self.peer, to=self.here)
+        except FrameError as error:
+            self.inbox.put(Failure(member=self.peer, error=error))
+        else:
+            self.inbox.put(Delivery(message=message, tensors={}, travel_s=0.0, facts=Carried()))
+
+    def state(self, step: int) -> None:
+        """Nothing is coded."""
+
+    def load(self, state: CodecState) -> None:
+        """Nothing is coded."""
+
+    def close(self) -> None:
+        """The connection stays until the world ends."""
+
+    def abandon(self) -> None:
+        """The connection stays until the world ends."""
+
+
+AnyWire = Wire | InsideWire
 _LAX: Final = Strict(False)
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Dtype = Literal["float32", "bfloat16", "float16"]
@@ -349,9 +380,19 @@ def _pack(
     return Packet(header, tuple(buffers))
 
 
-def _read_header(packet: Packet) -> _Header:
+def _message(
+    header: _Header, kinds: Mapping[MessageKind, type[Facts]], *, sender: Member, to: Member
+) -> Message:
+    kind, facts = header.kind, kinds.get(header.kind)
+    if (facts is None) != (header.facts is None):
+        raise FrameError(f"a {kind.value} with facts that it should not have, or without")
+    found = None if facts is None else unpack_facts(header.facts, facts)
+    return Message(kind, header.step, header.item, sender, (to,), found, tuple(header.codecs.items()))
+
+
+def _read_header(header: object) -> _Header:
     try:
-        return _Header.model_validate(packet.header)
+        return _Header.model_validate(header)
     except ValidationError as error:
         reason = error.errors(include_url=False, include_input=False, include_context=False)[0]
         raise FrameError(f"a message with an unreadable header: {str(reason)[:_MAX_SHOWN]}") from None

@@ -306,7 +306,7 @@ def make_loop(
     logged = Logged(scheduler, record)
     role = PipelineRole(config, member, built)
     loop = open_loop(role, member, links, observer=record, source=source, save=save, scheduler=logged)
-    return loop, dict(loop.wires)
+    return loop, {peer: one for peer, one in loop.wires.items() if isinstance(one, Wire)}
 
 
 def link_ends(number: int) -> tuple[str, str]:

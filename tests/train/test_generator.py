@@ -113,9 +113,14 @@ def _generate(own: Plain, index: int, number: int) -> Batch:
     own.graph.backward()
     assert batch.labels is not None
     is_masked = batch.labels != -100
-    drawing = torch.Generator().manual_seed(seed_from("replacements", index, number, 0))
     logits = scores[is_masked]
-    drawn = (logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=drawing)).argmax(-1)
+    waits = [
+        torch.empty(int(is_masked[row].sum()), logits.shape[1]).exponential_(
+            generator=torch.Generator().manual_seed(seed_from("replacements", index, number, row))
+        )
+        for row in range(len(is_masked))
+    ]
+    drawn = (logits.softmax(-1) / torch.cat(waits)).argmax(-1)
     ids, labels = batch.ids.clone(), torch.zeros_like(batch.ids)
     ids[is_masked] = drawn
     labels[is_masked] = (drawn != batch.labels[is_masked]).long()

@@ -38,6 +38,7 @@ from tests.train.reference import assert_same
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generator-discriminator.toml"
 CLOUDS = ("judge", "english", "esperanto")
+TWO = ("cloud.judge.ranks=2", "cloud.english.ranks=2")
 HEARTBEAT_S = 25.0
 """Less than it takes until a silent link is given up."""
 
@@ -69,6 +70,20 @@ def test_the_example_runs_and_its_models_are_loaded_by_transformers(tmp_path: Pa
     assert asdict(isthmus.report(run).comparison)["feed"]["accuracy"] == pytest.approx(feed.accuracy)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
+def test_two_ranks_in_each_cloud_train_the_models_of_one(tmp_path: Path, sharding: str) -> None:
+    few = ("train.steps=6", "train.batch_tokens=512")
+    several = [f"cloud.{cloud}.{key}" for cloud in CLOUDS for key in ("ranks=2", f"sharding={sharding}")]
+    alone = isthmus.run(job(*few), runs=tmp_path / "alone").run
+    shared = isthmus.run(job(*few, *several), runs=tmp_path / "shared").run
+    expected, found = weights(alone), weights(shared)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
+    one, two = (recorded_feed(run) for run in (alone, shared))
+    assert [stream.num_tokens for stream in one.streams] == [stream.num_tokens for stream in two.streams]
+
+
 def weights(run: Path) -> dict[str, Tensor]:
     folders = ("model", "generator-english", "generator-esperanto")
     return {
@@ -79,11 +94,13 @@ def weights(run: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_a_run_whose_clouds_are_killed_gives_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
-    """First a generator is killed, then the discriminator; all go on from what each had saved."""
-    changes = ("train.steps=60", "checkpoint.every=1 s")
-    expected = weights(isthmus.run(job("train.steps=60"), runs=tmp_path / "whole").run)
-    left = [(40, 0), (15, 1)]
+@pytest.mark.parametrize(("ranks", "left"), [((), [(40, 0), (15, 1)]), (TWO, [(40, 0), (25, 1), (15, 3)])])
+def test_a_run_whose_clouds_are_killed_gives_the_weights_of_one_that_was_not(
+    tmp_path: Path, ranks: tuple[str, ...], left: list[tuple[int, int]]
+) -> None:
+    """First a rank of a generator is killed, then the discriminator; all go on from what each had saved."""
+    changes = ("train.steps=60", "checkpoint.every=1 s", *ranks)
+    expected = weights(isthmus.run(job("train.steps=60", *ranks), runs=tmp_path / "whole").run)
 
     def hear(cloud: str, about: Mapping[str, Any]) -> None:
         if left and (about["kind"], cloud) == ("step", "judge") and about["step"] >= left[-1][0]:
@@ -94,7 +111,7 @@ def test_a_run_whose_clouds_are_killed_gives_the_weights_of_one_that_was_not(tmp
             )
             ranks[index].kill()
 
-    run = isthmus.run(job(*changes), runs=tmp_path / "killed", restarts=2, on_report=hear).run
+    run = isthmus.run(job(*changes), runs=tmp_path / "killed", restarts=3, on_report=hear).run
     assert not left
     found = weights(run)
     assert found.keys() == expected.keys()
@@ -109,19 +126,22 @@ def exported(run: Path, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_to_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
-    expected = weights(isthmus.run(job("train.steps=30"), runs=tmp_path / "whole").run)
+@pytest.mark.parametrize("ranks", [(), TWO])
+def test_a_run_that_was_stopped_goes_on_to_the_weights_of_one_that_was_not(
+    tmp_path: Path, ranks: tuple[str, ...]
+) -> None:
+    expected = weights(isthmus.run(job("train.steps=30", *ranks), runs=tmp_path / "whole").run)
     stop = StopRequest()
 
     def hear(cloud: str, about: Mapping[str, Any]) -> None:
         if (about["kind"], cloud) == ("step", "judge") and about["step"] == 10:
             stop.ask()
 
-    stopped = isthmus.run(job("train.steps=30"), runs=tmp_path / "stopped", on_report=hear, stop=stop)
+    stopped = isthmus.run(job("train.steps=30", *ranks), runs=tmp_path / "stopped", on_report=hear, stop=stop)
     assert stopped.stopped_at is not None
     assert 10 < stopped.stopped_at < 30
     unfinished = exported(stopped.run, tmp_path / "unfinished")
-    run = isthmus.run(job("train.steps=30"), runs=tmp_path / "stopped").run
+    run = isthmus.run(job("train.steps=30", *ranks), runs=tmp_path / "stopped").run
     found = weights(run)
     assert unfinished.keys() == expected.keys()
     assert any(not torch.equal(unfinished[name], value) for name, value in expected.items())
@@ -216,8 +236,9 @@ def test_a_generator_has_a_third_of_the_layers_and_data_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("cloud.english.ranks=2", "cloud.english.ranks"),
+        ("cloud.english.ranks=40", "strategy.batches"),
         ("model.frozen_layers=1", "frozen"),
+        ("train.evaluate_every=50", "train.evaluate_every"),
     ],
 )
 def test_what_cannot_run_is_refused_with_a_cure(override: str, key: str) -> None:

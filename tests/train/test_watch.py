@@ -100,6 +100,35 @@ def test_a_lost_rank_is_known_to_all_with_its_name(lost: int) -> None:
         leave(posts, RuntimeError("over"))
 
 
+def test_ranks_and_their_leader_hear_what_they_tell_each_other_in_order_and_then_the_end() -> None:
+    with ranks() as posts:
+        leader, first, second = (one.watch for one in posts)
+        heard: dict[str, queue.SimpleQueue[Any]] = {
+            name: queue.SimpleQueue() for name in ("leader", "first", "second")
+        }
+        leader.tell(1, {"works": 1})
+        leader.tell(2, {"works": 2})
+        leader.tell(1, {"works": 3})
+        # What was told before anybody listened is not lost.
+        first.hear(0, heard["first"].put)
+        second.hear(0, heard["second"].put)
+        leader.hear(2, heard["leader"].put)
+        second.tell(0, "saved")
+        found = [heard[name].get(timeout=10) for name in ("first", "first", "second", "leader")]
+        assert found == [{"works": 1}, {"works": 3}, {"works": 2}, "saved"]
+        leave(posts[:1], RuntimeError("over"))
+        for name in ("first", "second"):
+            assert str(heard[name].get(timeout=10)) == "over"
+        leave(posts[1:], RuntimeError("over"))
+
+
+def test_a_message_that_no_rank_would_read_is_the_callers_mistake() -> None:
+    with ranks() as posts:
+        with pytest.raises(ValueError, match="bytes"):
+            posts[0].watch.tell(1, "x" * 40_000)
+        leave(posts)
+
+
 def test_an_error_of_one_rank_is_the_reason_at_all_others() -> None:
     with ranks() as posts:
         leave(posts[2:], RuntimeError("the disk is full"))
