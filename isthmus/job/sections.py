@@ -137,6 +137,7 @@ _READERS: Final = {
     "text_column": ("causal-lm", "masked-lm", *_LABELLED, "translation"),
     "pair_column": ("masked-lm", "sequence-classification", "translation"),
     "label_column": _LABELLED,
+    "id_column": ("translation",),
 }
 
 
@@ -164,6 +165,9 @@ class DataSpec(Frozen):
     """Column of the second text, where pairs are classified, or masked together, and of the translation."""
     label_column: Text | None = Field(None, examples=["topic"])
     """Column of the label, or of the tags of the words; "label" or "tags"."""
+    id_column: Text | None = Field(None, examples=["id"])
+    """Column that names each text and its translation, where two clouds read them: texts stay in the first
+    cloud, translations in that of the decoder. Both have the same ids, in any order."""
     validation_source: Text | None = Field(None, examples=["corpus/held-out.jsonl"])
     """Data for evaluations, written as source; a share of source unless given."""
     validation_share: float = Field(0.05, ge=0, le=0.5)
@@ -463,7 +467,7 @@ class CloudSpec(Frozen):
     ] = Field(examples=["east"])
     """DNS label in lower case; part of the TLS server name."""
     data: CloudData | None = Field(None, examples=[{"source": "corpus/*.jsonl"}])
-    """What it reads in place of the job's data; for data parallel."""
+    """What it reads in place of the job's data; for data parallel, and for data.id_column."""
     device: Literal["cuda", "npu", "xpu", "cpu", "auto"] = Field("auto", examples=["cuda"])
     """Kind of device."""
     ranks: int = Field(1, ge=1, le=16384, examples=[8])

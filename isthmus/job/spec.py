@@ -266,6 +266,11 @@ class Job(Frozen):
         given = own.model_dump(exclude_none=True)
         return self.model_copy(update={"data": self.data.model_copy(update=given)})
 
+    @property
+    def is_read_apart(self) -> bool:
+        """Whether one cloud reads texts and another their translations, so that no ids of texts cross."""
+        return self.data is not None and self.data.id_column is not None
+
     def links_of(self, cloud_name: str) -> tuple[LinkSpec, ...]:
         """Return the links that end at a cloud."""
         return tuple(link for link in self.link if cloud_name in link.between)

@@ -39,7 +39,9 @@ class Batch:
     position_ids: Tensor | None = None
     token_type_ids: Tensor | None = None
     labels: Tensor | None = None
-    """Needed by the last stage alone."""
+    """Needed by the last stage alone, and by every stage of a decoder."""
+    keys: Tensor | None = None
+    """Of shape (batch,): what stands for the ids of sequences in the data, where clouds read its parts."""
 
     def arguments(self) -> dict[str, Any]:
         """What a model of transformers is called with."""

@@ -554,11 +554,13 @@ class Cut:
     """The job's figures of the line, down and up."""
     least_lossy: Pair | None = None
     """What was planned where money counts: less lossy codecs would cost more traffic."""
+    shares_ids: bool = True
+    """Whether token ids may cross, so that codecs may have anchors by them."""
 
     @property
     def levels(self) -> tuple[CodecLevel, ...]:
         """The codec levels to choose from."""
-        return codec_levels(self.crossing.width, shares_ids=True)
+        return codec_levels(self.crossing.width, shares_ids=self.shares_ids)
 
     def allows(self, pair: Pair) -> bool:
         """Whether a peer may ask for these codecs: the job's own, raw, or a level of this cut."""

@@ -80,6 +80,8 @@ class Reduced(Facts):
     seen: Seen
     loss_sum: float
     squared_norms: tuple[float, ...]
+    num_targets: int = 0
+    """Those that the loss is a sum over; 0 where it is taken elsewhere."""
     busy_s: float = 0.0
     """Device time of passes that had not been reported yet."""
 
@@ -107,6 +109,7 @@ class Tally(Facts):
     cosines: Annotated[tuple[Cosines, ...], _PER_CUT] = ()
     element_bytes: Annotated[tuple[ElementBytes, ...], _PER_CUT] = ()
     gradient_cosine: Cosine = _NAN
+    num_targets: Count = 0
     wants_stop: bool = False
     saving: Saving = field(default_factory=Saving)
 
@@ -125,7 +128,7 @@ class Verdict(Facts):
     codecs: Annotated[tuple[Texts, ...], _PER_CUT] = ()
     """The codecs of all cuts from the next step on; empty where nothing is coded."""
     loss: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """The mean over the targets of the step, which only the first stage counts; for people at all sites."""
+    """The mean over the targets of the step; for people at all sites."""
     num_tokens: Count = 0
 
 
@@ -268,6 +271,7 @@ def stage_tally(step: int, members: Sequence[Reduced]) -> Tally:
         travel_s=_shortest(one.forward_travel_s for one in seen) or 0.0,
         coding_s=max(one.up_coding_s for one in seen),
         gradient_cosine=_lowest(one.backward_cosine for one in seen),
+        num_targets=sum(one.num_targets for one in members),
         wants_stop=any(one.wants_stop for one in seen),
         saving=slowest(one.saving for one in seen),
     )
@@ -285,6 +289,7 @@ def joined(own: Tally, members: Sequence[Reduced], behind: Tally) -> Tally:
     return replace(
         own,
         loss_sum=behind.loss_sum,
+        num_targets=behind.num_targets,
         squared_norms=condensed(own.squared_norms + behind.squared_norms),
         busy_s=own.busy_s + behind.busy_s,
         hops=(hop, *behind.hops),

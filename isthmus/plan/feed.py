@@ -103,7 +103,6 @@ class Generated(Facts):
 class FeedReduced(Reduced):
     """What REDUCE found at one rank: tokens with a loss; at the discriminator also what it told apart."""
 
-    num_targets: int = 0
     num_correct: int = 0
     num_replaced: int = 0
 

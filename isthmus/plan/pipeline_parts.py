@@ -432,7 +432,7 @@ class EndOfStep:
             safe_step=tally.saving.safe_step,
             stop=tally.wants_stop,
             codecs=() if self.steering is None else tuple(map(texts_of, self.steering(tally))),
-            loss=tally.loss_sum / max(0 if read is None else read.num_targets, 1),
+            loss=tally.loss_sum / max(tally.num_targets, 1),
             num_tokens=0 if read is None else read.num_tokens,
         )
 

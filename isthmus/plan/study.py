@@ -623,6 +623,6 @@ def _link_facts(job: Job, link: LinkSpec, first: str, model: PlannedModel) -> Li
         usd_per_gib=link.usd_per_gib,
         bounds=Bounds(loss=Loss[job.limits.codec_loss.upper()], forward=forward, backward=backward),
         # The levels are those of steering, or a run would change codecs that were planned right.
-        levels=codec_levels(width, shares_ids=True),
+        levels=codec_levels(width, shares_ids=not job.is_read_apart),
         ends_encoder=isinstance(link.boundary, MemorySpec),
     )

@@ -21,7 +21,7 @@ from isthmus.units import format_bytes, shorten
 
 HELD: Final = "held"
 """The numbers of the sequences of a micro-batch that the cache holds; they need not cross."""
-_PLANES: Final = (IDS, "position_ids", "token_type_ids")
+_PLANES: Final = (IDS, "position_ids", "token_type_ids", "keys")
 
 Integers = Mapping[str, Tensor]
 
@@ -58,7 +58,8 @@ def _key(planes: Sequence[tuple[int, Tensor]], row: int, valid_T: Tensor) -> byt
     digest = hashlib.blake2b(digest_size=16)
     for number, plane in planes:
         digest.update(number.to_bytes(1))
-        digest.update(plane[row][valid_T].numpy().tobytes())
+        own = plane[row]
+        digest.update((own[valid_T] if own.ndim else own).numpy().tobytes())
     return digest.digest()
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -198,6 +198,7 @@ class PipelineActor:
             rule = admission(config, built.stage.model.config.hidden_size)
             self._foresight = Foresight(admission=rule, keeps_padding=config.keeps_padding)
         self._microbatches: dict[Key, _Microbatch] = {}
+        self._targets: dict[Key, _Microbatch] = {}
         self._gradients: dict[Key, Arrived] = {}
         self._outgoing: dict[Key, tuple[Mapping[str, Tensor], Mark]] = {}
         self._basis: Mapping[str, Tensor] = {}
@@ -273,16 +274,17 @@ class PipelineActor:
         self, batches: Sequence[Batch], step: int, is_evaluation: bool, num_step_targets: int
     ) -> None:
         pipeline, rank = self._config.pipeline, self._world.rank
-        share = pipeline.routing.share(0, rank, step=step, is_evaluation=is_evaluation)
+        share = pipeline.routing.share(self._index, rank, step=step, is_evaluation=is_evaluation)
+        found = self._targets if self._index else self._microbatches
         kind = MessageKind.EVALUATION if is_evaluation else MessageKind.ACTIVATION
         num_rounds = pipeline.num_rounds if is_evaluation else 1
         for number in range(num_rounds):
             for microbatch, batch in zip(share, batches, strict=True):
                 item = number * pipeline.num_validation_microbatches + microbatch
                 cached = None
-                if self._foresight is not None and not number:
+                if self._foresight is not None and not self._index and not number:
                     cached = self._foresight.held(_integers(batch))
-                self._microbatches[kind, step, item] = _Microbatch(
+                found[kind, step, item] = _Microbatch(
                     batch=batch, num_step_targets=num_step_targets, cached=cached
                 )
 
@@ -305,7 +307,10 @@ class PipelineActor:
         return Ran(busy_s=self._clock.take_busy_s())
 
     def _forward(self, work: Work) -> Mapping[str, Tensor] | None:
-        found = self._microbatches.pop((_NEEDED_BY[work.kind], work.step, work.item))
+        key = _NEEDED_BY[work.kind], work.step, work.item
+        found = self._microbatches.pop(key)
+        if key in self._targets:
+            found = _paired(found, self._targets.pop(key))
         if self._is_frozen and found.is_cached:
             return self._carried(found)
         is_evaluation = work.kind is WorkKind.EVALUATE
@@ -326,6 +331,8 @@ class PipelineActor:
     def _carried(self, found: _Microbatch, output: StageOutput | None = None) -> dict[str, Tensor]:
         """What the next stage gets with a micro-batch."""
         tensors = _integers(found.batch)
+        if self._index + 1 == self._config.target_stage:
+            tensors[IDS] = torch.zeros_like(tensors[IDS])  # texts do not leave the clouds of the encoder
         tensors[TARGETS] = torch.tensor([found.batch.num_targets, found.num_step_targets])
         if found.cached is not None and self._is_frozen:
             # Behind the first trained stage there is nothing more to leave out.
@@ -347,6 +354,7 @@ class PipelineActor:
         own = Reduced(
             seen=work.facts if isinstance(work.facts, Seen) else Seen(),
             loss_sum=math.fsum(losses),
+            num_targets=sum(one.num_targets for one in self._results),
             squared_norms=condensed(norms),
             busy_s=self._clock.take_busy_s(),
         )
@@ -393,6 +401,15 @@ def admission(config: PipelineConfig, hidden_width: int) -> Admission:
     return Admission(max_bytes=config.cache_bytes, row_bytes=_FLOAT32_BYTES * hidden_width)
 
 
+def _paired(found: _Microbatch, own: _Microbatch) -> _Microbatch:
+    """A micro-batch whose texts have arrived with the translations that this member has read."""
+    keys = found.batch.keys
+    if keys is None or own.batch.keys is None or not torch.equal(keys, own.batch.keys):
+        raise FrameError("a micro-batch of other texts than those whose translations are due")
+    batch = replace(found.batch, labels=own.batch.labels, num_targets=own.batch.num_targets)
+    return replace(found, batch=batch, num_step_targets=own.num_step_targets)
+
+
 def _read_device(values: Iterable[Tensor | None]) -> list[Any]:
     found = [one for one in values if one is not None]
     return torch.stack(found).tolist() if found else []
@@ -417,7 +434,8 @@ def _read_microbatch(tensors: Mapping[str, Tensor]) -> _Microbatch:
     names = {one.name for one in fields(Batch)} - {"num_targets"}
     planes = {name: tensors[name] for name in names if name in tensors}
     for name, plane in planes.items():
-        own, whole = (plane.shape[:1], ids.shape[:1]) if name == "labels" else (plane.shape, ids.shape)
+        is_whole = name not in ("labels", "keys")
+        own, whole = (plane.shape, ids.shape) if is_whole else (plane.shape[:1], ids.shape[:1])
         if plane.is_floating_point() or own != whole:
             raise FrameError(f"a micro-batch whose {name} do not fit its ids")
     return _Microbatch(

@@ -63,6 +63,7 @@ def decide(job: Job, decisions: Decisions | None = None) -> Decisions:
     Without a plan `layers` is empty where stages are as even as can be, and `codecs` are raw.
     """
     strategy = _pipeline(job)
+    check_own_data(job)
     if decisions is None:
         decisions = _by_rule(job, strategy)
     number = decisions.num_microbatches
@@ -181,6 +182,50 @@ def _pipeline(job: Job) -> PipelineStrategy:
     return strategy
 
 
+def check_own_data(job: Job) -> None:
+    """Refuse data of clouds that nothing would read, and a tokenizer that would see a part of it."""
+    named = [cloud.name for cloud in job.cloud if cloud.data is not None]
+    if named and not job.is_read_apart:
+        raise UserError(
+            f"cloud {named[0]!r} has data of its own, but in a pipeline the first cloud reads for all",
+            hint="leave [cloud.data] out; for translation, data.id_column lets two clouds read",
+        )
+    if job.data is None or job.model is None or not job.is_read_apart:
+        return
+    if job.data.tokenizer == "trained" or (job.data.tokenizer == "auto" and job.model.source is None):
+        raise UserError(
+            "a tokenizer cannot be trained where no cloud reads both texts and translations",
+            hint="name one in data.tokenizer that both clouds have",
+        )
+
+
+def check_apart(job: Job, layers: Sequence[range], num_encoder_layers: int) -> None:
+    """Refuse texts that would have to leave the clouds of the encoder, where `data.id_column` is set."""
+    if not job.is_read_apart:
+        return
+    starts, clouds = [one.start for one in layers], stage_order(job)
+    if not num_encoder_layers or num_encoder_layers not in starts:
+        raise UserError(
+            "two clouds read texts and translations, but no cut lies between encoder and decoder",
+            hint='set boundary = "memory" at the link behind the encoder, or leave data.id_column out',
+        )
+    index = starts.index(num_encoder_layers)
+    for name in clouds:
+        if job.cloud_named(name).data is not None and name not in (clouds[0], clouds[index]):
+            raise UserError(
+                f"cloud {name!r} has data of its own, but {clouds[0]!r} reads texts and {clouds[index]!r} "
+                "translations",
+                hint=f"leave [cloud.data] of {name!r} out",
+            )
+    link = links_along(job, clouds)[index - 1]
+    given = [str(link.boundary), str(link.codec.forward)]
+    if anchored := next((one for one in given if "anchor=tokens" in one), None):
+        raise UserError(
+            f"{anchored} needs the ids of the texts at both ends of {link.name}, and they do not cross it",
+            hint="set anchor=none there, or leave data.id_column out",
+        )
+
+
 def _choose_microbatches(job: Job, notes: list[str]) -> int:
     sequence_length = 1 if job.data is None else job.data.sequence_length
     num_sequences = max(1, job.train.batch_tokens // sequence_length)
@@ -213,6 +258,14 @@ class PipelineConfig(RunConfig):
     """The most that the first trained stage keeps of what frozen layers gave."""
     num_encoder_layers: int = 0
     """Of an encoder–decoder; 0 for other models."""
+    pairing: str = ""
+    """See `TrainingData`: what both clouds know that read the texts and their translations."""
+
+    @property
+    def target_stage(self) -> int | None:
+        """The stage that reads translations, where texts do not leave the clouds of the encoder."""
+        starts = (0, *accumulate(self.layers))
+        return starts.index(self.num_encoder_layers) if self.pairing else None
 
     def is_in_decoder(self, cut: int) -> bool:
         """Whether hidden states of a decoder cross behind a stage, and the memory beside them."""
@@ -265,6 +318,7 @@ def run_config(
     run_id: str = "",
     model: Mapping[str, Any] | None = None,
     num_labels: int | None = None,
+    pairing: str = "",
 ) -> PipelineConfig:
     """The run config of a job, with the decisions that `decide` has completed."""
     clouds = stage_order(job)
@@ -313,6 +367,7 @@ def run_config(
         keeps_padding=blueprint.mixes_tokens,
         cache_bytes=0 if job.model is None else job.model.cache_frozen_bytes,
         num_encoder_layers=blueprint.num_encoder_layers,
+        pairing=pairing,
     )
 
 
@@ -344,6 +399,7 @@ def _cuts(job: Job, decisions: Decisions, *, hidden_width: int, trained_from: in
             is_free=forward is None or backward is None,
             bandwidths_bps=_bandwidths(link, clouds[number]),
             least_lossy=first if job.limits.counts_money and link.usd_per_gib else None,
+            shares_ids=not job.is_read_apart,
         )
 
 

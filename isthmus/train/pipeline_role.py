@@ -24,14 +24,22 @@ from isthmus.plan.plan import Decisions, Plan, follow
 from isthmus.plan.types import Member, Scheduler
 from isthmus.train.build import AUTOCAST, Build, BuiltStage, check_fits
 from isthmus.train.coding import CutCoding, CutEnd
+from isthmus.train.data.rows import NOT_HERE
 from isthmus.train.data.samples import Cursor
-from isthmus.train.data.training_data import Feed, Layout, Source, TrainingData, check_enough
+from isthmus.train.data.training_data import Feed, Layout, Source, TrainingData, check_enough, check_paired
 from isthmus.train.device import Device
 from isthmus.train.frozen_cache import HELD, Cache, held_of
 from isthmus.train.integers import IDS, MASK, mask_of, said_before, target_ids, valid_rows
 from isthmus.train.metrics import describe_metrics
 from isthmus.train.pipeline import PipelineActor, admission
-from isthmus.train.pipeline_config import PipelineConfig, decide, plan_run, run_config, stage_layers
+from isthmus.train.pipeline_config import (
+    PipelineConfig,
+    check_apart,
+    decide,
+    plan_run,
+    run_config,
+    stage_layers,
+)
 from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of
 from isthmus.train.wire import Observer
 
@@ -57,9 +65,13 @@ class PipelineKind:
         """The cuts."""
         return list(pairwise(stage_order(job)))
 
-    def data_job(self, job: Job, cloud: str) -> Job:  # noqa: ARG002 - all have one model
-        """The first cloud reads what the job says."""
-        return job
+    def data_job(self, job: Job, cloud: str) -> Job:
+        """The first cloud reads what the job says; where another reads translations, each its own part."""
+        if job.data is None or not job.is_read_apart:
+            return job
+        own = job.reading_at(cloud)
+        column = "pair_column" if cloud == stage_order(job)[0] else "text_column"
+        return own.model_copy(update={"data": own.data and own.data.model_copy(update={column: NOT_HERE})})
 
     def plan(self, job: Job, *, known: Job | None = None, source: CostSource) -> Plan | None:
         """The best cut, order, micro-batches and codecs, each with its reason."""
@@ -74,6 +86,7 @@ class PipelineKind:
         check_export(job, blueprint)
         clouds = stage_order(job)
         layers = stage_layers(job, decisions, blueprint.num_layers, blueprint.family.decoder)
+        check_apart(job, layers, blueprint.num_encoder_layers)
         check_fits(follow(known, clouds, decisions), layers, blueprint)
         check_cuts(
             links_along(job, clouds),
@@ -88,8 +101,9 @@ class PipelineKind:
         check_enough(data.samples, layout_of(job, decisions.num_microbatches))
 
     def reads(self, config: RunConfig, cloud: str) -> bool:
-        """The first stage reads for all."""
-        return config.members[0].cloud == cloud
+        """The first stage reads for all, but translations that are read apart."""
+        stage = of_pipeline(config).target_stage
+        return cloud in {config.members[0].cloud, of_pipeline(config).pipeline.stages[stage or 0][0].cloud}
 
     def config_of(
         self, job: Job, decisions: Decisions, blueprint: Blueprint, data: TrainingData, *, run_id: str
@@ -107,6 +121,7 @@ class PipelineKind:
             run_id=run_id,
             model=dict(data.facts.config),
             num_labels=data.facts.num_labels,
+            pairing=data.pairing,
         )
 
     def make(self, build: Build) -> "PipelineRole":
@@ -143,11 +158,12 @@ class PipelineRole:
 
     def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> Feed:
         """This rank's micro-batches of each step, as the schedule routes them."""
+        check_paired(self._config.pairing, data.pairing)
         return Feed(
             data,
             self._layout,
             cursor=cursor,
-            share=functools.partial(self._pipeline.routing.share, 0, self._member.rank),
+            share=functools.partial(self._pipeline.routing.share, self._index, self._member.rank),
             first_step=step,
             multiple_of=self._config.common_ranks,
         )
@@ -176,6 +192,8 @@ class PipelineRole:
         job = self._job
         if job is None or job.model is None or not job.train.evaluate_every:
             return None
+        if self._config.pairing:
+            return "the exported model was not evaluated: no cloud has both texts and translations"
         return describe_exported(
             model,
             head=data.head,

@@ -193,7 +193,8 @@ def check_job(
     plan, known = kind.plan(job, source=source) if plans else None, job
     decisions = kind.decide(job, decisions if plan is None else plan.decisions)
     look_at_model(job)  # before tokens are made, which takes longer
-    data = open_data(job, tokenizer_folder=tokenizer_folder, tokens=tokens)
+    first = kind.data_job(job, kind.clouds(job)[0])
+    data = open_data(first, tokenizer_folder=tokenizer_folder, tokens=tokens)
     blueprint = blueprint_of(job, config=data.facts.config, num_labels=data.facts.num_labels)
     if learn is not None and plans and kind.chooses and may_plan(job, source):
         known = learn(job)
@@ -265,6 +266,8 @@ def look_at_model(job: Job) -> str:
 
 def look_at_data(job: Job) -> str:
     """Read one row of the job's data; returns where the data is."""
+    kind = kind_of(job)
+    job = kind.data_job(job, kind.clouds(job)[0])
     if job.data is None:
         raise UserError("the job has no [data] section", hint="docs/job.md shows what it holds")
     for source in filter(None, (job.data.source, job.data.validation_source)):

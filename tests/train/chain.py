@@ -207,6 +207,7 @@ class Chain:
     records: list[Record]
     configs: Mapping[int, PipelineConfig] = field(default_factory=dict)
     device: str = "cpu"
+    targets: Given | None = None
     wires: dict[int, dict[Member, Wire]] = field(default_factory=dict)
     loops: dict[int, Loop] = field(default_factory=dict)
     stops: dict[int, Stop] = field(default_factory=dict)
@@ -220,8 +221,10 @@ class Chain:
         states: Sequence[Saved] = (),
         steer: Callable[[Tally], tuple[Pair, ...]] | None = None,
         configs: Mapping[int, PipelineConfig] | None = None,
+        targets: Given | None = None,
     ) -> None:
-        self.configs = configs or {}
+        """Run all stages; `targets` are read where the config says that translations are."""
+        self.configs, self.targets = configs or {}, targets
         with ThreadPoolExecutor(len(self.stages)) as pool:
             lock = threading.Lock()
             futures = [
@@ -255,7 +258,7 @@ class Chain:
             record=record,
             device=Device(self.device),
             optimizer=self.optimizers[index],
-            source=source if index == 0 else None,
+            source=source if index == 0 else self.targets if index == config.target_stage else None,
             autocast=autocast,
         )
         self.wires[index], self.loops[index] = wires, loop

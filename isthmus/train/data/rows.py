@@ -24,6 +24,8 @@ _BUILTIN: Final = "builtin:"
 _CORPORA: Final = Path(__file__).parent
 """The folder of the built-in corpora."""
 _HUB: Final = "hf:"
+NOT_HERE: Final = ""
+"""Stands for the column that another cloud reads, of texts or of translations."""
 
 T = TypeVar("T")
 _TEXT: Final = TypeAdapter(str)
@@ -66,6 +68,21 @@ def split_rows(rows: Rows, *, every: int) -> tuple[Rows, Rows]:
         return (row for number, row in enumerate(rows) if is_held_out(number, every) == is_wanted)
 
     return Rows(lambda: read(False), rows.trace), Rows(lambda: read(True), rows.trace)
+
+
+def split_by_id(rows: Rows, column: str, *, every: int) -> tuple[Rows, Rows]:
+    """As `split_rows`, the same for texts and their translations in any order."""
+
+    def read(is_wanted: bool) -> Iterator[Row]:
+        return (row for row in rows if (key_of(row, column) % every == 0) == is_wanted)
+
+    return Rows(lambda: read(False), rows.trace), Rows(lambda: read(True), rows.trace)
+
+
+def key_of(row: Row, column: str) -> int:
+    """A number of 63 bits that stands for the id of a row; the same id gives the same one in every cloud."""
+    own = str(_read(row, column, _LABEL, "a whole number or a name"))
+    return int.from_bytes(hashlib.blake2b(own.encode(), digest_size=8).digest()) >> 1
 
 
 def is_held_out(number: int, every: int) -> bool:
@@ -196,9 +213,15 @@ def read_texts(row: Row, spec: DataSpec) -> tuple[str, ...]:
         case "token-classification":
             return (" ".join(read_words(row, text_column(spec))),)
         case "translation":
-            return read_text(row, text_column(spec)), read_text(row, spec.pair_column or "translation")
+            return tuple(read_text(row, column) for column in translation_columns(spec) if column != NOT_HERE)
     columns = (text_column(spec), *([spec.pair_column] if spec.pair_column else []))
     return tuple(read_text(row, column) for column in columns)
+
+
+def translation_columns(spec: DataSpec) -> tuple[str, str]:
+    """The columns of the texts and of their translations; of one of them, where another cloud reads it."""
+    source, target = spec.text_column, spec.pair_column
+    return "text" if source is None else source, "translation" if target is None else target
 
 
 def read_text(row: Row, column: str) -> str:

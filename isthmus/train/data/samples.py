@@ -21,17 +21,20 @@ from isthmus.events import __version__
 from isthmus.job import DataSpec
 from isthmus.model.heads import IGNORED
 from isthmus.train.data.rows import (
+    NOT_HERE,
     Answer,
     Labels,
     Row,
     Rows,
     collect_labels,
+    key_of,
     read_answer,
     read_labels,
     read_text,
     read_texts,
     read_words,
     text_column,
+    translation_columns,
 )
 from isthmus.train.data.tokenizer import end_id, vocabulary_size
 
@@ -127,6 +130,8 @@ class LabelledSequence:
     ids: Integers
     labels: Integers
     token_types: Integers | None = None
+    key: int | None = None
+    """What stands for its id, where texts and translations are read in different clouds."""
 
 
 class Samples(Protocol):
@@ -151,20 +156,26 @@ class RaggedSamples:
     """Whether labels are one a token."""
     label_ends: Integers | None = None
     """Where each sample ends in `labels`, where these are tokens of their own."""
+    keys: Integers | None = None
+    """What stands for the id of each sample; samples are then numbered in the order of these."""
+    ranks: Integers | None = None
+    """The places of the samples in that order."""
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def read(self, pick: Pick) -> LabelledSequence:
-        own = _slice(self.ends, pick.index)
+        index = pick.index if self.ranks is None else int(self.ranks[pick.index])
+        own = _slice(self.ends, index)
         if self.label_ends is not None:
-            labels = self.labels[_slice(self.label_ends, pick.index)]
+            labels = self.labels[_slice(self.label_ends, index)]
         else:
-            labels = self.labels[own] if self.has_tags else np.asarray(self.labels[pick.index])
+            labels = self.labels[own] if self.has_tags else np.asarray(self.labels[index])
         return LabelledSequence(
             ids=self.ids[own],
             labels=labels,
             token_types=None if self.token_types is None else self.token_types[own],
+            key=None if self.keys is None else int(self.keys[index]),
         )
 
 
@@ -280,6 +291,8 @@ def padded_arrays(rows: Iterable[Row], tokenizer: Any, spec: DataSpec, labels: L
         }
         if "token_type_ids" in encoded:
             piece["token_types"] = np.concatenate(encoded["token_type_ids"]).astype(np.uint8)
+        if spec.id_column is not None:
+            piece["keys"] = np.array([key_of(row, spec.id_column) for row in chunk], np.int64)
         if has_targets:
             piece["label_ends"] = label_end + np.cumsum([*map(len, found)], dtype=np.int64)
             label_end = int(piece["label_ends"][-1])
@@ -341,12 +354,16 @@ def _encode_answered(chunk: list[Row], tokenizer: Any, spec: DataSpec, _: Labels
 
 
 def _encode_translated(chunk: list[Row], tokenizer: Any, spec: DataSpec, _: Labels) -> _Encoded:
-    """Texts, each with the tokens of its translation as labels."""
-    sources, targets = zip(*(read_texts(row, spec) for row in chunk), strict=True)
-    said = tokenizer(text_target=[*targets], truncation=True, max_length=spec.sequence_length, verbose=False)
+    """Texts, each with the tokens of its translation as labels; or texts alone, or translations alone."""
+    texts = [*zip(*(read_texts(row, spec) for row in chunk), strict=True)]
+    source, target = translation_columns(spec)
+    if target == NOT_HERE:
+        return _encode(tokenizer, spec, [*texts[0]]), [[]] * len(chunk)
+    cut = {"truncation": True, "max_length": spec.sequence_length, "verbose": False}
+    said = tokenizer(text_target=[*texts[-1]], **cut)
     if not all(said["input_ids"]):
         raise UserError("a translation of the data has no tokens", hint="leave out rows with empty texts")
-    return _encode(tokenizer, spec, [*sources]), said["input_ids"]
+    return said if source == NOT_HERE else _encode(tokenizer, spec, [*texts[0]]), said["input_ids"]
 
 
 _ENCODERS: Final[Mapping[str, Callable[[list[Row], Any, DataSpec, Labels], _Encoded]]] = {
@@ -398,7 +415,7 @@ def _shortened(text: str, tokenizer: Any, num_tokens: int) -> str:
 
 
 # To be raised whenever the same rows make other arrays.
-_VERSION: Final = 1
+_VERSION: Final = 2
 _LABELS: Final = "label-names"
 _TRAINING: Final = "training"
 _VALIDATION: Final = "validation"
@@ -455,6 +472,8 @@ class Recipe:
             token_types=own.get("token_types"),
             has_tags=has_tags(self.spec),
             label_ends=own.get("label_ends"),
+            keys=own.get("keys"),
+            ranks=np.argsort(own["keys"]) if "keys" in own else None,
         )
 
     @property

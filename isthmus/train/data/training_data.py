@@ -3,7 +3,9 @@
 Only the cloud of the first stage opens the data; the others get `ModelFacts`.
 """
 
+import hashlib
 import itertools
+import json
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +25,7 @@ from isthmus.job.load import replace_file
 from isthmus.model.heads import HEADS, IGNORED, Head
 from isthmus.model.stage import Batch
 from isthmus.plan.costs import check_length
-from isthmus.train.data.rows import Rows, open_rows, read_texts, split_rows
+from isthmus.train.data.rows import Rows, key_of, open_rows, read_texts, split_by_id, split_rows
 from isthmus.train.data.samples import (
     Arrays,
     Cursor,
@@ -145,6 +147,9 @@ class TrainingData:
     seed: int
     sha256: str
     """Of all tokens and labels, training and held out."""
+    pairing: str = ""
+    """The number of pairs, a digest of their ids, and one of the vocabulary, which the clouds of texts and of
+    translations have in common; empty where one cloud reads both."""
 
     def validation_batches(self, *, num_sequences: int, multiple_of: int = 1) -> Iterator[Batch]:
         """The micro-batches of the validation split, the same each time; none where there is no split.
@@ -189,6 +194,7 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
     # Runs of different seeds are evaluated on the same masks.
     validation = None if held_out is None else _finished(recipe, found.arrays, is_validation=True, seed=0)
     _check_filled(spec, samples, validation)
+    pairing = "" if spec.id_column is None else _pairing(found.arrays, recipe)
     return TrainingData(
         samples=samples,
         validation=validation,
@@ -201,6 +207,41 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
         pad_id=pad_id,
         seed=job.seed,
         sha256=found.sha256,
+        pairing=pairing,
+    )
+
+
+def _pairing(arrays: Arrays, recipe: Recipe) -> str:
+    """See `TrainingData.pairing`; refuses an id that names two rows."""
+    keys = [np.sort(one) for name, one in arrays.items() if name.endswith("-keys")]
+    every = np.sort(np.concatenate(keys))
+    if (every[1:] == every[:-1]).any():
+        twice = every[1:][every[1:] == every[:-1]]
+        column = recipe.spec.id_column or ""
+        rows = itertools.chain(recipe.rows, recipe.held_out or ())
+        row = next((one for one in rows if key_of(one, column) in twice), {})
+        raise UserError(
+            f"the id {row.get(column)!r} is in the data twice", hint="give each row an id of its own"
+        )
+    vocabulary = json.dumps(sorted(recipe.tokenizer.get_vocab().items())).encode()
+    digests = (hashlib.sha256(one).hexdigest()[:16] for one in (b"".join(map(bytes, keys)), vocabulary))
+    return " ".join((f"{len(every)}", *digests))
+
+
+def check_paired(texts: str, translations: str) -> None:
+    """Refuse texts and translations that do not belong together, by the `pairing` of both clouds."""
+    if texts == translations:
+        return
+    (number, _, vocabulary), (other_number, _, other_vocabulary) = texts.split(), translations.split()
+    if vocabulary != other_vocabulary:
+        raise UserError(
+            "the clouds of texts and of translations have tokenizers with different vocabularies",
+            hint="name the same one in data.tokenizer, or the same model, at both",
+        )
+    raise UserError(
+        f"the {other_number} translations that this cloud reads do not have the ids of the {number} texts "
+        "that the first cloud reads",
+        hint="give both the same rows by data.id_column; their order may differ",
     )
 
 
@@ -237,7 +278,10 @@ def _open_split(spec: DataSpec) -> tuple[Rows, Rows | None]:
         return rows, open_rows(spec.validation_source)
     if spec.validation_share == 0:
         return rows, None
-    return split_rows(rows, every=round(1 / spec.validation_share))
+    every = round(1 / spec.validation_share)
+    if spec.id_column is not None:
+        return split_by_id(rows, spec.id_column, every=every)
+    return split_rows(rows, every=every)
 
 
 def _check_filled(spec: DataSpec, samples: Samples, validation: Samples | None) -> None:
@@ -335,12 +379,14 @@ def collate(samples: Sequence[LabelledSequence], *, head: Head, pad_id: int) -> 
     is_padded = bool(lengths.min() < lengths.max())
     labels = _pad([sample.labels for sample in samples], IGNORED)
     types = [sample.token_types for sample in samples if sample.token_types is not None]
+    keys = [sample.key for sample in samples if sample.key is not None]
     return Batch(
         ids=_pad([sample.ids for sample in samples], pad_id),
         num_targets=head.num_targets(labels),
         mask=(torch.arange(int(lengths.max())) < lengths[:, None]).long() if is_padded else None,
         token_type_ids=_pad(types, 0) if types else None,
-        labels=labels,
+        labels=labels if labels.numel() else None,
+        keys=torch.tensor(keys) if keys else None,
     )
 
 
