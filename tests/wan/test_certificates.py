@@ -37,9 +37,12 @@ LABEL = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "certs"
-    make_authority(folder)
-    for cloud in ("east", "west"):
-        sign_request(make_request(folder, cloud), cloud=cloud, folder=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        # This module may be imported long before its tests run.
+        patch.setattr(certificates, "utc_now", lambda: NOW)
+        make_authority(folder)
+        for cloud in ("east", "west"):
+            sign_request(make_request(folder, cloud), cloud=cloud, folder=folder)
     return folder
 
 
