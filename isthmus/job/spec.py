@@ -80,6 +80,7 @@ class Change(NamedTuple):
     here: str
 
 
+_WHAT_IT_HOLDS: Final = "docs/job.md shows what it holds"
 _MAX_TOLD: Final = 3
 _MAX_SHOWN: Final = 60
 _MAX_AGREEMENT: Final = 4096
@@ -257,6 +258,20 @@ class Job(Frozen):
         if name not in names:
             raise UserError(f"the job has no cloud {name!r}", hint=suggest(name, names))
         return self.cloud[names.index(name)]
+
+    @property
+    def given_model(self) -> ModelSpec:
+        """The model; plans and probes do without, training refuses a job that has none."""
+        if self.model is None:
+            raise UserError("the job has no [model] section", hint=_WHAT_IT_HOLDS)
+        return self.model
+
+    @property
+    def given_data(self) -> DataSpec:
+        """The data, as `given_model`."""
+        if self.data is None:
+            raise UserError("the job has no [data] section", hint=_WHAT_IT_HOLDS)
+        return self.data
 
     def reading_at(self, cloud_name: str) -> Self:
         """The job with the data that a cloud has of its own, if any."""

@@ -314,6 +314,30 @@ def has_costs(job: Job, source: CostSource = nothing_measured) -> bool:
     return is_known or source(job) is not None
 
 
+def why_not_planned(job: Job, source: CostSource) -> str | None:
+    """The first thing that the planner lacks; None where it knows enough."""
+    for cloud in job.cloud:
+        is_known = cloud.device == "cpu" or cloud.profile is not None or cloud.accelerator is not None
+        if not is_known and (cloud.flops is None or cloud.memory_bytes is None):
+            return f"cloud {cloud.name} does not say what its devices are; set its accelerator"
+    return _why_no_costs(job, source)
+
+
+def may_plan(job: Job, source: CostSource = nothing_measured) -> bool:
+    """Whether a plan can be made once all clouds are measured."""
+    return _why_no_costs(job, source) is None
+
+
+def _why_no_costs(job: Job, source: CostSource) -> str | None:
+    """The first figure of a link or of the model that the planner lacks."""
+    for link in job.link:
+        if link.bandwidth_bps is None or link.rtt_s is None:
+            return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"
+    if not has_costs(job, source):
+        return f"the costs of model_type {model_config(job).get('model_type')!r} are not known"
+    return None
+
+
 def with_task(job: Job, task: Task) -> Job:
     """The job of another task, all of whose model is trained."""
     model = None if job.model is None else job.model.model_copy(update={"frozen_layers": 0, "lora": None})
@@ -323,14 +347,13 @@ def with_task(job: Job, task: Task) -> Job:
 
 def model_config(job: Job) -> Mapping[str, object]:
     """The configuration of the job's model."""
-    if job.model is None:
-        raise UserError("the job has no [model] section", hint="docs/job.md shows what it holds")
-    if job.model.source is None:
-        return job.model.config or {}
-    config = load_config(job.model.source)
+    model = job.given_model
+    if model.source is None:
+        return model.config or {}
+    config = load_config(model.source)
     if config.get("quantization_config") is not None:
         raise UserError(
-            f"{job.model.source} holds quantised weights, which cannot be trained",
+            f"{model.source} holds quantised weights, which cannot be trained",
             hint="start from the model in bfloat16 or float32",
         )
     return config

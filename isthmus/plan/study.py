@@ -193,9 +193,7 @@ class StepFacts:
 
 def step_facts(job: Job) -> StepFacts:
     """A step of the job, which is whole sequences."""
-    if job.data is None:
-        raise UserError("the job has no [data] section", hint="docs/job.md shows what it holds")
-    length, num_tokens = job.data.sequence_length, job.train.batch_tokens
+    length, num_tokens = job.given_data.sequence_length, job.train.batch_tokens
     if num_tokens % length:
         near = max(1, round(num_tokens / length)) * length
         raise UserError(

@@ -1,8 +1,14 @@
-"""Builds a stage and what trains it: on its device, with its memory options, sharded, reduced."""
+"""What the members of a run agree on, and what each of them builds from it, whatever the strategy.
+
+RunConfig   made by the first cloud, once it has planned, and sent to all others, so that no two sites
+            can differ; each strategy adds its schedule in a subclass
+Build       the run config with this member's own job, device and ranks
+BuiltStage  the stage on its device, with its memory options, sharded, and what trains it
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -15,6 +21,8 @@ from isthmus.model.load import build_stage
 from isthmus.model.recompute import Budgeted, Fixed
 from isthmus.model.stage import Stage
 from isthmus.plan.memory import OptimizerState
+from isthmus.plan.types import Facts, Member
+from isthmus.train.data.training_data import Layout, divide_batch
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import (
     Reduction,
@@ -23,7 +31,6 @@ from isthmus.train.in_cloud import (
     shard,
 )
 from isthmus.train.optimizer import Decay, Optimizer, Schedule
-from isthmus.train.run_config import RunConfig
 from isthmus.units import format_bytes
 
 AUTOCAST: Final = {"float32": None, "bfloat16": torch.bfloat16}
@@ -34,6 +41,56 @@ _ALIKE: Final = (
 )
 _MOMENT_BYTES: Final = {OptimizerState.FLOAT32: 8, OptimizerState.EIGHT_BIT: 2}
 _HIDDEN: Final = HiddenSpec()
+
+
+ShardingName = Literal["none", "optimizer", "full"]
+MODEL_FOLDER: Final = "model"
+"""Where a run directory has the exported model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(Facts):
+    """What all members of a run agree on; the subclass of its kind adds the schedule."""
+
+    kind: str
+    seed: int
+    run_id: str = ""
+    """The name of the run directory, which the first cloud chooses."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """What the model's configuration takes from the data, which only some clouds read."""
+    num_labels: int | None = None
+    sharding: Mapping[str, ShardingName] = field(default_factory=dict)
+    """What the ranks of a cloud shard, by its name; nothing where it is not named."""
+    recompute: bool | Literal["auto"] = False
+    offload_optimizer: bool = False
+    optimizer_bits: Literal[8, 32] = 32
+    keeps_padding: bool = False
+    """Whether padding crosses too, as `Blueprint.mixes_tokens` says."""
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All members of the run."""
+        raise NotImplementedError
+
+    def continues_without(self, cloud: str) -> bool:  # noqa: ARG002 - a strategy may say so
+        """Whether the others continue where this cloud ends with an error."""
+        return False
+
+
+def sharding_of(cloud: CloudSpec) -> ShardingName:
+    """What the ranks of a cloud shard; one rank alone shards nothing."""
+    if cloud.ranks == 1 or cloud.sharding == "auto":
+        return "none"
+    return cloud.sharding
+
+
+def layout_of(job: Job, num_microbatches: int) -> Layout:
+    """How the batch of a step is divided into micro-batches."""
+    return divide_batch(
+        batch_tokens=job.train.batch_tokens,
+        sequence_length=job.given_data.sequence_length,
+        num_microbatches=num_microbatches,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +137,7 @@ class Build:
         self, layers: range, *, inbound: BoundarySpec = _HIDDEN, outbound: BoundarySpec = _HIDDEN
     ) -> Stage:
         """A stage with these layers, on the device of this member."""
+        model, data = self.job.given_model, self.job.given_data
         stage = build_stage(
             self.blueprint,
             layers,
@@ -87,14 +145,13 @@ class Build:
             recompute=self.config.recompute is True,
             inbound=inbound,
             outbound=outbound,
-            num_frozen_layers=0 if self.job.model is None else self.job.model.frozen_layers,
-            lora=None if self.job.model is None else self.job.model.lora,
+            num_frozen_layers=model.frozen_layers,
+            lora=model.lora,
         ).to(self.device.torch_device)
         self._recompute(stage)
         if self.job.train.compile:
             # Language models get sequences of one length; other tasks pad to the longest of a micro-batch.
-            is_padded = self.job.data is not None and self.job.data.task != "causal-lm"
-            stage.compile_layers(dynamic=True if is_padded else None)
+            stage.compile_layers(dynamic=None if data.task == "causal-lm" else True)
         if self.sharding != "none":
             shard(
                 stage,
@@ -140,23 +197,18 @@ class Build:
         stage.recompute = Budgeted(
             budget_bytes=job.train.memory_budget_bytes or int(job.limits.memory_share * memory_bytes),
             standing_bytes=lambda: _standing_bytes(stage, self.config, self.device),
-            max_length=None if job.data is None else job.data.sequence_length,
+            max_length=job.given_data.sequence_length,
         )
 
 
 def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None) -> Blueprint:
     """The job's model, with what its configuration takes from the data."""
-    if job.model is None or job.data is None:
-        raise UserError("the job has no [model] or no [data] section")
-    head = HEADS[job.data.task]
-    if job.model.source is not None:
-        return pretrained_blueprint(
-            job.model.source,
-            head=head,
-            num_labels=num_labels,
-            trust_remote_code=job.model.trust_remote_code,
-        )
-    return fresh_blueprint({**(job.model.config or {}), **config}, head=head, num_labels=num_labels)
+    head, model = HEADS[job.given_data.task], job.given_model
+    if model.source is None:
+        return fresh_blueprint({**(model.config or {}), **config}, head=head, num_labels=num_labels)
+    return pretrained_blueprint(
+        model.source, head=head, num_labels=num_labels, trust_remote_code=model.trust_remote_code
+    )
 
 
 def made_up_ids(job: Job) -> dict[str, int | None]:
@@ -164,11 +216,10 @@ def made_up_ids(job: Job) -> dict[str, int | None]:
 
     Those that a family assumes may lie beyond a small vocabulary.
     """
-    if job.model is None or job.model.source is not None:
+    if job.given_model.source is not None:
         return {}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    is_translation = job.data is not None and job.data.task == "translation"
-    return {**ids, **({"decoder_start_token_id": 0} if is_translation else {})}
+    return {**ids, **({"decoder_start_token_id": 0} if job.given_data.task == "translation" else {})}
 
 
 def optimizer_state(config: RunConfig) -> OptimizerState:
@@ -225,9 +276,9 @@ def _state_bytes(job: Job, cloud: CloudSpec, blueprint: Blueprint, layers: range
 
 def _num_trained(job: Job, blueprint: Blueprint, layers: range) -> int:
     """The weights of a stage that learn; adapters are too small to keep it from fitting."""
-    if job.model is None or job.model.lora is not None:
+    if job.given_model.lora is not None:
         return 0
-    layout, num_frozen = blueprint.layout, job.model.frozen_layers
+    layout, num_frozen = blueprint.layout, job.given_model.frozen_layers
     parts = [layout.layers[layer] for layer in layers if layer >= num_frozen]
     parts += [layout.first] if layers.start == 0 and num_frozen == 0 else []
     parts += [layout.last] if layers.stop == layout.num_layers else []

@@ -29,7 +29,6 @@ from typing import Any, Final
 
 from isthmus.errors import UserError
 from isthmus.job.rundir import job_of
-from isthmus.train.kinds import kind_of
 from isthmus.train.members import SavedSteps
 from isthmus.train.records import (
     ASIDE_FILE,
@@ -41,6 +40,7 @@ from isthmus.train.records import (
     StoredTensor,
     merged,
 )
+from isthmus.train.role import kind_of
 from isthmus.train.store import Store, open_store
 
 _RECORD: Final = re.compile(r"step-([0-9]{8,18})/([a-z0-9-]+)")

@@ -9,23 +9,32 @@ from typing import Final
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.job import CloudSpec, DataStrategy, Job
+from isthmus.job import CloudSpec, DataSpec, DataStrategy, Job, ModelSpec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.export import describe_exported
 from isthmus.model.stage import Batch, Stage
 from isthmus.plan.costs import CostSource
 from isthmus.plan.data import FACTS, data_scheduler
 from isthmus.plan.membership import DataParallel, DataState, num_fragments_of
+from isthmus.plan.models import why_not_planned
 from isthmus.plan.plan import DataSettings, Decisions, Plan
 from isthmus.plan.planner import plan
 from isthmus.plan.types import Member, Scheduler
-from isthmus.train.build import AUTOCAST, Build, check_fits
+from isthmus.train.build import (
+    AUTOCAST,
+    MODEL_FOLDER,
+    Build,
+    RunConfig,
+    check_fits,
+    layout_of,
+    sharding_of,
+)
 from isthmus.train.coding import CutEnd
 from isthmus.train.data.samples import Cursor
+from isthmus.train.data.tokenizer import trains_tokenizer
 from isthmus.train.data.training_data import Feed, Prefetch, RankShare, Source, TrainingData, check_enough
 from isthmus.train.data_parallel import DataParallelActor
 from isthmus.train.outer import Outer, OuterRule, make_fragments
-from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of, sharding_of, why_not_planned
 from isthmus.train.wire import Observer
 
 _INNER_STEPS: Final = 30
@@ -241,7 +250,7 @@ class DataRole:
     def describe(self, model: Path, data: TrainingData) -> str | None:
         """The loss of the exported model on held-out data."""
         job = self._job
-        if job.model is None or not job.train.evaluate_every:
+        if not job.train.evaluate_every:
             return None
         whole = layout_of(job, self._config.data.num_microbatches * len(self._config.data.clouds))
         return describe_exported(
@@ -250,7 +259,7 @@ class DataRole:
             batches=data.validation_batches(num_sequences=whole.num_sequences),
             device=self.built.device.torch_device,
             autocast=AUTOCAST[job.train.precision],
-            trust_remote_code=job.model.trust_remote_code,
+            trust_remote_code=job.given_model.trust_remote_code,
         )
 
 
@@ -303,16 +312,14 @@ def _check(job: Job) -> DataStrategy:
     strategy = job.strategy
     if not isinstance(strategy, DataStrategy):
         raise TypeError(f"a job with the strategy {strategy.kind}")
-    for what, hint in _refusals(job, strategy):
+    for what, hint in _refusals(job, job.given_model, job.given_data, strategy):
         raise UserError(what, hint=hint)
     return strategy
 
 
-def _refusals(job: Job, strategy: DataStrategy) -> Iterator[tuple[str, str]]:
-    if job.data is None or job.model is None:
-        missing = "[data]" if job.data is None else "[model]"
-        yield f"the job has no {missing} section", "docs/job.md shows what it holds"
-        return
+def _refusals(
+    job: Job, model: ModelSpec, data: DataSpec, strategy: DataStrategy
+) -> Iterator[tuple[str, str]]:
     for cloud in job.cloud:
         if cloud.ranks > 1:
             yield (
@@ -326,13 +333,12 @@ def _refusals(job: Job, strategy: DataStrategy) -> Iterator[tuple[str, str]]:
                 f"data parallel needs a link between each two clouds so far, not so {first!r} and {second!r}",
                 f'add a [[link]] with between = ["{first}", "{second}"]',
             )
-    if job.model.lora is not None or job.model.frozen_layers:
+    if model.lora is not None or model.frozen_layers:
         yield "data parallel trains all weights so far", "leave model.lora and model.frozen_layers out"
     if (strategy.quorum or 1) > len(job.cloud):
         yield f"a quorum of {strategy.quorum} of {len(job.cloud)} clouds", "lower strategy.quorum"
     named = [cloud.name for cloud in job.cloud if cloud.data is not None]
-    is_own = job.data.tokenizer == "trained" or (job.data.tokenizer == "auto" and job.model.source is None)
-    if named and is_own:
+    if named and trains_tokenizer(data, model):
         yield (
             f"the data of {named[0]!r} alone would give another tokenizer than that of the job",
             "name one in data.tokenizer",
@@ -341,8 +347,7 @@ def _refusals(job: Job, strategy: DataStrategy) -> Iterator[tuple[str, str]]:
 
 def _num_microbatches(job: Job) -> int:
     """The most micro-batches, up to four, into which a cloud's part of a step can be divided."""
-    length = 1 if job.data is None else job.data.sequence_length
-    num_sequences = job.train.batch_tokens // length // len(job.cloud)
+    num_sequences = job.train.batch_tokens // job.given_data.sequence_length // len(job.cloud)
     return max((one for one in range(1, _MOST_MICROBATCHES + 1) if num_sequences % one == 0), default=1)
 
 

@@ -12,13 +12,12 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.rundir import job_of
 from isthmus.model.export import merge, write_part
-from isthmus.train.build import Build, blueprint_of
+from isthmus.train.build import Build, RunConfig, blueprint_of
 from isthmus.train.checkpoint import Checkpoints, saved_steps
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
 from isthmus.train.keeper import load_weights
-from isthmus.train.kinds import kind_of, read_config
-from isthmus.train.run_config import RunConfig
+from isthmus.train.role import kind_of, read_config
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER
 from isthmus.train.store import open_store
 

@@ -29,7 +29,7 @@ from isthmus.plan.feed import (
 from isthmus.plan.feed_plan import clouds_of, feed_of, spec_of, strategy_of
 from isthmus.plan.plan import Decisions, Plan
 from isthmus.plan.types import Action, Event, Facts, Lost, Member, Outcome, Scheduler, Stop
-from isthmus.train.build import Build, BuiltStage
+from isthmus.train.build import MODEL_FOLDER, Build, BuiltStage, RunConfig, layout_of, sharding_of
 from isthmus.train.coding import CutEnd
 from isthmus.train.data.samples import Cursor, MaskedSamples
 from isthmus.train.data.tokenizer import token_values, vocabulary_size
@@ -43,7 +43,6 @@ from isthmus.train.generator import (
     WholeModel,
 )
 from isthmus.train.loop import Actor
-from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of, sharding_of
 from isthmus.train.wire import Observer
 
 _LAYERS: Final = "num_hidden_layers"
@@ -76,16 +75,17 @@ class FeedConfig(RunConfig):
 def own_job(job: Job, cloud: str) -> Job:
     """The job as one cloud sees it: a generator has a model and data of its own."""
     judge, *_ = clouds_of(job)
-    if cloud == judge or job.model is None or job.data is None:
+    if cloud == judge:
         return job
+    whole = job.given_model
     spec = spec_of(strategy_of(job), cloud)
-    model = spec.model or strategy_of(job).generator or _smaller(job.model)
-    vocabulary = {key: one for key, one in (job.model.config or {}).items() if key == "vocab_size"}
+    model = spec.model or strategy_of(job).generator or _smaller(whole)
+    vocabulary = {key: one for key, one in (whole.config or {}).items() if key == "vocab_size"}
     if model.config is not None:
         model = model.model_copy(update={"config": {**vocabulary, **model.config}})
     own = {"source": spec.source, "text_column": spec.text_column}
     changes = {"pair_column": spec.pair_column, **{key: one for key, one in own.items() if one is not None}}
-    data = DataSpec.model_validate({**job.data.model_dump(), **changes, "validation_share": 0.0})
+    data = DataSpec.model_validate({**job.given_data.model_dump(), **changes, "validation_share": 0.0})
     return job.model_copy(update={"model": model, "data": data})
 
 
@@ -170,10 +170,7 @@ class FeedKind:
         size, tokens = vocabulary_size(data.tokenizer), token_values(data.tokenizer, {})
         judge, *clouds = clouds_of(job)
         for name in (judge, *clouds):
-            model = own_job(job, name).model
-            if model is None:
-                raise UserError("the job has no [model] section", hint="docs/job.md shows what it holds")
-            found = feed_blueprint(model, tokens, is_generator=name != judge)
+            found = feed_blueprint(own_job(job, name).given_model, tokens, is_generator=name != judge)
             if found.config.vocab_size < size:
                 raise UserError(
                     f"the model of cloud {name!r} has {found.config.vocab_size} tokens, the tokenizer {size}",
@@ -188,11 +185,9 @@ class FeedKind:
         self, job: Job, decisions: Decisions, blueprint: Blueprint, data: TrainingData, *, run_id: str
     ) -> FeedConfig:
         """The run config, with the tokenizer of the first cloud."""
-        if job.data is None:
-            raise UserError("the job has no [data] section", hint="docs/job.md shows what it holds")
         form = BatchForm(
             num_sequences=layout_of(job, decisions.num_microbatches).num_sequences,
-            sequence_length=job.data.sequence_length,
+            sequence_length=job.given_data.sequence_length,
             vocabulary_size=vocabulary_size(data.tokenizer),
             pad_id=data.pad_id,
         )
@@ -222,10 +217,8 @@ class FeedKind:
         """Build the model of this cloud."""
         config, job = of_feed(build.config), own_job(build.job, build.cloud)
         index = config.feed.generator_of(build.cloud)
-        if job.model is None:
-            raise UserError("the job has no [model] section", hint="docs/job.md shows what it holds")
         tokens = config.model if index is None else config.tokens
-        blueprint = feed_blueprint(job.model, tokens, is_generator=index is not None)
+        blueprint = feed_blueprint(job.given_model, tokens, is_generator=index is not None)
         if index is not None:
             steps = math.ceil(
                 config.feed.generators[index].quota / config.feed.generators[index].batches_per_step
@@ -244,13 +237,10 @@ def of_feed(config: RunConfig) -> FeedConfig:
 
 
 def _check(job: Job, judge: str, clouds: Sequence[str]) -> None:
-    if job.model is None or job.data is None:
-        missing = "[data]" if job.data is None else "[model]"
-        raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
     if not clouds:
         raise UserError("generator and discriminator need two clouds", hint="add a [[cloud]] and a [[link]]")
-    if job.data.task != "masked-lm":
-        raise UserError(f"generators do not learn {job.data.task}", hint='set data.task to "masked-lm"')
+    if (task := job.given_data.task) != "masked-lm":
+        raise UserError(f"generators do not learn {task}", hint='set data.task to "masked-lm"')
     if job.train.evaluate_every not in (0, TrainSpec.model_fields["evaluate_every"].default):
         raise UserError(
             f"train.evaluate_every = {job.train.evaluate_every}, but a discriminator has no data to hold out",
@@ -269,8 +259,8 @@ def _check(job: Job, judge: str, clouds: Sequence[str]) -> None:
                 f"no hidden states cross {link.name}, so it has no {link.boundary}",
                 hint="leave link.boundary out",
             )
-    models = [own_job(job, name).model for name in (judge, *clouds)]
-    if any(one is not None and (one.lora is not None or one.frozen_layers) for one in models):
+    models = [own_job(job, name).given_model for name in (judge, *clouds)]
+    if any(one.lora is not None or one.frozen_layers for one in models):
         raise UserError(
             "generator-discriminator trains whole models: neither adapters nor frozen layers are offered",
             hint="leave model.lora and model.frozen_layers out",

@@ -124,7 +124,7 @@ class Launch:
         """Be one rank of one cloud; the others are started elsewhere."""
         identity = read_identity(Path(self.job.cloud_named(cloud).certificates), cloud)
 
-        from isthmus.train.kinds import kind_of
+        from isthmus.train.role import kind_of
         from isthmus.train.runs import check_device, writing_to
         from isthmus.train.session import train_cloud
 
@@ -156,8 +156,8 @@ class Launch:
 
     def _session_options(self, cloud: str, stack: ExitStack, *, chooses: bool) -> "SessionOptions":
         """Choose the run at the first cloud, once all are measured if the job leaves choices to the plan."""
+        from isthmus.plan.models import may_plan
         from isthmus.train.profiles import is_open, unpack_profile
-        from isthmus.train.run_config import may_plan
         from isthmus.train.runs import check_unplanned, choose_run, find_unfinished
         from isthmus.train.session import SessionOptions
 

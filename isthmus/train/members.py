@@ -20,9 +20,9 @@ from pydantic import Field
 from isthmus.errors import FrameError, PeerLost, UserError
 from isthmus.job import Job
 from isthmus.plan.types import Count, Facts, Member, Priority, pack_facts, unpack_facts
+from isthmus.train.build import RunConfig
 from isthmus.train.in_cloud import World
-from isthmus.train.kinds import pack_config, unpack_config
-from isthmus.train.run_config import MAX_CONFIG_BYTES, RunConfig
+from isthmus.train.role import MAX_CONFIG_BYTES, pack_config, unpack_config
 from isthmus.wan.link import Link
 from isthmus.wan.packet import Packet
 

@@ -27,12 +27,14 @@ from isthmus.plan.job_facts import (
     policy_of,
 )
 from isthmus.plan.memory import Sharding
+from isthmus.plan.models import why_not_planned
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.plan import Decisions, PipelineSettings, Plan, follow
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Caps, Policy
 from isthmus.plan.types import Member
-from isthmus.train.run_config import RunConfig, layout_of, sharding_of, why_not_planned
+from isthmus.train.build import RunConfig, layout_of, sharding_of
+from isthmus.train.data.tokenizer import trains_tokenizer
 
 _MICROBATCHES_PER_STAGE: Final = 8
 
@@ -171,9 +173,6 @@ def _by_rule(job: Job, strategy: PipelineStrategy) -> Decisions:
 
 def _pipeline(job: Job) -> PipelineStrategy:
     """The pipeline that a job asks for, or leaves to the plan; refuses a job that cannot run as one."""
-    if job.data is None or job.model is None:
-        missing = "[data]" if job.data is None else "[model]"
-        raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
     strategy = job.strategy
     if not isinstance(strategy, PipelineStrategy):
         strategy = PipelineStrategy(kind="pipeline")
@@ -190,9 +189,7 @@ def check_own_data(job: Job) -> None:
             f"cloud {named[0]!r} has data of its own, but in a pipeline the first cloud reads for all",
             hint="leave [cloud.data] out; for translation, data.id_column lets two clouds read",
         )
-    if job.data is None or job.model is None or not job.is_read_apart:
-        return
-    if job.data.tokenizer == "trained" or (job.data.tokenizer == "auto" and job.model.source is None):
+    if job.is_read_apart and trains_tokenizer(job.given_data, job.given_model):
         raise UserError(
             "a tokenizer cannot be trained where no cloud reads both texts and translations",
             hint="name one in data.tokenizer that both clouds have",
@@ -227,7 +224,7 @@ def check_apart(job: Job, layers: Sequence[range], num_encoder_layers: int) -> N
 
 
 def _choose_microbatches(job: Job, notes: list[str]) -> int:
-    sequence_length = 1 if job.data is None else job.data.sequence_length
+    sequence_length = job.given_data.sequence_length
     num_sequences = max(1, job.train.batch_tokens // sequence_length)
     most = _MICROBATCHES_PER_STAGE * len(stage_order(job))
     every = [one for one in range(1, num_sequences + 1) if num_sequences % one == 0]
@@ -365,7 +362,7 @@ def run_config(
         optimizer_bits=followed.train.optimizer_bits,
         boundaries=boundaries,
         keeps_padding=blueprint.mixes_tokens,
-        cache_bytes=0 if job.model is None else job.model.cache_frozen_bytes,
+        cache_bytes=job.given_model.cache_frozen_bytes,
         num_encoder_layers=blueprint.num_encoder_layers,
         pairing=pairing,
     )
@@ -383,7 +380,7 @@ def _cuts(job: Job, decisions: Decisions, *, hidden_width: int, trained_from: in
         ranks = [job.cloud_named(name).ranks for name in clouds[number : number + 2]]
         yield Cut(
             crossing=Crossing(
-                num_rows=layout.num_sequences * (1 if job.data is None else job.data.sequence_length),
+                num_rows=layout.num_sequences * job.given_data.sequence_length,
                 width=link.boundary.crossing_width(hidden_width),
                 has_gradient=number >= trained_from,
                 num_steps=job.train.steps,

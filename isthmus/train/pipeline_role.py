@@ -22,7 +22,15 @@ from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import FACTS, Pipeline, PipelineState
 from isthmus.plan.plan import Decisions, Plan, follow
 from isthmus.plan.types import Member, Scheduler
-from isthmus.train.build import AUTOCAST, Build, BuiltStage, check_fits
+from isthmus.train.build import (
+    AUTOCAST,
+    MODEL_FOLDER,
+    Build,
+    BuiltStage,
+    RunConfig,
+    check_fits,
+    layout_of,
+)
 from isthmus.train.coding import CutCoding, CutEnd
 from isthmus.train.data.rows import NOT_HERE
 from isthmus.train.data.samples import Cursor
@@ -40,7 +48,6 @@ from isthmus.train.pipeline_config import (
     run_config,
     stage_layers,
 )
-from isthmus.train.run_config import MODEL_FOLDER, RunConfig, layout_of
 from isthmus.train.wire import Observer
 
 _NOT_CACHED: Final = (
@@ -67,11 +74,11 @@ class PipelineKind:
 
     def data_job(self, job: Job, cloud: str) -> Job:
         """The first cloud reads what the job says; where another reads translations, each its own part."""
-        if job.data is None or not job.is_read_apart:
+        if not job.is_read_apart:
             return job
         own = job.reading_at(cloud)
         column = "pair_column" if cloud == stage_order(job)[0] else "text_column"
-        return own.model_copy(update={"data": own.data and own.data.model_copy(update={column: NOT_HERE})})
+        return own.model_copy(update={"data": own.given_data.model_copy(update={column: NOT_HERE})})
 
     def plan(self, job: Job, *, known: Job | None = None, source: CostSource) -> Plan | None:
         """The best cut, order, micro-batches and codecs, each with its reason."""
@@ -190,7 +197,7 @@ class PipelineRole:
     def describe(self, model: Path, data: TrainingData) -> str | None:
         """The loss of the exported model on held-out data."""
         job = self._job
-        if job is None or job.model is None or not job.train.evaluate_every:
+        if job is None or not job.train.evaluate_every:
             return None
         if self._config.pairing:
             return "the exported model was not evaluated: no cloud has both texts and translations"
@@ -200,7 +207,7 @@ class PipelineRole:
             batches=data.validation_batches(num_sequences=self._layout.num_sequences),
             device=self.built.device.torch_device,
             autocast=AUTOCAST[job.train.precision],
-            trust_remote_code=job.model.trust_remote_code,
+            trust_remote_code=job.given_model.trust_remote_code,
             judge=functools.partial(describe_metrics, head=data.head, tokenizer=data.tokenizer),
         )
 
@@ -248,7 +255,7 @@ def check_export(job: Job, blueprint: Blueprint) -> None:
     """Refuse to train what no exported model could hold."""
     links = links_along(job, stage_order(job))
     bottlenecks = [link for link in links if isinstance(link.boundary, BottleneckSpec)]
-    lora = None if job.model is None else job.model.lora
+    lora = job.given_model.lora
     for link in links:
         check_within(link.boundary, blueprint.config)
         if lora is not None and lies_within(link.boundary):

@@ -3,29 +3,37 @@
     RunKind    before anything is built: which clouds agree along which links, what is refused, the run config
     Role       one member in one epoch: its model, scheduler, actor and wires, and what it saves and exports
 
-A new strategy implements both in its file in `train`, and is listed in `train/kinds.py`.
+A new strategy implements both in its file in `train`, and is listed in `KINDS`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 
+from isthmus.errors import FrameError, UserError
 from isthmus.job import Job
+from isthmus.job.load import replace_file
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.stage import Stage
 from isthmus.plan.costs import CostSource
 from isthmus.plan.plan import Decisions, Plan
-from isthmus.plan.types import Facts, Member, MessageKind, Scheduler
-from isthmus.train.build import Build, BuiltStage
+from isthmus.plan.types import Facts, Member, MessageKind, Scheduler, pack_facts, unpack_facts
+from isthmus.train.build import Build, BuiltStage, RunConfig
 from isthmus.train.coding import CutEnd
 from isthmus.train.data.samples import Cursor
 from isthmus.train.data.training_data import Feed, Source, TrainingData
+from isthmus.train.data_role import DataKind
+from isthmus.train.generator_role import FeedKind
 from isthmus.train.loop import Actor, Loop, Saver, save_nothing
-from isthmus.train.run_config import RunConfig
+from isthmus.train.pipeline_role import PipelineKind
 from isthmus.train.wire import AnyWire, Inbox, InsideWire, Observer, Wire
 from isthmus.wan.link import Link
+
+MAX_CONFIG_BYTES: Final = 8 * 2**20
+_CONFIG_FILE: Final = "config.json"
 
 
 class Role(Protocol):
@@ -121,6 +129,52 @@ class RunKind(Protocol):
 
     def make(self, build: Build) -> Role:
         """Build the model and what trains it on the device of this member."""
+
+
+_PIPELINE: Final = PipelineKind()
+KINDS: Final[Mapping[str, RunKind]] = {
+    "pipeline": _PIPELINE,
+    "data": DataKind(),
+    "generator-discriminator": FeedKind(),
+}
+
+
+def kind_of(job: Job) -> RunKind:
+    """The kind that a job runs as; a pipeline where the plan chooses, and refuses what cannot run yet."""
+    return KINDS.get(job.strategy.kind, _PIPELINE)
+
+
+def pack_config(config: RunConfig) -> str:
+    """A run config as text, with its kind."""
+    return pack_facts(config, max_bytes=MAX_CONFIG_BYTES)
+
+
+def unpack_config(text: object) -> RunConfig:
+    """The run config that `pack_config` gave; anything else is an error of the peer."""
+    try:
+        about = json.loads(text) if isinstance(text, str) and len(text) <= MAX_CONFIG_BYTES else None
+    except ValueError:
+        about = None
+    kind = about.get("kind") if isinstance(about, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise FrameError("a run config without its kind")
+    return unpack_facts(text, KINDS[kind].config, max_bytes=MAX_CONFIG_BYTES)
+
+
+def write_config(run: Path, config: RunConfig) -> None:
+    """Keep the run config in the run directory, since models are built from it when they are exported."""
+    replace_file(run / _CONFIG_FILE, pack_config(config))
+
+
+def read_config(run: Path) -> RunConfig:
+    """The run config of a run directory."""
+    try:
+        return unpack_config((run / _CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, FrameError) as error:
+        raise UserError(
+            f"{run / _CONFIG_FILE} cannot be read, so the stages of the run are not known: {error}",
+            hint="start the run again with this version: isthmus run JOB; it writes the file",
+        ) from error
 
 
 def open_loop(

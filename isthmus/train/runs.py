@@ -21,14 +21,14 @@ from isthmus.job.rundir import JOB_FILE, changed_meaning, choosing, job_of, lock
 from isthmus.job.spec import KeyRole, tell_changes
 from isthmus.model.load import Checkpoint
 from isthmus.plan.costs import CostSource, nothing_measured
+from isthmus.plan.models import may_plan
 from isthmus.plan.plan import PLAN_FILE, Decisions, Plan, decisions_of, plan_to_json
-from isthmus.train.build import blueprint_of, made_up_ids
+from isthmus.train.build import MODEL_FOLDER, blueprint_of, made_up_ids
 from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.rows import open_rows, read_texts
 from isthmus.train.data.token_files import TokenFiles, tokens_of
 from isthmus.train.data.training_data import open_data
-from isthmus.train.kinds import kind_of
-from isthmus.train.run_config import MODEL_FOLDER, may_plan
+from isthmus.train.role import kind_of
 from isthmus.train.store import open_store
 from isthmus.wan.doctor import Devices, require_kind, require_one_each
 from isthmus.wan.handshake import RankSpec
@@ -258,7 +258,7 @@ def find_devices() -> Devices:
 def look_at_model(job: Job) -> str:
     """Describe the job's model without loading it; a folder must have its weights."""
     blueprint = blueprint_of(job, config=made_up_ids(job), num_labels=None)
-    name = None if job.model is None else job.model.source
+    name = job.given_model.source
     if name is not None and Path(name).is_dir():
         Checkpoint(name).tensors()
     return f"{name or 'fresh'}: {blueprint.config.model_type} of {blueprint.num_layers} layers"
@@ -268,11 +268,10 @@ def look_at_data(job: Job) -> str:
     """Read one row of the job's data; returns where the data is."""
     kind = kind_of(job)
     job = kind.data_job(job, kind.clouds(job)[0])
-    if job.data is None:
-        raise UserError("the job has no [data] section", hint="docs/job.md shows what it holds")
-    for source in filter(None, (job.data.source, job.data.validation_source)):
+    data = job.given_data
+    for source in filter(None, (data.source, data.validation_source)):
         row = next(iter(open_rows(source)), None)
         if row is None:
             raise UserError(f"{source!r} is empty", hint="name files with something in them")
-        read_texts(row, job.data)
-    return job.data.source
+        read_texts(row, data)
+    return data.source

@@ -37,7 +37,7 @@ from isthmus.job.rundir import join_run
 from isthmus.model.export import write_part
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.types import Facts, Member, Outcome, Save, pack_facts, unpack_facts
-from isthmus.train.build import Build, blueprint_of
+from isthmus.train.build import MODEL_FOLDER, Build, RunConfig, blueprint_of
 from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, TrainingData, open_data
@@ -47,11 +47,9 @@ from isthmus.train.export import merge_models
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
 from isthmus.train.keeper import Keeper, State
-from isthmus.train.kinds import kind_of, write_config
 from isthmus.train.loop import OnEvent
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
-from isthmus.train.role import Role, RunKind, open_loop
-from isthmus.train.run_config import MODEL_FOLDER, RunConfig
+from isthmus.train.role import Role, RunKind, kind_of, open_loop, write_config
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
 from isthmus.train.store import Store, open_store
 from isthmus.train.wire import AnyWire

@@ -22,11 +22,10 @@ from isthmus.cli.run import run
 from isthmus.events import Fact, Span, read_events
 from isthmus.job import load_job
 from isthmus.model.load import build_stage
-from isthmus.train.build import blueprint_of
+from isthmus.train.build import blueprint_of, layout_of
 from isthmus.train.data.training_data import Feed, open_data
 from isthmus.train.optimizer import Schedule
 from isthmus.train.pipeline_config import decide, plan_run
-from isthmus.train.run_config import layout_of
 from isthmus.wan.certificates import make_authority, make_request, sign_request
 from tests.train.reference import train_alone
 from tests.train.test_setup import TINY, clouds, links

@@ -12,11 +12,11 @@ import isthmus
 from isthmus.errors import UserError
 from isthmus.events import StopRequest
 from isthmus.job import load_job
+from isthmus.train.build import layout_of
 from isthmus.train.data.training_data import open_data
 from isthmus.train.data_role import CloudFeed, DataKind, _Share
 from isthmus.train.export import export_run, steps_to_export
 from isthmus.train.records import Records
-from isthmus.train.run_config import layout_of
 from isthmus.train.store import open_store
 from tests.train.reference import assert_same
 

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Job, create_run_directory, load_job
 from isthmus.job.rundir import JOB_FILE, join_run
+from isthmus.train.build import MODEL_FOLDER
 from isthmus.train.records import Records
-from isthmus.train.run_config import MODEL_FOLDER
 from isthmus.train.runs import (
     DATA_FILE,
     TOKENIZER_FOLDER,

@@ -121,6 +121,11 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, encloses: bool) ->
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **_SPECIAL)
 
 
+def trains_tokenizer(data: DataSpec, model: ModelSpec) -> bool:
+    """Whether the job's tokenizer is trained on its data."""
+    return data.tokenizer == TRAINED or (data.tokenizer == "auto" and model.source is None)
+
+
 def check_vocabulary(tokenizer: Any, limits: ModelLimits) -> None:
     """Refuse a tokenizer with ids that the model does not have."""
     size = vocabulary_size(tokenizer)
@@ -192,7 +197,7 @@ def _is_kept(folder: Path) -> bool:
 def _new_tokenizer(data: DataSpec, model: ModelSpec, *, texts: Iterable[str], limits: ModelLimits) -> Any:
     if data.tokenizer == "auto" and model.source is not None:
         return load_tokenizer(model.source, trust_remote_code=model.trust_remote_code)
-    if data.tokenizer not in ("auto", TRAINED):
+    if not trains_tokenizer(data, model):
         tokenizer = load_tokenizer(data.tokenizer, trust_remote_code=model.trust_remote_code)
     elif limits.vocab_size is None:
         raise UserError(

@@ -176,10 +176,7 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
 
     The tokenizer's folder is exported with the weights.
     """
-    if job.data is None or job.model is None:
-        missing = "[data]" if job.data is None else "[model]"
-        raise UserError(f"the job has no {missing} section", hint="docs/job.md shows what it holds")
-    spec, model = job.data, job.model
+    spec, model = job.given_data, job.given_model
     limits = read_limits(model)
     rows, held_out = _open_split(spec)
     texts = (text for row in rows for text in read_texts(row, spec))
