@@ -199,65 +199,47 @@ class Note(Facts):
 
 @dataclass(slots=True)
 class StepMeter:
-    """Collects what one member's wires report in the course of a step."""
+    """Collects what one member's wires report in the course of a step, by whether it is of gradients."""
 
-    forward_travel_s: float | None = None
-    backward_travel_s: float | None = None
-    rtt_s: float = 0.0
-    element_bytes: int = 0
-    forward_cosine: float = _NAN
-    backward_cosine: float = _NAN
     busy_s: float = 0.0
     num_elements: int = 0
     num_bytes: int = 0
-    _coding_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    _num_coded: dict[tuple[str, str], int] = field(default_factory=dict)
+    _sent: dict[bool, list[Carried]] = field(default_factory=lambda: {False: [], True: []})
+    _arrived: dict[bool, list[Carried]] = field(default_factory=lambda: {False: [], True: []})
+    _travel_s: dict[bool, float] = field(default_factory=dict)
+    """The shortest."""
 
     def sent(self, found: Carried, *, is_gradient: bool) -> None:
         """Take in an activation that left for the stage behind, or a gradient for the stage before."""
-        if is_gradient:
-            self._code("up", "encode", found)
-            self.backward_cosine = _lower(self.backward_cosine, found.cosine)
-        else:
-            self._code("down", "encode", found)
-            self.rtt_s = found.rtt_s
-            self.element_bytes = found.element_bytes or self.element_bytes
-            self.forward_cosine = _lower(self.forward_cosine, found.cosine)
+        self._sent[is_gradient].append(found)
         self.num_elements += found.num_elements
         self.num_bytes += found.num_bytes
 
     def arrived(self, found: Carried, travel_s: float, *, is_gradient: bool) -> None:
         """Take in an activation from the stage before, or a gradient from the stage behind."""
-        if is_gradient:
-            self._code("down", "decode", found)
-            self.backward_travel_s = _shorter(self.backward_travel_s, travel_s)
-        else:
-            self._code("up", "decode", found)
-            self.forward_travel_s = _shorter(self.forward_travel_s, travel_s)
+        self._arrived[is_gradient].append(found)
+        self._travel_s[is_gradient] = min(travel_s, self._travel_s.get(is_gradient, math.inf))
 
     def seen(self, *, wants_stop: bool, saving: Saving) -> Seen:
         """What was collected, as facts."""
+        behind, before = self._sent[False], self._sent[True]
         return Seen(
-            forward_travel_s=self.forward_travel_s,
-            backward_travel_s=self.backward_travel_s,
-            rtt_s=self.rtt_s,
-            up_coding_s=self._mean_coding_s("up"),
-            down_coding_s=self._mean_coding_s("down"),
-            element_bytes=self.element_bytes,
-            forward_cosine=self.forward_cosine,
-            backward_cosine=self.backward_cosine,
+            forward_travel_s=self._travel_s.get(False),
+            backward_travel_s=self._travel_s.get(True),
+            rtt_s=behind[-1].rtt_s if behind else 0.0,
+            up_coding_s=_mean_coding_s(self._arrived[False]) + _mean_coding_s(before),
+            down_coding_s=_mean_coding_s(behind) + _mean_coding_s(self._arrived[True]),
+            element_bytes=next((one.element_bytes for one in reversed(behind) if one.element_bytes), 0),
+            forward_cosine=_lowest(one.cosine for one in behind),
+            backward_cosine=_lowest(one.cosine for one in before),
             busy_s=self.busy_s,
             wants_stop=wants_stop,
             saving=saving,
         )
 
-    def _code(self, side: str, verb: str, found: Carried) -> None:
-        key = side, verb
-        self._coding_s[key] = self._coding_s.get(key, 0.0) + found.coding_s
-        self._num_coded[key] = self._num_coded.get(key, 0) + 1
 
-    def _mean_coding_s(self, side: str) -> float:
-        return sum(self._coding_s[key] / number for key, number in self._num_coded.items() if key[0] == side)
+def _mean_coding_s(found: Sequence[Carried]) -> float:
+    return sum(one.coding_s for one in found) / max(len(found), 1)
 
 
 def stage_tally(step: int, members: Sequence[Reduced]) -> Tally:
@@ -355,11 +337,3 @@ def _shortest(values: Iterable[float | None]) -> float | None:
 
 def _lowest(values: Iterable[float]) -> float:
     return min((value for value in values if not math.isnan(value)), default=_NAN)
-
-
-def _lower(one: float, other: float) -> float:
-    return one if math.isnan(other) else _lowest((one, other))
-
-
-def _shorter(one: float | None, other: float) -> float:
-    return other if one is None else min(one, other)

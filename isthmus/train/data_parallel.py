@@ -11,14 +11,13 @@ from isthmus.codec.base import Payload
 from isthmus.errors import FrameError, IsthmusError, PeerLost
 from isthmus.events import Span
 from isthmus.model.stage import Batch, Stage
-from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated
+from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated, total_norm
 from isthmus.plan.membership import Applied, DataParallel, Piece, RoundCommit, Snapshot
 from isthmus.plan.types import Facts, Gathered, Lane, Member, Message, Ran, Work, WorkKind
 from isthmus.train.build import BuiltStage
 from isthmus.train.data.training_data import Source
 from isthmus.train.device import Mark, PassClock
 from isthmus.train.in_cloud import Reduction
-from isthmus.train.optimizer import total_norm
 from isthmus.train.outer import WIDTH, Fragment, Outer
 from isthmus.train.pipeline import Passes
 

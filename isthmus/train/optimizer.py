@@ -470,13 +470,6 @@ class Optimizer:
                 self._moments.load(self._parameters[name], state)
 
 
-def total_norm(squared_norms: Sequence[float]) -> float:
-    """The norm over all parameters; the sum is exact, so that it does not depend on the layout of stages."""
-    if not all(map(math.isfinite, squared_norms)):
-        return math.nan
-    return math.sqrt(math.fsum(squared_norms))
-
-
 def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[ParameterGroup]:
     """Matrices decay, vectors do not; torch cannot update sharded and other parameters in one call."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = defaultdict(list)

@@ -19,6 +19,7 @@ from isthmus.model.load import build_stage
 from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput
 from isthmus.plan.data import FACTS, data_scheduler
+from isthmus.plan.end_of_step import total_norm
 from isthmus.plan.membership import DataParallel, RoundEnded
 from isthmus.plan.types import (
     Done,
@@ -38,7 +39,7 @@ from isthmus.train.build import BuiltStage
 from isthmus.train.data_parallel import DataParallelActor
 from isthmus.train.device import Device, Mark
 from isthmus.train.loop import Loop, OnEvent, save_nothing
-from isthmus.train.optimizer import Optimizer, total_norm
+from isthmus.train.optimizer import Optimizer
 from isthmus.train.outer import Outer, OuterRule, make_fragments
 from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.memory import MemoryLink

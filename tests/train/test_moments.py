@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from isthmus.plan.end_of_step import total_norm
 from isthmus.plan.memory import OptimizerState
-from isthmus.train.optimizer import OnHost, Optimizer, Schedule, total_norm
+from isthmus.train.optimizer import OnHost, Optimizer, Schedule
 
 NUM_STEPS = 12
 SCHEDULE = Schedule(peak=0.03, num_steps=NUM_STEPS, num_warmup_steps=2)
