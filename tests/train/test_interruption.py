@@ -1,6 +1,7 @@
 """A member that is asked to stop brings all to one saved step, from which the run continues unchanged."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -83,10 +84,19 @@ def test_an_interruption_may_come_at_any_time_and_from_any_thread(index: int) ->
         whole.run(given())
     with run_of({"num_stages": 3}, shape=Shape(delay_s=0.01)) as found:
         kept = keep_all(found)
-        timer = threading.Timer(0.15, lambda: found.loops[index].interrupt("SIGINT"))
-        timer.start()
+        ended = threading.Event()
+
+        def interrupt() -> None:
+            while index not in found.loops and not ended.is_set():
+                time.sleep(0.001)
+            ended.wait(0.1)
+            found.loops[index].interrupt("SIGINT")
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
         found.run(given())
-        timer.join()
+        ended.set()
+        thread.join()
     (outcome,) = {stop.outcome for stop in found.stops.values()}
     (step,) = {record.saves[-1].step for record in found.records}
     was_told = any(isinstance(event, Interrupted) for event, *_ in found.records[index].log)
