@@ -1,54 +1,122 @@
-"""Kills generators and the discriminator at random moments, and compares all weights with an undisturbed run.
+"""Kills clouds at random moments, and compares all weights with those of an undisturbed run.
 
     python benchmarks/kill_clouds.py [--kills 20] [--steps 300] [--seed 1]
+    python benchmarks/kill_clouds.py --strategy pipeline [--clouds 3] [--ranks 1]
 
-The clouds are those of examples/generator-discriminator.toml, processes joined over 20 Mbit/s and 100 ms,
-killed by a file of faults. A kill that finds a cloud that is being started again counts for nothing, so
-runs follow each other until there were enough. Each must end with the same bits in all models.
+The clouds are those of examples/generator-discriminator.toml, or the stages of a small Llama with dropout,
+processes joined over 20 Mbit/s and 100 ms, killed by a file of faults. A kill that finds a cloud that is
+being started again counts for nothing, so runs follow each other until there were enough. Each must end with
+the same bits in all models.
 """
 
+import argparse
 import hashlib
 import json
 import random
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from bench import finish, options
+from bench import Choice, finish, options
 
 import isthmus
-from isthmus.job import load_job
+from isthmus.job import Job, load_job
+from isthmus.job.load import parse_job
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "generator-discriminator.toml"
-CLOUDS: Final = ("judge", "english", "esperanto")
+PIPELINE: Final = """
+name = "kill-clouds"
+[model.config]
+model_type = "llama"
+vocab_size = 300
+hidden_size = 64
+intermediate_size = 96
+num_hidden_layers = {num_clouds}
+num_attention_heads = 4
+num_key_value_heads = 4
+attention_dropout = 0.1
+[data]
+source = "builtin:tales"
+sequence_length = 64
+[strategy]
+kind = "pipeline"
+microbatches = 4
+[train]
+batch_tokens = 512
+evaluate_every = 0
+[checkpoint]
+overhead = 1
+"""
+CLOUD: Final = """
+[[cloud]]
+name = "{name}"
+listen = "{name}.example.com:7600"
+device = "cpu"
+ranks = {num_ranks}
+"""
+LINK: Final = """
+[[link]]
+between = ["{one}", "{other}"]
+bandwidth = "20 Mbps"
+rtt = "100 ms"
+codec = "rotate | int8(stochastic)"
+"""
 # A cloud is back and trains again in about this time.
 SPACING_S: Final = 6.0
 
 
-def faults(num_kills: int, chance: random.Random) -> str:
+def job_of(args: argparse.Namespace) -> Job:
+    """The job whose clouds are killed; it saves every second."""
+    overrides = [f"train.steps={args.steps}", "checkpoint.every=1 s"]
+    if args.strategy == "feed":
+        return load_job(EXAMPLE, overrides=overrides)
+    names = [f"cloud{number}" for number in range(args.clouds)]
+    tables = [PIPELINE.format(num_clouds=args.clouds)]
+    tables += [CLOUD.format(name=name, num_ranks=args.ranks) for name in names]
+    tables += [LINK.format(one=one, other=other) for one, other in pairwise(names)]
+    return parse_job("".join(tables), file=Path("kill-clouds.toml"), overrides=overrides)
+
+
+def faults(clouds: Sequence[str], num_kills: int, chance: random.Random) -> str:
     """A file of so many kills, of any cloud, on average `SPACING_S` apart."""
     found = []
     for _ in range(num_kills):
         at_s = chance.uniform(1.0, 1.0 + SPACING_S * num_kills)
-        found.append(f'[[fault]]\nkind = "kill"\ncloud = "{chance.choice(CLOUDS)}"\nat = "{at_s:.2f} s"\n')
+        found.append(f'[[fault]]\nkind = "kill"\ncloud = "{chance.choice(clouds)}"\nat = "{at_s:.2f} s"\n')
     return "\n".join(found)
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of the weights of each model of a run."""
-    folders = ["model", *(f"generator-{name}" for name in CLOUDS[1:])]
-    return {
-        one: hashlib.sha256((run / one / "model.safetensors").read_bytes()).hexdigest() for one in folders
+    """SHA-256 of each file of weights that a run has exported."""
+    models = sorted({one.parent for one in run.glob("*/config.json")})
+    found = {
+        f"{model.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest()
+        for model in models
+        for file in sorted(model.glob("*.safetensors"))
     }
+    if not found:
+        raise FileNotFoundError(f"no weights in {run}")
+    return found
 
 
 def main() -> None:
     """Run undisturbed, then disturbed until there were enough kills."""
-    args = options(__doc__, kills=20, steps=300, seed=1)
+    args = options(
+        __doc__,
+        kills=20,
+        steps=300,
+        seed=1,
+        strategy=Choice("feed", ("feed", "pipeline")),
+        clouds=3,
+        ranks=1,
+    )
+    job = job_of(args)
+    clouds = [one.name for one in job.cloud]
     chance = random.Random(args.seed)
-    killed: dict[str, int] = dict.fromkeys(CLOUDS, 0)
+    killed: dict[str, int] = dict.fromkeys(clouds, 0)
     num_runs, is_same, begun_s = 0, True, time.monotonic()
 
     def hear(cloud: str, about: Mapping[str, Any]) -> None:
@@ -58,13 +126,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        whole = load_job(EXAMPLE, overrides=[f"train.steps={args.steps}", "checkpoint.every=1 s"])
-        expected = digests(isthmus.run(whole, runs=folder / "whole").run)
+        expected = digests(isthmus.run(job, runs=folder / "whole").run)
         while sum(killed.values()) < args.kills:
             script = folder / f"faults-{num_runs}.toml"
-            script.write_text(faults(args.kills - sum(killed.values()), chance))
+            script.write_text(faults(clouds, args.kills - sum(killed.values()), chance))
             run = isthmus.run(
-                whole,
+                job,
                 runs=folder / f"killed-{num_runs}",
                 faults=script,
                 restarts=args.kills,

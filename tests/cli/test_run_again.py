@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,43 @@ def test_a_second_process_of_a_cloud_is_refused_and_both_clouds_go_on(
         assert "west rank 0 is already connected to east rank 0: end one of its two processes" in text
         wait_until(goes_on(runs), east, logs["east"])
         assert west.poll() is None
+
+
+def test_a_cloud_that_is_lost_five_times_is_met_again_without_a_hand_on_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clouds run with --cloud; only the one that was killed is started again, by the same command."""
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "tiny.toml"
+    job.write_text(TINY + NETWORK.format(port=free_port()))
+    make_certificates(Path("certs"))
+    changes = ("train.steps=300", "checkpoint.every=1 s", "checkpoint.overhead=1")
+    options = [text for change in changes for text in ("--set", change)]
+
+    def newest() -> int:
+        found = Path("lost").glob("*/*/checkpoints/step-*/west/manifest.json")
+        return max((int(one.parents[1].name.removeprefix("step-")) for one in found), default=0)
+
+    def is_newer(before: int) -> bool:
+        return newest() > before
+
+    def start(name: str, cloud: str, log: Path) -> Any:
+        return command(job, "--cloud", cloud, "--runs", name, *options, log=log)
+
+    with start("whole", "west", tmp_path / "one") as west, start("whole", "east", tmp_path / "two") as east:
+        assert (west.wait(PATIENCE_S), east.wait(PATIENCE_S)) == (0, 0)
+    log = tmp_path / "east"
+    with start("lost", "east", log) as east:
+        for number in range(5):
+            before = newest()
+            with start("lost", "west", tmp_path / f"west-{number}") as west:
+                wait_until(partial(is_newer, before), west, log)
+                west.kill()
+        with start("lost", "west", tmp_path / "west") as west:
+            assert (west.wait(PATIENCE_S), east.wait(PATIENCE_S)) == (0, 0)
+    (events,) = Path("lost").glob("*/*/events/west.jsonl")
+    facts = [one for one in read_events(events) if isinstance(one, Fact)]
+    assert sum(one.kind == "started" for one in facts) == 6
+    assert log.read_text().count("waiting for it") == 5
+    (whole,), (lost,) = Path("whole").glob("*/*/model"), Path("lost").glob("*/*/model")
+    assert_equal_weights(weights(whole.parent), weights(lost.parent))
