@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from isthmus.plan.simulate import Timeline
     from isthmus.train.session import Trained
 
-__all__ = ["__version__", "cost_source", "load_job", "plan", "report", "run", "simulate", "with_profiles"]
+__all__ = ["__version__", "cost_source", "load_job", "plan", "report", "run", "simulate"]
 
 # Loaded before the function `plan` is defined, which else the package of this name would replace later.
 importlib.import_module("isthmus.plan")
@@ -64,7 +64,7 @@ def plan(
     from isthmus.plan.planner import plan as make_plan
 
     check_model(job)
-    known = with_profiles(job, note=note, progress=progress) if measure else job
+    known = _with_profiles(job, note=note, progress=progress) if measure else job
     return make_plan(known, is_quick=is_quick, progress=progress, source=cost_source())
 
 
@@ -151,28 +151,25 @@ def report(folder: str | Path, *, beside: str | Path | None = None) -> "RunRepor
     return report_on(find_run(Path(folder)), beside=None if beside is None else find_run(Path(beside)))
 
 
-def with_profiles(
-    job: "Job", *, note: Callable[[str], None] = _ignore, progress: Callable[[str], None] = _ignore
-) -> "Job":
+def _with_profiles(job: "Job", *, note: Callable[[str], None], progress: Callable[[str], None]) -> "Job":
     """Return the job with what was measured here, if all its clouds are on this machine; else unchanged.
 
     What was measured is cached. Without torch nothing can be measured, and plans use the catalogue.
     """
-    from isthmus.job.hub import check_model
-
-    check_model(job)
     if all(cloud.profile is not None for cloud in job.cloud):
         return job
-    if importlib.util.find_spec("torch") is None:
-        note("times are those of the catalogue, since torch is not installed here")
-        return job
-    from isthmus.train.profiles import Profiler, why_not_here
+    why_not: str | None = "torch is not installed here"
+    if importlib.util.find_spec("torch") is not None:
+        from isthmus.train.profiles import Profiler, why_not_here
 
-    why_not = why_not_here(job)
-    if why_not is not None:
-        note(f"times are those of the catalogue: {why_not}")
-        return job
-    return Profiler(cache=cache_folder(), note=note, report=progress).all_here(job)
+        why_not = why_not_here(job)
+        if why_not is None:
+            profiler = Profiler(
+                cache=cache_folder(), note=note, report=lambda what: progress(f"measuring {what}")
+            )
+            return profiler.all_here(job)
+    note(f"times are those of the catalogue: {why_not}")
+    return job
 
 
 def cost_source() -> "CostSource":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Final
 
+from isthmus.observe.draw import label, line, ticks
 from quality.report import TASKS, Line
 from quality.rows import Side
 
@@ -43,20 +44,20 @@ def draw(panels: Sequence[Sequence[Line]]) -> str:
 
 class _Panel:
     def __init__(self, lines: Sequence[Line]) -> None:
-        self._lines = [line for line in lines if line.lost is not None]
-        ends = [end for line in self._lines if line.lost for end in (line.lost.low, line.lost.high)]
+        self._lines = [one for one in lines if one.lost is not None]
+        ends = [end for one in self._lines if one.lost for end in (one.lost.low, one.lost.high)]
         self._low, self._high = min([*ends, -0.5]), max([*ends, 1.0])
         self._task = lines[0].task
 
     def draw(self) -> str:
         unit = "BLEU lost to raw" if self._task == "mt" else "loss above raw, %"
         parts = [
-            _text(_WIDTH / 2, 16, TASKS[self._task], anchor="middle", weight="bold"),
-            _text(_WIDTH / 2, _HEIGHT - 8, "bytes on the wire, times fewer than float32", anchor="middle"),
+            label(_WIDTH / 2, 12, TASKS[self._task], size=13, anchor="middle"),
+            label(_WIDTH / 2, _HEIGHT - 12, "bytes on the wire, times fewer than float32", anchor="middle"),
             f'<text transform="translate(12 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle">{unit}</text>',
             *self._grid(),
             *(self._front(side) for side in _NAMES),
-            *(self._point(line) for line in self._lines),
+            *map(self._point, self._lines),
             *self._legend(),
         ]
         return "".join(parts)
@@ -73,31 +74,30 @@ class _Panel:
     def _grid(self) -> list[str]:
         parts = []
         for ratio in _RATIOS:
-            parts.append(_line(self._x(ratio), _TOP, self._x(ratio), _HEIGHT - _BOTTOM, "#eeeeee"))
-            parts.append(_text(self._x(ratio), _HEIGHT - _BOTTOM + 14, f"{ratio}×", anchor="middle"))
-        for lost in _ticks(self._low, self._high):
-            colour = "#999999" if lost == 0 else "#eeeeee"
-            parts.append(_line(_LEFT, self._y(lost), _WIDTH - _RIGHT, self._y(lost), colour))
-            parts.append(_text(_LEFT - 6, self._y(lost) + 4, f"{lost:g}", anchor="end"))
+            x = self._x(ratio)
+            parts.append(line((x, _TOP), (x, _HEIGHT - _BOTTOM), colour="#eeeeee"))
+            parts.append(label(x, _HEIGHT - _BOTTOM + 10, f"{ratio}×", anchor="middle"))
+        for lost in ticks(self._low, self._high, about=6):
+            y, colour = self._y(lost), "#999999" if round(lost, 6) == 0 else "#eeeeee"
+            parts.append(line((_LEFT, y), (_WIDTH - _RIGHT, y), colour=colour))
+            parts.append(label(_LEFT - 6, y, f"{round(lost, 6):g}", anchor="end"))
         return parts
 
     def _front(self, side: Side) -> str:
         lines = sorted(
-            (line for line in self._lines if line.side is side and "subspace" not in line.row),
-            key=lambda line: line.ratio_float32,
+            (one for one in self._lines if one.side is side and "subspace" not in one.row),
+            key=lambda one: one.ratio_float32,
         )
-        places = " ".join(
-            f"{self._x(line.ratio_float32):.1f},{self._y(line.lost.mean):.1f}" for line in lines if line.lost
-        )
-        return f'<polyline points="{places}" fill="none" stroke="{_COLOURS[side]}" stroke-width="1.5"/>'
+        places = [(self._x(one.ratio_float32), self._y(one.lost.mean)) for one in lines if one.lost]
+        return line(*places, colour=_COLOURS[side], thickness=1.5)
 
-    def _point(self, line: Line) -> str:
-        if line.lost is None:
+    def _point(self, one: Line) -> str:
+        if one.lost is None:
             return ""
-        x, colour = self._x(line.ratio_float32), _COLOURS[line.side]
-        bar = _line(x, self._y(line.lost.low), x, self._y(line.lost.high), colour)
-        title = f"<title>{escape(f'{line.row}: {line.lost.mean:+.2f}')}</title>"
-        place = f'cx="{x:.1f}" cy="{self._y(line.lost.mean):.1f}"'
+        x, colour = self._x(one.ratio_float32), _COLOURS[one.side]
+        bar = line((x, self._y(one.lost.low)), (x, self._y(one.lost.high)), colour=colour)
+        title = f"<title>{escape(f'{one.row}: {one.lost.mean:+.2f}')}</title>"
+        place = f'cx="{x:.1f}" cy="{self._y(one.lost.mean):.1f}"'
         return f'{bar}<circle {place} r="3" fill="{colour}">{title}</circle>'
 
     def _legend(self) -> list[str]:
@@ -105,22 +105,5 @@ class _Panel:
         for place, (side, name) in zip(_LEGEND_PLACES, _NAMES.items(), strict=True):
             x = _LEFT + place
             parts.append(f'<circle cx="{x}" cy="{_TOP - 8}" r="3" fill="{_COLOURS[side]}"/>')
-            parts.append(_text(x + 8, _TOP - 4, name))
+            parts.append(label(x + 8, _TOP - 8, name))
         return parts
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    rough = (high - low) / 6
-    unit = 10 ** math.floor(math.log10(rough))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
-    return [round(index * step, 6) for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
-    )
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'

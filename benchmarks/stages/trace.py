@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.events import Span
-from isthmus.observe.draw import Box, Drawing, Label, Shape, to_svg
-from isthmus.observe.draw import Path as Line
+from isthmus.observe.draw import box, label, line, to_svg
 from isthmus.observe.timeline import Interval, shared_s, total_s, union
 
 _COLOURS = {
@@ -113,17 +112,17 @@ def draw_step(step: Step, *, title: str, width: float = 1200.0) -> str:
     start_s = min((piece.start_s for row in step.rows for piece in row.pieces), default=0.0)
     end_s = max((piece.end_s for row in step.rows for piece in row.pieces), default=0.0)
     scale = (width - _LEFT - _RIGHT) / max(end_s - start_s, 1e-9)
-    shapes: list[Shape] = [Label(x=12, y=20, text=title, size=14)]
+    shapes = [label(12, 20, title, size=14)]
     for number, row in enumerate(step.rows):
         y = _TOP + number * _ROW
-        shapes.append(Label(x=12, y=y + 12, text=row.name))
+        shapes.append(label(12, y + 12, row.name))
         shapes += [
-            Box(
-                x=_LEFT + (piece.start_s - start_s) * scale,
-                y=y,
-                width=max(0.3, (piece.end_s - piece.start_s) * scale),
-                height=24,
-                colour=_COLOURS.get(piece.kind, _COLOURS["other"]),
+            box(
+                _LEFT + (piece.start_s - start_s) * scale,
+                y,
+                max(0.3, (piece.end_s - piece.start_s) * scale),
+                24,
+                _COLOURS.get(piece.kind, _COLOURS["other"]),
                 title=f"{piece.kind}, {1e3 * (piece.end_s - piece.start_s):.2f} ms",
             )
             for piece in _joined(row.pieces, near_s=_SEEN_PIXELS / scale)
@@ -131,7 +130,7 @@ def draw_step(step: Step, *, title: str, width: float = 1200.0) -> str:
     bottom = _TOP + len(step.rows) * _ROW
     shapes += _axis(end_s - start_s, bottom, width)
     shapes += _legend({piece.kind for row in step.rows for piece in row.pieces}, bottom + 44)
-    return to_svg(Drawing(width=width, height=bottom + 64, shapes=tuple(shapes)))
+    return to_svg(width, bottom + 64, shapes)
 
 
 def _device_rows(
@@ -211,20 +210,17 @@ def _host_rows(spans: Sequence[Span]) -> list[Row]:
     return rows
 
 
-def _axis(duration_s: float, y: float, width: float) -> list[Shape]:
-    shapes: list[Shape] = [Line(points=((_LEFT, y), (width - _RIGHT, y)))]
+def _axis(duration_s: float, y: float, width: float) -> list[str]:
+    shapes = [line((_LEFT, y), (width - _RIGHT, y))]
     for tick in range(9):
         x = _LEFT + (width - _LEFT - _RIGHT) * tick / 8
-        shapes.append(
-            Label(x=x, y=y + 14, text=f"{1e3 * duration_s * tick / 8:.0f} ms", size=10, anchor="middle")
-        )
+        shapes.append(label(x, y + 14, f"{1e3 * duration_s * tick / 8:.0f} ms", size=10, anchor="middle"))
     return shapes
 
 
-def _legend(kinds: set[str], y: float) -> list[Shape]:
-    shapes: list[Shape] = []
+def _legend(kinds: set[str], y: float) -> list[str]:
+    shapes: list[str] = []
     for number, kind in enumerate(one for one in _COLOURS if one in kinds):
         x = _LEFT + 110 * number
-        shapes.append(Box(x=x, y=y - 6, width=12, height=12, colour=_COLOURS[kind]))
-        shapes.append(Label(x=x + 18, y=y, text=kind))
+        shapes += [box(x, y - 6, 12, 12, _COLOURS[kind]), label(x + 18, y, kind)]
     return shapes

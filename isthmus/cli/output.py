@@ -4,17 +4,21 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import rich.table
 import typer
 from rich.console import Console
 from typer import Argument, Option
 
+import isthmus
 from isthmus.errors import UserError
-from isthmus.job import job_schema
-from isthmus.observe.draw import Drawing, Section, Table, to_html, to_png, to_svg
+from isthmus.job import Job, job_schema
+from isthmus.observe.draw import Table, to_html
 from isthmus.units import format_bytes, format_duration, shorten
+
+if TYPE_CHECKING:
+    from isthmus.plan.plan import Plan
 
 JobArgument = Annotated[Path, Argument(metavar="JOB", help="The job file.")]
 RunArgument = Annotated[
@@ -32,13 +36,11 @@ ProfileOption = Annotated[
 FaultsOption = Annotated[Path | None, Option(metavar="FILE", help="Faults of the emulated WAN, by time.")]
 JsonOption = Annotated[bool, Option("--json", help="Print JSON.")]
 SvgOption = Annotated[Path | None, Option(metavar="FILE", help="Draw it as SVG.")]
-PngOption = Annotated[Path | None, Option(metavar="FILE", help="Draw it as PNG; needs Pillow.")]
 HtmlOption = Annotated[Path | None, Option(metavar="FILE", help="Write a page with all of it.")]
 
 T = TypeVar("T")
 
 NO_EMULATED_WAN: Final = "--faults disturbs the emulated WAN, and with --cloud there is none"
-NOT_PROFILED: Final = "times are those of the catalogue, since --no-profile was given"
 _WHERE: Final = "name a file in a folder that exists and can be written to"
 
 
@@ -46,31 +48,33 @@ def console_for_notes() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def make_plan(job: Job, notes: Console, *, is_profiled: bool, is_quick: bool = False) -> "Plan":
+    """Plan a job, and say where its times come from."""
+    if not is_profiled and any(cloud.profile is None for cloud in job.cloud):
+        notes.print("times are those of the catalogue, since --no-profile was given")
+    with notes.status("planning") as status:
+        return isthmus.plan(
+            job, measure=is_profiled, is_quick=is_quick, note=notes.print, progress=status.update
+        )
+
+
 def print_tables(console: Console, tables: Iterable[Table]) -> None:
     """Print tables, with a line between two of them; those without rows are left out."""
-    is_first = True
-    for table in tables:
-        if not table.rows:
-            continue
-        if not is_first:
+    for number, table in enumerate(table for table in tables if table.rows):
+        if number:
             console.print()
-        is_first = False
         # A line may be too long for the terminal, but no word is broken.
-        columns = [[word for text in column for word in text.split()] for column in _columns(table)]
-        least = [max(map(len, words), default=0) for words in columns]
+        columns = zip(table.header, *table.rows, strict=True)
+        least = [max((len(word) for cell in one for word in cell.split()), default=0) for one in columns]
         gap = 2 if sum(least) + 2 * len(least) - 2 <= console.width else 1
         shown = rich.table.Table(
             box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=any(table.header)
         )
         for place, (word, width) in enumerate(zip(table.header, least, strict=True)):
-            shown.add_column(word, justify="left" if place == 0 else "right", min_width=width)
+            shown.add_column(word, justify="right" if place else "left", min_width=width)
         for row in table.rows:
             shown.add_row(*row)
         console.print(shown, width=max(console.width, sum(least) + gap * (len(least) - 1)), crop=False)
-
-
-def _columns(table: Table) -> Iterable[tuple[str, ...]]:
-    return zip(table.header, *table.rows, strict=True)
 
 
 def tabulate(items: Iterable[T], columns: Mapping[str, Callable[[T], str]]) -> Table:
@@ -95,23 +99,13 @@ def percent(share: float | None) -> str:
 
 
 def write_pictures(
-    console: Console,
-    drawing: Drawing,
-    *,
-    title: str,
-    sections: Sequence[Section],
-    svg: Path | None,
-    png: Path | None,
-    html: Path | None,
+    console: Console, drawing: str, *, title: str, about: Sequence[str], svg: Path | None, html: Path | None
 ) -> None:
-    """Write the files that were asked for; the page has the drawing above its sections."""
+    """Write the files that were asked for; the page has what is told `about` the drawing below it."""
     if svg is not None:
-        write_file(console, svg, to_svg(drawing).encode())
-    if png is not None:
-        write_file(console, png, to_png(drawing))
+        write_file(console, svg, drawing)
     if html is not None:
-        page = to_html(title, [Section(heading="One step", parts=(drawing,)), *sections])
-        write_file(console, html, page.encode())
+        write_file(console, html, to_html(title, {"One step": [drawing], "Figures": about}))
 
 
 def check_folders(*paths: Path | None) -> None:
@@ -121,10 +115,10 @@ def check_folders(*paths: Path | None) -> None:
             raise UserError(f"{path} cannot be written", hint=_WHERE)
 
 
-def write_file(console: Console, path: Path, content: bytes) -> None:
+def write_file(console: Console, path: Path, text: str) -> None:
     """Write a file that a user has named, and say so."""
     try:
-        path.write_bytes(content)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", hint=_WHERE) from None
     console.print(f"[green]✓[/] wrote {path}", soft_wrap=True)

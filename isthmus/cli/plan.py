@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
 from rich.console import Console
-from rich.status import Status
 from typer import Option
 
 import isthmus
@@ -13,7 +12,7 @@ from isthmus.cli import output
 from isthmus.cli.output import duration, percent, size, tabulate
 from isthmus.errors import UserError
 from isthmus.job import Job, update_job_file
-from isthmus.observe.draw import Section, Table, draw_chart, draw_text
+from isthmus.observe.draw import Table, draw_chart, draw_text, paragraph
 from isthmus.observe.timeline import Chart, chart_of_step, lay_out
 from isthmus.plan.job_facts import run_order
 from isthmus.plan.plan import Estimate, Plan, PlannedStage, RunnerUp, plan_to_dict, planned_changes
@@ -29,7 +28,6 @@ def plan(
     job: output.JobArgument,
     write: Annotated[bool, Option("--write", help="Put the choice into the job file.")] = False,
     svg: output.SvgOption = None,
-    png: output.PngOption = None,
     html: output.HtmlOption = None,
     profile: output.ProfileOption = True,
     overrides: output.SetOption = None,
@@ -42,24 +40,23 @@ def plan(
 
     Example: `isthmus plan job.toml --set link.0.bandwidth="100 Mbps" --html plan.html`
     """
-    output.check_folders(svg, png, html)
+    output.check_folders(svg, html)
     loaded = isthmus.load_job(job, overrides=overrides or ())
     if write:
         _check_overrides(overrides or (), job)
     notes = output.console_for_notes()
-    with notes.status("planning") as status:
-        known = learned(loaded, notes, status, is_wanted=profile)
-        chosen = isthmus.plan(known, measure=False, progress=status.update)
+    chosen = output.make_plan(loaded, notes, is_profiled=profile)
     tables, remarks = list(plan_tables(chosen)), list(plan_notes(chosen))
     if as_json:
         output.print_json(plan_to_dict(chosen))
     else:
         _show(Console(highlight=False), chosen, tables, [*remarks, *plan_advice(loaded, chosen, job)])
-    if svg or png or html:
+    if svg or html:
         title = f"{loaded.name}: {chosen.what}"
-        section = Section(heading="The plan", parts=(chosen.reason, *tables, *remarks))
         drawing = draw_chart(_chart(chosen, _NUM_DRAWN * chosen.stages[0].num_ranks), title=title)
-        output.write_pictures(notes, drawing, title=title, sections=[section], svg=svg, png=png, html=html)
+        shown = [table.to_html() for table in tables]
+        about = [paragraph(chosen.reason), *shown, *map(paragraph, remarks)]
+        output.write_pictures(notes, drawing, title=title, about=about, svg=svg, html=html)
     if write:
         changes = planned_changes(loaded, chosen)
         clouds = {f"cloud.{name}": values for name, values in changes.clouds.items()}
@@ -67,17 +64,6 @@ def plan(
         notes.print(f"[green]✓[/] {job} now holds this choice")
     elif not as_json:
         notes.print(f"[dim]next: isthmus plan {job} --write puts this choice into the job[/]")
-
-
-def learned(job: Job, notes: Console, status: Status, *, is_wanted: bool) -> Job:
-    """The job with what was measured here; tells where the times of a plan come from."""
-    if is_wanted:
-        return isthmus.with_profiles(
-            job, note=notes.print, progress=lambda what: status.update(f"measuring {what}")
-        )
-    if any(cloud.profile is None for cloud in job.cloud):
-        notes.print(output.NOT_PROFILED)
-    return job
 
 
 def _check_overrides(overrides: Sequence[str], job: Path) -> None:

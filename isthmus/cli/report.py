@@ -12,7 +12,7 @@ import isthmus
 from isthmus.cli import output
 from isthmus.cli.display import feed_figures
 from isthmus.cli.output import duration, tabulate
-from isthmus.observe.draw import Drawing, Section, Table, draw_chart, draw_curve, to_html
+from isthmus.observe.draw import Table, draw_chart, draw_curve, to_html
 from isthmus.observe.report import Compared, Comparison, RunReport
 from isthmus.observe.timeline import Waits
 from isthmus.units import format_bytes
@@ -45,8 +45,9 @@ def report(
         console.print()
         if not found.has_plan:
             console.print("[dim]the run has no plan.json, so nothing is predicted[/]")
-    page = to_html(f"Run {found.run.parent.name}, {found.run.name}", _sections(compared, tables))
-    output.write_file(console, html or found.run / REPORT_FILE, page.encode())
+    shown = {**_pictures(compared), **{heading: [table.to_html()] for heading, table in tables.items()}}
+    page = to_html(f"Run {found.run.parent.name}, {found.run.name}", shown)
+    output.write_file(console, html or found.run / REPORT_FILE, page)
 
 
 def _tables(found: Comparison) -> dict[str, Table]:
@@ -142,20 +143,15 @@ def _size(num_bytes: float) -> str:
     return format_bytes(round(num_bytes))
 
 
-def _sections(found: Comparison, tables: dict[str, Table]) -> list[Section]:
-    sections = [Section(heading="One step", parts=tuple(_charts(found)))]
-    if len(found.losses) > 1:
-        curve = draw_curve(found.losses, width=760, height=220, word="step")
-        sections.append(Section(heading="Loss", parts=(curve,)))
-    return sections + [Section(heading=heading, parts=(table,)) for heading, table in tables.items()]
-
-
-def _charts(found: Comparison) -> Sequence[Drawing]:
-    """Predicted above measured, on one scale."""
+def _pictures(found: Comparison) -> dict[str, list[str]]:
+    """Draw the step as predicted above that as measured, on one scale, and the loss."""
     charts = {"predicted": found.predicted_chart, "measured": found.measured_chart}
     shown = {word: chart for word, chart in charts.items() if chart is not None}
     end_s = max((chart.end_s for chart in shown.values()), default=0.0)
-    return [draw_chart(replace(chart, end_s=end_s), title=word) for word, chart in shown.items()]
+    drawn = [draw_chart(replace(chart, end_s=end_s), title=word) for word, chart in shown.items()]
+    if len(found.losses) < 2:
+        return {"One step": drawn}
+    return {"One step": drawn, "Loss": [draw_curve(found.losses, width=760, height=220, word="step")]}
 
 
 def _facts(report: RunReport) -> dict[str, Any]:

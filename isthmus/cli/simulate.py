@@ -12,11 +12,10 @@ from typer import Argument, Option
 import isthmus
 from isthmus.cli import output
 from isthmus.cli.output import duration, tabulate
-from isthmus.cli.plan import learned
 from isthmus.errors import UserError
 from isthmus.job.faults import CloudFault, CloudFaultKind, FaultKind, load_faults
 from isthmus.job.load import read_text
-from isthmus.observe.draw import Section, Table, draw_chart, draw_text
+from isthmus.observe.draw import Table, draw_chart, draw_text
 from isthmus.observe.timeline import chart_of_step
 from isthmus.plan.lines import Disturbance
 from isthmus.plan.plan import scenario_of
@@ -36,7 +35,6 @@ def simulate(
     ] = None,
     seed: Annotated[int, Option(min=0, help="Seed of the jitter.")] = 0,
     svg: output.SvgOption = None,
-    png: output.PngOption = None,
     html: output.HtmlOption = None,
     profile: output.ProfileOption = True,
     overrides: output.SetOption = None,
@@ -49,7 +47,7 @@ def simulate(
 
     Example: `isthmus simulate job.toml --steps 100 --faults faults.toml`
     """
-    output.check_folders(svg, png, html)
+    output.check_folders(svg, html)
     scenario, checkpoint_every_s = _scenario(job, overrides or (), is_profiled=profile)
     clouds = [stage.cloud for stage in scenario.stages]
     script: Sequence[Disturbance] = ()
@@ -72,9 +70,10 @@ def simulate(
         if found.stopped is not None:
             console.print(f"\n[bold red]{_loss(found.stopped)}[/]")
     title = f"{job.stem}, simulated"
-    section = Section(heading="Steps and traffic", parts=tuple(tables[:2]))
-    drawing = draw_chart(chart, title=title)
-    output.write_pictures(console, drawing, title=title, sections=[section], svg=svg, png=png, html=html)
+    about = [table.to_html() for table in tables[:2]]
+    output.write_pictures(
+        console, draw_chart(chart, title=title), title=title, about=about, svg=svg, html=html
+    )
 
 
 def _scenario(path: Path, overrides: Sequence[str], *, is_profiled: bool) -> tuple[Scenario, float | None]:
@@ -86,9 +85,7 @@ def _scenario(path: Path, overrides: Sequence[str], *, is_profiled: bool) -> tup
     else:
         job = isthmus.load_job(path, overrides=overrides)
         notes = output.console_for_notes()
-        with notes.status("planning") as status:
-            known = learned(job, notes, status, is_wanted=is_profiled)
-            scenario = isthmus.plan(known, measure=False, is_quick=True).scenario
+        scenario = output.make_plan(job, notes, is_profiled=is_profiled, is_quick=True).scenario
         checkpoint_every_s = job.checkpoint.every_s
     if scenario is None:
         raise UserError(
