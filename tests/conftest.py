@@ -13,6 +13,9 @@ settings.register_profile("isthmus", deadline=None, derandomize=True)
 settings.register_profile("fuzz", deadline=None)
 settings.load_profile("isthmus")
 
+# Several threads per operation wait for each other where tests share the cores. Read when torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

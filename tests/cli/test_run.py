@@ -90,7 +90,6 @@ def train_here(job_file: Path, tmp_path: Path) -> dict[str, Tensor]:
         num_warmup_steps=round(job.train.warmup_share * job.train.steps),
     )
     rates = [schedule.at(step) for step in range(NUM_STEPS)]
-    torch.set_num_threads(1)
     train_alone(stage, steps, seed=job.seed, learning_rates=rates, weight_decay=0.1, max_norm=1.0)
     return dict(stage.model.state_dict())
 

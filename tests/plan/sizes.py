@@ -1,5 +1,7 @@
 """Models for tests of plans: estimated from their sizes, or measured."""
 
+import functools
+import json
 from typing import Any
 
 from isthmus.job.sections import LoraSpec
@@ -39,6 +41,13 @@ def measured(
     lora: LoraSpec | None = None,
 ) -> ModelCosts:
     """The costs of a model as fake tensors show them."""
-    blueprint = fresh_blueprint(config, head=HEADS[task.value])
+    return _measured(json.dumps(config), workload, task, num_frozen, lora)
+
+
+@functools.cache
+def _measured(
+    config: str, workload: Workload, task: Task, num_frozen: int, lora: LoraSpec | None
+) -> ModelCosts:
+    blueprint = fresh_blueprint(json.loads(config), head=HEADS[task.value])
     training = Training(num_frozen_layers=num_frozen, lora=lora)
     return MeasuredModel(blueprint, training, has_bfloat16=False).costs(workload)

@@ -34,11 +34,6 @@ BIG = estimated(num_key_value_heads=8)
 ON_GPU = Workload(num_sequences=1, sequence_length=2048, arithmetic=Arithmetic(precision=Precision.BFLOAT16))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def _one_rank() -> Iterator[None]:
     store = dist.HashStore()  # type: ignore[attr-defined]

@@ -235,7 +235,7 @@ def check_same_outer(found: Clouds) -> None:
             assert torch.equal(own, other)
 
 
-@pytest.mark.parametrize("num_clouds", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_clouds", [1, 3])
 def test_exact_synchronisation_equals_one_process(num_clouds: int) -> None:
     plan = blueprint("llama", num_hidden_layers=3)
     agreed = exact(num_clouds)
@@ -260,14 +260,6 @@ def test_exact_synchronisation_equals_one_process(num_clouds: int) -> None:
             cloud.record.steps[number].loss * counts[one][number] for one, cloud in enumerate(found.clouds)
         ]
         assert sum(told) / sum(count[number] for count in counts) == pytest.approx(loss, rel=1e-4)
-
-
-@pytest.mark.parametrize("rule", [STREAMING, SPARSE], ids=["streaming", "sparse"])
-@pytest.mark.parametrize("num_clouds", [2, 3])
-def test_outer_parameters_are_the_same_bits_everywhere(num_clouds: int, rule: OuterRule) -> None:
-    agreed = spec(num_clouds, gathers=rule.gathers)
-    found = run(agreed, rule)
-    check_same_outer(found)
 
 
 class Reference:
@@ -342,7 +334,7 @@ def parameters_in_place(stage: Stage) -> dict[str, Tensor]:
     return {name: one.detach() for name, one in stage.model.named_parameters()}
 
 
-@pytest.mark.parametrize("num_clouds", [1, 2, 3])
+@pytest.mark.parametrize("num_clouds", [1, 3])
 def test_streaming_is_the_published_algorithm(num_clouds: int) -> None:
     agreed = spec(num_clouds, delay_steps=2)
     rule = replace(STREAMING, codec="raw")
@@ -363,6 +355,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(rule: OuterRule) -> None:
     """Streaming: 2 (R - 1) / R of 4.25 bits; sparse: R - 1 times 0.2227 bit; of whole rows of 4096 each."""
     agreed = spec(3, gathers=rule.gathers)
     found = run(agreed, rule)
+    check_same_outer(found)
     rows = [one.num_rows for one in found.clouds[0].outer.fragments]
     all_rows = sum(rows[agreed.fragment(number)] for number in range(agreed.num_rounds))
     num_received = 0

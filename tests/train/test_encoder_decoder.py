@@ -102,7 +102,7 @@ def test_encoder_and_decoder_equal_one_process(model_type: str) -> None:
     assert [one.loss for one in found.records[0].steps] == pytest.approx(losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("layers", [(1, 1, 2), (2, 1, 1), (3, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("layers", [(3, 1), (1, 1, 1, 1)])
 def test_several_stages_of_encoder_or_decoder_equal_one_process(layers: tuple[int, ...]) -> None:
     plan = translator("bart")
     found = trained(plan, of_layers(*layers))

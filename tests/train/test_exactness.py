@@ -1,7 +1,6 @@
 """A pipeline over links trains to the bit like one process that does the same micro-batches."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -52,21 +51,9 @@ def alone(
     return parameters_of([stage]), losses
 
 
-def without_dropout(model_type: str) -> dict[str, Any]:
-    return {key: 0.0 for key in CONFIGS[model_type] if "drop" in key}
-
-
-MATRIX = [
-    *((num_stages, num_microbatches, True) for num_stages in (1, 2, 3, 4) for num_microbatches in (1, 2, 8)),
-    (2, 8, False),
-    (3, 1, False),
-    (4, 2, False),
-]
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches", "dropout"), MATRIX)
-def test_pipeline_equals_one_process(num_stages: int, num_microbatches: int, dropout: bool) -> None:
-    plan = blueprint("llama", **({} if dropout else without_dropout("llama")))
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 2), (2, 1), (2, 8), (3, 3), (4, 1), (4, 6)])
+def test_pipeline_equals_one_process(num_stages: int, num_microbatches: int) -> None:
+    plan = blueprint("llama")
     steps = batches(plan, num_microbatches)
     expected, losses = alone(plan, steps)
     with chain(plan, config(num_stages, num_microbatches)) as found:

@@ -36,9 +36,7 @@ def assert_trains_like_the_uncut_model(plan: Blueprint, *, keeps_padding: bool |
     assert_same(parameters_of(found.stages), expected)
 
 
-@pytest.mark.parametrize(
-    "model_type", ["cohere2_moe", "deepseek_v3", "doge", "gpt_oss", "mistral4", "qwen2_moe", "qwen3_moe"]
-)
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
 def test_experts_with_padding(model_type: str) -> None:
     assert_trains_like_the_uncut_model(tiny_blueprint(model_type))
 

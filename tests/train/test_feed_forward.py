@@ -25,8 +25,9 @@ DATA = "bottleneck(5, init=ffn-data, warmup=2)"
 CLASSIFIED = HEADS["sequence-classification"]
 
 
-@pytest.mark.parametrize("boundary", [SVD, DATA])
-@pytest.mark.parametrize("model_type", ["bert", "electra", "roberta"])
+@pytest.mark.parametrize(
+    ("model_type", "boundary"), [("bert", SVD), ("electra", DATA), ("roberta", SVD), ("roberta", DATA)]
+)
 def test_a_cut_within_a_layer_equals_one_graph(model_type: str, boundary: str) -> None:
     plan = blueprint(model_type, CLASSIFIED)
     steps = batches(plan, 2)
@@ -76,7 +77,7 @@ def test_the_parts_of_a_decomposition_are_those_of_the_matrix() -> None:
     torch.testing.assert_close(up.rise @ up.core @ down.weight, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("boundary", [SVD, DATA, DATA.replace("data", "data, anchor=none")])
+@pytest.mark.parametrize("boundary", [SVD, DATA])
 def test_the_exported_model_gives_the_scores_of_the_stages(boundary: str, tmp_path: Path) -> None:
     plan = blueprint("bert", CLASSIFIED)
     steps = batches(plan, 2)
