@@ -34,8 +34,8 @@ from tests.train.test_exactness import batches
 CACHE_BYTES = 1 << 20
 # How many stages, how many layers are frozen, and so how many stages; and what is cached.
 CASES = [
-    (3, 2, 1, 0), (2, 2, 1, CACHE_BYTES), (3, 2, 1, CACHE_BYTES), (4, 2, 2, CACHE_BYTES), (2, 1, 0, CACHE_BYTES),
-    (2, 4, 1, CACHE_BYTES),
+    (3, 2, 1, 0), (2, 2, 1, CACHE_BYTES), (3, 2, 1, CACHE_BYTES),
+    (4, 2, 2, CACHE_BYTES), (2, 1, 0, CACHE_BYTES), (2, 4, 1, CACHE_BYTES),
 ]  # fmt: skip
 
 
