@@ -20,7 +20,7 @@ from isthmus.wan.handshake import Hello, mismatch, name_of, server_name
 from isthmus.wan.inbox import LARGE_BYTES
 from isthmus.wan.link import Dial, Link
 from isthmus.wan.packet import Close
-from isthmus.wan.sockets import ConnectionLimiter, own_address, try_to_bind
+from isthmus.wan.sockets import own_address, try_to_bind
 from isthmus.wan.transport import Dialer, Listener, process_loop
 
 log = logging.getLogger(__name__)
@@ -213,11 +213,8 @@ class Endpoint:
         self._registration.wait()
 
     def _listen(self, bind: Address) -> None:
-        limiter = ConnectionLimiter(
-            num_expected=num_connections(self._job, self._cloud.name),
-            is_behind_gateway=self._is_behind_gateway,
-        )
-        self._listener = Listener(identity=self._identity, find=self._find, limiter=limiter)
+        num_expected = num_connections(self._job, self._cloud.name)
+        self._listener = Listener(identity=self._identity, find=self._find, num_expected=num_expected)
         try:
             # gRPC keeps to itself what is wrong.
             try_to_bind(bind.host, bind.port)

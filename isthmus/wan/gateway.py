@@ -20,7 +20,7 @@ from isthmus.wan.exchange import LinkSettings
 from isthmus.wan.handshake import GATEWAY_RANK, Hello, mismatch, parse_server_name, server_name
 from isthmus.wan.link import Link
 from isthmus.wan.relay import Relay, RelayLimits
-from isthmus.wan.sockets import Closing, Complaints, ConnectionLimiter, num_files_left
+from isthmus.wan.sockets import Closing, Complaints, num_files_left
 from isthmus.wan.transport import Dialer, Listener, process_loop
 
 REGISTRATION = LinkSettings(heartbeat_timeout_s=15.0, carries_packets=False)
@@ -141,9 +141,7 @@ class Gateway(Closing):
         self._loop = process_loop()
         self._holders: dict[int, tuple[Address, Link]] = {}
         self._followers: set[asyncio.Task[None]] = set()
-        # They all come through the relay, which tells their sources apart.
-        limiter = ConnectionLimiter(num_expected=num_ranks, is_behind_gateway=True)
-        self._listener = Listener(identity=identity, find=self._find, limiter=limiter)
+        self._listener = Listener(identity=identity, find=self._find, num_expected=num_ranks)
         inside = self._loop.run(self._listener.start("127.0.0.1:0"))
         self._inside = Address(host="127.0.0.1", port=inside)
         limits = relay_limits(num_ranks=num_ranks, num_expected=num_expected)

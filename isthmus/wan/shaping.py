@@ -13,7 +13,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 from isthmus.errors import UserError
@@ -26,7 +26,6 @@ _MAX_QUANTUM_BYTES = 65_536
 _BUFFER_S = 0.05
 _MIN_BUFFER_BYTES = 65_536
 _UNBOUND_BUFFER_BYTES = 4 * 2**20
-_UNBOUND_UNDER_WAY_BYTES = 64 * 2**20
 _BULK_BYTES = 1024
 _READ_BYTES = 65_536
 # Timers fire about this much late on an ordinary kernel, so they are set early by as much.
@@ -50,12 +49,13 @@ class Shape:
     connection_bps: float | None = None
 
     def __post_init__(self) -> None:
-        for name, bps in (("bandwidth_bps", self.bandwidth_bps), ("connection_bps", self.connection_bps)):
-            if bps is not None and not 0 < bps < math.inf:
-                raise UserError(f"{name} is {bps}", hint="give bits per second above 0, or None for no limit")
-        for name, seconds in (("delay_s", self.delay_s), ("jitter_s", self.jitter_s)):
-            if not 0 <= seconds < math.inf:
-                raise UserError(f"{name} is {seconds}", hint="give seconds of at least 0")
+        for name, value in asdict(self).items():
+            is_rate = name.endswith("_bps")
+            if not (value is None if is_rate else value == 0) and not 0 < value < math.inf:
+                hint = (
+                    "give bits per second above 0, or None for no limit" if is_rate else "give seconds, or 0"
+                )
+                raise UserError(f"{name} is {value}", hint=hint)
 
     @property
     def has_limit(self) -> bool:
@@ -105,12 +105,9 @@ class ShapedLine:
         self.buffer_bytes = _buffer_bytes(shape.bandwidth_bps)
         self.max_read_bytes = max(_READ_BYTES // self.quantum_bytes, 1) * self.quantum_bytes
         self._flow_buffer_bytes = min(self.buffer_bytes, _buffer_bytes(shape.connection_bps))
-        self._max_under_way_bytes = math.inf if shape.bandwidth_bps else _UNBOUND_UNDER_WAY_BYTES
         self._random = random.Random(seed)  # noqa: S311 - jitter is no secret
-        self._turns: deque[ShapedFlow] = deque()
-        self._capped: list[tuple[float, int, ShapedFlow]] = []
+        self._turns: list[tuple[float, int, ShapedFlow]] = []
         self._under_way: list[tuple[float, int, ShapedFlow, Piece]] = []
-        self._under_way_bytes = 0
         self._num_pushed = 0
         self._free_s = 0.0
         self._silent_until_s = 0.0
@@ -126,14 +123,14 @@ class ShapedLine:
         free_bytes = min(self.buffer_bytes - self.backlog_bytes, self._flow_buffer_bytes)
         return max((free_bytes - flow.backlog_bytes) // 2, self.quantum_bytes - flow.backlog_bytes)
 
-    def offer(self, flow: ShapedFlow, piece: Piece, now_s: float, *, came_s: float | None = None) -> None:
-        """Put a piece at the end of the flow's backlog; it came at `came_s`, if that is not now."""
+    def offer(self, flow: ShapedFlow, piece: Piece, now_s: float) -> None:
+        """Put a piece at the end of the flow's backlog."""
         self._serve(now_s)
         if not flow.backlog:
-            flow.ready_s = max(flow.ready_s, now_s if came_s is None else came_s)
+            flow.ready_s = max(flow.ready_s, now_s)
         flow.backlog.append(piece)
         self._count(flow, _size_bytes(piece))
-        self._queue(flow, now_s)
+        self._queue(flow)
 
     def advance(self, now_s: float) -> list[tuple[ShapedFlow, Piece]]:
         """Return what has arrived by now, in order."""
@@ -143,7 +140,6 @@ class ShapedLine:
             return arrived
         while self._under_way and self._under_way[0][0] <= now_s + _EARLY_S:
             _, _, flow, piece = heapq.heappop(self._under_way)
-            self._under_way_bytes -= _size_bytes(piece)
             self.num_bytes += _size_bytes(piece)
             arrived.append((flow, piece))
         return arrived
@@ -153,16 +149,9 @@ class ShapedLine:
         wake_s = math.inf
         if self._under_way:
             wake_s = max(self._under_way[0][0] - _EARLY_S, self._silent_until_s)
-        if self._under_way_bytes < self._max_under_way_bytes:
-            if self._turns:
-                wake_s = min(wake_s, self._free_s)
-            elif self._capped:
-                wake_s = min(wake_s, max(self._free_s, self._capped[0][0]))
+        if self._turns:
+            wake_s = min(wake_s, max(self._free_s, self._turns[0][0]))
         return None if wake_s == math.inf else wake_s
-
-    def is_busy(self, now_s: float) -> bool:
-        """Return whether something is leaving at this moment."""
-        return self._free_s > now_s
 
     def hold(self, flow: ShapedFlow) -> None:
         """Serve the flow no longer: its receiver is not reading."""
@@ -173,7 +162,7 @@ class ShapedLine:
         self._serve(now_s)
         flow.held = False
         flow.ready_s = max(flow.ready_s, now_s)
-        self._queue(flow, now_s)
+        self._queue(flow)
 
     def drop(self, flow: ShapedFlow) -> None:
         """Forget what the flow has not sent yet."""
@@ -203,26 +192,19 @@ class ShapedLine:
         flow.backlog_bytes += num_bytes
         self.backlog_bytes += num_bytes
 
-    def _queue(self, flow: ShapedFlow, now_s: float) -> None:
-        if flow.waits or flow.held or not flow.backlog:
-            return
-        flow.waits = True
-        if flow.ready_s <= now_s:
-            self._turns.append(flow)
-        else:
-            heapq.heappush(self._capped, (flow.ready_s, self._next_number(), flow))
+    def _queue(self, flow: ShapedFlow) -> None:
+        """Let the flow wait for its turn: it goes first whose last piece left, or might have left, first."""
+        if flow.backlog and not flow.waits and not flow.held:
+            flow.waits = True
+            heapq.heappush(self._turns, (flow.ready_s, self._next_number(), flow))
 
     def _serve(self, now_s: float) -> None:
-        while self._free_s <= now_s and self._under_way_bytes < self._max_under_way_bytes:
-            while self._capped and self._capped[0][0] <= now_s:
-                self._turns.append(heapq.heappop(self._capped)[2])
-            if not self._turns:
-                return
-            flow = self._turns.popleft()
+        while self._turns and max(self._free_s, self._turns[0][0]) <= now_s:
+            flow = heapq.heappop(self._turns)[2]
             flow.waits = False
             if flow.backlog and not flow.held:
                 self._transmit(flow)
-                self._queue(flow, now_s)
+                self._queue(flow)
 
     def _transmit(self, flow: ShapedFlow) -> None:
         piece = self._take(flow)
@@ -256,7 +238,6 @@ class ShapedLine:
         jitter_s = self._random.uniform(0, self.shape.jitter_s) if self.shape.jitter_s else 0.0
         flow.due_s = max(flow.due_s, left_s + self.shape.delay_s + jitter_s)
         heapq.heappush(self._under_way, (flow.due_s, self._next_number(), flow, piece))
-        self._under_way_bytes += _size_bytes(piece)
 
     def _next_number(self) -> int:
         self._num_pushed += 1

@@ -1,16 +1,16 @@
 """Event loops on threads, sockets, and limits for connections whose peers have not shown who they are.
 
 An unauthenticated connection costs a descriptor, so their number is limited in all and per source address.
-gRPC's listener, torch's store and Gloo accept connections by themselves: they have no limit per source
-address, and no call that stops accepting without ending the rest. So this module finds their sockets among
-the descriptors of the process: it disconnects unauthenticated connections beyond the limits, and makes
-listening sockets accept no more.
+Torch's store and Gloo accept connections by themselves and have no call that stops that without ending the
+rest. So this module finds their listening sockets among the descriptors of the process and makes them accept
+no more.
 """
 
 import asyncio
 import ctypes
 import ipaddress
 import logging
+import math
 import os
 import resource
 import select
@@ -24,9 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
-from urllib.parse import unquote
 
 from isthmus.errors import UserError
 
@@ -191,78 +189,37 @@ def tune(sock: socket.socket, *, receive_bytes: int | None = None) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
 
 
-_FIRST_WAIT_S = 60.0
-_MAX_WAIT_S = 3600.0
-# Who tries again does so within seconds; what has rested for longer is news.
-_REST_S = 30.0
-_MAX_NUM_KEPT = 1024
-_SPELL_S = 60.0
+_MINUTE_S = 60.0
+_SILENT_S = 600.0
 _MAX_NUM_TOLD = 30
 _MAX_LENGTH = 300
-
-
-@dataclass(slots=True)
-class _Told:
-    """A complaint that was told, and what has come since."""
-
-    told_s: float
-    heard_s: float = 0.0
-    wait_s: float = 0.0
-    num_untold: int = 0
 
 
 class Complaints:
     """Limits log lines about refused peers.
 
-    Complaints of one kind about one peer are told once, and then ever more rarely, with how often they came.
-    The peer may have chosen words of a complaint, so new words are no news. At most 30 complaints are told in
-    a minute.
+    Complaints of one kind about one peer are told once in ten minutes, with how often they came since. The
+    peer may have chosen words of a complaint, so new words are no news. At most 30 are told in a minute.
     """
 
     def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
-        self._told: dict[tuple[str, str], _Told] = {}
-        self._spell_s = clock()
-        self._num_told = 0
-        self._num_hidden = 0
+        self._told: dict[tuple[str, str], tuple[float, int]] = {}
 
     def tell(self, what: str, *, about: str, kind: str, level: int = logging.WARNING) -> None:
         """Log a complaint about a peer, unless one of its kind was told lately."""
-        words = self.words(what, about=about, kind=kind)
-        if words is not None:
-            self._log.log(level, "%s", words)
-
-    def words(self, what: str, *, about: str, kind: str) -> str | None:
-        """The complaint as it should be told now, or None."""
-        now_s = self._clock()
-        if now_s - self._spell_s >= _SPELL_S:
-            self._spell_s, self._num_told = now_s, 0
-        known = self._known((about, kind), now_s)
-        if now_s - known.told_s < known.wait_s:
-            return None
-        often = f" ({known.num_untold} times in {now_s - known.told_s:.0f} s)" if known.wait_s else ""
-        known.told_s, known.num_untold = now_s, 0
-        known.wait_s = min(2 * known.wait_s, _MAX_WAIT_S) or _FIRST_WAIT_S
-        if self._num_told >= _MAX_NUM_TOLD:
-            self._num_hidden += 1
-            return None
-        self._num_told += 1
-        hidden = f" (and {self._num_hidden} complaints about others)" if self._num_hidden else ""
-        self._num_hidden = 0
-        return what[:_MAX_LENGTH] + often + hidden
-
-    def _known(self, key: tuple[str, str], now_s: float) -> _Told:
-        known = self._told.pop(key, None)
-        if known is None or now_s - known.heard_s > _REST_S:
-            known = _Told(told_s=now_s)
-        self._told[key] = known
-        # Peers may come from any number of addresses, so the one that rests longest is forgotten.
-        if len(self._told) > _MAX_NUM_KEPT:
-            del self._told[next(iter(self._told))]
-        known.heard_s = now_s
-        known.num_untold += 1
-        return known
+        key, now_s = (about, kind), self._clock()
+        told_s, num_untold = self._told.get(key, (-math.inf, 0))
+        if now_s - told_s < _SILENT_S:
+            self._told[key] = (told_s, num_untold + 1)
+            return
+        # What was not told lately is forgotten, since peers may come from any number of addresses.
+        self._told = {one: told for one, told in self._told.items() if now_s - told[0] < _SILENT_S}
+        if sum(now_s - told[0] < _MINUTE_S for told in self._told.values()) < _MAX_NUM_TOLD:
+            self._told[key] = (now_s, 0)
+            often = f" ({num_untold} times more before)" if num_untold else ""
+            self._log.log(level, "%s", what[:_MAX_LENGTH] + often)
 
 
 def evict(pending: dict[_Pending, str], *, max_num: int, max_num_per_source: int) -> list[_Pending]:
@@ -308,35 +265,23 @@ _SO_ATTACH_FILTER = 26  # of Linux; the socket module does not name it
 _BPF_RETURN = 0x06
 
 
-def own_sockets() -> Iterator[socket.socket]:
-    """Each TCP socket of this process, as a second descriptor that is closed when the next is asked for."""
-    for number in os.listdir("/proc/self/fd"):  # noqa: PTH208 (it runs twice a second)
-        twin = _twin(int(number))
-        if twin is not None:
-            with twin:
-                if twin.family in (socket.AF_INET, socket.AF_INET6) and twin.type == socket.SOCK_STREAM:
+def listening_sockets() -> Iterator[socket.socket]:
+    """Each listening TCP socket here, as a second descriptor that is closed when the next is asked for."""
+    for number in os.listdir("/proc/self/fd"):  # noqa: PTH208 (names alone)
+        # A file that was closed meanwhile is none of them.
+        with suppress(OSError):
+            # Never a second descriptor of a file, since closing it would release the locks of the first.
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):  # noqa: PTH115
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as twin:
+                is_tcp = twin.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and twin.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     yield twin
-
-
-def _twin(number: int) -> socket.socket | None:
-    """A second descriptor of a socket; None for other files, and for what was closed meanwhile."""
-    try:
-        # Never a second descriptor of a file, since closing it would release the locks of the first.
-        if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):  # noqa: PTH115
-            return None
-        twin = os.dup(number)
-    except OSError:
-        return None
-    try:
-        return socket.socket(fileno=twin)
-    except OSError:
-        os.close(twin)
-        return None
 
 
 def listening_ports() -> set[int]:
     """The ports at which this process listens."""
-    return {sock.getsockname()[1] for sock in own_sockets() if _listens(sock)}
+    return {sock.getsockname()[1] for sock in listening_sockets()}
 
 
 def stop_accepting(ports: set[int]) -> None:
@@ -344,9 +289,9 @@ def stop_accepting(ports: set[int]) -> None:
 
     The sockets stay open: if its listening socket is closed, torch's store ends the process or spins.
     """
-    for sock in own_sockets():
+    for sock in listening_sockets():
         port = sock.getsockname()[1]
-        if port in ports and _listens(sock):
+        if port in ports:
             try:
                 _drop_all_packets(sock)
             except OSError as error:
@@ -354,100 +299,7 @@ def stop_accepting(ports: set[int]) -> None:
                 log.warning("port %d stays open for new connections: %s", port, why(error))
 
 
-def _listens(sock: socket.socket) -> bool:
-    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
 def _drop_all_packets(sock: socket.socket) -> None:
     instructions = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
     program = struct.pack("HP", 1, ctypes.addressof(instructions))
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-
-
-def place_of(peer: str) -> HostPort:
-    """Host and port of what gRPC calls a peer, such as `ipv4:10.0.0.7:4000` or `ipv6:%5B::1%5D:4000`."""
-    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
-    return plain_host(host.strip("[]")), int(port)
-
-
-_NUM_FILES_RESERVED = 256
-_MIN_NUM_PENDING = 16
-_MAX_NUM_PENDING = 256
-_CALM_S = 0.5
-_BUSY_S = 0.1
-
-
-class ConnectionLimiter:
-    """Limits the unauthenticated connections at a port of gRPC, in all and per source.
-
-    gRPC itself enforces `max_num_connections` and the time for a handshake. Behind a gateway all connections
-    have one source, and the gateway limits them per source.
-    """
-
-    def __init__(self, *, num_expected: int, is_behind_gateway: bool = False) -> None:
-        num_files = num_files_left(num_reserved=_NUM_FILES_RESERVED)
-        self._num_expected = num_expected
-        self._num_pending = min(max(num_files // 4, _MIN_NUM_PENDING), _MAX_NUM_PENDING)
-        self._is_behind_gateway = is_behind_gateway
-        self._authenticated: set[HostPort] = set()
-        self._pending: dict[HostPort, str] = {}
-        self._disconnected: set[HostPort] = set()
-        self._complaints = Complaints(log)
-
-    @property
-    def max_num_connections(self) -> int:
-        """The number of connections for gRPC to accept: each expected one may have a dead predecessor."""
-        return 2 * self._num_expected + self._num_pending
-
-    def authenticated(self, place: HostPort) -> None:
-        """Note that a connection has shown a valid certificate and hello."""
-        self._authenticated.add(place)
-
-    def closed(self, place: HostPort) -> None:
-        """Forget an authenticated connection that has ended."""
-        self._authenticated.discard(place)
-
-    async def watch(self, port: int) -> None:
-        """Enforce the limits at a port until cancelled."""
-        while True:
-            try:
-                self._look(port)
-            except OSError as error:
-                # No descriptor is free, say; the next try may find one.
-                text = f"cannot list the connections of port {port}: {why(error)}"
-                self._complaints.tell(text, about=str(port), kind="look")
-            await asyncio.sleep(_BUSY_S if self._pending else _CALM_S)
-
-    def _look(self, port: int) -> None:
-        connected = {place for place, _ in _connected(port)}
-        # gRPC closes a disconnected socket a moment later.
-        self._disconnected &= connected
-        unknown = connected - self._authenticated - self._disconnected
-        still = {place: source for place, source in self._pending.items() if place in unknown}
-        self._pending = still | {place: source_of(place[0]) for place in unknown - still.keys()}
-        if surplus := set(self._evict()):
-            self._disconnected |= surplus
-            for place, sock in _connected(port):
-                # Unless the peer has disconnected first.
-                with suppress(OSError):
-                    if place in surplus:
-                        sock.shutdown(socket.SHUT_RDWR)
-
-    def _evict(self) -> list[HostPort]:
-        # Expected connections that are still missing will be unauthenticated at first.
-        num_missing = max(self._num_expected - len(self._authenticated), 0)
-        max_num = self._num_pending // 2 + num_missing
-        share = max_num if self._is_behind_gateway else self._num_pending // 4 + num_missing
-        return evict(self._pending, max_num=max_num, max_num_per_source=share)
-
-
-def _connected(port: int) -> Iterator[tuple[HostPort, socket.socket]]:
-    """The connections of a port of this process, with the peers' addresses."""
-    for sock in own_sockets():
-        if sock.getsockname()[1] == port:
-            try:
-                host, there = sock.getpeername()[:2]
-            except OSError:
-                # It listens, or the peer has left.
-                continue
-            yield (plain_host(host), there), sock

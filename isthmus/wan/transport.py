@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -15,7 +16,7 @@ from isthmus.wan.certificates import Identity
 from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
 from isthmus.wan.link import Dialled, Link
 from isthmus.wan.packet import MAX_FRAME_BYTES
-from isthmus.wan.sockets import Complaints, ConnectionLimiter, LoopThread, place_of
+from isthmus.wan.sockets import Complaints, LoopThread, num_files_left, plain_host
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ _SERVICE = "isthmus.Link"
 _METHOD = "Connect"
 _DIAL_TIMEOUT_S = 10.0
 _GRACE_S = 0.5
+_NUM_FILES_RESERVED = 256
+_MAX_NUM_STRANGERS = 256
 _REFUSALS = {grpc.StatusCode.FAILED_PRECONDITION: Refused, grpc.StatusCode.ABORTED: NotReady}
 
 # gRPC's own window would stall a long fat pipe at 64 KiB; the link bounds what is under way by itself.
@@ -159,23 +162,26 @@ def _tls_reason(details: str) -> str:
 
 
 class Listener:
-    """Accepts connections on one port; a limiter limits those that are not authenticated.
+    """Accepts connections on one port: twice as many as are expected, since each may have a dead predecessor,
+    and some for strangers, who have ten seconds to show a certificate.
 
     `find` gives the link that a valid hello asks for, or raises Refused with a sentence for both ends.
     """
 
-    def __init__(
-        self, *, identity: Identity, find: Callable[[Hello], Link], limiter: ConnectionLimiter
-    ) -> None:
+    def __init__(self, *, identity: Identity, find: Callable[[Hello], Link], num_expected: int) -> None:
         self._identity = identity
         self._find = find
-        self._limiter = limiter
+        self._num_expected = num_expected
         self._complaints = Complaints(log)
 
     async def start(self, address: str) -> int:
         """Listen at host:port, 0 for any free port; gives the port."""
-        max_num = ("grpc.max_allowed_incoming_connections", self._limiter.max_num_connections)
-        self._server = grpc.aio.server(options=[*_SERVER_OPTIONS, max_num])
+        num_strangers = min(
+            max(num_files_left(num_reserved=_NUM_FILES_RESERVED) // 4, 16), _MAX_NUM_STRANGERS
+        )
+        max_num = 2 * self._num_expected + num_strangers
+        options = [*_SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_num)]
+        self._server = grpc.aio.server(options=options)
         handlers = {_METHOD: grpc.stream_stream_rpc_method_handler(self._connect)}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         pair = (self._identity.key_pem, self._identity.certificate_pem)
@@ -184,34 +190,29 @@ class Listener:
         )
         port: int = self._server.add_secure_port(address, credentials)
         await self._server.start()
-        self._watching = asyncio.create_task(self._limiter.watch(port))
         return port
 
     async def close(self) -> None:
         """Stop listening and end all calls."""
-        self._watching.cancel()
         await self._server.stop(_GRACE_S)
 
     async def _connect(self, _: object, context: grpc.aio.ServicerContext) -> None:
-        place = place_of(context.peer())
+        # Such as ipv4:10.0.0.7:4000 or ipv6:%5B::1%5D:4000.
+        host = plain_host(unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]"))
         try:
             hello = read_hello(context.invocation_metadata())
             _check_certificate(hello, context)
             link = self._find(hello)
             link.admit(hello)
         except (FrameError, Refused) as error:
-            text = f"refused {place[0]}: {error.message}"
-            self._complaints.tell(text, about=place[0], kind=type(error).__name__)
+            text = f"refused {host}: {error.message}"
+            self._complaints.tell(text, about=host, kind=type(error).__name__)
             is_final = not isinstance(error, NotReady)
             code = grpc.StatusCode.FAILED_PRECONDITION if is_final else grpc.StatusCode.ABORTED
             await context.abort(code, error.message)
-        self._limiter.authenticated(place)
-        try:
-            await context.send_initial_metadata(link.greeting(hello.lane).to_metadata())
-            # It ends when this handler returns.
-            await link.serve(hello.lane, context)
-        finally:
-            self._limiter.closed(place)
+        await context.send_initial_metadata(link.greeting(hello.lane).to_metadata())
+        # It ends when this handler returns.
+        await link.serve(hello.lane, context)
 
 
 def _check_certificate(hello: Hello, context: grpc.aio.ServicerContext) -> None:

@@ -18,7 +18,7 @@ from isthmus.train import watch as watch_module
 from isthmus.train.watch import Watch, prove, publish_port
 from isthmus.wan.handshake import RankSpec
 from isthmus.wan.packet import Abort, Close, ControlFrame, Notice, decode, encode
-from isthmus.wan.sockets import own_sockets
+from isthmus.wan.sockets import listening_sockets
 from tests.train.test_watch import PATIENCE_S, PORT, SECRET, Post, Words, drop, leave, meet, meet_one, post
 
 Answer = Callable[[socket.socket], object]
@@ -164,7 +164,7 @@ def test_without_a_launchers_store_ranks_meet_at_the_masters_address_and_nowhere
         first = pool.submit(watches[0].meet, None, patience_s=PATIENCE_S)
         watches[1].meet(None, patience_s=PATIENCE_S)
         first.result(timeout=PATIENCE_S)
-    places = {one.getsockname() for one in own_sockets() if one.getsockname()[1] == master.port}
+    places = {one.getsockname() for one in listening_sockets() if one.getsockname()[1] == master.port}
     assert places == {("127.0.0.1", master.port)}
     watches[0].announce_store(7)
     assert watches[1].await_store(patience_s=PATIENCE_S) == 7

@@ -1,13 +1,12 @@
-"""Ports at which a library accepts: unauthenticated connections are limited, and ports can be closed."""
+"""Ports at which a library accepts: connections of strangers are limited, and ports can be closed."""
 
-import asyncio
 import errno
 import os
 import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,24 +15,12 @@ import pytest
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.local import LocalWan
 from isthmus.wan.packet import Packet
-from isthmus.wan.sockets import ConnectionLimiter, own_sockets, place_of, stop_accepting
+from isthmus.wan.sockets import listening_sockets, stop_accepting
 from tests.wan.clouds import CloudProcess, two_clouds
 
 PATIENCE_S = 30.0
 NUM_FILES = 512
 NUM_IDLE = 700
-
-
-@pytest.mark.parametrize(
-    ("peer", "place"),
-    [
-        ("ipv4:10.0.0.7:4000", ("10.0.0.7", 4000)),
-        ("ipv6:%5B2001:db8::7%5D:4000", ("2001:db8::7", 4000)),
-        ("ipv6:[::ffff:10.0.0.7]:4000", ("10.0.0.7", 4000)),
-    ],
-)
-def test_the_place_of_a_peer_is_read_from_what_grpc_calls_it(peer: str, place: tuple[str, int]) -> None:
-    assert place_of(peer) == place
 
 
 def connect(port: int, source: str = "127.0.0.1") -> socket.socket:
@@ -65,91 +52,15 @@ def test_a_port_that_cannot_be_closed_is_logged(
     assert f"port {port} stays open for new connections: Protocol not available" in caplog.text
 
 
-def test_a_limiter_that_cannot_list_connections_retries(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(_: str) -> list[str]:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    async def watch() -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await ConnectionLimiter(num_expected=0).watch(1)
-
-    monkeypatch.setattr("os.listdir", refuse)
-    asyncio.run(watch())
-    assert "cannot list the connections of port 1: Too many open files" in caplog.text
-
-
-def test_looking_at_own_sockets_leaves_no_descriptor_open() -> None:
+def test_looking_at_listening_sockets_leaves_no_descriptor_open() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         before = num_files()
-        assert listener.getsockname() in {sock.getsockname() for sock in own_sockets()}
+        assert listener.getsockname() in {sock.getsockname() for sock in listening_sockets()}
         assert num_files() == before
 
 
 def num_files() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
-
-
-@contextmanager
-def accepted(sources: list[str]) -> Iterator[tuple[int, list[socket.socket]]]:
-    """A port with connections from these sources, all accepted; gives their dialling ends."""
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
-        port = listener.getsockname()[1]
-        near, far = [], []
-        for source in sources:
-            near.append(connect(port, source))
-            far.append(listener.accept()[0])
-        try:
-            yield port, near
-        finally:
-            for one in [*near, *far]:
-                one.close()
-
-
-def is_disconnected(one: socket.socket) -> bool:
-    one.setblocking(False)
-    try:
-        return one.recv(1) == b""
-    except BlockingIOError:
-        return False
-
-
-def test_unauthenticated_connections_are_limited_per_source_and_others_are_not_touched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (512, 512))  # 64 strangers, 16 of a source
-    limiter = ConnectionLimiter(num_expected=4)
-    with accepted(["127.0.0.2"] * 100 + ["127.0.0.3"] * 5) as (port, near):
-        known = [*near[:2], *near[100:102]]
-        for one in known:
-            limiter.authenticated(one.getsockname())
-        limiter._look(port)
-        gone = [is_disconnected(one) for one in near]
-        assert not any(is_disconnected(one) for one in known)
-        assert gone[2:100].count(False) == 16
-        assert not any(gone[100:])
-        limiter.closed(known[0].getsockname())
-        limiter._look(port)
-        # With one authenticated connection less, one more may be unauthenticated: this one.
-        assert [is_disconnected(one) for one in near] == gone
-
-
-def test_expected_connections_that_are_missing_raise_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (512, 512))
-    with accepted(["127.0.0.2"] * 60) as (port, near):
-        ConnectionLimiter(num_expected=60)._look(port)
-        assert not any(is_disconnected(one) for one in near)
-
-
-def test_behind_a_gateway_only_the_total_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (512, 512))
-    with accepted(["127.0.0.2"] * 60) as (port, near):
-        ConnectionLimiter(num_expected=0, is_behind_gateway=True)._look(port)
-        assert sum(is_disconnected(one) for one in near) == 60 - 32
 
 
 def serve(endpoint: Endpoint, pipe: Connection) -> int:

@@ -15,7 +15,7 @@ from isthmus.wan.certificates import throwaway
 from isthmus.wan.endpoint import Endpoint, Site, link_settings, num_connections, num_stripes
 from isthmus.wan.gateway import Gateway
 from isthmus.wan.packet import Packet
-from isthmus.wan.sockets import LoopThread, own_address, own_sockets
+from isthmus.wan.sockets import LoopThread, listening_sockets, own_address
 from tests.wan.clouds import TWO_CLOUDS, two_clouds
 
 MIB = 1024**2
@@ -179,11 +179,7 @@ def test_what_ends_a_cloud_is_told_to_the_others_in_plain_words(error: BaseExcep
 
 
 def listening_places() -> set[tuple[str, int]]:
-    return {
-        sock.getsockname()[:2]
-        for sock in own_sockets()
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
+    return {sock.getsockname()[:2] for sock in listening_sockets()}
 
 
 def free_port() -> int:

@@ -93,12 +93,6 @@ def test_an_idle_line_saves_no_time_up_for_a_burst() -> None:
     assert last_s(drain(line, 100.0), flow) - 100.01 == SETTLED
 
 
-def test_what_came_earlier_but_is_offered_late_starts_when_it_came() -> None:
-    line, flow = Line(Shape(bandwidth_bps=8 * MBPS, delay_s=0.1)), Flow()
-    line.offer(flow, piece(10_000), 100.05, came_s=100.0)
-    assert last_s(drain(line, 100.05), flow) - 100.11 == SETTLED
-
-
 def test_a_small_message_is_not_stuck_behind_bulk() -> None:
     line, bulk, control = Line(Shape(bandwidth_bps=10 * MBPS)), Flow(), Flow()
     line.offer(bulk, piece(65_536), 0.0)
@@ -159,14 +153,6 @@ def test_readers_that_keep_to_the_room_keep_to_the_buffer_and_a_newcomer_finds_r
 def test_the_buffer_is_50_ms_of_the_line_but_at_least_64_kib() -> None:
     assert Line(Shape(bandwidth_bps=1000 * MBPS)).buffer_bytes == 6_250_000
     assert Line(Shape(bandwidth_bps=1 * MBPS)).buffer_bytes == 65_536
-
-
-def test_without_a_bandwidth_what_is_under_way_is_bounded() -> None:
-    line, flow = Line(Shape(delay_s=1.0)), Flow()
-    for _ in range(200):
-        line.offer(flow, piece(2**20), 0.0)
-    assert 64 * 2**20 <= 200 * 2**20 - line.backlog_bytes <= 65 * 2**20
-    assert num_bytes_of(drain(line), flow) == 200 * 2**20
 
 
 def test_jitter_stays_within_its_bound_and_follows_the_seed() -> None:

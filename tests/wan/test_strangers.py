@@ -19,64 +19,52 @@ class Clock:
         return self.now_s
 
 
-def hear(complaints: Complaints, clock: Clock, *, num_seconds: int, what: str = REASON) -> list[str]:
-    """What is told while the same complaint comes every second."""
-    told = []
-    for _ in range(num_seconds):
-        told.append(complaints.words(what, about="10.0.0.7", kind="refused"))
+def tell(
+    complaints: Complaints, what: str = REASON, *, about: str = "10.0.0.7", kind: str = "refused"
+) -> None:
+    complaints.tell(what, about=about, kind=kind)
+
+
+def test_a_complaint_is_told_once_in_ten_minutes_with_its_number(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    complaints = Complaints(logging.getLogger(), clock=clock)
+    for _ in range(1201):
+        tell(complaints)
         clock.now_s += 1.0
-    return [words for words in told if words is not None]
+    assert caplog.messages == [REASON, *[f"{REASON} (599 times more before)"] * 2]
 
 
-def test_a_complaint_is_told_once_and_then_ever_more_rarely_with_its_number() -> None:
-    clock = Clock()
-    complaints = Complaints(logging.getLogger(), clock=clock)
-    assert hear(complaints, clock, num_seconds=60) == [REASON]
-    assert hear(complaints, clock, num_seconds=130) == [
-        f"{REASON} (60 times in 60 s)",
-        f"{REASON} (120 times in 120 s)",
-    ]
-    assert len(hear(complaints, clock, num_seconds=24 * 3600)) < 32
-
-
-def test_another_kind_another_peer_and_one_that_has_rested_are_news() -> None:
-    clock = Clock()
-    complaints = Complaints(logging.getLogger(), clock=clock)
-    assert hear(complaints, clock, num_seconds=5) == [REASON]
-    assert complaints.words("no hello", about="10.0.0.7", kind="hello") == "no hello"
-    assert complaints.words(REASON, about="10.0.0.8", kind="refused") == REASON
-    assert complaints.words(REASON, about="10.0.0.7", kind="refused") is None
-    clock.now_s += 31.0
-    assert complaints.words(REASON, about="10.0.0.7", kind="refused") == REASON
-
-
-def test_words_that_a_stranger_chooses_are_no_news_and_are_cut_short() -> None:
+def test_another_kind_and_another_peer_are_news(caplog: pytest.LogCaptureFixture) -> None:
     complaints = Complaints(logging.getLogger(), clock=Clock())
-    told = [
-        complaints.words(f"{number} is not the name of a rank", about="10.0.0.7", kind="refused")
-        for number in range(5000)
-    ]
-    assert told[0] == "0 is not the name of a rank"
-    assert not any(told[1:])
-    longest = complaints.words("x" * 100_000, about="10.0.0.8", kind="refused")
-    assert longest is not None
-    assert len(longest) < 1000
+    for about, kind in [("10.0.0.7", "refused"), ("10.0.0.7", "hello"), ("10.0.0.8", "refused")] * 2:
+        tell(complaints, about=about, kind=kind)
+    assert caplog.messages == [REASON] * 3
 
 
-def test_strangers_from_many_addresses_fill_neither_the_log_nor_the_memory() -> None:
+def test_words_that_a_stranger_chooses_are_no_news_and_are_cut_short(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    complaints = Complaints(logging.getLogger(), clock=Clock())
+    for number in range(5000):
+        tell(complaints, f"{number} is not the name of a rank")
+    assert caplog.messages == ["0 is not the name of a rank"]
+    tell(complaints, "x" * 100_000, about="10.0.0.8")
+    assert len(caplog.messages[-1]) < 1000
+
+
+def test_strangers_from_many_addresses_fill_neither_the_log_nor_the_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clock = Clock()
     complaints = Complaints(logging.getLogger(), clock=clock)
-    told = []
-    for number in range(50_000):
-        told.append(
-            complaints.words("?", about=f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", kind="k")
-        )
-        clock.now_s += 0.001
-    lines = [words for words in told if words is not None]
-    assert len(lines) == 30
-    assert len(complaints._told) <= 1024
+    for number in range(5_000):
+        tell(complaints, about=f"10.0.{number >> 8}.{number & 255}")
+        clock.now_s += 0.01
+    assert len(caplog.messages) == 30
+    assert len(complaints._told) == 30
     clock.now_s += 60.0
-    assert complaints.words("late", about="10.9.9.9", kind="k") == "late (and 49970 complaints about others)"
+    tell(complaints, about="10.9.9.9")
+    assert len(caplog.messages) == 31
 
 
 def test_the_oldest_of_the_source_that_has_most_must_go() -> None:
