@@ -68,7 +68,6 @@ class CertificateFacts:
 
     name: str
     kind: Kind
-    starts: datetime | None = None
     expires: datetime | None = None
     days_left: int | None = None
     problem: str | None = None
@@ -80,13 +79,13 @@ class CertificateFacts:
 
 def make_authority(folder: Path, *, force: bool = False) -> Path:
     """Make the operator's key and self-signed certificate; return the path of the certificate."""
-    key_path, certificate_path = folder / "authority.key", folder / "authority.crt"
-    for path in (key_path, certificate_path):
-        _refuse_to_replace(path, force=force, loss="what the old authority signed is then void")
+    path = folder / "authority.crt"
+    for one in (folder / "authority.key", path):
+        _refuse_to_replace(one, force=force, loss="what the old authority signed is then void")
     authority = Authority.create(days=AUTHORITY_DAYS)
-    _write(key_path, _key_pem(authority.key), mode=0o600)
-    _write(certificate_path, authority.certificate.public_bytes(Encoding.PEM))
-    return certificate_path
+    _write(folder / "authority.key", _key_pem(authority.key), mode=0o600)
+    _write(path, authority.certificate.public_bytes(Encoding.PEM))
+    return path
 
 
 def make_request(folder: Path, cloud: str, *, force: bool = False) -> Path:
@@ -123,14 +122,11 @@ def sign_request(request_path: Path, *, cloud: str, folder: Path, days: int = CL
 def read_identity(folder: Path, cloud: str) -> Identity:
     """Read and verify a cloud's key and certificates; the identity holds exactly what was verified."""
     _check_cloud_name(cloud)
-    key = _load_key(
-        folder / f"{cloud}.key", cure=f"make one: isthmus certs request {cloud} --folder {folder}"
-    )
-    authority = _load_authority(folder)
-    certificate = _load_cloud_certificate(folder, cloud, authority=authority)
-    cure = f"bring back the key that was there before, or {_missing_cure(folder, cloud)}"
-    _check_pair(folder, cloud, key, certificate, cure=cure)
-    return _identity(cloud, key, certificate, authority)
+    # First, since what is missing before anything was made is the key.
+    _load_key(folder, cloud)
+    authority = _load_certificate(folder, "authority")
+    certificate = _load_certificate(folder, cloud, authority=authority)
+    return _identity(cloud, _load_key(folder, cloud, of=certificate), certificate, authority)
 
 
 def throwaway(clouds: Sequence[str]) -> dict[str, Identity]:
@@ -168,9 +164,8 @@ def _inspect(folder: Path, name: str) -> CertificateFacts:
     kind: Kind = "authority" if name == "authority" else "cloud" if path.exists() else "request"
     facts = CertificateFacts(name=name, kind=kind)
     try:
-        certificate = _load_certificate(path, cure=_missing_cure(folder, name))
-        starts, expires = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-        facts = replace(facts, starts=starts, expires=expires, days_left=(expires - utc_now()).days)
+        expires = _parse_certificate(path, cure=_missing_cure(folder, name)).not_valid_after_utc
+        facts = replace(facts, expires=expires, days_left=(expires - utc_now()).days)
         _check_use(folder, name)
     except UserError as error:
         facts = replace(facts, problem=error.message, cure=error.hint)
@@ -179,13 +174,12 @@ def _inspect(folder: Path, name: str) -> CertificateFacts:
 
 def _check_use(folder: Path, name: str) -> None:
     """Raise UserError if the files of this name cannot be used for what they are here for."""
-    has_key = (folder / f"{name}.key").exists()
-    if name == "authority":
-        _load_signer(folder, days=0) if has_key else _load_authority(folder)
-    elif has_key:
-        read_identity(folder, name)
-    else:
-        _load_cloud_certificate(folder, name, authority=_load_authority(folder))
+    certificate = authority = _load_certificate(folder, "authority")
+    if name != "authority":
+        _check_cloud_name(name)
+        certificate = _load_certificate(folder, name, authority=authority)
+    if (folder / f"{name}.key").exists():
+        _load_key(folder, name, of=certificate)
 
 
 # X.509.
@@ -278,9 +272,8 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def _load_signer(folder: Path, *, days: int) -> Authority:
     """Return the authority of a folder, ready to sign for this many days."""
-    certificate = _load_authority(folder)
-    key = _load_key(folder / "authority.key", cure="sign where the authority was made; its key is only there")
-    _check_pair(folder, "authority", key, certificate, cure="bring back both files from one backup")
+    certificate = _load_certificate(folder, "authority")
+    key = _load_key(folder, "authority", of=certificate)
     days_left = (certificate.not_valid_after_utc - utc_now()).days
     if days > days_left:
         raise UserError(
@@ -290,39 +283,44 @@ def _load_signer(folder: Path, *, days: int) -> Authority:
     return Authority(key=key, certificate=certificate)
 
 
-def _load_authority(folder: Path) -> x509.Certificate:
-    """Return the authority's certificate, valid at this time."""
-    path, cure = folder / "authority.crt", _missing_cure(folder, "authority")
-    certificate = _load_certificate(path, cure=cure)
-    if not _is_signed_by(certificate, certificate):
-        raise UserError(f"{path} is not the certificate of an authority", hint=cure)
-    cure = f"make a new one, isthmus certs authority --folder {folder} --force, and sign every cloud again"
-    _check_validity(certificate, path, cure=cure)
+def _load_certificate(
+    folder: Path, name: str, *, authority: x509.Certificate | None = None
+) -> x509.Certificate:
+    """Return the certificate of this name, signed by the authority for it or its own, and valid now."""
+    path, cure = folder / f"{name}.crt", _missing_cure(folder, name)
+    certificate = _parse_certificate(path, cure=cure)
+    if authority is None:
+        if not _is_signed_by(certificate, certificate):
+            raise UserError(f"{path} is not the certificate of an authority", hint=cure)
+        cure = (
+            f"make a new one, isthmus certs authority --folder {folder} --force, and sign every cloud again"
+        )
+    elif not _is_signed_by(certificate, authority):
+        hint = "take both files from the same operator"
+        raise UserError(f"{path} was not signed by {folder / 'authority.crt'}", hint=hint)
+    else:
+        _check_names(certificate, path, name)
+    now, starts, expires = utc_now(), certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now < starts:
+        raise UserError(
+            f"{path} is valid from {starts:%Y-%m-%d %H:%M} UTC, and the clock here says {now:%Y-%m-%d %H:%M}",
+            hint="set the clock of this machine",
+        )
+    if now > expires:
+        raise UserError(f"{path} expired on {expires:%Y-%m-%d %H:%M} UTC", hint=cure)
     return certificate
 
 
-def _load_cloud_certificate(folder: Path, cloud: str, *, authority: x509.Certificate) -> x509.Certificate:
-    """Return a cloud's certificate, signed by this authority for this cloud and valid at this time."""
-    _check_cloud_name(cloud)
-    path, cure = folder / f"{cloud}.crt", _missing_cure(folder, cloud)
-    certificate = _load_certificate(path, cure=cure)
-    if not _is_signed_by(certificate, authority):
-        raise UserError(
-            f"{path} was not signed by {folder / 'authority.crt'}",
-            hint="take both files from the same operator",
-        )
+def _check_names(certificate: x509.Certificate, path: Path, cloud: str) -> None:
     names = [one.value for one in certificate.extensions if one.oid == x509.SubjectAlternativeName.oid]
     if certificate.subject != _common_name(cloud) or names != [_alternative_names(cloud)]:
-        subject = certificate.subject.rfc4514_string()
         raise UserError(
-            f"{path} was signed for {subject!r}, not for cloud {cloud!r} and its servers",
+            f"{path} was signed for {certificate.subject.rfc4514_string()!r}, not for cloud {cloud!r}",
             hint=f"put the certificate there that the operator signed for {cloud}",
         )
-    _check_validity(certificate, path, cure=cure)
-    return certificate
 
 
-def _load_certificate(path: Path, *, cure: str) -> x509.Certificate:
+def _parse_certificate(path: Path, *, cure: str) -> x509.Certificate:
     """Return the first certificate of a file, not yet to be trusted."""
 
     def parse(pem: bytes) -> x509.Certificate:
@@ -333,14 +331,24 @@ def _load_certificate(path: Path, *, cure: str) -> x509.Certificate:
     return _load(path, parse, form="a certificate in PEM", cure=cure)
 
 
-def _load_key(path: Path, *, cure: str) -> ec.EllipticCurvePrivateKey:
+def _load_key(folder: Path, name: str, *, of: x509.Certificate | None = None) -> ec.EllipticCurvePrivateKey:
+    """Return the key of this name; it must be that of the certificate, if one is given."""
+
     def parse(pem: bytes) -> ec.EllipticCurvePrivateKey:
         key = load_pem_private_key(pem, password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError
         return key
 
-    return _load(path, parse, form="an unencrypted elliptic-curve key in PEM", cure=cure)
+    path = folder / f"{name}.key"
+    cure = f"make one: isthmus certs request {name} --folder {folder}"
+    if name == "authority":
+        cure = "sign where the authority was made; its key is only there"
+    key = _load(path, parse, form="an unencrypted elliptic-curve key in PEM", cure=cure)
+    if of is not None and key.public_key() != of.public_key():
+        hint = f"bring back the key that was there before, or {_missing_cure(folder, name)}"
+        raise UserError(f"{path} is not the key of {path.with_suffix('.crt')}", hint=hint)
+    return key
 
 
 def _load_request(path: Path) -> tuple[x509.Name, ec.EllipticCurvePublicKey]:
@@ -389,31 +397,12 @@ def _check_cloud_name(cloud: str) -> None:
         )
 
 
-def _check_pair(
-    folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate, *, cure: str
-) -> None:
-    if key.public_key() != certificate.public_key():
-        what = f"{folder / f'{name}.key'} is not the key of {folder / f'{name}.crt'}"
-        raise UserError(what, hint=cure)
-
-
 def _is_signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return True
-
-
-def _check_validity(certificate: x509.Certificate, path: Path, *, cure: str) -> None:
-    now, starts, expires = utc_now(), certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if now < starts:
-        raise UserError(
-            f"{path} is valid from {starts:%Y-%m-%d %H:%M} UTC, and the clock here says {now:%Y-%m-%d %H:%M}",
-            hint="set the clock of this machine",
-        )
-    if now > expires:
-        raise UserError(f"{path} expired on {expires:%Y-%m-%d %H:%M} UTC", hint=cure)
 
 
 def _refuse_to_replace(path: Path, *, force: bool, loss: str) -> None:

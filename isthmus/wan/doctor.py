@@ -15,7 +15,7 @@ from pathlib import Path
 from isthmus.errors import UserError
 from isthmus.job import Address, CloudSpec, Job
 from isthmus.units import format_bytes
-from isthmus.wan.certificates import CertificateFacts, inspect_folder, read_identity, utc_now
+from isthmus.wan.certificates import CertificateFacts, inspect_folder, read_identity
 from isthmus.wan.endpoint import num_connections
 from isthmus.wan.sockets import num_files_left, own_address, try_to_bind
 
@@ -124,11 +124,9 @@ def examine(
         identity = check_by(f"identity of {cloud.name}", look_at_identity, cloud)
         is_known = identity.verdict is not CheckVerdict.FAILED
         yield identity
-    facts = _certificate_facts(clouds)
-    for fact in facts if is_known else ():
+    for fact in _certificate_facts(clouds) if is_known else ():
         name = "authority" if fact.kind == "authority" else f"certificate of {fact.name}"
         yield check_by(name, look_at_certificate, fact)
-    yield check_by("clock", look_at_clock, facts)
     yield check_by("disk", look_at_disk, runs)
     num_needed = sum(2 * one.ranks * num_connections(job, one.name) for one in clouds)
     yield check_by("open files", look_at_open_files, _OTHER_OPEN_FILES + num_needed)
@@ -229,18 +227,6 @@ def look_at_certificate(fact: CertificateFacts) -> str:
         new = "make a new authority and sign every cloud again"
         raise Doubt(left, hint=f"let the operator {new if fact.kind == 'authority' else renewal}")
     return left
-
-
-def look_at_clock(facts: Sequence[CertificateFacts]) -> str:
-    """Compare the clock with what was signed before now."""
-    now = utc_now()
-    starts = max((fact.starts for fact in facts if fact.starts), default=now)
-    if now < starts:
-        raise UserError(
-            f"{now:%Y-%m-%d %H:%M} UTC here is before {starts:%Y-%m-%d %H:%M} UTC of a certificate",
-            hint="set the clock and let a time service keep it: timedatectl set-ntp true",
-        )
-    return f"{now:%Y-%m-%d %H:%M} UTC; isthmus probe shows the offset to each peer"
 
 
 def look_at_disk(runs: Path) -> str:

@@ -69,11 +69,10 @@ def make_identity(folder: Path, name: str = "west") -> None:
     sign_request(make_request(folder, name), cloud=name, folder=folder)
 
 
-def facts(*, days_left: int, starts: datetime = NOW, kind: str = "cloud") -> CertificateFacts:
+def facts(*, days_left: int, kind: str = "cloud") -> CertificateFacts:
     return CertificateFacts(
         name="authority" if kind == "authority" else "west",
         kind="authority" if kind == "authority" else "cloud",
-        starts=starts,
         expires=NOW + timedelta(days=days_left),
         days_left=days_left,
     )
@@ -290,14 +289,6 @@ def test_certificate_with_a_problem_fails() -> None:
     )
 
 
-def test_clock_before_a_certificate_was_made_is_wrong() -> None:
-    assert check(doctor.look_at_clock, [facts(days_left=9)]).verdict is Verdict.OK
-    future = facts(days_left=9, starts=NOW + timedelta(hours=1))
-    finding = check(doctor.look_at_clock, [facts(days_left=9), future])
-    assert finding.verdict is Verdict.FAILED
-    assert "set the clock" in str(finding.cure)
-
-
 class Usage(NamedTuple):
     total: int
     used: int
@@ -344,7 +335,7 @@ def test_a_cloud_that_dials_is_examined_whole(tmp_path: Path, listening: Address
     make_identity(tmp_path)
     findings = examine(make_job(tmp_path, listening), "west", tmp_path)
     shared = ["torch", "devices", "port", "reach east", "identity of west"]
-    assert list(findings) == [*shared, "authority", "certificate of west", "clock", "disk", "open files"]
+    assert list(findings) == [*shared, "authority", "certificate of west", "disk", "open files"]
     assert [name for name, finding in findings.items() if finding.verdict is Verdict.FAILED] == []
     assert findings["port"].what == "none needed, west only dials out"
 
@@ -386,13 +377,13 @@ def test_without_a_cloud_only_what_is_here_is_examined(tmp_path: Path, listening
     make_identity(tmp_path)
     findings = examine(make_job(tmp_path, listening), None, tmp_path)
     certificates = ["authority", "certificate of west"]
-    assert list(findings) == ["torch", "devices", *certificates, "clock", "disk", "open files"]
+    assert list(findings) == ["torch", "devices", *certificates, "disk", "open files"]
 
 
 @pytest.mark.usefixtures("_torch")
 def test_without_a_cloud_missing_folders_are_no_fault(tmp_path: Path, listening: Address) -> None:
     findings = examine(make_job(tmp_path / "none", listening), None, tmp_path)
-    assert list(findings) == ["torch", "devices", "clock", "disk", "open files"]
+    assert list(findings) == ["torch", "devices", "disk", "open files"]
 
 
 def test_the_gateway_that_many_ranks_dial_needs_many_open_files(
