@@ -19,15 +19,13 @@ from isthmus.codec.base import Key, Payload, flat_bytes
 from isthmus.codec.chain import CodecEnd, Codecs, Fidelity, measure
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import CodecSpec, gradient_codec
-from isthmus.plan.codecs import RAW, RAW_PAIR, Pair, read_pair, texts_of
-from isthmus.plan.end_of_step import Texts
+from isthmus.plan.codecs import RAW_PAIR, Cut, Pair, read_pair, texts_of
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN
 from isthmus.plan.types import Message, MessageKind
 from isthmus.train.device import Device, Mark, SideStream
 from isthmus.train.frozen_cache import HELD, Cache, held_of
 from isthmus.train.integers import IDS, drop_padding, restore_padding
 
-_RAW: Final = texts_of(RAW_PAIR)
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Integers = Mapping[str, Tensor]
@@ -50,24 +48,20 @@ class Coded(NamedTuple):
 class CutCoding:
     """What both ends of a cut agree on beside the codecs."""
 
+    cut: Cut
     hidden_width: int
     crossing_width: int
     """Elements per token that cross once a bottleneck has started."""
-    num_warmup_steps: int = 0
     seed: int = 0
-    guard_every: int = 0
     num_microbatches: int = 1
     returns_gradients: bool = True
     """Whether gradients come back over this cut: not to frozen stages."""
     may_omit: bool = False
     """Whether a micro-batch may cross without hidden states: between frozen stages, where a cache behind them
     holds all of it."""
-    max_rows: int | None = None
-    """The most tokens of a micro-batch, with its padding; None where that is not agreed on."""
     rows: RowRule
     ids: Callable[[Integers], Tensor] = lambda integers: integers[IDS]
     """The token ids of the hidden states, of shape (batch, tokens)."""
-    allows: Callable[[Pair], bool] = lambda _: True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +72,25 @@ class CodecState:
     tensors: Mapping[str, Tensor]
 
 
-class _Pending(NamedTuple):
-    """An activation whose gradient is still to come, or to go."""
+class _Crossed(NamedTuple):
+    """Hidden states that cross, or have crossed: their gradient is coded as they were."""
 
     index_N: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    codec: CodecSpec
-    """That of the gradient, less what the activation has settled for both directions."""
+    pair: Pair
     end: CodecEnd | None
-    num_rows: int
+    """None where both directions are raw."""
+
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape[:-1]) if self.index_N is None else len(self.index_N)
+
+    @property
+    def coder(self) -> CodecEnd:
+        if self.end is None:
+            raise FrameError("a message is coded at a cut that has no codecs")
+        return self.end
 
 
 @dataclass(slots=True)
@@ -100,10 +103,11 @@ class CutEnd:
     cache: Cache | None = None
     """At the first trained stage behind frozen ones."""
     lane: SideStream = field(init=False)
-    _texts: Texts = _RAW
-    """The codecs of activations and of gradients that the codec state is for."""
+    _pair: Pair = RAW_PAIR
+    """The codecs that the codec state is for."""
     _end: CodecEnd | None = None
-    _pending: dict[tuple[int, int], _Pending] = field(default_factory=dict)
+    _awaited: dict[tuple[int, int], _Crossed] = field(default_factory=dict)
+    """The activations whose gradients are still to come, or to go."""
     _step: int = -1
     _at_start: CodecState | None = None
 
@@ -114,27 +118,20 @@ class CutEnd:
         """Hidden states, or their gradient, as bytes on the host, which are there when this returns."""
         if message.kind is MessageKind.GRADIENT:
             return self._encode_gradient(message, hidden, after)
-        end = self._switch(message)
-        index = self.coding.rows(integers)
+        own = self._activation(message, integers, tuple(hidden.shape), hidden.dtype)
         is_training = message.kind is MessageKind.ACTIVATION
-        keeps = is_training and self.coding.returns_gradients
-        if keeps:
-            self._keep(message, index, tuple(hidden.shape), hidden.dtype, end)
-        codec = self._forward_codec(message)
-        fidelity: list[Fidelity] = []
-
-        def encode(rows_ND: Tensor) -> Payload:
-            key, ids = _key(message), self._ids(integers, index)
-            coder = _present(end)
-            payload = coder.encode(rows_ND, key=key, ids_N=ids, keeps=keeps, learns=is_training)
-            if is_training and self._is_measured(key):
-                arrives = coder.decode(payload, key=key, num_rows=len(rows_ND), ids_N=ids, keeps=False)
-                fidelity.append(measure(rows_ND, arrives))
-            return payload
-
         with self.lane.work(after=after):
-            coded = self._code(drop_padding(hidden, index), codec, encode)
-        return _measured(coded, fidelity)
+            rows_ND = drop_padding(hidden, own.index_N)
+            if own.pair.forward.is_raw:
+                return self._on_host(own.pair.forward, rows_ND, (flat_bytes(rows_ND),))
+            key, ids_N, fidelity = _key(message), self._ids(integers, own.index_N), None
+            keeps = is_training and self.coding.returns_gradients
+            payload = own.coder.encode(rows_ND, key=key, ids_N=ids_N, keeps=keeps, learns=is_training)
+            if is_training and self._is_measured(key):
+                num_rows = len(rows_ND)
+                arrives = own.coder.decode(payload, key=key, num_rows=num_rows, ids_N=ids_N, keeps=False)
+                fidelity = measure(rows_ND, arrives)
+            return self._on_host(own.pair.forward, rows_ND, payload, fidelity)
 
     def decode(self, message: Message, coded: Coded | None, integers: Integers) -> Tensor | None:
         """Hidden states of shape (batch, tokens, width), or their gradient, on the device.
@@ -142,18 +139,18 @@ class CutEnd:
         Nothing is coded where the cache of frozen layers holds every sequence of a micro-batch: the first
         trained stage takes all of it from there, and frozen stages before it get None.
         """
-        is_gradient = message.kind is MessageKind.GRADIENT
-        if is_gradient is not self.is_sender:
+        if (message.kind is MessageKind.GRADIENT) is not self.is_sender:
             raise FrameError(f"{message.name} has come from the wrong side of a cut")
-        if not is_gradient:
-            self._check_ids(message, integers)
-        hidden = None
-        if coded is not None:
-            decode = self._decode_gradient if is_gradient else self._decode_activation
-            hidden = decode(message, coded, integers)
+        if message.kind is MessageKind.GRADIENT:
+            if coded is None:
+                raise FrameError(f"{message.name} without hidden states")
+            return self._decode_gradient(message, coded)
+        self._check_ids(message, integers)
+        hidden = None if coded is None else self._decode_activation(message, coded, integers)
         if self.cache is not None and HELD in integers:
             return self.cache.complete(hidden, integers, self.lane)
-        if hidden is None and not (self.coding.may_omit and _is_held(integers)):
+        is_held = HELD in integers and len(held_of(integers)) == len(integers[IDS])
+        if hidden is None and not (self.coding.may_omit and is_held):
             raise FrameError(f"{message.name} without hidden states")
         return hidden
 
@@ -172,37 +169,6 @@ class CutEnd:
             found = {name: self.lane.to_device(one) for name, one in tensors.items()}
         return {name: self.lane.hand_over(one) for name, one in found.items()}
 
-    def _check_ids(self, message: Message, integers: Integers) -> None:
-        """Refuse more tokens than a micro-batch of the job has, before memory is taken for them."""
-        if IDS not in integers or integers[IDS].ndim != 2:
-            raise FrameError(f"{message.name} without token ids")
-        num_tokens = max(integers[IDS].numel(), self.coding.ids(integers).numel())
-        if self.coding.max_rows is not None and num_tokens > self.coding.max_rows:
-            most = self.coding.max_rows
-            raise FrameError(f"{message.name} of {num_tokens} tokens, where {most} are the most")
-
-    def _decode_activation(self, message: Message, coded: Coded, integers: Integers) -> Tensor:
-        self._note_start(message.step)
-        end = self._switch(message)
-        index = self.coding.rows(integers)
-        ids_BT = self.coding.ids(integers)
-        num_rows = ids_BT.numel() if index is None else len(index)
-        is_training = message.kind is MessageKind.ACTIVATION
-        keeps = is_training and self.coding.returns_gradients
-        width = self._width(message)
-        shape = (*ids_BT.shape, width)
-        if keeps:
-            self._keep(message, index, shape, coded.dtype, end)
-
-        def decode(payload: Payload) -> Tensor:
-            ids = self._ids(integers, index)
-            return _present(end).decode(payload, key=_key(message), num_rows=num_rows, ids_N=ids, keeps=keeps)
-
-        with self.lane.work():
-            rows = self._rows(coded, self._forward_codec(message), decode, num_rows=num_rows, width=width)
-            hidden = restore_padding(rows, index, shape=shape)
-        return self.lane.hand_over(hidden)
-
     def state(self, step: int) -> CodecState:
         """What the first message of a step depends on; all messages of the step before have been coded."""
         if self._at_start is not None and self._step >= step:
@@ -211,7 +177,7 @@ class CutEnd:
 
     def load(self, state: CodecState) -> None:
         """Continue as from the state that was taken."""
-        self._texts, self._end = texts_of(state.pair), self._make(state.pair)
+        self._pair, self._end = state.pair, self._make(state.pair)
         if self._end is None:
             return
         try:
@@ -223,160 +189,142 @@ class CutEnd:
                 hint="start again from the beginning with --resume never",
             ) from error
 
-    # Gradients.
+    # Activations.
 
-    def _encode_gradient(self, message: Message, gradient: Tensor, after: Mark) -> Coded:
-        kept = self._take(message)
-        fidelity: list[Fidelity] = []
+    def _activation(
+        self, message: Message, integers: Integers, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> _Crossed:
+        """How an activation crosses, which its gradient needs to know."""
+        own = _Crossed(self.coding.rows(integers), shape, dtype, *self._switch(message))
+        if message.kind is MessageKind.ACTIVATION and self.coding.returns_gradients:
+            self._awaited[message.step, message.item] = own
+        return own
 
-        def encode(rows_ND: Tensor) -> Payload:
-            key, end = _key(message), _present(kept.end)
-            is_measured = self._is_measured(key)
-            payload = end.encode_gradient(rows_ND, key=key, keeps=is_measured)
-            if is_measured:
-                arrives = end.decode_gradient(payload, key=key, num_rows=len(rows_ND))
-                fidelity.append(measure(rows_ND, arrives))
-            return payload
-
-        with self.lane.work(after=after):
-            coded = self._code(drop_padding(gradient, kept.index_N), kept.codec, encode)
-        return _measured(coded, fidelity)
-
-    def _decode_gradient(self, message: Message, coded: Coded, _integers: Integers) -> Tensor:
-        kept = self._take(message)
-
-        def decode(payload: Payload) -> Tensor:
-            return _present(kept.end).decode_gradient(payload, key=_key(message), num_rows=kept.num_rows)
-
-        with self.lane.work():
-            rows = self._rows(coded, kept.codec, decode, num_rows=kept.num_rows, width=kept.shape[-1])
-            gradient = restore_padding(rows.to(kept.dtype), kept.index_N, shape=kept.shape)
-        return self.lane.hand_over(gradient)
-
-    def _keep(
-        self,
-        message: Message,
-        index: Tensor | None,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        end: CodecEnd | None,
-    ) -> None:
-        num_rows = math.prod(shape[:-1]) if index is None else len(index)
-        texts = _texts_of(message)
-        pair = RAW_PAIR if texts == _RAW else read_pair(texts)
-        codec = RAW if texts == _RAW else gradient_codec(pair.forward, pair.backward)
-        kept = _Pending(index, shape, dtype, codec, end, num_rows)
-        self._pending[message.step, message.item] = kept
-
-    def _take(self, message: Message) -> _Pending:
-        kept = self._pending.pop((message.step, message.item), None)
-        if kept is None:
-            raise FrameError(f"{message.name} is the gradient of nothing that crossed")
-        return kept
-
-    # Codecs, from message to message.
-
-    def _switch(self, message: Message) -> CodecEnd | None:
-        """The codec state for a message; an evaluation that crosses raw leaves that of training alone."""
-        texts = _texts_of(message)
-        if texts != self._texts and not (texts == _RAW and message.kind is MessageKind.EVALUATION):
-            pair = read_pair(texts)
-            if not self.coding.allows(pair):
-                raise FrameError(f"{message.name} is coded by {texts}, which the job does not allow")
-            self._texts, self._end = texts_of(pair), self._make(pair)
-        return self._end
-
-    def _make(self, pair: Pair) -> CodecEnd | None:
-        if texts_of(pair) == _RAW:
-            return None
+    def _decode_activation(self, message: Message, coded: Coded, integers: Integers) -> Tensor:
+        if message.step > self._step:
+            # The state with which a step starts is taken before its first message changes it.
+            self._step, self._at_start = message.step, self._snapshot()
         coding = self.coding
-        codecs = Codecs(
-            forward=pair.forward, backward=pair.backward, width=coding.crossing_width, seed=coding.seed
-        )
+        is_warm = message.step >= coding.cut.num_warmup_steps
+        shape = *coding.ids(integers).shape, coding.crossing_width if is_warm else coding.hidden_width
+        own = self._activation(message, integers, shape, coded.dtype)
         with self.lane.work():
-            return CodecEnd(codecs, device=self.lane.torch_device)
+            payload = self._on_device(coded, own.pair.forward, own)
+            if own.pair.forward.is_raw:
+                rows_ND = payload[0].view(coded.dtype).view(own.num_rows, shape[-1])
+            else:
+                keeps = message.kind is MessageKind.ACTIVATION and coding.returns_gradients
+                ids_N, num_rows = self._ids(integers, own.index_N), own.num_rows
+                rows_ND = own.coder.decode(
+                    payload, key=_key(message), num_rows=num_rows, ids_N=ids_N, keeps=keeps
+                )
+            hidden = restore_padding(rows_ND.to(coded.dtype), own.index_N, shape=shape)
+        return self.lane.hand_over(hidden)
 
-    def _is_measured(self, key: Key) -> bool:
-        """Whether to measure this message: its own number says so, so that a resumed run does the same."""
-        every, number = self.coding.guard_every, key.step * self.coding.num_microbatches + key.microbatch
-        return every > 0 and number % every == 0
-
-    def _forward_codec(self, message: Message) -> CodecSpec:
-        texts = _texts_of(message)
-        return RAW if texts == _RAW else read_pair(texts).forward
-
-    def _width(self, message: Message) -> int:
-        is_warm = message.step >= self.coding.num_warmup_steps
-        return self.coding.crossing_width if is_warm else self.coding.hidden_width
-
-    def _note_start(self, step: int) -> None:
-        """Take the state with which a step starts before its first message changes it."""
-        if step > self._step:
-            self._step, self._at_start = step, self._snapshot()
-
-    def _snapshot(self) -> CodecState:
-        if self._end is None:
-            return CodecState(pair=read_pair(self._texts), tensors={})
-        with self.lane.work():
-            state = self._end.state_dict().items()
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state}
-        return CodecState(pair=read_pair(self._texts), tensors=tensors)
-
-    # Rows and bytes.
-
-    def _code(self, rows_ND: Tensor, codec: CodecSpec, encode: Callable[[Tensor], Payload]) -> Coded:
-        parts = (flat_bytes(rows_ND),) if codec.is_raw else encode(rows_ND)
-        return Coded(str(codec), rows_ND.dtype, len(rows_ND), tuple(map(self.lane.to_host, parts)))
-
-    def _rows(
-        self,
-        coded: Coded,
-        codec: CodecSpec,
-        decode: Callable[[Payload], Tensor],
-        *,
-        num_rows: int,
-        width: int,
-    ) -> Tensor:
-        """Rows on the device from bytes on the host, of the type that they had."""
-        if coded.codec != str(codec):
-            raise FrameError(f'what crossed is coded by "{coded.codec}", where "{codec}" is due')
-        if coded.num_rows != num_rows:
-            raise FrameError(f"{coded.num_rows} rows have crossed, where {num_rows} are due")
-        if codec.is_raw:
-            return self.lane.to_device(_raw_rows(coded, width=width))
-        return decode(tuple(map(self.lane.to_device, coded.parts))).to(coded.dtype)
+    def _check_ids(self, message: Message, integers: Integers) -> None:
+        """Refuse more tokens than a micro-batch of the job has, before memory is taken for them."""
+        if IDS not in integers or integers[IDS].ndim != 2:
+            raise FrameError(f"{message.name} without token ids")
+        num_tokens = max(integers[IDS].numel(), self.coding.ids(integers).numel())
+        if num_tokens > (most := self.coding.cut.crossing.num_rows):
+            raise FrameError(f"{message.name} of {num_tokens} tokens, where {most} are the most")
 
     def _ids(self, integers: Integers, index_N: Tensor | None) -> Tensor:
         """The token ids of the rows that cross, on the device."""
         ids = self.coding.ids(integers).flatten()
         return self.lane.to_device(ids if index_N is None else ids[index_N])
 
+    # Gradients.
 
-def _present(end: CodecEnd | None) -> CodecEnd:
-    if end is None:
-        raise FrameError("a message is coded at a cut that has no codecs")
-    return end
+    def _encode_gradient(self, message: Message, gradient: Tensor, after: Mark) -> Coded:
+        own, key, fidelity = self._take(message), _key(message), None
+        codec = gradient_codec(own.pair.forward, own.pair.backward)
+        with self.lane.work(after=after):
+            rows_ND = drop_padding(gradient, own.index_N)
+            if codec.is_raw:
+                return self._on_host(codec, rows_ND, (flat_bytes(rows_ND),))
+            is_measured = self._is_measured(key)
+            payload = own.coder.encode_gradient(rows_ND, key=key, keeps=is_measured)
+            if is_measured:
+                arrives = own.coder.decode_gradient(payload, key=key, num_rows=len(rows_ND))
+                fidelity = measure(rows_ND, arrives)
+            return self._on_host(codec, rows_ND, payload, fidelity)
 
+    def _decode_gradient(self, message: Message, coded: Coded) -> Tensor:
+        own = self._take(message)
+        codec = gradient_codec(own.pair.forward, own.pair.backward)
+        with self.lane.work():
+            payload = self._on_device(coded, codec, own)
+            if codec.is_raw:
+                rows_ND = payload[0].view(coded.dtype).view(own.num_rows, own.shape[-1])
+            else:
+                rows_ND = own.coder.decode_gradient(payload, key=_key(message), num_rows=own.num_rows)
+            # By way of the type that it was coded in, so that both ends have the same numbers.
+            rows_ND = rows_ND.to(coded.dtype).to(own.dtype)
+            gradient = restore_padding(rows_ND, own.index_N, shape=own.shape)
+        return self.lane.hand_over(gradient)
 
-def _raw_rows(coded: Coded, *, width: int) -> Tensor:
-    """The rows that crossed as they are; a view of the bytes."""
-    sizes = [part.numel() for part in coded.parts]
-    if sizes != [coded.num_rows * width * coded.dtype.itemsize]:
-        raise FrameError(f"{coded.num_rows} rows of {width} numbers do not come in parts of {sizes} bytes")
-    return coded.parts[0].view(coded.dtype).view(coded.num_rows, width)
+    def _take(self, message: Message) -> _Crossed:
+        own = self._awaited.pop((message.step, message.item), None)
+        if own is None:
+            raise FrameError(f"{message.name} is the gradient of nothing that crossed")
+        return own
 
+    # Codecs, from message to message.
 
-def _texts_of(message: Message) -> Texts:
-    codecs = dict(message.codecs)
-    return codecs.get(HIDDEN, _RAW[0]), codecs.get(GRADIENT, _RAW[1])
+    def _switch(self, message: Message) -> tuple[Pair, CodecEnd | None]:
+        """The codecs of a message; an evaluation that crosses raw leaves the state of training alone."""
+        named, (forward, backward) = dict(message.codecs), texts_of(RAW_PAIR)
+        pair = read_pair([named.get(HIDDEN, forward), named.get(GRADIENT, backward)])
+        if pair != self._pair and not (pair == RAW_PAIR and message.kind is MessageKind.EVALUATION):
+            if not self.coding.cut.allows(pair):
+                raise FrameError(f"{message.name} is coded by {texts_of(pair)}, which the job does not allow")
+            self._pair, self._end = pair, self._make(pair)
+        return pair, self._end
 
+    def _make(self, pair: Pair) -> CodecEnd | None:
+        if pair == RAW_PAIR:
+            return None
+        codecs = Codecs(
+            forward=pair.forward,
+            backward=pair.backward,
+            width=self.coding.crossing_width,
+            seed=self.coding.seed,
+        )
+        with self.lane.work():
+            return CodecEnd(codecs, device=self.lane.torch_device)
 
-def _is_held(integers: Integers) -> bool:
-    return HELD in integers and len(held_of(integers) or ()) == len(integers[IDS])
+    def _is_measured(self, key: Key) -> bool:
+        """Whether to measure this message: its own number says so, so that a resumed run does the same."""
+        every = self.coding.cut.guard_every
+        return every > 0 and (key.step * self.coding.num_microbatches + key.microbatch) % every == 0
 
+    def _snapshot(self) -> CodecState:
+        if self._end is None:
+            return CodecState(pair=self._pair, tensors={})
+        with self.lane.work():
+            state = self._end.state_dict().items()
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state}
+        return CodecState(pair=self._pair, tensors=tensors)
 
-def _measured(coded: Coded, fidelity: list[Fidelity]) -> Coded:
-    return coded._replace(fidelity=fidelity[0]) if fidelity else coded
+    # Rows and bytes.
+
+    def _on_host(
+        self, codec: CodecSpec, rows_ND: Tensor, payload: Payload, fidelity: Fidelity | None = None
+    ) -> Coded:
+        parts = tuple(map(self.lane.to_host, payload))
+        return Coded(str(codec), rows_ND.dtype, len(rows_ND), parts, fidelity)
+
+    def _on_device(self, coded: Coded, codec: CodecSpec, due: _Crossed) -> Payload:
+        """The parts of a payload on the device, if it is the one that is due."""
+        if coded.codec != str(codec):
+            raise FrameError(f'what crossed is coded by "{coded.codec}", where "{codec}" is due')
+        if coded.num_rows != due.num_rows:
+            raise FrameError(f"{coded.num_rows} rows have crossed, where {due.num_rows} are due")
+        sizes = [part.numel() for part in coded.parts]
+        if codec.is_raw and sizes != [due.num_rows * due.shape[-1] * coded.dtype.itemsize]:
+            raise FrameError(f"{due.num_rows} rows of {due.shape[-1]} numbers do not come in {sizes} bytes")
+        return tuple(map(self.lane.to_device, coded.parts))
 
 
 def _key(message: Message) -> Key:

@@ -30,7 +30,7 @@ from isthmus.plan.types import (
 from isthmus.train.build import BuiltStage
 from isthmus.train.data.training_data import Source
 from isthmus.train.device import Mark, PassClock
-from isthmus.train.frozen_cache import HELD, Admission, Foresight, held_of
+from isthmus.train.frozen_cache import HELD, held_of
 from isthmus.train.in_cloud import Reduction, begin_down, begin_up
 from isthmus.train.integers import IDS
 from isthmus.train.pipeline_config import PipelineConfig
@@ -119,7 +119,6 @@ class Passes:
 
 TARGETS: Final = "targets"
 """How many targets a micro-batch has, and how many its whole step has."""
-_FLOAT32_BYTES: Final = 4
 # Shorter waits for data are not reported.
 _LEAST_WAIT_S: Final = 0.001
 _MAX_GATHERED_BYTES: Final = 16 * 1024 * 1024
@@ -193,10 +192,10 @@ class PipelineActor:
             on_near_end=self._clock.near_end,
             window=pipeline.first_windows()[self._index],
         )
-        self._foresight = None
-        if source is not None and config.is_cached:
-            rule = admission(config, built.stage.model.config.hidden_size)
-            self._foresight = Foresight(admission=rule, keeps_padding=config.keeps_padding)
+        reads_for_cache = source is not None and config.is_cached
+        width = built.stage.model.config.hidden_size
+        self._admission = config.admission(width) if reads_for_cache else None
+        """Tells the first stage, which reads the data, what the cache of the first trained one will hold."""
         self._microbatches: dict[Key, _Microbatch] = {}
         self._targets: dict[Key, _Microbatch] = {}
         self._gradients: dict[Key, Arrived] = {}
@@ -282,8 +281,8 @@ class PipelineActor:
             for microbatch, batch in zip(share, batches, strict=True):
                 item = number * pipeline.num_validation_microbatches + microbatch
                 cached = None
-                if self._foresight is not None and not self._index and not number:
-                    cached = self._foresight.held(_integers(batch))
+                if self._admission is not None and not self._index and not number:
+                    cached = self._admission.meet(self._admission.know(_integers(batch)))
                 found[kind, step, item] = _Microbatch(
                     batch=batch, num_step_targets=num_step_targets, cached=cached
                 )
@@ -395,10 +394,6 @@ class PipelineActor:
         return Gathered(
             of=tuple(unpack_facts(one, type(own), max_bytes=_MAX_GATHERED_BYTES) for one in texts)
         )
-
-
-def admission(config: PipelineConfig, hidden_width: int) -> Admission:
-    return Admission(max_bytes=config.cache_bytes, row_bytes=_FLOAT32_BYTES * hidden_width)
 
 
 def _paired(found: _Microbatch, own: _Microbatch) -> _Microbatch:

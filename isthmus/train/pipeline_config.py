@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Final, Literal
 
+import torch
+
 from isthmus.errors import UserError
 from isthmus.job import CodecSpec, Job, LinkSpec, PipelineStrategy, parse_codec, stage_order
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec, MemorySpec
@@ -35,6 +37,7 @@ from isthmus.plan.scenario import Caps, Policy
 from isthmus.plan.types import Member
 from isthmus.train.build import RunConfig, layout_of, sharding_of
 from isthmus.train.data.tokenizer import trains_tokenizer
+from isthmus.train.frozen_cache import Admission
 
 _MICROBATCHES_PER_STAGE: Final = 8
 
@@ -298,6 +301,11 @@ class PipelineConfig(RunConfig):
         # With several ranks a sequence comes to another one every time.
         pipeline = self.pipeline
         return pipeline.first_trained > 0 and self.cache_bytes > 0 and set(pipeline.num_ranks) <= {1}
+
+    def admission(self, hidden_width: int) -> Admission:
+        """Which sequences the cache of the first trained stage has; of one state at each end."""
+        row_bytes = torch.float32.itemsize * hidden_width
+        return Admission(max_bytes=self.cache_bytes, row_bytes=row_bytes, keeps_padding=self.keeps_padding)
 
 
 def warmup_of(boundaries: tuple[BoundarySpec, ...]) -> int:

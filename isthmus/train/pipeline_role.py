@@ -36,10 +36,10 @@ from isthmus.train.data.rows import NOT_HERE
 from isthmus.train.data.samples import Cursor
 from isthmus.train.data.training_data import Feed, Layout, Source, TrainingData, check_enough, check_paired
 from isthmus.train.device import Device
-from isthmus.train.frozen_cache import HELD, Cache, held_of
+from isthmus.train.frozen_cache import Cache, held_of
 from isthmus.train.integers import IDS, MASK, mask_of, said_before, target_ids, valid_rows
 from isthmus.train.metrics import describe_metrics
-from isthmus.train.pipeline import PipelineActor, admission
+from isthmus.train.pipeline import PipelineActor
 from isthmus.train.pipeline_config import (
     PipelineConfig,
     check_apart,
@@ -281,39 +281,30 @@ def cut_end(
     """One end of the cut behind a stage, with codec state of its own."""
     pipeline = config.pipeline
     receives_from_frozen = config.is_cached and cut + 1 == pipeline.first_trained
-    boundary = config.boundary(cut)
-    terms = pipeline.cuts[cut] if pipeline.cuts else None
     is_in_decoder = config.is_in_decoder(cut)
 
     def rows(integers: Mapping[str, Tensor]) -> Tensor | None:
         if is_in_decoder:
             return valid_rows(target_ids(integers) >= 0)
         ids, mask = integers[IDS], integers.get(MASK)
-        held = held_of(integers) if HELD in integers else None
-        if receives_from_frozen and held:
+        if receives_from_frozen and (held := held_of(integers)):
             return valid_rows(mask_of(ids, mask, keeps_padding=config.keeps_padding), without=held)
         return valid_rows(None if config.keeps_padding else mask)
 
-    has_cache = receives_from_frozen and not is_sender
     return CutEnd(
         coding=CutCoding(
+            cut=pipeline.cuts[cut],
             hidden_width=hidden_width,
-            crossing_width=boundary.crossing_width(hidden_width),
-            num_warmup_steps=config.num_warmup_steps if cut in pipeline.bottlenecks else 0,
+            crossing_width=config.boundary(cut).crossing_width(hidden_width),
             # Cuts round by themselves, or their errors would add up.
             seed=seed_from("cut", config.seed, cut),
-            guard_every=0 if terms is None else terms.guard_every,
             num_microbatches=pipeline.num_microbatches,
             returns_gradients=cut >= pipeline.first_trained,
-            max_rows=None if terms is None else terms.crossing.num_rows,
             may_omit=config.is_cached and cut + 1 < pipeline.first_trained,
             rows=rows,
             ids=said_before if is_in_decoder else lambda integers: integers[IDS],
-            allows=(lambda _: True) if terms is None else terms.allows,
         ),
         device=device,
         is_sender=is_sender,
-        cache=Cache(admission(config, hidden_width), keeps_padding=config.keeps_padding)
-        if has_cache
-        else None,
+        cache=Cache(config.admission(hidden_width)) if receives_from_frozen and not is_sender else None,
     )

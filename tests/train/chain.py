@@ -319,7 +319,7 @@ def link_ends(number: int) -> tuple[str, str]:
 def config(num_stages: int, num_microbatches: int, **changes: Any) -> PipelineConfig:
     """The config of a chain of clouds; cuts are `CutCase`s."""
     values: dict[str, Any] = {"num_steps": 5, "max_in_flight": 64, "save_every_s": 0.0, **changes}
-    cuts: Sequence[CutCase] = values.pop("cuts", ())
+    cuts: Sequence[CutCase] = values.pop("cuts", ()) or (CutCase(),) * (num_stages - 1)
     num_ranks = values.pop("num_ranks", ()) or (1,) * num_stages
     boundaries = tuple(cut.boundary for cut in cuts)
     bottlenecks = [number for number, one in enumerate(boundaries) if isinstance(one, BottleneckSpec)]

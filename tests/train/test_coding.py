@@ -8,7 +8,8 @@ from torch import Tensor
 
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import parse_codec
-from isthmus.plan.codecs import Pair, read_pair, texts_of
+from isthmus.plan import codecs as plan
+from isthmus.plan.codecs import Crossing, Pair, read_pair, texts_of
 from isthmus.plan.types import Member, Message, MessageKind
 from isthmus.train.coding import CodecState, Coded, CutCoding, CutEnd
 from isthmus.train.device import Device, Mark
@@ -74,15 +75,24 @@ def test_what_crossed_must_fit_its_place() -> None:
         restore_padding(torch.zeros(8, 6), None, shape=(2, 4, 8))
 
 
+class Lenient(plan.Cut):
+    """A cut at which every codec is allowed."""
+
+    def allows(self, pair: Pair) -> bool:  # noqa: ARG002
+        return True
+
+
 class Cut:
     """Both ends of a cut, without wires between them."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, *, is_strict: bool = False, **changes: Any) -> None:
+        num_microbatches = changes.pop("num_microbatches", 1)
         coding = CutCoding(
+            cut=(plan.Cut if is_strict else Lenient)(crossing=Crossing(num_rows=64, width=WIDTH), **changes),
             hidden_width=WIDTH,
             crossing_width=WIDTH,
+            num_microbatches=num_microbatches,
             rows=lambda integers: valid_rows(integers.get(MASK)),
-            **changes,
         )
         self.sending, self.receiving = (
             CutEnd(coding=coding, device=Device("cpu"), is_sender=is_sender) for is_sender in (True, False)
@@ -141,7 +151,7 @@ def test_codecs_that_return_start_with_fresh_state() -> None:
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_codecs_that_the_job_does_not_allow_are_refused(is_training: bool) -> None:
-    receiver = Cut(allows=lambda one: one == INT8).receiving
+    receiver = Cut(is_strict=True, codecs=INT8).receiving
     coded = Cut().sending.encode(activation(SUBSPACE, step=0), HIDDEN, {"ids": IDS}, after=Mark())
     with pytest.raises(FrameError, match="the job does not allow"):
         receiver.decode(activation(SUBSPACE, step=0, is_training=is_training), coded, {"ids": IDS})

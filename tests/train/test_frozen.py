@@ -13,7 +13,8 @@ from isthmus.model.stage import Batch
 from isthmus.plan.codecs import Pair
 from isthmus.plan.job_facts import first_trained
 from isthmus.plan.types import Member
-from isthmus.train.frozen_cache import Admission, Cache, sequences_of
+from isthmus.train.device import Device
+from isthmus.train.frozen_cache import Admission, Cache
 from isthmus.train.pipeline_config import PipelineConfig
 from tests.model.cases import blueprint, make_batch
 from tests.train.chain import (
@@ -167,13 +168,15 @@ def test_the_sender_is_held_to_the_rule() -> None:
     batch = make_batch(blueprint("llama").head, lengths=(3, 2))
     assert batch.mask is not None
     integers = {"ids": batch.ids, "mask": batch.mask}
-    sequences = sequences_of(integers, keeps_padding=False)
-    assert sequences.num_rows == (3, 2)
-    assert sequences.keys == sequences_of(integers, keeps_padding=False).keys
-    assert sequences.keys != sequences_of(integers, keeps_padding=True).keys
-    cache = Cache(Admission(max_bytes=100, row_bytes=10), keeps_padding=False)
+    without, with_padding = (
+        Admission(max_bytes=100, row_bytes=10, keeps_padding=keeps) for keeps in (False, True)
+    )
+    sequences = without.know(integers)
+    assert sequences.valid_BT.sum(1).tolist() == [3, 2]
+    assert sequences.keys == without.know(integers).keys
+    assert sequences.keys != with_padding.know(integers).keys
     with pytest.raises(FrameError, match="cache"):
-        cache.meet(sequences, held=(0,))
+        Cache(without).complete(None, {**integers, "held": torch.tensor([0])}, Device("cpu").side_stream())
 
 
 def test_the_first_trained_stage() -> None:
