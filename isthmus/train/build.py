@@ -30,7 +30,7 @@ from isthmus.train.in_cloud import (
     awaited_gradient_bytes,
     shard,
 )
-from isthmus.train.optimizer import Decay, Optimizer, Schedule
+from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.units import format_bytes
 
 AUTOCAST: Final = {"float32": None, "bfloat16": torch.bfloat16}
@@ -172,7 +172,7 @@ class Build:
                 peak=train.learning_rate,
                 num_steps=train.steps,
                 num_warmup_steps=round(train.warmup_share * train.steps),
-                decay=Decay(train.decay),
+                decay=train.decay,
             ),
             weight_decay=train.weight_decay,
             max_norm=train.max_norm or None,

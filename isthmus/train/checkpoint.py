@@ -23,15 +23,14 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from isthmus.errors import UserError
 from isthmus.job.rundir import job_of
 from isthmus.train.members import SavedSteps
 from isthmus.train.records import (
-    ASIDE_FILE,
     MANIFEST_FILE,
     Facts,
     Manifest,
@@ -42,6 +41,7 @@ from isthmus.train.records import (
 )
 from isthmus.train.role import kind_of
 from isthmus.train.store import Store, open_store
+from isthmus.wan.handshake import RankSpec
 
 _RECORD: Final = re.compile(r"step-([0-9]{8,18})/([a-z0-9-]+)")
 OPTIMIZER: Final = "optimizer/"
@@ -52,20 +52,6 @@ _LONGEST_POLL_S: Final = 1.0
 CURE: Final = "see that it can be reached and written to and has room"
 
 Note = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedPart:
-    """What one of the ranks of a cloud writes of a step; `session` is the same at all of them."""
-
-    rank: int = 0
-    num_ranks: int = 1
-    session: str = "0"
-    tensors: Mapping[str, ShardRows] = field(default_factory=dict)
-    facts: Facts = field(default_factory=dict)
-
-    def suffix(self, rank: int) -> str:
-        return f"{rank}.{self.session}"
 
 
 class Checkpoints:
@@ -79,9 +65,8 @@ class Checkpoints:
         self._keep = keep
         self._job = job
         self._note = note
-        self._damaged: set[int] = set()
-        self._written: set[int] = set()
-        self._began_from: int | None = None
+        self._counting: set[int] | None = None
+        """The steps whose records count: neither damaged, nor lost when the run began from an earlier one."""
 
     @property
     def store(self) -> Store:
@@ -89,55 +74,58 @@ class Checkpoints:
 
     def steps(self) -> tuple[int, ...]:
         """The steps that have a complete record here, in order."""
-        with self._reached():
+        with reaching(self.store):
             return tuple(step for step, files in self._own().items() if MANIFEST_FILE in files)
 
     def inspect(self) -> SavedSteps:
         """Verify all records: interrupted ones are removed, damaged ones are told and do not count."""
-        with self._reached():
+        with reaching(self.store):
             for step, files in self._own().items():
                 self._remove_leftovers(step, files)
-        for step in self.steps():
-            reason = self._records.check(self._name(step))
-            if reason is not None:
-                self._damaged.add(step)
-                self._note(f"the checkpoint {self._name(step)} is left out: {reason}")
-        good = tuple(step for step in self.steps() if step not in self._damaged)
-        return SavedSteps(whole=good, damaged=tuple(sorted(self._damaged)))
+        steps = self.steps()
+        reasons = {step: self._records.check(self._name(step)) for step in steps}
+        damaged = tuple(step for step in steps if reasons[step] is not None)
+        for step in damaged:
+            self._note(f"the checkpoint {self._name(step)} is left out: {reasons[step]}")
+        good = tuple(step for step in steps if step not in damaged)
+        self._counting = set(good)
+        return SavedSteps(whole=good, damaged=damaged)
 
     def begin_from(self, step: int) -> None:
-        """Continue from a step: records of later steps no longer count once a new one is saved."""
-        self._began_from = step
+        """Continue from a step: records of later steps are removed once a new one is saved."""
+        self._counting = {one for one in self._known_steps() if one <= step}
 
     def save(
         self,
         step: int,
-        part: SavedPart,
+        tensors: Mapping[str, ShardRows],
+        facts: Facts,
         *,
+        ranks: RankSpec,
+        session: str,
         safe_step: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Write the part of one rank; the leader then waits for the others and makes the record complete.
 
-        An OSError leaves what was saved before as it is; `check` raises one to end it early.
+        The session is the same at all ranks. An OSError leaves what was saved before as it is; `check` raises
+        one to end it early.
         """
-        name = self._name(step)
-        own = self._records.put(name, part.suffix(part.rank), part.tensors, part.facts, check=check)
-        if part.rank:
-            self._records.commit(name, own, f"part.{part.suffix(part.rank)}.json")
+        name, rank = self._name(step), ranks.rank
+        own = self._records.put(name, f"{rank}.{session}", tensors, facts, check=check)
+        if rank:
+            self._records.commit(name, own, f"part.{rank}.{session}.json")
             return
-        parts = [own, *self._others(name, part, check)]
-        facts = {
-            "step": step,
-            "cloud": self._cloud,
-            "job": self._job,
-            **part.facts,
-            "wires": [one.facts["wires"] for one in parts],
-        }
-        self._records.commit(name, merged(parts, facts))
-        self._written.add(step)
-        self._damaged.discard(step)
-        self._retire(newest=step, safe_step=safe_step)
+        others = (f"part.{other}.{session}.json" for other in range(1, ranks.num_ranks))
+        parts = [own, *(self._await(name, file, check) for file in others)]
+        wires = [one.facts["wires"] for one in parts]
+        about = {"step": step, "cloud": self._cloud, "job": self._job, **facts, "wires": wires}
+        self._records.commit(name, merged(parts, about))
+        self._counting = {*self._known_steps(), step}
+        self._retire(step, safe_step=safe_step)
+
+    def _known_steps(self) -> set[int]:
+        return set(self.steps()) if self._counting is None else self._counting
 
     def read(
         self, step: int, shapes: Mapping[str, tuple[int, ...]], *, layers: range
@@ -193,42 +181,29 @@ class Checkpoints:
             )
         return manifest
 
-    def _others(self, name: str, part: SavedPart, check: Callable[[], None]) -> list[Manifest]:
-        """The parts of the other ranks, which come at any time after our own."""
-        found: list[Manifest] = []
+    def _await(self, name: str, file: str, check: Callable[[], None]) -> Manifest:
+        """The part of another rank, which comes at any time after our own."""
         pause, pause_s = threading.Event(), 0.01
-        while len(found) < part.num_ranks - 1:
+        while True:
             try:
-                file = f"part.{part.suffix(len(found) + 1)}.json"
-                found.append(self._records.read_manifest(name, file))
+                return self._records.read_manifest(name, file)
             except FileNotFoundError:
                 check()
                 pause.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-        return found
 
-    def _retire(self, *, newest: int, safe_step: int | None) -> None:
-        """Set the records of steps aside that were lost, and remove old ones, now that a new one is complete.
-
-        Those set aside are kept until their step is reached again.
-        """
-        base = newest if self._began_from is None else self._began_from
-        own = self._own()
+    def _retire(self, newest: int, *, safe_step: int | None) -> None:
+        """Remove records that do not count any more, and old ones, now that a new one is complete."""
+        own, counting = self._own(), sorted(self._known_steps())
         self._remove_leftovers(newest, own[newest])
-        for step, files in own.items():
-            is_lost = step > newest or (step > base and step not in self._written)
-            if step in self._damaged:
-                self._note(f"removed {self._name(step)}, a damaged checkpoint: step {newest} is whole")
-                self._records.remove(self._name(step), files)
-            elif ASIDE_FILE in files and step < newest:
-                self._records.remove(self._name(step), files)
-            elif MANIFEST_FILE in files and is_lost:
-                self._records.rename(self._name(step), MANIFEST_FILE, ASIDE_FILE)
-        self._damaged.clear()
-        steps = [step for step, files in self._own().items() if MANIFEST_FILE in files]
-        kept = {*steps[-self._keep :], *(one for one in steps if safe_step is not None and one >= safe_step)}
-        for step in set(steps).difference(kept):
-            self._records.remove(self._name(step), own[step])
+        safe = [one for one in counting if safe_step is not None and one >= safe_step]
+        self._counting = {*counting[-self._keep :], *safe}
+        # Without a manifest it may be what another rank writes of the next step already.
+        for step in [step for step, files in own.items() if MANIFEST_FILE in files]:
+            if step not in counting:
+                self._note(f"removed {self._name(step)}, which no longer counts: step {newest} is whole")
+            if step not in self._counting:
+                self._records.remove(self._name(step), own[step])
 
     def _remove_leftovers(self, step: int, files: Set[str]) -> None:
         """Remove the files of a record that no manifest lists: of a save that was cut short."""
@@ -239,8 +214,6 @@ class Checkpoints:
             except UserError:
                 # It is found damaged, and kept until a newer one is whole.
                 return
-        elif ASIDE_FILE in files:
-            return
         else:
             self._note(f"removed {name}, a checkpoint that was cut short")
         self._records.remove(name, files - listed)
@@ -251,9 +224,6 @@ class Checkpoints:
 
     def _all(self) -> list[tuple[str, int, set[str]]]:
         return _known(self._records)
-
-    def _reached(self) -> Any:
-        return reaching(self.store)
 
     def _name(self, step: int, cloud: str | None = None) -> str:
         return f"step-{step:08d}/{cloud or self._cloud}"
@@ -278,7 +248,7 @@ def saved_steps(run: Path, *, verify: bool = False) -> tuple[SavedStep, ...]:
     records, job = Records(_store_of(run)), job_of(run)
     is_common = job is None or kind_of(job).saves_together
     with reaching(records.store):
-        every = [one for one in _known(records) if ASIDE_FILE not in one[2]]
+        every = _known(records)
     clouds = {cloud for cloud, *_ in every}
 
     def key(record: tuple[str, int, set[str]]) -> tuple[int, str]:
@@ -323,7 +293,7 @@ def prune_steps(run: Path, *, keep: int) -> tuple[SavedStep, ...]:
     records = Records(_store_of(run))
     with reaching(records.store):
         for cloud, step, files in _known(records):
-            if cloud in safe and (step, cloud) not in stays and ASIDE_FILE not in files:
+            if cloud in safe and (step, cloud) not in stays:
                 records.remove(f"step-{step:08d}/{cloud}", files)
     return removed
 

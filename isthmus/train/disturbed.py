@@ -6,24 +6,18 @@ fill-disk                            while a marker lies in the run directory, t
 spoil                                a bit of the cloud's newest record is flipped
 """
 
-import errno
-import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
 
 from isthmus.job import Job
 from isthmus.job.faults import CloudFault, CloudFaultKind, Fault
 from isthmus.plan.types import Member
-from isthmus.train.store import CHECKPOINTS_FOLDER, Store
+from isthmus.train.store import CHECKPOINTS_FOLDER
 from isthmus.wan.local import LocalWan
-from isthmus.wan.packet import Buffer
-
-_FULL: Final = ".full-"
 
 Note = Callable[[str, str], None]
 """Is told the cloud that a fault happens to, and what it is."""
@@ -40,7 +34,6 @@ class Player:
         self._run = run
         self._note = note
         self._faults = faults
-        self._ended = threading.Event()
         self._has_started = False
 
     def start(self) -> None:
@@ -51,37 +44,28 @@ class Player:
         self._wan.play(one for one in self._faults if isinstance(one, Fault))
         threading.Thread(target=self._play, name="faults", daemon=True).start()
 
-    def close(self) -> None:
-        """Play nothing more."""
-        self._ended.set()
-
     def _play(self) -> None:
         started_s = time.monotonic()
         calls = [call for one in self._faults if isinstance(one, CloudFault) for call in self._calls(one)]
         for at_s, call in sorted(calls, key=lambda one: one[0]):
-            if self._ended.wait(max(0.0, started_s + at_s - time.monotonic())):
-                return
+            time.sleep(max(0.0, started_s + at_s - time.monotonic()))
             call()
 
     def _calls(self, fault: CloudFault) -> Iterator[tuple[float, Callable[[], None]]]:
         end_s = fault.at_s + fault.duration_s
         match fault.kind:
             case CloudFaultKind.KILL:
-                yield fault.at_s, lambda: self._signal(fault, signal.SIGKILL, "is killed")
+                yield fault.at_s, partial(self._signal, fault, signal.SIGKILL, "is killed")
             case CloudFaultKind.FREEZE:
-                yield fault.at_s, lambda: self._signal(fault, signal.SIGSTOP, "is frozen")
-                yield end_s, lambda: self._signal(fault, signal.SIGCONT, "is let go on")
+                yield fault.at_s, partial(self._signal, fault, signal.SIGSTOP, "is frozen")
+                yield end_s, partial(self._signal, fault, signal.SIGCONT, "is let go on")
             case CloudFaultKind.FILL_DISK:
-                marker = self._run / f"{_FULL}{fault.cloud}"
-                yield fault.at_s, lambda: self._tell(fault, "has no room on its disk", marker.touch)
-                yield (
-                    end_s,
-                    lambda: self._tell(
-                        fault, "has room on its disk again", lambda: marker.unlink(missing_ok=True)
-                    ),
-                )
+                marker = full_marker(self._run, fault.cloud)
+                yield fault.at_s, partial(self._tell, fault, "has no room on its disk", marker.touch)
+                yield end_s, partial(self._tell, fault, "has room on its disk again", marker.unlink)
             case CloudFaultKind.SPOIL:
-                yield fault.at_s, lambda: self._tell(fault, "has a spoilt checkpoint", self._spoil(fault))
+                spoil = partial(self._spoil, fault.cloud)
+                yield fault.at_s, partial(self._tell, fault, "has a spoilt checkpoint", spoil)
 
     def _signal(self, fault: CloudFault, number: int, what: str) -> None:
         ranks = range(self._job.cloud_named(fault.cloud).ranks) if fault.rank is None else [fault.rank]
@@ -93,55 +77,14 @@ class Player:
         self._note(fault.cloud, f"fault: {of}cloud {fault.cloud!r} {what}")
         call()
 
-    def _spoil(self, fault: CloudFault) -> Callable[[], None]:
-        def spoil() -> None:
-            found = sorted((self._run / CHECKPOINTS_FOLDER).glob(f"step-*/{fault.cloud}*/*.safetensors"))
-            if found:
-                flip_a_bit(found[-1])
-
-        return spoil
-
-
-def flip_a_bit(file: Path) -> None:
-    """Change the last byte of a file."""
-    with file.open("r+b") as opened:
-        opened.seek(-1, os.SEEK_END)
-        byte = opened.read(1)[0]
-        opened.seek(-1, os.SEEK_END)
-        opened.write(bytes([byte ^ 1]))
+    def _spoil(self, cloud: str) -> None:
+        """Flip a bit of the newest record of a cloud."""
+        found = sorted((self._run / CHECKPOINTS_FOLDER).glob(f"step-*/{cloud}/*.safetensors"))
+        if found:
+            data = found[-1].read_bytes()
+            found[-1].write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
-@dataclass(frozen=True, slots=True)
-class FillableStore:
-    """A store that takes nothing while the disk of its cloud is said to be full."""
-
-    store: Store
-    marker: Path
-
-    @property
-    def place(self) -> str:
-        """Where the store is."""
-        return self.store.place
-
-    def list(self) -> dict[str, int]:
-        """All files, with their sizes."""
-        return self.store.list()
-
-    def put(self, name: str, data: Iterable[Buffer]) -> None:
-        """Write a file, unless the disk is full."""
-        if self.marker.exists():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-        self.store.put(name, data)
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """A part of a file."""
-        return self.store.get(name, start, stop)
-
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-        self.store.remove(name)
-
-
-def fillable(store: Store, run: Path, cloud: str) -> Store:
-    """The store of a cloud whose disk a script of faults may fill."""
-    return FillableStore(store, run / f"{_FULL}{cloud}")
+def full_marker(run: Path, cloud: str) -> Path:
+    """While there is this file, the store of a cloud takes nothing."""
+    return run / f".full-{cloud}"

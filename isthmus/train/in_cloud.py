@@ -57,7 +57,7 @@ class World:
         control: dist.ProcessGroup | None = None,
         watch: Watch | None = None,
     ) -> None:
-        spec = spec or RankSpec()
+        self.spec = spec = spec or RankSpec()
         self.rank, self.num_ranks, self.is_leader = spec.rank, spec.num_ranks, spec.is_leader
         self.watch = watch
         """Carries messages between the leader and the others, outside of collectives."""

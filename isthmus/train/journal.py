@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
-from isthmus.events import COMPUTE_KINDS, MEASURED_KIND, EventLog, Span, steady_s
+from isthmus.events import COMPUTE_KINDS, MEASURED_KIND, EventLog, Span
 from isthmus.observe.timeline import shared_s, total_s, union
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.end_of_step import Evaluated, Note, StepEnded
@@ -85,11 +85,6 @@ class Journal:
             case DataEnded() if self._is_first and self._num_rounds:
                 shares = self._num_averaged / self._num_rounds
                 self.note(f"{self._num_rounds} rounds, over {shares:.3g} clouds on average")
-
-    def saved(self, step: int, begun_s: float, num_bytes: int) -> None:
-        """Write how long this member's part of a step took to be saved, beside the computation."""
-        end_s = steady_s()
-        self._log.span(Span("disk", f"save {step}", "save", begun_s, end_s, num_bytes))
 
     def note(self, text: str) -> None:
         """Tell something in words."""

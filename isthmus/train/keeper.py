@@ -7,7 +7,9 @@ A thread copies the state to the host while the next passes run, the next update
 copied, and the thread writes the copy. Every rank writes its shards, and a share of what all ranks have.
 """
 
+import errno
 import itertools
+import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from isthmus.errors import UserError
-from isthmus.events import steady_s
+from isthmus.events import Span, steady_s
 from isthmus.model.stage import Stage
 from isthmus.plan.codecs import read_pair, texts_of
 from isthmus.plan.types import Member, NotStored, Saved, Stored
@@ -34,7 +36,6 @@ from isthmus.train.checkpoint import (
     WIRE,
     Checkpoints,
     Note,
-    SavedPart,
     parameter_of,
     reaching,
     reason_of,
@@ -58,9 +59,6 @@ from isthmus.train.wire import Failure
 _CODECS: Final = "codecs"
 _FIRST_DELAY_S: Final = 1.0
 _MAX_DELAY_S: Final = 60.0
-
-OnSaved = Callable[[int, float, int], None]
-"""Is told, on the thread that writes: the step, when its save began, and the bytes of this rank's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +94,7 @@ class _Snapshot:
 class Keeper:
     """Saves and loads the state of one rank; the ranks of a cloud make theirs together.
 
-    A save that fails is tried again for `patience_s`.
+    A save that fails is tried again for `patience_s`; it fails while there is a `full_marker`.
     """
 
     def __init__(
@@ -110,6 +108,7 @@ class Keeper:
         extra: Callable[[], Mapping[str, Tensor]] = dict,
         note: Note = lambda _: None,
         patience_s: float = 0.0,
+        full_marker: Path | None = None,
     ) -> None:
         self._checkpoints = checkpoints
         self._world = world
@@ -119,6 +118,7 @@ class Keeper:
         self._extra = extra
         self._note = note
         self._patience_s = patience_s
+        self._full_marker = full_marker
         self._session = str(world.broadcast(secrets.token_hex(4)))
         self._lane = self._device.side_stream()
         self._memory: dict[str, Tensor] = {}
@@ -151,7 +151,7 @@ class Keeper:
         done: OnEvent,
         *,
         safe_step: int | None = None,
-        on_saved: OnSaved = lambda _step, _begun_s, _num_bytes: None,
+        on_span: Callable[[Span], None] = lambda _: None,
     ) -> Callable[[], None]:
         """Begin to save, and tell `done` with `Saved` later; the next update waits for what this returns.
 
@@ -164,7 +164,7 @@ class Keeper:
         changing = self._wires(state) | self._changed_by_passes(buffers)
         weights = {name: one for name, one in self._weights().items() if name not in buffers}
         copy = partial(self._copy, snapshot, changing, weights, self._device.mark())
-        self._under_way = self._thread.submit(self._write, state, snapshot, copy, safe_step, on_saved)
+        self._under_way = self._thread.submit(self._write, state, snapshot, copy, safe_step, on_span)
         self._under_way.add_done_callback(partial(self._report, done))
         snapshot.stall_s = steady_s() - snapshot.begun_s
         return partial(snapshot.settle, self._device)
@@ -277,18 +277,19 @@ class Keeper:
         snapshot: _Snapshot,
         copy: Callable[[], dict[str, ShardRows]],
         safe_step: int | None,
-        on_saved: OnSaved,
+        on_span: Callable[[Span], None],
     ) -> Saved:
         try:
             copies = copy()
         finally:
             snapshot.copied.set()
-        failure = self._persist(state.step, self._part(state, copies), safe_step)
+        failure = self._persist(state, copies, safe_step)
         if failure is not None:
             return Saved(state.step, failure)
-        on_saved(state.step, snapshot.begun_s, sum(rows.own.nbytes for rows in copies.values()))
-        save_s = steady_s() - snapshot.begun_s
-        return Saved(state.step, Stored(save_s=save_s, stall_s=snapshot.stall_s))
+        begun_s, end_s = snapshot.begun_s, steady_s()
+        num_bytes = sum(rows.own.nbytes for rows in copies.values())
+        on_span(Span("disk", f"save {state.step}", "save", begun_s, end_s, num_bytes))
+        return Saved(state.step, Stored(save_s=end_s - begun_s, stall_s=snapshot.stall_s))
 
     def _copy(
         self,
@@ -313,32 +314,34 @@ class Keeper:
             self._memory[name] = host
         return replace(rows, own=host.copy_(own, non_blocking=True))
 
-    def _part(self, state: State, tensors: Mapping[str, ShardRows]) -> SavedPart:
+    def _facts(self, state: State) -> Facts:
         layers = self._stage.layers
-        return SavedPart(
-            rank=self._world.rank,
-            num_ranks=self._world.num_ranks,
-            session=self._session,
-            tensors=tensors,
-            facts={
-                "layers": [layers.start, layers.stop],
-                "cursor": None if state.cursor is None else asdict(state.cursor),
-                "scheduler": dict(state.facts),
-                "wires": {
-                    _wire_name(peer): {_CODECS: texts_of(one.pair)} for peer, one in state.wires.items()
-                },
-            },
-        )
+        return {
+            "layers": [layers.start, layers.stop],
+            "cursor": None if state.cursor is None else asdict(state.cursor),
+            "scheduler": dict(state.facts),
+            "wires": {_wire_name(peer): {_CODECS: texts_of(one.pair)} for peer, one in state.wires.items()},
+        }
 
-    def _persist(self, step: int, part: SavedPart, safe_step: int | None) -> NotStored | None:
+    def _persist(
+        self, state: State, tensors: Mapping[str, ShardRows], safe_step: int | None
+    ) -> NotStored | None:
         """Write, again and again while there is hope."""
         end_s, delay_s = steady_s() + self._patience_s, _FIRST_DELAY_S
-        place = self._checkpoints.store.place
+        facts, place = self._facts(state), self._checkpoints.store.place
         while True:
             try:
-                self._checkpoints.save(step, part, safe_step=safe_step, check=self._check)
+                self._checkpoints.save(
+                    state.step,
+                    tensors,
+                    facts,
+                    ranks=self._world.spec,
+                    session=self._session,
+                    safe_step=safe_step,
+                    check=self._check,
+                )
             except OSError as error:
-                what = f"step {step} cannot be saved in {place}: {reason_of(error)}"
+                what = f"step {state.step} cannot be saved in {place}: {reason_of(error)}"
             else:
                 return None
             if self._is_closing.is_set() or steady_s() + delay_s > end_s:
@@ -352,6 +355,8 @@ class Keeper:
     def _check(self) -> None:
         if self._is_closing.is_set():
             raise OSError("the run has ended")
+        if self._full_marker is not None and self._full_marker.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _report(self, done: OnEvent, ended: "Future[Saved]") -> None:
         error = None if ended.cancelled() else ended.exception()
@@ -369,8 +374,9 @@ class Keeper:
         in_order = sorted(moments, key=parameter_of)
         for saved, names in itertools.groupby(in_order, key=parameter_of):
             like = parameters[own[saved]]
+            found = {one.removeprefix(OPTIMIZER).partition("/")[0]: moments[one] for one in names}
             self._optimizer.load_tensors(
-                {f"{_moment_of(name)}/{own[saved]}": _moment(moments[name], like) for name in names}
+                {f"{moment}/{own[saved]}": _moment(stored, like) for moment, stored in found.items()}
             )
 
     def _load_wires(self, found: Mapping[str, StoredTensor], wires: list[Any]) -> dict[Member, CodecState]:
@@ -462,7 +468,3 @@ def rows_of(tensor: Tensor) -> ShardRows:
     mesh = tensor.device_mesh
     num_rows = -(-shape[0] // mesh.size())
     return ShardRows(own=own, shape=shape, start=min(shape[0], mesh.get_local_rank() * num_rows))
-
-
-def _moment_of(name: str) -> str:
-    return name.removeprefix(OPTIMIZER).partition("/")[0]

@@ -3,14 +3,13 @@
 Moments are on the device of the weights, in float32 or in 8 bits, or in float32 on the host.
 """
 
-import enum
+import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -230,7 +229,7 @@ _SLICE_PARAMETERS: Final = 2**26
 
 
 class OnHost:
-    """Moments in float32 on the host; copies overlap with the update of the slice before.
+    """Moments of an accelerator in float32 on the host; copies overlap with the update of the slice before.
 
     The result is that of `OnDevice`, to the bit.
     """
@@ -240,106 +239,57 @@ class OnHost:
     ) -> None:
         slices = [one for group in groups for one in _sliced(group, slice_parameters)]
         self._slices = [torch_adamw([one]) for one in slices]
-        self._members: list[list[nn.Parameter]] = [one["params"] for one in slices]
         self._host: dict[nn.Parameter, ParameterState] = {}
-        self._ferry = _Ferry(self._members[0][0].device)
+        self._device = slices[0]["params"][0].device
+        self._inward, self._outward = (torch.Stream(device=self._device) for _ in range(2))
 
     def step(self, learning_rate: float) -> None:
-        self._ferry.begin()
-        self._fetch(0)
-        for number, adamw in enumerate(self._slices):
-            self._fetch(number + 1)
-            self._ferry.await_slice(number)
+        # Copies to the host of the last step end before anything is fetched.
+        self._inward.wait_stream(self._outward)
+        computing = torch.accelerator.current_stream(self._device)
+        arrived = self._fetch(self._slices[0], computing)
+        for adamw, following in itertools.zip_longest(self._slices, self._slices[1:]):
+            computing.wait_event(arrived)
+            if following is not None:
+                arrived = self._fetch(following, computing)
             set_rate(adamw, learning_rate)
             adamw.step()
-            self._put_back(number)
+            self._put_back(adamw, computing)
 
     def state(self, parameter: nn.Parameter) -> ParameterState:
-        self._ferry.finish()
+        self._outward.synchronize()
         return dict(self._host.get(parameter, {}))
 
     def load(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        self._ferry.finish()
-        self._host[parameter] = {key: self._ferry.to_host(one, None) for key, one in state.items()}
+        self._outward.synchronize()
+        self._host[parameter] = {key: _pinned_like(one).copy_(one) for key, one in state.items()}
 
-    def _fetch(self, number: int) -> None:
-        if number == len(self._slices):
-            return
-        with self._ferry.inward(number):
-            for parameter in self._members[number]:
-                if parameter in self._host:
-                    self._slices[number].state[parameter] = {
-                        key: self._ferry.to_device(one) for key, one in self._host[parameter].items()
-                    }
+    def _fetch(self, adamw: torch.optim.AdamW, computing: torch.Stream) -> torch.Event:
+        """Copy a slice to the device; gives when it is there."""
+        with self._inward:
+            for parameter in adamw.param_groups[0]["params"]:
+                for key, host in self._host.get(parameter, {}).items():
+                    copy = host.to(self._device, non_blocking=True)
+                    # The allocator may not reuse its memory until the update is done with it.
+                    copy.record_stream(computing)
+                    adamw.state[parameter][key] = copy
+            return self._inward.record_event()
 
-    def _put_back(self, number: int) -> None:
-        with self._ferry.outward():
-            for parameter in self._members[number]:
-                state = self._slices[number].state.pop(parameter, None)
-                if state:
-                    old = self._host.get(parameter, {})
-                    self._host[parameter] = {
-                        key: self._ferry.to_host(one, old.get(key)) for key, one in state.items()
-                    }
+    def _put_back(self, adamw: torch.optim.AdamW, computing: torch.Stream) -> None:
+        """Copy a slice to the host, in the memory that it had there, after what was computed so far."""
+        self._outward.wait_stream(computing)
+        with self._outward:
+            for parameter in adamw.param_groups[0]["params"]:
+                host = self._host.setdefault(parameter, {})
+                for key, one in adamw.state.pop(parameter, {}).items():
+                    one.record_stream(self._outward)
+                    host[key] = (_pinned_like(one) if key not in host else host[key]).copy_(
+                        one, non_blocking=True
+                    )
 
 
-class _Ferry:
-    """Copies between device and host, overlapped with computation; on a CPU, plain copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._inward = torch.Stream(device=device) if device.type != "cpu" else None
-        self._outward = torch.Stream(device=device) if device.type != "cpu" else None
-        self._arrived: dict[int, torch.Event] = {}
-
-    def begin(self) -> None:
-        """Start a step: copies to the host of the last step end before anything is fetched."""
-        if self._inward is not None and self._outward is not None:
-            self._inward.wait_stream(self._outward)
-
-    def finish(self) -> None:
-        """Wait until all copies to the host have ended."""
-        if self._outward is not None:
-            self._outward.synchronize()
-
-    @contextmanager
-    def inward(self, number: int) -> Iterator[None]:
-        """Copy a slice to the device."""
-        with self._inward or nullcontext():
-            yield
-        if self._inward is not None:
-            self._arrived[number] = self._inward.record_event()
-
-    def await_slice(self, number: int) -> None:
-        """Let what is computed from now on wait for a slice."""
-        if number in self._arrived:
-            torch.accelerator.current_stream(self._device).wait_event(self._arrived.pop(number))
-
-    @contextmanager
-    def outward(self) -> Iterator[None]:
-        """Copy to the host, after what was computed so far."""
-        if self._outward is not None:
-            self._outward.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._outward or nullcontext():
-            yield
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """A copy on the device for the computation to use."""
-        copy = torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
-        self._lend(copy, torch.accelerator.current_stream(self._device) if self._inward else None)
-        return copy
-
-    def to_host(self, tensor: Tensor, old: Tensor | None) -> Tensor:
-        """A copy on the host, in the memory of the old one, if any; both have one shape."""
-        pins = self._outward is not None
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins) if old is None else old
-        self._lend(tensor, self._outward)
-        return host.copy_(tensor, non_blocking=True)
-
-    def _lend(self, tensor: Tensor, stream: torch.Stream | None) -> None:
-        """Keep the allocator from reusing a tensor's memory until the stream is done with it."""
-        if stream is not None and tensor.device.type != "cpu":
-            tensor.record_stream(stream)
+def _pinned_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
 def _sliced(group: ParameterGroup, max_parameters: int) -> Iterator[ParameterGroup]:
@@ -353,22 +303,8 @@ def _sliced(group: ParameterGroup, max_parameters: int) -> Iterator[ParameterGro
     yield {**group, "params": taken}
 
 
-_NORM_EPSILON = 1e-6
-
-
-class Decay(enum.StrEnum):
-    """How the learning rate falls after the warm-up, to a tenth at the end or not at all."""
-
-    COSINE = "cosine"
-    LINEAR = "linear"
-    CONSTANT = "constant"
-
-
-_DECAYS: Final[Mapping[Decay, Callable[[float], float]]] = {
-    Decay.COSINE: lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    Decay.LINEAR: lambda progress: 1 - progress,
-    Decay.CONSTANT: lambda _: 1.0,
-}
+_NORM_EPSILON: Final = 1e-6
+_FINAL_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,8 +314,8 @@ class Schedule:
     peak: float
     num_steps: int
     num_warmup_steps: int = 0
-    decay: Decay = Decay.COSINE
-    final_share: float = 0.1
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """How it falls after the warm-up, to a tenth at the end or not at all."""
 
     def at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -387,7 +323,8 @@ class Schedule:
             return self.peak * (step + 1) / self.num_warmup_steps
         num_left = max(self.num_steps - self.num_warmup_steps, 1)
         progress = min((step - self.num_warmup_steps) / num_left, 1.0)
-        return self.peak * (self.final_share + (1 - self.final_share) * _DECAYS[self.decay](progress))
+        left = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}
+        return self.peak * (_FINAL_SHARE + (1 - _FINAL_SHARE) * left[self.decay])
 
 
 class Optimizer:
@@ -419,7 +356,9 @@ class Optimizer:
                 raise ValueError("moments in 8 bits stay on the device")
             self._moments = EightBit(groups, tables=tables)
         elif groups:
-            self._moments = OnHost(groups) if offload else OnDevice(groups)
+            # Moments of a CPU are on the host already.
+            is_away = offload and groups[0]["params"][0].device.type != "cpu"
+            self._moments = OnHost(groups) if is_away else OnDevice(groups)
 
     def squared_norms(self) -> tuple[float, ...]:
         """The squared norm of each parameter's gradient, or of this rank's shard of it."""

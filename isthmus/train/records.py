@@ -40,13 +40,10 @@ from isthmus.train.store import Store
 from isthmus.wan.packet import Buffer
 
 MANIFEST_FILE: Final = "manifest.json"
-ASIDE_FILE: Final = "aside.json"
-"""The manifest of a record that does not count for now."""
 Facts = Mapping[str, Any]
 """JSON values by name."""
 
 _WEIGHTS: Final = "weights"
-_FORMAT: Final = 2
 _FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.safetensors$")]
 _HEADER_MULTIPLE: Final = 8
 _MAX_MANIFEST_BYTES: Final = 2**28
@@ -72,7 +69,6 @@ class StoredTensor:
     """A tensor of a record, of which a rank reads the rows that it needs."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
     read: Callable[[int, int], Tensor]
 
     def load(self, start: int = 0, stop: int | None = None) -> Tensor:
@@ -162,7 +158,7 @@ def merged(parts: Sequence[Manifest], facts: Facts) -> Manifest:
                 raise ValueError(f"ranks have saved {name} with different shapes")
             tensors[name] = before.model_copy(update={"pieces": before.pieces + one.pieces})
     files = {name: file for part in parts for name, file in part.files.items()}
-    whole = Manifest(format=_FORMAT, facts=dict(facts), files=files, tensors=tensors)
+    whole = Manifest(format=2, facts=dict(facts), files=files, tensors=tensors)
     if whole.missing is not None:
         raise ValueError(f"no rank has saved all of {whole.missing}")
     return whole
@@ -196,38 +192,29 @@ class Records:
 
         Before each tensor `check` may end it with an OSError.
         """
-
-        def in_turn(own: Mapping[str, ShardRows]) -> Iterator[Tensor]:
-            for rows in own.values():
-                check()
-                yield rows.own
-
         files: dict[str, SavedFile] = {}
         saved: dict[str, SavedTensor] = {}
         for group, own in _grouped(tensors).items():
             file = f"{group}.{suffix}.safetensors"
-            about = {key: (tuple(rows.own.shape), rows.own.dtype) for key, rows in own.items()}
-            files[file] = self._write(f"{name}/{file}", about, in_turn(own))
+            files[file] = self._write(f"{name}/{file}", own, check)
             offset = files[file].num_bytes - sum(rows.own.nbytes for rows in own.values())
             for key, rows in own.items():
-                piece = _Piece(
-                    file=file, offset=offset, start=rows.start, num_rows=_num_rows(tuple(rows.own.shape))
-                )
+                num_rows = _num_rows(rows.own.shape)
+                piece = _Piece(file=file, offset=offset, start=rows.start, num_rows=num_rows)
                 dtype = str(rows.own.dtype).partition(".")[2]
                 saved[key] = SavedTensor(shape=rows.shape, dtype=dtype, pieces=(piece,))
                 offset += rows.own.nbytes
-        return Manifest(format=_FORMAT, facts=dict(facts), files=files, tensors=saved)
+        return Manifest(format=2, facts=dict(facts), files=files, tensors=saved)
 
     def commit(self, name: str, manifest: Manifest, file: str = MANIFEST_FILE) -> None:
         """Write a manifest, with which a record, or a part of it, is complete."""
-        self.store.put(
-            f"{name}/{file}", [(json.dumps(manifest.model_dump(), allow_nan=False) + "\n").encode()]
-        )
+        text = json.dumps(manifest.model_dump(), allow_nan=False) + "\n"
+        self.store.put(f"{name}/{file}", [text.encode()])
 
-    def manifest(self, name: str, file: str = MANIFEST_FILE) -> Manifest:
+    def manifest(self, name: str) -> Manifest:
         """The contents of a record; refused where they make no sense."""
         with self._reading(name):
-            return self.read_manifest(name, file)
+            return self.read_manifest(name)
 
     def get(self, name: str, manifest: Manifest, tensors: Iterable[str]) -> dict[str, StoredTensor]:
         """Some tensors of a record; refused where a file is not as it was written."""
@@ -236,11 +223,7 @@ class Records:
             for file in {piece.file for one in wanted.values() for piece in one.pieces}:
                 self._verify(name, file, manifest.files[file])
         return {
-            tensor: StoredTensor(
-                shape=one.shape,
-                dtype=getattr(torch, one.dtype),
-                read=functools.partial(self._read_rows, name, one),
-            )
+            tensor: StoredTensor(shape=one.shape, read=functools.partial(self._read_rows, name, one))
             for tensor, one in wanted.items()
         }
 
@@ -256,24 +239,19 @@ class Records:
             return _told(error)
         return None
 
-    def rename(self, name: str, file: str, to: str) -> None:
-        """Give the manifest of a record another name, so that it counts or does not."""
-        self.store.put(f"{name}/{to}", [self.store.get(f"{name}/{file}")])
-        self.store.remove(f"{name}/{file}")
-
     def remove(self, name: str, files: Iterable[str]) -> None:
         """Delete files of a record; without its manifest it no longer counts, so that goes first."""
-        for file in sorted(files, key=lambda one: (one not in {MANIFEST_FILE, ASIDE_FILE}, one)):
+        for file in sorted(files, key=lambda one: (one != MANIFEST_FILE, one)):
             self.store.remove(f"{name}/{file}")
 
-    def _write(
-        self, path: str, about: Mapping[str, tuple[tuple[int, ...], torch.dtype]], tensors: Iterable[Tensor]
-    ) -> SavedFile:
+    def _write(self, path: str, tensors: Mapping[str, ShardRows], check: Callable[[], None]) -> SavedFile:
         digest, num_bytes = hashlib.sha256(), 0
 
         def data() -> Iterator[Buffer]:
             nonlocal num_bytes
-            for one in safetensors_data(about, tensors):
+            about = {name: (tuple(rows.own.shape), rows.own.dtype) for name, rows in tensors.items()}
+            for one in safetensors_data(about, (rows.own for rows in tensors.values())):
+                check()
                 digest.update(one)
                 num_bytes += memoryview(one).nbytes
                 yield one
@@ -288,8 +266,6 @@ class Records:
             return Manifest.model_validate_json(data)
         except ValidationError as error:
             first = error.errors()[0]
-            if first["loc"] == ("format",) and first["input"] == 1:
-                raise ValueError("an earlier version of Isthmus has written it") from error
             place = ".".join(map(str, first["loc"]))[:100]
             raise ValueError(f"its {file} makes no sense ({place}: {first['msg']})") from error
 

@@ -42,7 +42,7 @@ from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, TrainingData, open_data
 from isthmus.train.device import Device
-from isthmus.train.disturbed import fillable
+from isthmus.train.disturbed import full_marker
 from isthmus.train.export import merge_models
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
@@ -51,7 +51,7 @@ from isthmus.train.loop import OnEvent
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
 from isthmus.train.role import Role, RunKind, kind_of, open_loop, write_config
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
-from isthmus.train.store import Store, open_store
+from isthmus.train.store import open_store
 from isthmus.train.wire import AnyWire
 from isthmus.units import format_duration
 from isthmus.wan.endpoint import Endpoint
@@ -218,7 +218,7 @@ class _Session:
         if self.kind.reads(config, self.member.cloud):
             self._open_data()
         checkpoints = Checkpoints(
-            self._store(run),
+            open_store(run, self.job.checkpoint.store),
             cloud=self.member.cloud,
             keep=self.job.checkpoint.keep,
             job=self.job.meaning_digest,
@@ -248,10 +248,6 @@ class _Session:
             role=self.kind.make(build),
             checkpoints=checkpoints,
         ).live()
-
-    def _store(self, run: Path) -> Store:
-        store = open_store(run, self.job.checkpoint.store)
-        return fillable(store, run, self.member.cloud) if self.options.is_disturbed else store
 
     def note(self, text: str) -> None:
         if self.spec.is_leader:
@@ -300,6 +296,7 @@ class _Epoch:
             extra=self.role.extra,
             note=session.note,
             patience_s=session.job.checkpoint.every_s,
+            full_marker=full_marker(self.run, session.member.cloud) if session.options.is_disturbed else None,
         )
         stopped_at = self._train(keeper)
         if stopped_at is None:
@@ -330,7 +327,7 @@ class _Epoch:
 
             def save(action: Save, done: OnEvent) -> Callable[[], None]:
                 state = _state(action.step, action.facts, feed, loop.wires)
-                return keeper.save(state, done, safe_step=action.safe_step, on_saved=journal.saved)
+                return keeper.save(state, done, safe_step=action.safe_step, on_span=journal.span)
 
             loop = open_loop(role, session.member, links, observer=journal, source=feed, save=save)
             facts = None if state is None else _restore(state, loop.wires, role.state)

@@ -1,10 +1,14 @@
-"""Stores keep files by name: in a folder of a local or network disk, or at any address that fsspec knows."""
+"""Stores keep files by name: in a folder of a local or network disk, or at any address that fsspec knows.
+
+Names have slashes. A file replaces one of that name only when it is whole and lasts. What a store cannot do
+raises an OSError.
+"""
 
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from isthmus.errors import UserError
 from isthmus.job.load import sync
@@ -13,72 +17,47 @@ from isthmus.wan.packet import Buffer
 CHECKPOINTS_FOLDER: Final = "checkpoints"
 
 
-class Store(Protocol):
-    """Files by name; names have slashes. What a store cannot do raises an OSError."""
-
-    @property
-    def place(self) -> str:
-        """Where the files are, for people."""
-
-    def list(self) -> dict[str, int]:
-        """All names, and the bytes of each file; those that were cut short are among them."""
-
-    def put(self, name: str, data: Iterable[Buffer]) -> None:
-        """Write a file, which replaces one of that name only when it is whole and lasts."""
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Some bytes of a file, or all; fewer where it ends before."""
-
-    def remove(self, name: str) -> None:
-        """Delete a file, if it is there."""
-
-
 class DiskStore:
     """A folder, local or on a network disk."""
 
     def __init__(self, folder: Path) -> None:
+        self.place = str(folder)
         self._folder = folder
 
-    @property
-    def place(self) -> str:
-        return str(self._folder)
-
-    def list(self) -> dict[str, int]:
-        found = {}
-        for folder, _, names in os.walk(self._folder, onerror=_unless_gone):
-            for path in (Path(folder, name) for name in names):
-                with suppress(FileNotFoundError):
-                    found[path.relative_to(self._folder).as_posix()] = path.stat().st_size
-        return found
+    def list(self) -> set[str]:
+        """The names of all files; those that were cut short are among them."""
+        found = os.walk(self._folder, onerror=_unless_gone)
+        paths = (Path(folder, name) for folder, _, names in found for name in names)
+        return {path.relative_to(self._folder).as_posix() for path in paths}
 
     def put(self, name: str, data: Iterable[Buffer]) -> None:
+        """Write a file."""
         path = self._folder / name
         new = path.with_name(f".{path.name}.new")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with new.open("wb") as file:
-                for one in data:
-                    file.write(one)
+                file.writelines(data)
                 file.flush()
                 os.fsync(file.fileno())
             new.replace(path)
         finally:
             new.unlink(missing_ok=True)
-        for folder in (path.parent, *path.parent.parents[: len(Path(name).parts) - 1]):
-            sync(folder)
+        for folder in Path(name).parents:
+            sync(self._folder / folder)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Some bytes of a file, or all; fewer where it ends before."""
         with (self._folder / name).open("rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else stop - start)
 
     def remove(self, name: str) -> None:
-        path = self._folder / name
-        path.unlink(missing_ok=True)
-        # The last file of a folder takes the folder with it.
+        """Delete a file, if it is there, and the folders that are empty then."""
+        (self._folder / name).unlink(missing_ok=True)
         with suppress(OSError):
-            for folder in path.parents[: len(Path(name).parts) - 1]:
-                folder.rmdir()
+            for folder in Path(name).parents[:-1]:
+                (self._folder / folder).rmdir()
 
 
 def _unless_gone(error: OSError) -> None:
@@ -88,7 +67,7 @@ def _unless_gone(error: OSError) -> None:
 
 
 class RemoteStore:
-    """An address of fsspec, such as a prefix of a bucket; a file appears there when it is whole."""
+    """An address of fsspec, such as a prefix of a bucket."""
 
     def __init__(self, address: str) -> None:
         try:
@@ -104,27 +83,29 @@ class RemoteStore:
         self._files: Any = files
         self._root = str(root)
 
-    def list(self) -> dict[str, int]:
+    def list(self) -> set[str]:
+        """The names of all files."""
         with _reached():
             self._files.invalidate_cache()
-            found = self._files.find(self._root, detail=True)
-        return {path.removeprefix(f"{self._root}/"): int(one["size"]) for path, one in found.items()}
+            return {path.removeprefix(f"{self._root}/") for path in self._files.find(self._root)}
 
     def put(self, name: str, data: Iterable[Buffer]) -> None:
-        with _reached(), self._files.open(self._path(name), "wb") as file:
-            for one in data:
-                file.write(one)
+        """Write a file."""
+        with _reached(), self._files.open(f"{self._root}/{name}", "wb") as file:
+            file.writelines(data)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Some bytes of a file, or all; fewer where it ends before."""
         with _reached():
-            return bytes(self._files.cat_file(self._path(name), start=start, end=stop))
+            return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=stop))
 
     def remove(self, name: str) -> None:
+        """Delete a file, if it is there."""
         with _reached(), suppress(FileNotFoundError):
-            self._files.rm_file(self._path(name))
+            self._files.rm_file(f"{self._root}/{name}")
 
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
+
+Store = DiskStore | RemoteStore
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from isthmus.train.in_cloud import World, shard, whole
 from isthmus.train.keeper import Keeper, State
 from isthmus.train.members import SavedSteps
 from isthmus.train.optimizer import Optimizer
-from isthmus.train.records import ASIDE_FILE, MANIFEST_FILE, Records
+from isthmus.train.records import MANIFEST_FILE, Records
 from isthmus.train.store import DiskStore, open_store
 from isthmus.wan.packet import Buffer
 from tests.model.cases import blueprint, build, language_head
@@ -230,7 +230,7 @@ def test_facts_and_wires_come_back_as_they_were(tmp_path: Path) -> None:
     assert_same(dict(found.wires[Member("west")].tensors), {"a/b": shared, "c": shared[1:]})
 
 
-def test_lost_steps_are_set_aside_and_removed_when_they_are_reached_again(tmp_path: Path) -> None:
+def test_lost_steps_are_removed_once_a_new_one_is_saved(tmp_path: Path) -> None:
     """They count neither as newest, for which the new ones would be deleted, nor as another cloud's next."""
     save_steps(tmp_path, 20, 30)
     stage, optimizer = alone()
@@ -239,10 +239,9 @@ def test_lost_steps_are_set_aside_and_removed_when_they_are_reached_again(tmp_pa
     assert checkpoints.steps() == (20, 30), "nothing is touched before something new is whole"
     save_now(keeper(checkpoints, stage, optimizer), State(step=27))
     assert checkpoints.steps() == (20, 27)
-    assert (record(tmp_path, 30) / ASIDE_FILE).exists()
+    assert not record(tmp_path, 30).exists()
     save_now(keeper(checkpoints, stage, optimizer), State(step=30))
     assert checkpoints.steps() == (27, 30)
-    assert not (record(tmp_path, 30) / ASIDE_FILE).exists()
     assert checkpoints.inspect() == SavedSteps(whole=(27, 30))
 
 
@@ -296,7 +295,7 @@ def test_a_damaged_checkpoint_is_left_out_and_removed_once_a_newer_one_is_whole(
     save_now(keeper(checkpoints, stage, optimizer), State(step=40))
     assert checkpoints.steps() == (20, 40)
     assert checkpoints_in(tmp_path).inspect() == SavedSteps(whole=(20, 40))
-    assert notes[1:] == ["removed step-00000030/north, a damaged checkpoint: step 40 is whole"]
+    assert notes[1:] == ["removed step-00000030/north, which no longer counts: step 40 is whole"]
     assert not (tmp_path / "checkpoints" / "step-00000030").exists()
 
 

@@ -1,6 +1,7 @@
 """AdamW's moments in 8 bits and on the host: what they cost in exactness, and that they are saved whole."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +25,14 @@ def _uncompiled() -> Iterator[None]:
 class Regression:
     """Three matrices and a vector that learn to be those of another."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, *, device: str = "cpu", **options: object) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.inputs = torch.randn(128, 64, generator=generator)
-        self.targets = self.inputs @ torch.randn(64, 64, generator=generator)
+        self.inputs = torch.randn(128, 64, generator=generator).to(device)
+        self.targets = self.inputs @ torch.randn(64, 64, generator=generator).to(device)
         shapes = {"first": (64, 128), "second": (128, 64), "third": (64, 64), "bias": (64,)}
         self.parameters = {
-            name: nn.Parameter(torch.randn(shape, generator=generator) / 8) for name, shape in shapes.items()
+            name: nn.Parameter((torch.randn(shape, generator=generator) / 8).to(device))
+            for name, shape in shapes.items()
         }
         self.optimizer = Optimizer(
             self.parameters,
@@ -54,24 +56,29 @@ class Regression:
         return {name: one.detach().clone() for name, one in self.parameters.items()}
 
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {},
     {"state": OptimizerState.EIGHT_BIT},
     {"offload": True},
 ]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moments of a CPU are on the host already")
 @pytest.mark.parametrize("slice_parameters", [1, 9_000, 10**9])
 def test_moments_on_the_host_change_nothing(slice_parameters: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OnHost.__init__, "__kwdefaults__", {"slice_parameters": slice_parameters})
-    beside, away = Regression(), Regression(offload=True)
-    assert beside.train(range(NUM_STEPS)) == away.train(range(NUM_STEPS))
+    beside, away = Regression(device="cuda"), Regression(device="cuda", offload=True)
+    assert beside.train(range(5)) == away.train(range(5))
+    saved = {name: tensor.clone() for name, tensor in away.optimizer.tensors().items()}
+    assert not any(one.is_cuda for one in saved.values())
+    away.optimizer.load_tensors(saved)
+    assert beside.train(range(5, NUM_STEPS)) == away.train(range(5, NUM_STEPS))
     for name, value in beside.values().items():
         assert torch.equal(away.values()[name], value)
     expected = beside.optimizer.tensors()
     found = away.optimizer.tensors()
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(found[name], value.cpu()) for name, value in expected.items())
 
 
 def test_moments_in_8_bits_train_about_as_well_in_a_quarter_of_the_memory() -> None:
@@ -126,7 +133,7 @@ def test_moments_of_either_form_are_taken_up() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_resumed_run_goes_on_to_the_bit(options: dict[str, object]) -> None:
+def test_a_resumed_run_goes_on_to_the_bit(options: dict[str, Any]) -> None:
     straight, first, second = (Regression(**options) for _ in range(3))
     straight.train(range(NUM_STEPS))
     first.train(range(5))

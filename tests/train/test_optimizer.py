@@ -1,15 +1,17 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from isthmus.train.optimizer import Decay, Optimizer, Schedule
+from isthmus.train.optimizer import Optimizer, Schedule
 
 
-@pytest.mark.parametrize("decay", Decay)
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
 @given(num_steps=st.integers(1, 500), share=st.floats(0, 1))
-def test_the_learning_rate_rises_then_never_rises_again(decay: Decay, num_steps: int, share: float) -> None:
+def test_the_learning_rate_rises_then_never_rises_again(decay: Any, num_steps: int, share: float) -> None:
     num_warmup = round(share * num_steps)
     schedule = Schedule(peak=0.5, num_steps=num_steps, num_warmup_steps=num_warmup, decay=decay)
     rates = [schedule.at(step) for step in range(num_steps + 2)]
@@ -17,12 +19,12 @@ def test_the_learning_rate_rises_then_never_rises_again(decay: Decay, num_steps:
     assert rates[:num_warmup] == sorted(rates[:num_warmup])
     assert rates[num_warmup:] == sorted(rates[num_warmup:], reverse=True)
     assert max(rates) == pytest.approx(0.5)
-    assert rates[-1] == pytest.approx(0.5 if decay is Decay.CONSTANT else 0.05)
+    assert rates[-1] == pytest.approx(0.5 if decay == "constant" else 0.05)
 
 
 def test_only_matrices_decay_and_gradients_are_cleared() -> None:
     weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-    schedule = Schedule(peak=0.1, num_steps=1, decay=Decay.CONSTANT)
+    schedule = Schedule(peak=0.1, num_steps=1, decay="constant")
     optimizer = Optimizer({"weight": weight, "bias": bias}, schedule=schedule, weight_decay=0.5)
     for one in (weight, bias):
         one.grad = torch.zeros_like(one)
