@@ -34,7 +34,9 @@ def checkpoints(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the checkpoints of a run: step, clouds, size, and why one does not restore the run.
+    """List, verify or prune the checkpoints of a run.
+
+    The list has steps, clouds and sizes, and says of each step whether it restores the run, or why not.
 
     Example: `isthmus checkpoints runs/demo --verify`
     """
@@ -78,17 +80,21 @@ def checkpoints(
 
 def export(
     run: output.RunArgument,
-    step: Annotated[int | None, typer.Option(metavar="N", min=1, help="The newest one if absent.")] = None,
-    dtype: Annotated[ExportType | None, typer.Option(help="Type of the weights; as saved if absent.")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="The step; the newest unless given.")
+    ] = None,
+    dtype: Annotated[
+        ExportType | None, typer.Option(help="Type of the weights; as saved unless given.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A new folder; RUN/export-N if absent.")
+        Path | None, typer.Option(metavar="DIR", help="A new folder; RUN/export-N unless given.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model of a checkpoint as a folder that `from_pretrained` loads, also before a run has ended.
+    """Export the model of a checkpoint, also before the run has ended.
 
-    The records of all stages must be here. Where each cloud trains a model of its own, DIR has a folder
-    for each.
+    The result is a folder that `from_pretrained` loads. The records of all stages must be here. Where each
+    cloud trains a model of its own, DIR gets a folder for each.
 
     Example: `isthmus export runs/demo --dtype bfloat16`
     """

@@ -25,18 +25,24 @@ RunArgument = Annotated[
     Path, Argument(metavar="RUN", help="The folder of a run, runs/NAME/ID, or runs/NAME.")
 ]
 CloudOption = Annotated[
-    str | None, Option(metavar="NAME", help="The cloud of this machine; else all run here.")
+    str | None, Option(metavar="NAME", help="Run as this one cloud; without it all clouds run here.")
 ]
 SetOption = Annotated[
-    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override, such as seed=7.")
+    list[str] | None,
+    Option("--set", metavar="KEY=VALUE", help="Override a key of the job, such as seed=7; repeatable."),
 ]
 ProfileOption = Annotated[
-    bool, Option("--profile/--no-profile", help="Measure clouds on this machine that have no profile.")
+    bool,
+    Option(
+        "--profile/--no-profile", help="Measure clouds that have no profile, where all are on this machine."
+    ),
 ]
-FaultsOption = Annotated[Path | None, Option(metavar="FILE", help="Faults of the emulated WAN, by time.")]
-JsonOption = Annotated[bool, Option("--json", help="Print JSON.")]
-SvgOption = Annotated[Path | None, Option(metavar="FILE", help="Draw it as SVG.")]
-HtmlOption = Annotated[Path | None, Option(metavar="FILE", help="Write a page with all of it.")]
+FaultsOption = Annotated[Path | None, Option(metavar="FILE", help="Play the faults of this file.")]
+JsonOption = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
+SvgOption = Annotated[Path | None, Option(metavar="FILE", help="Draw one step as SVG.")]
+HtmlOption = Annotated[
+    Path | None, Option(metavar="FILE", help="Write a page with the picture and the figures.")
+]
 
 T = TypeVar("T")
 

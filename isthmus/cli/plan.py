@@ -26,19 +26,19 @@ _ESTIMATED: Final = "≈"
 
 def plan(
     job: output.JobArgument,
-    write: Annotated[bool, Option("--write", help="Put the choice into the job file.")] = False,
+    write: Annotated[bool, Option("--write", help="Write the choice into the job file.")] = False,
     svg: output.SvgOption = None,
     html: output.HtmlOption = None,
     profile: output.ProfileOption = True,
     overrides: output.SetOption = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Choose how to run a job, and say what it will take: time, memory, bytes and dollars.
+    """Choose how to run a job, and predict its time, memory, bytes and dollars.
 
-    No training is started, and neither torch nor an accelerator is needed. Where all clouds are on this
-    machine and have no profile, they are measured for a few seconds.
+    This starts no training, and needs neither torch nor an accelerator. Where all clouds are on this machine
+    and have no profile, they are measured for a few seconds.
 
-    Example: `isthmus plan job.toml --set link.0.bandwidth="100 Mbps" --html plan.html`
+    Example: `isthmus plan job.toml --set link.0.bandwidth="100 Mbps"`
     """
     output.check_folders(svg, html)
     loaded = isthmus.load_job(job, overrides=overrides or ())

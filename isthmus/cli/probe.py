@@ -30,16 +30,16 @@ Show = Callable[[str, str], None]
 def probe(
     job: output.JobArgument,
     cloud: output.CloudOption = None,
-    seconds: Annotated[float, Option(min=0.5, max=600, help="How long to load each direction.")] = 4.0,
-    write: Annotated[bool, Option("--write", help="Put the figures into the job file.")] = False,
+    seconds: Annotated[float, Option(min=0.5, max=600, help="How long each direction is loaded.")] = 4.0,
+    write: Annotated[bool, Option("--write", help="Write the figures into the job file.")] = False,
     faults: output.FaultsOption = None,
     overrides: output.SetOption = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Measure round trip, jitter, handling and bandwidth of every link, over the real link layer.
+    """Measure the bandwidth, round trip, jitter and handling time of every link.
 
-    Without --cloud all clouds of the job run on this machine, joined through an emulated WAN that has the
-    figures of the job. With --cloud this machine is that one cloud: start the same command at the others too.
+    Without --cloud all clouds run on this machine, joined by an emulated WAN with the figures of the job.
+    With --cloud this machine is that one cloud: start the same command at the other clouds too.
 
     Example: `isthmus probe job.toml --cloud west --write`
     """
@@ -129,16 +129,16 @@ def profile(
     job: output.JobArgument,
     cloud: output.CloudOption = None,
     out: Annotated[
-        Path | None, Option(metavar="FILE", help="Where to write; NAME.profile.json unless given.")
+        Path | None, Option(metavar="FILE", help="The file to write; NAME.profile.json unless given.")
     ] = None,
     overrides: output.SetOption = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Measure the layers, the embedding, the head, the optimizer and the codecs of a job on this machine.
+    """Measure layers, optimizer and codecs of a job on this machine.
 
-    With --cloud this machine is that one cloud, as in `isthmus run JOB --cloud NAME`. Without it all clouds
-    share this machine, as in `isthmus run JOB`, and are measured at the same time. Name the files in the job,
-    so that plans rest on what was measured and not on the catalogue.
+    With --cloud this machine is that one cloud. Without it all clouds share this machine, as in `isthmus run
+    JOB`, and are measured at the same time. Name the files in the job (`cloud.profile`): then plans use these
+    figures, not those of the catalogue.
 
     Example: `isthmus profile job.toml --cloud west`
     """

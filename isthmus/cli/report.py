@@ -24,12 +24,14 @@ _WAITS: Final = ("for_data", "saving", "for_activations", "for_gradients", "for_
 def report(
     run: output.RunArgument,
     beside: Annotated[
-        Path | None, Option(metavar="RUN", help="Another run, for its validation losses after equal tokens.")
+        Path | None, Option(metavar="RUN", help="Compare validation losses with this run after equal tokens.")
     ] = None,
-    html: Annotated[Path | None, Option(metavar="FILE", help="The page; report.html of the run.")] = None,
+    html: Annotated[
+        Path | None, Option(metavar="FILE", help="The page to write; report.html in RUN unless given.")
+    ] = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Tell how a run went: time, bubbles, waiting and bytes, beside what its plan predicted.
+    """Report the times, bubbles, waits and bytes of a run beside those that its plan predicted.
 
     Example: `isthmus report runs/demo --html demo.html`
     """

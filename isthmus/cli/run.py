@@ -40,11 +40,16 @@ def run(
     job: output.JobArgument,
     cloud: output.CloudOption = None,
     faults: output.FaultsOption = None,
-    resume: Annotated[Literal["auto", "never"], Option(help="Continue an unfinished run?")] = "auto",
-    runs: Annotated[Path, Option(metavar="FOLDER", help="Where run directories are.")] = Path("runs"),
-    restarts: Annotated[int, Option(min=0, metavar="N", help="Start again, after up to N crashes.")] = 0,
+    resume: Annotated[
+        Literal["auto", "never"], Option(help="auto: continue the newest unfinished run.")
+    ] = "auto",
+    runs: Annotated[Path, Option(metavar="FOLDER", help="The folder of run directories.")] = Path("runs"),
+    restarts: Annotated[
+        int, Option(min=0, metavar="N", help="Start again what has crashed, up to N times.")
+    ] = 0,
     track: Annotated[
-        list[str] | None, Option(metavar="NAME", help="tensorboard, wandb, mlflow or trackio.")
+        list[str] | None,
+        Option(metavar="NAME", help="Send figures to tensorboard, wandb, mlflow or trackio."),
     ] = None,
     profile: output.ProfileOption = True,
     overrides: output.SetOption = None,
@@ -52,9 +57,9 @@ def run(
 ) -> None:
     """Train the model of a job across its clouds.
 
-    Without --cloud all clouds of the job run on this machine, joined through an emulated WAN that has the
-    figures of the job. With --cloud this machine is that one cloud: start the same command at the others too.
-    A cloud of several ranks is started by torchrun, Slurm or Kubernetes, one process for each.
+    Without --cloud all clouds run on this machine, joined by an emulated WAN with the figures of the job.
+    With --cloud this machine is that one cloud: start the same command at the other clouds, in any order. If
+    a cloud has several ranks, start one process for each with torchrun, Slurm or Kubernetes.
 
     Example: `isthmus run job.toml --set train.steps=100`
     """

@@ -29,10 +29,8 @@ _CHANGE: Final = 0.02
 
 def simulate(
     job: Annotated[Path, Argument(metavar="JOB", help="The job file, or the plan.json of a plan.")],
-    steps: Annotated[int, Option(min=1, max=100_000, help="How many steps.")] = 10,
-    faults: Annotated[
-        Path | None, Option(metavar="FILE", help="Faults of links and clouds, by time.")
-    ] = None,
+    steps: Annotated[int, Option(min=1, max=100_000, help="Number of steps.")] = 10,
+    faults: Annotated[Path | None, Option(metavar="FILE", help="Play the faults of this file.")] = None,
     seed: Annotated[int, Option(min=0, help="Seed of the jitter.")] = 0,
     svg: output.SvgOption = None,
     html: output.HtmlOption = None,
@@ -40,10 +38,10 @@ def simulate(
     overrides: output.SetOption = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Run the plan of a job on a virtual clock: no accelerator, no network, no money.
+    """Simulate the steps of a job's plan, and what faults would cost.
 
-    The scheduler of the workers decides what is computed and sent. Faults are those of `isthmus run
-    --faults`, and clouds that are slow or lost.
+    The schedulers of the workers run on a virtual clock, without accelerator and network. The file of faults
+    is that of `isthmus run --faults`; it may also slow clouds down or lose them for good.
 
     Example: `isthmus simulate job.toml --steps 100 --faults faults.toml`
     """

@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 certs_app = typer.Typer(
     name="certs",
-    help="Make and show the certificates by which clouds know each other.",
+    help="Make and show the certificates by which clouds identify each other.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
 )
 
-Folder = Annotated[Path, Option(metavar="FOLDER", help="Where keys and certificates are.")]
+Folder = Annotated[Path, Option(metavar="FOLDER", help="The folder of keys and certificates.")]
 Force = Annotated[bool, Option("--force", help="Replace the key that is there.")]
 
 
 @certs_app.command()
 def authority(folder: Folder = Path("certs"), force: Force = False) -> None:
-    """Make the authority, once, at the operator who vouches for all clouds.
+    """Make the authority that signs the certificates of all clouds; the operator does this once.
 
     Example: `isthmus certs authority`
     """
@@ -59,7 +59,7 @@ def request(
     folder: Folder = Path("certs"),
     force: Force = False,
 ) -> None:
-    """Make a cloud's key and signing request, in that cloud.
+    """Make the key and the signing request of a cloud; run this in that cloud.
 
     Example: `isthmus certs request west`
     """
@@ -74,11 +74,11 @@ def request(
 @certs_app.command()
 def sign(
     request: Annotated[Path, Argument(help="The request that the cloud sent.", metavar="REQUEST.csr")],
-    cloud: Annotated[str, Option(metavar="NAME", help="The cloud that you know it came from.")],
+    cloud: Annotated[str, Option(metavar="NAME", help="The cloud that sent it, as you know.")],
     days: Annotated[int, Option(help="How long the certificate is valid.", min=1, max=3650)] = 365,
     folder: Folder = Path("certs"),
 ) -> None:
-    """Sign a cloud's request, at the operator; sign it again to renew.
+    """Sign the request of a cloud; the operator does this, and again to renew.
 
     Example: `isthmus certs sign west.csr --cloud west --days 90`
     """
@@ -94,10 +94,10 @@ def sign(
 
 @certs_app.command()
 def show(
-    folder: Annotated[Path, Argument(help="Where keys and certificates are.")] = Path("certs"),
+    folder: Annotated[Path, Argument(help="The folder of keys and certificates.")] = Path("certs"),
     as_json: output.JsonOption = False,
 ) -> None:
-    """Show what a folder holds, until when it is valid, and what is wrong with it.
+    """Show the keys and certificates of a folder, how long they are valid, and what is wrong with them.
 
     Example: `isthmus certs show certs`
     """
@@ -153,7 +153,7 @@ def doctor(
     overrides: output.SetOption = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Check before a run that this machine is ready for the job.
+    """Check that this machine is ready to run the job.
 
     Example: `isthmus doctor job.toml --cloud west`
     """
@@ -230,16 +230,17 @@ Say = Callable[[str, Mapping[str, object]], None]
 
 def gateway(
     job: output.JobArgument,
-    cloud: Annotated[str, Option(metavar="NAME", help="The cloud whose port this is.")],
+    cloud: Annotated[str, Option(metavar="NAME", help="The cloud that this port belongs to.")],
     bind: Annotated[
-        str | None, Option(metavar="HOST[:PORT]", help="Where to listen; 0.0.0.0: everywhere.")
+        str | None, Option(metavar="HOST[:PORT]", help="The address to listen at; 0.0.0.0: all interfaces.")
     ] = None,
     overrides: output.SetOption = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Hold a cloud's one port: pass what comes for a rank on to it, still encrypted, until stopped.
+    """Forward connections from a cloud's one open port to its ranks, until stopped.
 
-    The ranks of the cloud find the gateway by `gateway` of the job, or `listen`, and register by themselves.
+    What is forwarded stays encrypted. The ranks find the gateway at the job's `gateway` (`listen` unless
+    given) and register by themselves.
 
     Example: `isthmus gateway job.toml --cloud east --bind 0.0.0.0`
     """

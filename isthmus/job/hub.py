@@ -21,8 +21,12 @@ GENERATION_FILE: Final = "generation_config.json"
 _REACHABLE_WITHIN_S: Final = 2.0
 
 
-def find_file(source: str, file: str) -> Path | None:
-    """Return the local path of a model's file, fetched if need be; None where the model has no such file."""
+def find_file(source: str, file: str, *, is_required: bool = False) -> Path | None:
+    """Return the local path of a model's file, fetched if need be; None where the model has no such file.
+
+    Where the hub cannot be reached, a model that was fetched before has only the files that were fetched: a
+    file that is required is then an error.
+    """
     folder = Path(source)
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
@@ -36,13 +40,12 @@ def find_file(source: str, file: str) -> Path | None:
     try:
         return Path(hf_hub_download(source, file, local_files_only=_why_unreachable() is not None))
     except errors.LocalEntryNotFoundError as error:
-        if _is_known(source):
+        if not is_required and _is_known(source):
             return None
         why = str(_why_unreachable() or error.__cause__ or error).partition("\n")[0]
         raise UserError(
-            f"the Hugging Face hub cannot be reached ({why}), and {source!r} was never fetched here",
-            hint="give the path of a folder with the model, or copy the hub's cache (HF_HOME) from a machine "
-            "that has fetched it",
+            f"the Hugging Face hub cannot be reached ({why}), and {file} of {source!r} is not cached here",
+            hint="give a folder with the model, or copy the hub's cache (HF_HOME) from where it was fetched",
         ) from error
     except errors.EntryNotFoundError:
         return None

@@ -300,7 +300,7 @@ class Checkpoint:
         index = find_file(self.source, INDEX_FILE)
         if index is not None:
             return {name: PretrainedTensor(self, file, name) for name, file in _read_index(index).items()}
-        if find_file(self.source, WEIGHTS_FILE) is None:
+        if find_file(self.source, WEIGHTS_FILE, is_required=True) is None:
             raise UserError(
                 f"{self.source} has no safetensors weights",
                 hint="pickled weights are never loaded: convert them with transformers' save_pretrained",
@@ -315,7 +315,7 @@ class Checkpoint:
             return self._files[file]
 
     def _open(self, file: str) -> Any:
-        path = find_file(self.source, file)
+        path = find_file(self.source, file, is_required=True)
         if path is None:
             raise UserError(f"{self.source} lacks {file}, which its index names", hint="fetch it again")
         try:

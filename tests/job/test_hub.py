@@ -48,6 +48,8 @@ def test_a_hub_that_cannot_be_reached_is_named_as_the_cause_after_one_request(
     # A model that was fetched before has only the files that were fetched.
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
     assert find_file("someone/fetched", "tokenizer.json") is None
+    with pytest.raises(UserError, match=r"no route to host\), and model.safetensors of 'someone/fetched'"):
+        find_file("someone/fetched", "model.safetensors", is_required=True)
 
 
 def test_offline_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,7 @@ def choose_tokenizer(
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a folder or on the hub; code that it brings is not run unless trusted."""
     if not any(find_file(name, file) for file in _FILES):
+        find_file(name, _FILES[0], is_required=True)
         raise UserError(
             f"{name} has no tokenizer", hint=f'name one in data.tokenizer, or set it to "{TRAINED}"'
         )
