@@ -18,9 +18,10 @@ from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
 from isthmus.plan.costs import Arithmetic, Task, Workload
 from isthmus.plan.memory import Memory, Sharding, StageOptions, stage_memory
+from isthmus.train.build import AUTOCAST
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import Reduction, World, shard
-from isthmus.train.profiling import AUTOCAST, Rig, Size
+from isthmus.train.profiling import Rig, Size
 from memory.cases import Case
 
 _NUM_EXTRA_MICROBATCHES: Final = 2
@@ -78,7 +79,7 @@ def share_out(stage: Stage, case: Case, device: Device) -> Reduction:
         stage.to(device.torch_device),
         device=device.torch_device,
         num_ranks=1,
-        compute_dtype=AUTOCAST[case.precision],
+        compute_dtype=AUTOCAST[case.precision.value],
         keeps_sharded=case.sharding is Sharding.FULL,
     )
     return Reduction(World(), stage, sharding=case.sharding.value)

@@ -11,8 +11,8 @@ from member import pipeline_config, run_member
 
 from isthmus.plan.codecs import Crossing
 from isthmus.plan.scenario import Policy
+from isthmus.train.build import AUTOCAST
 from isthmus.train.device import Device
-from isthmus.train.profiling import AUTOCAST
 from predicted.cases import Case
 from predicted.journey import Visit
 from predicted.predicting import NUM_STEPS, NUM_WARM_UP_STEPS
@@ -91,7 +91,7 @@ def _run_case(case: Case, visit: Visit, stage: Any) -> Measured:
         stage=stage,
         device=Device(case.stages.device),
         source=case.stages.source(case.num_microbatches) if visit.index == 0 else None,
-        autocast=AUTOCAST[size.precision],
+        autocast=AUTOCAST[size.precision.value],
     )
     after = _ticks()
     return Measured(

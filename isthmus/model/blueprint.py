@@ -14,7 +14,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isthmus.errors import UserError
 from isthmus.job.hub import CONFIG_FILE, code_not_run, find_file, needs_code, no_model
 from isthmus.job.sections import unknown_key
-from isthmus.model.cut import sorts_tokens
 from isthmus.model.encoder_decoder import check_translates, stacks_of
 from isthmus.model.families import BUILD_ERRORS, HOW_TO_ADD, MISFITS, Family, cannot_cut, family_of, within
 from isthmus.model.heads import HEADS, Head
@@ -132,13 +131,9 @@ class Blueprint:
     @property
     def mixes_tokens(self) -> bool:
         """Whether what is computed for a token depends on others of its batch, padding among them."""
-        if self.family.decoder is not None:
-            return False
-        model = _empty_model(self.config, self.head, trust_remote_code=self.trust_remote_code)
-        try:
-            return sorts_tokens(model, self.family)
-        except BUILD_ERRORS as error:
-            raise _unusable(self.model_class.__name__, error) from error
+        # Routers sort tokens by their values, and all families name them, or their experts, by these words.
+        names = (name for layer in self.layout.layers for name in layer)
+        return any("expert" in name or "router" in name for name in names)
 
 
 def fresh_blueprint(values: Mapping[str, Any], *, head: Head, num_labels: int | None = None) -> Blueprint:

@@ -34,8 +34,6 @@ from isthmus.model.families import (
 )
 from isthmus.model.random import RngKey
 from isthmus.model.recompute import Meter
-from isthmus.model.torch_calls import TorchDispatchMode, storage_id
-from isthmus.model.transformers_calls import expect_no_padding, one_sequence_a_row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +106,7 @@ def drop_absent(
 ) -> None:
     """Put stand-ins in the place of all that the stage does not own; `present` are its layers, or all."""
     base = model.base_model
-    num_layers = sum(1 for _ in base.get_submodule(family.layers).children())
+    num_layers = family.num_layers(base)
     if layers.start > 0:
         for path in _present(base, family.first):
             base.set_submodule(path, Arrival(base.get_submodule(path), seam))
@@ -210,67 +208,3 @@ class LayerCall:
     def _seed(self, rng_key: RngKey | None, device: torch.device) -> None:
         if rng_key is not None:
             rng_key.seed_place(f"layer {self._index}", device)
-
-
-_BATCH_SHAPE: Final = (2, 4)
-
-
-def sorts_tokens(model: PreTrainedModel, family: Family) -> bool:
-    """Whether rows of a batch are chosen by their values, as routers of experts do.
-
-    A router sorts padding too, so the rows that an expert computes together depend on padding, which then has
-    to cross a cut with all the rest. The model runs on the meta device, where tensors have no values, and is
-    watched for integers that are made of hidden states and then used. The model cannot be used afterwards.
-    """
-    watch = _Watch()
-
-    def follow(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        watch.follow(first_input(args, kwargs))
-
-    expect_no_padding(model)
-    for layer in model.base_model.get_submodule(family.layers).children():
-        layer.register_forward_pre_hook(follow, with_kwargs=True)
-    ids = torch.zeros(_BATCH_SHAPE, dtype=torch.long, device="meta")
-    try:
-        with watch, one_sequence_a_row(True), torch.no_grad():
-            model.base_model(input_ids=ids, use_cache=False)
-    except (_IntegersUsed, RuntimeError):
-        # The RuntimeError of a model that asks for values, which the meta device has not.
-        return True
-    return False
-
-
-class _IntegersUsed(Exception):
-    """Ends a run that has shown what it was for."""
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows what is computed from hidden states, and raises `_IntegersUsed` where integers of it are used.
-
-    Integers that nobody uses decide nothing: `max` gives some beside the values that it is called for.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        # By their memory, which views share; the tensors are kept, so that no other gets the same memory.
-        self._followed: dict[int, Tensor] = {}
-
-    def follow(self, tensor: Tensor) -> None:
-        """Follow all that is computed from this tensor."""
-        self._followed[storage_id(tensor)] = tensor
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        followed = [one for one in tensors_in([args, kwargs]) if storage_id(one) in self._followed]
-        if any(_is_integer(one) for one in followed):
-            raise _IntegersUsed
-        output = func(*args, **(kwargs or {}))
-        if followed:
-            for one in tensors_in([output]):
-                self.follow(one)
-        return output
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -203,21 +203,15 @@ def _check_whole(parts: Sequence[Part]) -> None:
     """The parts must be of one model, and hold each of its layers once."""
     if not parts:
         raise UserError("a model is joined from at least one part", hint="name what the clouds wrote")
-    expected = 0
-    for part in parts:
-        if part.layers.start != expected or not (part.files or _is_adapted(part)):
-            raise UserError(
-                f"{part.folder} holds layers from {part.layers.start} on, where {expected} is due",
-                hint="name each cloud's part once",
-            )
-        if _essence(part) != _essence(parts[0]):
-            raise UserError(f"{part.folder} and {parts[0].folder} are parts of different models")
-        expected = part.layers.stop
-    if expected != parts[0].num_layers:
+    held = [layer for part in parts for layer in part.layers]
+    if held != [*range(parts[0].num_layers)] or not all(part.files or _is_adapted(part) for part in parts):
         raise UserError(
-            f"the layers from {expected} to {parts[0].num_layers - 1} are in none of the parts",
+            f"the parts hold the layers {held} of {parts[0].num_layers}",
             hint="name each cloud's part once",
         )
+    for part in parts:
+        if _essence(part) != _essence(parts[0]):
+            raise UserError(f"{part.folder} and {parts[0].folder} are parts of different models")
 
 
 def _essence(part: Part) -> tuple[int, Mapping[str, Any]]:
@@ -401,20 +395,6 @@ def describe_exported(
     loss = loss_of(model, head, held_out, autocast=autocast)
     more = judge(model, held_out)
     return f"the exported model has a validation loss of {loss:.4f}{more and f', {more}'}, without codecs"
-
-
-def exported_loss(
-    folder: Path,
-    *,
-    head: Head,
-    batches: Iterable[Batch],
-    device: torch.device,
-    autocast: torch.dtype | None = None,
-    trust_remote_code: bool = False,
-) -> float:
-    """The loss per target over these micro-batches of the model in a folder, run whole on one device."""
-    model = load_exported(folder, head, trust_remote_code=trust_remote_code).to(device)
-    return loss_of(model, head, (batch.to(device) for batch in batches), autocast=autocast)
 
 
 def loss_of(

@@ -444,12 +444,6 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return 0.0, sum(weight * size * time for weight, size, time in weighted) / squares
 
 
-def mean_sample(samples: Sequence[Sample]) -> Sample:
-    """The mean of samples of one size."""
-    total = sum(1 / len(samples) * _times(one) for one in samples)
-    return replace(_with_times(samples[0], np.asarray(total)), peak_bytes=samples[0].peak_bytes)
-
-
 _PASS_FIELDS: Final = tuple(one.name for one in fields(PassTimes))
 
 

@@ -1,24 +1,24 @@
 """Measures the times of a model's parts on the device at hand, with real stages and made-up micro-batches.
 
-All stages that are compared take turns, round by round, so that a machine that gets slower does so for all of
-them; the times of parts are differences within a round. Rounds are repeated until the medians are certain,
-within bounds on their number and their time.
+All stages that are measured take turns, round by round, so that a machine that gets slower does so for all of
+them. Rounds are repeated until the medians are certain, within bounds on their number and their time. The
+times of parts are those whose sums are nearest to what the stages took.
 """
 
-import functools
 import itertools
 import math
-import operator
 import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -31,9 +31,9 @@ from isthmus.model.stage import Batch, Stage
 from isthmus.plan.codecs import RAW_PAIR, Crossing, Cut, Loss, Pair, codec_levels, texts_of
 from isthmus.plan.costs import Precision, Task
 from isthmus.plan.pipeline_parts import GRADIENT, HIDDEN, Pipeline
-from isthmus.plan.times import NO_TIME, CodingTimes, PassTimes, Profile, Sample, fit_line
+from isthmus.plan.times import CodingTimes, PassTimes, Profile, Sample, fit_line
 from isthmus.plan.types import Member, Message, MessageKind
-from isthmus.train.build import blueprint_of, made_up_ids
+from isthmus.train.build import AUTOCAST, blueprint_of, made_up_ids
 from isthmus.train.device import Device, Mark
 from isthmus.train.in_cloud import Reduction, World
 from isthmus.train.integers import IDS
@@ -56,12 +56,10 @@ _FILLER_WIDTH: Final = 2048
 _MOST_FILLER_S: Final = 0.1
 _FILLER_DECAY: Final = 0.7
 
-AUTOCAST: Final = {Precision.FLOAT32: None, Precision.BFLOAT16: torch.bfloat16}
-
 Report = Callable[[str], None]
 Clock = Callable[[], float]
-Round = Mapping[tuple[int, int], PassTimes]
-"""The passes of several stages, each by its first layer and the one behind its last."""
+Times = NDArray[np.float64]
+"""Rows of the four times that `PassTimes` has."""
 T = TypeVar("T")
 _HERE, _BEYOND = Member("here"), Member("beyond")
 
@@ -118,7 +116,7 @@ class Rig:
             self.stage,
             device=device.torch_device,
             seed=0,
-            autocast=AUTOCAST[size.precision] if stage.stream_dtype is None else None,
+            autocast=AUTOCAST[size.precision.value] if stage.stream_dtype is None else None,
             sends_gradients=stage.sends_gradient,
         )
         self._passes.train(True)
@@ -171,35 +169,24 @@ def measure(
     *,
     effort: Effort = THOROUGH,
     num_sharing: int = 1,
-    takes_least: bool = False,
     report: Report = lambda _: None,
 ) -> Profile:
-    """Measure the job's model on this machine's device, in the precisions and the sizes that it may use.
+    """Measure the job's model on this machine's device, in the sizes that it may use.
 
-    The threads are those that this process computes with. Times are medians; with `takes_least` they are the
-    least of all rounds, which are disturbed the least: for parts whose sum is measured in another way.
+    The threads are those that this process computes with.
     """
     device = Device(cloud.device)
     blueprint = made_up_blueprint(job)
-    samples: list[Sample] = []
-    scatters: list[float] = []
-    precisions = [Precision(job.train.precision)]
-    if device.is_accelerator and Precision.BFLOAT16 not in precisions:
-        # A plan may show what it would bring.
-        precisions.append(Precision.BFLOAT16)
-    for precision in precisions:
-        bench = _Bench(job, blueprint, device, precision)
-        for sample, scatter in bench.samples(effort, report, takes_least=takes_least, is_first=not samples):
-            samples.append(sample)
-            scatters.append(scatter)
+    found = list(_Bench(job, blueprint, device).samples(effort, report))
+    samples = tuple(sample for sample, _ in found)
     report("codecs, copies and the update of the weights")
     rows = sorted(one.num_sequences * one.sequence_length for one in samples)
-    smallest = made_up_size(job, samples[0].num_sequences, samples[0].precision)
+    smallest = made_up_size(job, samples[0].num_sequences)
     to_host, from_host = _copy_speeds(device)
     return Profile(
         device=device.name,
         model_type=str(blueprint.config.model_type),
-        samples=tuple(samples),
+        samples=samples,
         update_s_per_parameter=_update_s_per_parameter(blueprint, device, smallest),
         to_host_bytes_per_s=to_host,
         from_host_bytes_per_s=from_host,
@@ -207,7 +194,7 @@ def measure(
         num_threads=None if device.is_accelerator else torch.get_num_threads(),
         num_sharing=num_sharing,
         is_compiled=job.train.compile,
-        scatter=max(scatters),
+        scatter=max(scatter for _, scatter in found),
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -307,67 +294,53 @@ def _wall_s(device: Device, work: Callable[[], object]) -> float:
 class _Bench:
     """The stages whose differences are the parts of a model: each has a layer or two, some an end of it."""
 
-    def __init__(self, job: Job, blueprint: Blueprint, device: Device, precision: Precision) -> None:
-        self._sizes = [made_up_size(job, number, precision) for number in sizes_of(job)]
+    def __init__(self, job: Job, blueprint: Blueprint, device: Device) -> None:
+        self._sizes = [made_up_size(job, number) for number in sizes_of(job)]
         self._blueprint = blueprint
         self._device = device
         self._filler = _Filler(device)
-        self._rigs: dict[tuple[int, int], Rig] = {}
-        for layers in _cuts(blueprint):
-            stage = build_stage(blueprint, range(*layers), seed=0)
+        self._rigs: dict[range, Rig] = {}
+        for layers in _stages(blueprint):
+            stage = build_stage(blueprint, layers, seed=0)
             self._rigs[layers] = Rig(stage, device=device, size=self._sizes[0])
             if job.train.compile:
                 # A run compiles for one size; without this, sizes after the first get kernels for any size.
                 self._rigs[layers].stage.compile_layers(dynamic=False)
 
-    def samples(
-        self, effort: Effort, report: Report, *, takes_least: bool, is_first: bool
-    ) -> Iterator[tuple[Sample, float]]:
+    def samples(self, effort: Effort, report: Report) -> Iterator[tuple[Sample, float]]:
         """Measure each size with its scatter, as long as there is time and memory; the first one always."""
         round_s = 0.0
         for number, size in enumerate(self._sizes):
-            is_needed = is_first and number == 0
-            if not is_needed and round_s * _SIZE_RATIO > effort.round_s:
+            if number > 0 and round_s * _SIZE_RATIO > effort.round_s:
                 return
             report(f"{size.num_sequences} × {size.sequence_length} tokens in {size.precision.value}")
+            for rig in self._rigs.values():
+                rig.size = size
             try:
-                rounds = self._rounds(size, effort)
+                rounds = repeat(self._round, figure=_total_s, effort=effort, num_warm_ups=_NUM_WARM_UPS)
             except torch.OutOfMemoryError:
-                if is_needed:
+                if number == 0:
                     raise
                 return
             totals_s = [_total_s(one) for one in rounds]
             round_s = statistics.median(totals_s)
-            if takes_least:
-                rounds = [{key: _combined(min, [one[key] for one in rounds]) for key in self._rigs}]
             sample = Sample(
                 num_sequences=size.num_sequences,
                 sequence_length=size.sequence_length,
                 precision=size.precision,
                 peak_bytes=self._device.peak_bytes(),
-                **_parts(self._blueprint, rounds),
+                **_parts(self._blueprint, [*self._rigs], np.median(rounds, axis=0)),
             )
             yield sample, median_error(totals_s)
 
-    def _rounds(self, size: Size, effort: Effort) -> list[Round]:
+    def _round(self) -> Times:
         """Passes of all stages in turn."""
-        for rig in self._rigs.values():
-            rig.size = size
+        return np.array([self._pass_times(rig) for rig in self._rigs.values()])
 
-        def take() -> Round:
-            return {key: self._pass_times(rig) for key, rig in self._rigs.items()}
-
-        return repeat(take, figure=_total_s, effort=effort, num_warm_ups=_NUM_WARM_UPS)
-
-    def _pass_times(self, rig: Rig) -> PassTimes:
+    def _pass_times(self, rig: Rig) -> tuple[float, ...]:
         forward_s, forward_launch_s = self._timed(lambda: rig.forward(0))
         backward_s, backward_launch_s = self._timed(lambda: rig.backward(0))
-        return PassTimes(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            forward_launch_s=forward_launch_s,
-            backward_launch_s=backward_launch_s,
-        )
+        return forward_s, backward_s, forward_launch_s, backward_launch_s
 
     def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
         """How long work computes and how long the host takes to launch it, which on a CPU is one thing.
@@ -422,88 +395,76 @@ class _Filler:
         return ended.since_s(begun) / self._number
 
 
-def _cuts(blueprint: Blueprint) -> list[tuple[int, int]]:
+def _stages(blueprint: Blueprint) -> list[range]:
     """Stages to measure: one layer, two layers, both ends, and a layer of every further kind.
 
     Of an encoder–decoder they are the encoder and the decoder, whose layers then have even parts of either.
     """
     number = blueprint.num_layers
     if start := blueprint.num_encoder_layers:
-        return [(0, start), (start, number)]
-    if number < 3:
-        return [(index, index + 1) for index in range(number)]
-    found = [(0, 1), (1, 2), (number - 1, number)]
-    if number > 3:
-        found.append((1, 3))
+        return [range(start), range(start, number)]
     kinds = {_kind(blueprint, index): index for index in reversed(range(1, number - 1))}
-    return found + [(index, index + 1) for index in sorted(kinds.values()) if index > 1]
+    singles = {0, min(1, number - 1), number - 1, *kinds.values()}
+    stages = [range(index, index + 1) for index in sorted(singles)]
+    first = min(1, number - 2)
+    return stages if number == 1 else [*stages, range(first, first + 2)]
 
 
-def _parts(blueprint: Blueprint, rounds: Sequence[Round]) -> dict[str, Any]:
-    """The parts of a sample, from stages and from differences of two of them within rounds."""
+_EMBEDDING, _HEAD, _BESIDE, _KINDS = range(4)
+"""The columns of the parts; a column for each kind of layers follows."""
+
+
+def _parts(blueprint: Blueprint, stages: Sequence[range], times: Times) -> dict[str, Any]:
+    """The parts of a sample, whose sums are nearest to the times of stages."""
     number = blueprint.num_layers
-
-    def median(stage: tuple[int, int], less: tuple[int, int] | None = None) -> PassTimes:
-        return _combined(
-            statistics.median,
-            [one[stage] if less is None else _minus(one[stage], one[less]) for one in rounds],
-        )
-
-    if start := blueprint.num_encoder_layers:
-        stacks = (((0, start), start), ((start, number), number - start))
-        parts = (median(stack).each(functools.partial(operator.mul, 1 / num)) for stack, num in stacks)
-        encoder, decoder = parts
-        layers = (encoder,) * start + (decoder,) * (number - start)
-        return {"embedding": NO_TIME, "layers": layers, "head": NO_TIME, "beside": NO_TIME}
-    if number < 3:
-        # One or two layers cannot be separated from the embedding, which counts as theirs.
-        head = median((1, 2), (0, 1)) if number == 2 else NO_TIME
-        layers = (median((0, 1)),) * number
-        return {"embedding": NO_TIME, "layers": layers, "head": _positive(head), "beside": NO_TIME}
-    one = layer = median((1, 2))
-    if number > 3:
-        layer = _within(median((1, 3), (1, 2)), one)
-    beside = _minus(one, layer)
-    by_kind = {_kind(blueprint, 1): layer}
-    for start, stop in rounds[0]:
-        if start > 0 and stop < number and stop == start + 1:
-            by_kind.setdefault(_kind(blueprint, start), _positive(_minus(median((start, stop)), beside)))
+    kinds = [_kind(blueprint, index) for index in range(number)]
+    names = list(dict.fromkeys(kinds))
+    columns = [_KINDS + names.index(kind) for kind in kinds]
+    counts = np.zeros((len(stages), _KINDS + len(names)))
+    for row, layers in zip(counts, stages, strict=True):
+        row[_EMBEDDING], row[_HEAD], row[_BESIDE] = layers.start == 0, layers.stop == number, 1
+        for layer in layers:
+            row[columns[layer]] += 1
+    if blueprint.num_encoder_layers:
+        counts[:, :_KINDS] = 0
+    found = np.stack([_solved(counts, column) for column in times.T], axis=1)
+    parts = [
+        PassTimes(**{one.name: float(time_s) for one, time_s in zip(fields(PassTimes), row, strict=True)})
+        for row in found
+    ]
     return {
-        "embedding": _positive(median((0, 1), (1, 2))),
-        "layers": tuple(by_kind.get(_kind(blueprint, index), layer) for index in range(number)),
-        "head": _positive(median((number - 1, number), (1, 2))),
-        "beside": _positive(beside),
+        "embedding": parts[_EMBEDDING],
+        "layers": tuple(parts[column] for column in columns),
+        "head": parts[_HEAD],
+        "beside": parts[_BESIDE],
     }
 
 
+def _solved(counts: Times, times_s: Times) -> Times:
+    """The times of parts, given how often each is in every stage; none is below 0."""
+    found_s = np.linalg.lstsq(counts, times_s)[0]
+    if found_s[_BESIDE:].min() < 0:
+        # Noise has made one stage of two layers too fast or too slow: then layers are all there is.
+        alone = counts.copy()
+        alone[:, _BESIDE] = 0
+        found_s = np.linalg.lstsq(alone, times_s)[0]
+    return found_s.clip(min=0)
+
+
 def _kind(blueprint: Blueprint, layer: int) -> object:
-    """Layers of one kind take the same time: as many parameters, and the same attention."""
+    """Layers of one kind take the same time: as many parameters, and the same attention.
+
+    Encoder and decoder are a kind each.
+    """
+    if start := blueprint.num_encoder_layers:
+        return layer < start
     kinds: Sequence[str] | None = getattr(blueprint.config, "layer_types", None)
     return tuple(blueprint.layout.layers[layer].values()), kinds[layer] if kinds else None
 
 
-def _combined(function: Callable[[Sequence[float]], float], times: Sequence[PassTimes]) -> PassTimes:
-    """Each time of a pass, by a function of what several passes took."""
-    names = [one.name for one in fields(PassTimes)]
-    return PassTimes(**{name: function([getattr(one, name) for one in times]) for name in names})
-
-
-def _total_s(found: Round) -> float:
-    return sum(one.whole_forward_s + one.whole_backward_s for one in found.values())
-
-
-def _minus(whole: PassTimes, part: PassTimes) -> PassTimes:
-    return _combined(lambda times_s: times_s[0] - times_s[1], [whole, part])
-
-
-def _positive(times: PassTimes) -> PassTimes:
-    """The same, with 0 where noise has made a time negative."""
-    return times.each(lambda time_s: max(0.0, time_s))
-
-
-def _within(added: PassTimes, whole: PassTimes) -> PassTimes:
-    """The time of a layer, which is most of its stage; what says otherwise is noise."""
-    return _combined(lambda times_s: min(max(times_s[0], times_s[1] / 2), times_s[1]), [added, whole])
+def _total_s(times: Times) -> float:
+    """What a round takes: each pass the longer of computing and of launching."""
+    return float(np.maximum(times[:, :2], times[:, 2:]).sum())
 
 
 # The update of the weights, copies and codecs.

@@ -24,13 +24,12 @@ from isthmus.model.blueprint import Blueprint, split_layers
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch
 from isthmus.plan.codecs import RAW_PAIR, Crossing, Cut, Pair
-from isthmus.plan.costs import Precision
 from isthmus.plan.end_of_step import StepEnded
 from isthmus.plan.job_facts import links_along
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.scenario import HopLoad, Line, Scenario, StageLoad
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.times import Profile, Sample, mean_sample
+from isthmus.plan.times import Profile, Sample
 from isthmus.plan.types import Facts, Member, Message
 from isthmus.train.build import AUTOCAST, BuiltStage
 from isthmus.train.device import Device
@@ -81,9 +80,6 @@ class Rehearsal:
     """What of it the optimizer takes at one stage."""
 
 
-_Measured = tuple[Profile, tuple[Rehearsal, ...]]
-
-
 def measure_together(
     job: Job, *, effort: Effort, report: Callable[[str], None] = lambda _: None
 ) -> dict[str, Profile]:
@@ -95,10 +91,12 @@ def measure_together(
         report(f"{cloud}: {text}")
 
     with LocalWan(free) as wan:
-        found: dict[Member, _Measured] = run_ranks(free, work, wan, on_report=hear)
-    profiles = {one.name: found[Member(one.name)][0] for one in job.cloud}
-    _, rehearsals = found[Member(stage_order(job)[0])]
-    return stretch_all(alike(profiles), rehearsals, clouds=stage_order(job))
+        found: dict[Member, tuple[Profile, Sequence[Rehearsal]]] = run_ranks(free, work, wan, on_report=hear)
+    first, rehearsals = found[Member(stage_order(job)[0])]
+    # On one machine only noise tells clouds on the same device apart.
+    each = {name: found[Member(name)][0] for name in stage_order(job)}
+    profiles = {name: first if one.device == first.device else one for name, one in each.items()}
+    return stretch_all(profiles, rehearsals)
 
 
 def _without_limits(link: LinkSpec) -> LinkSpec:
@@ -117,7 +115,7 @@ def _measure_rank(
     spec: RankSpec,
     effort: Effort,
     num_threads: int,
-) -> _Measured:
+) -> tuple[Profile, Sequence[Rehearsal]]:
     del spec
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     torch.set_num_threads(num_threads)
@@ -131,7 +129,6 @@ def _measure_rank(
         job.cloud_named(cloud),
         effort=effort,
         num_sharing=sum(one.ranks for one in job.cloud),
-        takes_least=is_chain,
         report=report,
     )
     blueprint = made_up_blueprint(job)
@@ -173,7 +170,7 @@ class _Rehearsing:
         Sizes take turns, so that what disturbs the machine for a while does not fall on one of them alone.
         """
         stage = self._built.stage
-        chosen = rehearsed_sizes(_of_first_precision(profile), stage.layers, effort)
+        chosen = rehearsed_sizes(profile.samples, stage.layers, effort)
         configs = {size: self._config(size, number) for size, number in chosen.items()}
         taken: dict[int, list[float]] = {size: [] for size in chosen}
         for _ in range(_NUM_ROUNDS):
@@ -258,10 +255,6 @@ def rehearsed_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
     return tuple(found)
 
 
-def _of_first_precision(profile: Profile) -> list[Sample]:
-    return [one for one in profile.samples if one.precision is profile.samples[0].precision]
-
-
 def rehearsed_sizes(samples: Sequence[Sample], layers: range, effort: Effort) -> dict[int, int]:
     """The micro-batches that are rehearsed of each size, for as many sizes as there is time for."""
     found: dict[int, int] = {}
@@ -314,56 +307,34 @@ class StepRecord:
 # What follows from it.
 
 
-def alike(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
-    """The same figures for all clouds on the same device: on one machine only noise tells them apart."""
-    found = {}
-    for cloud, profile in profiles.items():
-        same = [one for one in profiles.values() if one.device == profile.device]
-        by_key = [{_key(sample): sample for sample in one.samples} for one in same]
-        samples = [
-            mean_sample([one[key] for one in by_key])
-            for key in map(_key, profile.samples)
-            if all(key in one for one in by_key)
-        ]
-        update_s = statistics.fmean(one.update_s_per_parameter for one in same)
-        found[cloud] = replace(profile, samples=tuple(samples), update_s_per_parameter=update_s)
-    return found
+def stretch_all(profiles: Mapping[str, Profile], rehearsals: Sequence[Rehearsal]) -> dict[str, Profile]:
+    """Stretch all times by what rehearsals took beyond the simulation of the parts alone.
 
-
-def _key(sample: Sample) -> tuple[int, int, Precision]:
-    return sample.num_sequences, sample.sequence_length, sample.precision
-
-
-def stretch_all(
-    profiles: Mapping[str, Profile], rehearsals: Sequence[Rehearsal], *, clouds: Sequence[str]
-) -> dict[str, Profile]:
-    """Stretch all times by what rehearsals took beyond the simulation of the parts alone."""
-    factors = {
-        one.num_sequences: _factor(one, [profiles[cloud] for cloud in clouds], clouds) for one in rehearsals
-    }
+    `profiles` are those of the clouds in the order of their stages.
+    """
+    factors = {one.num_sequences: _factor(one, profiles) for one in rehearsals}
     return {cloud: _stretched(profile, factors) for cloud, profile in profiles.items()}
 
 
-def _factor(rehearsal: Rehearsal, profiles: Sequence[Profile], clouds: Sequence[str]) -> float:
-    scenario = rehearsed_scenario(rehearsal, profiles, clouds)
-    if scenario is None:
-        return 1.0
-    expected_s = simulate_scenario(scenario, num_steps=_NUM_WARM_UP_STEPS + _NUM_STEPS).steps[-1].duration_s
-    return min(max(rehearsal.step_s / expected_s, 1 / _MAX_FACTOR), _MAX_FACTOR)
+def _factor(rehearsal: Rehearsal, profiles: Mapping[str, Profile]) -> float:
+    expected_s = simulate_scenario(
+        rehearsed_scenario(rehearsal, profiles), num_steps=_NUM_WARM_UP_STEPS + _NUM_STEPS
+    )
+    factor = rehearsal.step_s / expected_s.steps[-1].duration_s
+    return min(max(factor, 1 / _MAX_FACTOR), _MAX_FACTOR)
 
 
-def rehearsed_scenario(
-    rehearsal: Rehearsal, profiles: Sequence[Profile], clouds: Sequence[str]
-) -> Scenario | None:
-    """The scenario of a rehearsal with the measured times of parts; None where a cloud lacks this size."""
-    number = rehearsal.num_sequences
-    sized = [{one.num_sequences: one for one in _of_first_precision(profile)} for profile in profiles]
-    if not all(number in one for one in sized):
-        return None
+def rehearsed_scenario(rehearsal: Rehearsal, profiles: Mapping[str, Profile]) -> Scenario:
+    """The scenario of a rehearsal with the measured times of parts."""
     stages = []
-    all_layers = rehearsed_layers(len(sized[0][number].layers), len(clouds))
-    for cloud, samples, layers in zip(clouds, sized, all_layers, strict=True):
-        times = samples[number].stage(layers)
+    all_layers = rehearsed_layers(len(next(iter(profiles.values())).samples[0].layers), len(profiles))
+    for (cloud, profile), layers in zip(profiles.items(), all_layers, strict=True):
+        first = profile.samples[0]
+        times = profile.sample(
+            num_sequences=rehearsal.num_sequences,
+            sequence_length=first.sequence_length,
+            precision=first.precision,
+        ).stage(layers)
         stages.append(
             StageLoad(
                 cloud=cloud,
@@ -372,8 +343,9 @@ def rehearsed_scenario(
                 update_s=rehearsal.update_s,
             )
         )
-    line = Line(down_bps=_ANY_BPS, up_bps=_ANY_BPS, latency_s=0.0)
-    hop = HopLoad(line=line, forward_bytes=1, backward_bytes=1)
+    hop = HopLoad(
+        line=Line(down_bps=_ANY_BPS, up_bps=_ANY_BPS, latency_s=0.0), forward_bytes=1, backward_bytes=1
+    )
     return Scenario(
         stages=tuple(stages),
         hops=(hop,) * (len(stages) - 1),
@@ -385,7 +357,7 @@ def rehearsed_scenario(
 def _stretched(profile: Profile, factors: Mapping[int, float]) -> Profile:
     if not factors:
         return profile
-    whole_s = {one.num_sequences: _whole_s(one) for one in _of_first_precision(profile)}
+    whole_s = {one.num_sequences: _whole_s(one) for one in profile.samples}
     samples = []
     for sample in profile.samples:
         # The nearest size, by ratio.

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isthmus.model.blueprint import Blueprint, fresh_blueprint
+from isthmus.model.export import load_exported, loss_of
 from isthmus.model.heads import HEADS, IGNORED, Head
 from isthmus.model.load import build_stage
 from isthmus.model.random import RngKey
@@ -183,3 +185,16 @@ def scores_of(stage: Stage, inputs: StageInput) -> Tensor:
     finally:
         handle.remove()
     return found[0]
+
+
+def exported_loss(
+    folder: Path,
+    *,
+    head: Head,
+    batches: Sequence[Batch],
+    autocast: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> float:
+    """The loss per target of the model in a folder."""
+    model = load_exported(folder, head, trust_remote_code=trust_remote_code)
+    return loss_of(model, head, batches, autocast=autocast)

@@ -16,11 +16,11 @@ from isthmus.job.codec_steps import Anchor
 from isthmus.job.sections import LoraSpec
 from isthmus.model import bottleneck
 from isthmus.model.blueprint import Blueprint, pretrained_blueprint
-from isthmus.model.export import describe_exported, exported_loss, load_exported, merge, write_part
+from isthmus.model.export import describe_exported, load_exported, merge, write_part
 from isthmus.model.heads import HEADS
 from isthmus.model.modeling_bottleneck import BottleneckModel
 from isthmus.model.stage import Batch, Stage, StageInput
-from tests.model.cases import CONFIGS, blueprint, language_head, make_batch
+from tests.model.cases import CONFIGS, blueprint, exported_loss, language_head, make_batch
 from tests.model.test_bottleneck_stages import SPEC, build_cut, learn, warm_up
 from tests.model.test_weights import save_model
 
@@ -62,7 +62,7 @@ def test_the_export_has_the_loss_of_its_stages(model_type: str, tmp_path: Path) 
     plan = blueprint(model_type)
     stages = trained(plan, 3)
     export(stages, tmp_path)
-    found = exported_loss(tmp_path / "model", head=plan.head, batches=held_out(plan), device=CPU)
+    found = exported_loss(tmp_path / "model", head=plan.head, batches=held_out(plan))
     assert found == pytest.approx(loss_of(stages, held_out(plan)), rel=1e-5)
     # Without its bottlenecks it would predict something else.
     model = load_exported(tmp_path / "model", plan.head)
@@ -84,7 +84,7 @@ def test_every_kind_of_anchor(spec: BottleneckSpec, tmp_path: Path) -> None:
     plan = blueprint("llama")
     stages = trained(plan, 2, spec)
     export(stages, tmp_path)
-    found = exported_loss(tmp_path / "model", head=plan.head, batches=held_out(plan), device=CPU)
+    found = exported_loss(tmp_path / "model", head=plan.head, batches=held_out(plan))
     assert found == pytest.approx(loss_of(stages, held_out(plan)), rel=1e-5)
 
 
@@ -95,7 +95,7 @@ def test_anchors_of_a_large_vocabulary(tmp_path: Path, monkeypatch: pytest.Monke
     assert stages[0].down is not None
     assert stages[0].down.anchors.codes is not None
     export(stages, tmp_path)
-    found = exported_loss(tmp_path / "model", head=plan.head, batches=held_out(plan), device=CPU)
+    found = exported_loss(tmp_path / "model", head=plan.head, batches=held_out(plan))
     assert found == pytest.approx(loss_of(stages, held_out(plan)), rel=1e-5)
 
 
@@ -105,9 +105,7 @@ def test_other_heads_and_bfloat16(tmp_path: Path) -> None:
     export(stages, tmp_path)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = loss_of(stages, held_out(plan))
-    found = exported_loss(
-        tmp_path / "model", head=plan.head, batches=held_out(plan), device=CPU, autocast=torch.bfloat16
-    )
+    found = exported_loss(tmp_path / "model", head=plan.head, batches=held_out(plan), autocast=torch.bfloat16)
     assert found == pytest.approx(expected, rel=1e-2)
 
 
@@ -187,7 +185,7 @@ def test_adapters_hold_no_bottleneck_but_merged_weights_do(merges: bool, tmp_pat
         assert "merge = true" in str(refused.value.hint)
         return
     export(stages, tmp_path)
-    found = exported_loss(tmp_path / "model", head=plan.head, batches=held_out(plan), device=CPU)
+    found = exported_loss(tmp_path / "model", head=plan.head, batches=held_out(plan))
     assert found == pytest.approx(loss_of(stages, held_out(plan)), rel=1e-5)
 
 

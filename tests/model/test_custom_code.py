@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from isthmus.errors import UserError
 from isthmus.model.blueprint import pretrained_blueprint, split_layers
-from isthmus.model.export import exported_loss, merge
+from isthmus.model.export import merge
 from isthmus.model.heads import HEADS
-from tests.model.cases import COMMON, GATED, build, make_batch
+from tests.model.cases import COMMON, GATED, build, exported_loss, make_batch
 from tests.model.test_export import write_parts
 
 CAUSAL = HEADS["causal-lm"]
@@ -97,7 +97,6 @@ def test_trusted_code_is_cut_and_exported(tmp_path: Path, ran: Path) -> None:
         tmp_path / "model",
         head=CAUSAL,
         batches=batches,
-        device=torch.device("cpu"),
         trust_remote_code=True,
     )
     assert found == pytest.approx(expected, rel=1e-6)

@@ -16,9 +16,10 @@ from isthmus.model.load import build_stage
 from isthmus.model.stage import Stage
 from isthmus.plan.costs import Arithmetic, Precision, Task, Workload
 from isthmus.plan.memory import Memory, OptimizerState, Sharding, StageOptions, stage_memory
+from isthmus.train.build import AUTOCAST
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import Reduction, World, shard
-from isthmus.train.profiling import AUTOCAST, Rig, Size
+from isthmus.train.profiling import Rig, Size
 from tests.plan.sizes import estimated, measured
 
 SMALL: dict[str, Any] = {
@@ -106,7 +107,7 @@ def share_out(stage: Stage, sharding: Sharding, precision: Precision) -> Reducti
     if sharding is Sharding.NONE:
         return None
     is_full = sharding is Sharding.FULL
-    device, dtype = torch.device("cpu"), AUTOCAST[precision]
+    device, dtype = torch.device("cpu"), AUTOCAST[precision.value]
     shard(stage, device=device, num_ranks=1, compute_dtype=dtype, keeps_sharded=is_full)
     return Reduction(World(), stage, sharding=sharding.value)
 

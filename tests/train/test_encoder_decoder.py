@@ -12,7 +12,7 @@ from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import HiddenSpec, MemorySpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
 from isthmus.model.encoder_decoder import split_stacks
-from isthmus.model.export import exported_loss, load_exported, merge, write_part
+from isthmus.model.export import load_exported, merge, write_part
 from isthmus.model.heads import HEADS, IGNORED
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, StageInput
@@ -20,7 +20,7 @@ from isthmus.plan.job_facts import check_stacks
 from isthmus.train.integers import said_before
 from isthmus.train.pipeline import _read_microbatch
 from isthmus.train.pipeline_config import PipelineConfig
-from tests.model.cases import PAD, SEED, VOCABULARY_SIZE
+from tests.model.cases import PAD, SEED, VOCABULARY_SIZE, exported_loss
 from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Chain, Given, chain, config
 from tests.train.reference import assert_same, parameters_of, train_alone
 from tests.train.resuming import keep_all, take_up
@@ -176,7 +176,7 @@ def test_the_exported_model_is_an_ordinary_one(model_type: str, tmp_path: Path) 
         memory = stages[0](StageInput(batch=batch)).crossing
         loss = stages[1](StageInput(batch=batch, crossing=memory)).loss
     assert loss is not None
-    found = exported_loss(tmp_path / "model", head=TRANSLATION, batches=[batch], device=CPU)
+    found = exported_loss(tmp_path / "model", head=TRANSLATION, batches=[batch])
     assert found == pytest.approx(float(loss) / batch.num_targets, rel=1e-5)
     again = pretrained_blueprint(str(tmp_path / "model"), head=TRANSLATION)
     whole = build_stage(again, range(4), seed=SEED, untie=True)
@@ -194,7 +194,7 @@ def test_a_bottleneck_on_the_memory_is_exported_and_generates(tmp_path: Path) ->
     model = load_exported(tmp_path / "model", TRANSLATION)
     assert model.generate(pairs(3).ids, max_new_tokens=4, do_sample=False).shape[0] == 3
     evaluated = found.records[0].evaluations[-1].loss
-    again = exported_loss(tmp_path / "model", head=TRANSLATION, batches=STEPS[0], device=CPU)
+    again = exported_loss(tmp_path / "model", head=TRANSLATION, batches=STEPS[0])
     assert again == pytest.approx(evaluated, rel=1e-4)
 
 
