@@ -11,15 +11,15 @@ sequences of each batch; the leader gathers or broadcasts what crosses.
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from isthmus.errors import FrameError
 from isthmus.events import Span
@@ -75,69 +75,60 @@ class BatchForm(Facts):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Corrupted:
-    """Sequences one after the other without padding: their lengths, and the id and label of each token."""
+Tokens = NDArray[np.int64]
+"""Corrupted sequences, of shape (sequences, longest length): twice the id, and 1 more where it was replaced.
 
-    lengths_B: NDArray[np.int64]
-    ids_N: NDArray[np.int64]
-    is_replaced_N: NDArray[np.bool_]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ids_N)
-
-    def sequences(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-        """The ids and labels of each sequence."""
-        ends = np.cumsum(self.lengths_B)[:-1]
-        return zip(np.split(self.ids_N, ends), np.split(self.is_replaced_N, ends), strict=True)
-
-    def pack(self, form: BatchForm) -> bytes:
-        """As many bits for an id as the vocabulary needs, and one for its label."""
-        values_N1 = (self.ids_N << 1 | self.is_replaced_N)[:, None]
-        bits_NW = (values_N1 >> np.arange(form.token_bits) & 1).astype(np.uint8)
-        return self.lengths_B.astype("<u4").tobytes() + np.packbits(bits_NW).tobytes()
-
-    def batch(self, form: BatchForm, *, rank: int, num_ranks: int) -> Batch:
-        """The sequences of a rank, padded, with a label for each token."""
-        own = list(self.sequences())[rank::num_ranks]
-        width = max(len(ids_T) for ids_T, _ in own)
-        ids_BT = torch.full((len(own), width), form.pad_id)
-        labels_BT = torch.full((len(own), width), IGNORED)
-        for place, (ids_T, is_replaced_T) in enumerate(own):
-            ids_BT[place, : len(ids_T)] = torch.from_numpy(ids_T)
-            labels_BT[place, : len(ids_T)] = torch.from_numpy(is_replaced_T.astype(np.int64))
-        is_token_BT = labels_BT != IGNORED
-        mask_BT = None if bool(is_token_BT.all()) else is_token_BT.long()
-        return Batch(ids=ids_BT, num_targets=int(is_token_BT.sum()), mask=mask_BT, labels=labels_BT)
+Padding, on the right, is -1.
+"""
 
 
-def unpack(data: bytes, form: BatchForm) -> Corrupted:
-    """What `Corrupted.pack` laid out; anything else is an error of the peer."""
+def num_tokens(tokens_BT: Tokens) -> int:
+    """All tokens but padding."""
+    return int((tokens_BT >= 0).sum())
+
+
+def pack(tokens_BT: Tokens, form: BatchForm) -> bytes:
+    """Lengths, then as many bits for an id as the vocabulary needs, and one for its label."""
+    is_token_BT = tokens_BT >= 0
+    bits_NW = (tokens_BT[is_token_BT][:, None] >> np.arange(form.token_bits) & 1).astype(np.uint8)
+    lengths_B: Tokens = is_token_BT.sum(1)
+    return lengths_B.astype("<u4").tobytes() + np.packbits(bits_NW).tobytes()
+
+
+def unpack(data: bytes, form: BatchForm) -> Tokens:
+    """What `pack` laid out; anything else is an error of the peer."""
     head = LENGTH_BYTES * form.num_sequences
     if not head < len(data) <= form.max_bytes:
         raise FrameError(f"a batch of {len(data)} bytes")
     lengths_B = np.frombuffer(data[:head], "<u4").astype(np.int64)
-    num_tokens, width = int(lengths_B.sum()), form.token_bits
+    number, width = int(lengths_B.sum()), form.token_bits
     if lengths_B.min() < 1 or lengths_B.max() > form.sequence_length:
         raise FrameError("a batch with sequences that are empty or too long")
-    if len(data) - head != math.ceil(num_tokens * width / 8):
+    if len(data) - head != math.ceil(number * width / 8):
         raise FrameError("a batch whose bytes do not fit its lengths")
-    bits_NW = np.unpackbits(np.frombuffer(data[head:], np.uint8), count=num_tokens * width).reshape(-1, width)
+    bits_NW = np.unpackbits(np.frombuffer(data[head:], np.uint8), count=number * width).reshape(-1, width)
     values_N = bits_NW.astype(np.int64) @ (1 << np.arange(width))
-    ids_N = values_N >> 1
-    if ids_N.max() >= form.vocabulary_size:
-        raise FrameError(f"a batch with token {ids_N.max()} of a vocabulary of {form.vocabulary_size}")
-    if (ids_N == form.pad_id).all():
+    highest = values_N.max() >> 1
+    if highest >= form.vocabulary_size:
+        raise FrameError(f"a batch with token {highest} of a vocabulary of {form.vocabulary_size}")
+    if (values_N >> 1 == form.pad_id).all():
         raise FrameError("a batch of nothing but padding")
-    return Corrupted(lengths_B=lengths_B, ids_N=ids_N, is_replaced_N=(values_N & 1).astype(np.bool_))
+    tokens_BT = np.full((form.num_sequences, form.sequence_length), -1)
+    tokens_BT[np.arange(form.sequence_length) < lengths_B[:, None]] = values_N
+    return tokens_BT
 
 
-class BatchSource(Protocol):
-    """Gives a generator its masked batches."""
-
-    def read(self, number: int, *, rank: int, num_ranks: int) -> Batch:
-        """The sequences of a rank; labels are the original ids where a token is masked."""
+def labelled(tokens_BT: Tokens, form: BatchForm) -> Batch:
+    """A micro-batch up to its longest sequence, with a label for each token."""
+    length = int((tokens_BT >= 0).sum(1).max())
+    own_BT = torch.from_numpy(tokens_BT[:, :length])
+    is_token_BT = own_BT >= 0
+    return Batch(
+        ids=torch.where(is_token_BT, own_BT >> 1, form.pad_id),
+        num_targets=int(is_token_BT.sum()),
+        mask=None if bool(is_token_BT.all()) else is_token_BT.long(),
+        labels=torch.where(is_token_BT, own_BT & 1, IGNORED),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +198,17 @@ class WholeModel:
         self._corrects.append(num_correct)
         self._num_replaced += num_replaced
 
-    def reduce(self) -> Gathered:
+    def end_step(self, work: Work) -> Gathered:
+        """Reduce what micro-batches have left, or update the weights; nothing else ends a step."""
+        match work.kind:
+            case WorkKind.REDUCE:
+                return self._reduce()
+            case WorkKind.UPDATE:
+                return Gathered(of=(self._update(work),))
+            case _:
+                raise ValueError(f"no cloud of this kind does {work.kind.value}")
+
+    def _reduce(self) -> Gathered:
         """Average the gradients over all targets of the step, and read losses from the device."""
         self._clock.settle()
         self._reduction.reduce()
@@ -227,7 +228,7 @@ class WholeModel:
         self._losses, self._corrects, self._num_targets, self._num_replaced = [], [], 0, 0
         return gathered(self.world, own)
 
-    def update(self, work: Work) -> Updated:
+    def _update(self, work: Work) -> Updated:
         """Take a step of the optimizer."""
         optimizer = self._built.optimizer
         self._clock.run(work.kind.value, work.name, lambda: optimizer.update(work.step, norm=self._norm))
@@ -270,7 +271,7 @@ class GeneratorActor:
         self,
         model: WholeModel,
         form: BatchForm,
-        source: BatchSource,
+        source: MaskedBatches,
         kept: KeptBatches,
         *,
         seed: int,
@@ -285,15 +286,7 @@ class GeneratorActor:
 
     def run(self, work: Work) -> Facts | None:
         """Carry out a work."""
-        match work.kind:
-            case WorkKind.GENERATE:
-                return self._generate(work)
-            case WorkKind.REDUCE:
-                return self._model.reduce()
-            case WorkKind.UPDATE:
-                return Gathered(of=(self._model.update(work),))
-            case _:
-                raise ValueError(f"a generator does not {work.kind.value}")
+        return self._generate(work) if work.kind is WorkKind.GENERATE else self._model.end_step(work)
 
     def tensors(self, message: Message) -> tuple[Mapping[str, Tensor], Mark]:
         """A batch that is kept; nothing else carries tensors."""
@@ -313,14 +306,20 @@ class GeneratorActor:
         output = self._model.train_on(batch, work)
         if output.scores is None or batch.labels is None:
             raise ValueError("a generator's stage gives the scores of its batch")
-        own = self._replace(batch, output.scores, number=work.item)
-        parts = world.gather_bytes(_to_bytes(own))
+        own_BT = self._replace(batch, output.scores, number=work.item)
+        parts = world.gather_bytes(own_BT.tobytes())
         if parts is not None:
-            data = _interleaved([_from_bytes(one) for one in parts]).pack(self._form)
-            self._kept.put(work.item, data)
-        return gathered(world, Generated(num_tokens=own.num_tokens))
+            self._kept.put(work.item, pack(self._joined(parts), self._form))
+        return gathered(world, Generated(num_tokens=num_tokens(own_BT)))
 
-    def _replace(self, batch: Batch, scores: Tensor, *, number: int) -> Corrupted:
+    def _joined(self, parts: Sequence[bytes]) -> Tokens:
+        """The sequences in the order of the batch, of which the ranks have taken turns."""
+        tokens_BT = np.empty((self._form.num_sequences, self._form.sequence_length), np.int64)
+        for rank, part in enumerate(parts):
+            tokens_BT[rank :: len(parts)] = _from_bytes(part, self._form)
+        return tokens_BT
+
+    def _replace(self, batch: Batch, scores: Tensor, *, number: int) -> Tokens:
         """Draw a token for each that is masked; one that is drawn as it was counts as original."""
         labels = batch.labels if batch.labels is not None else batch.ids
         is_masked = labels != IGNORED
@@ -337,10 +336,12 @@ class GeneratorActor:
         drawn = (logits.softmax(-1) / waits).argmax(-1).cpu()
         ids, is_replaced = batch.ids.clone(), torch.zeros_like(is_masked)
         ids[is_masked], is_replaced[is_masked] = drawn, drawn != labels[is_masked]
-        mask = torch.ones_like(is_masked) if batch.mask is None else batch.mask.bool()
-        return Corrupted(
-            lengths_B=mask.sum(1).numpy(), ids_N=ids[mask].numpy(), is_replaced_N=is_replaced[mask].numpy()
-        )
+        tokens = ids << 1 | is_replaced
+        if batch.mask is not None:
+            tokens[batch.mask == 0] = -1
+        room = self._form.sequence_length - tokens.shape[1]
+        found: Tokens = functional.pad(tokens, (0, room), value=-1).numpy()
+        return found
 
 
 class DiscriminatorActor:
@@ -359,20 +360,14 @@ class DiscriminatorActor:
         self._generators = generators
         """The leaders of the generators' clouds, by number."""
         self._loss_weights = loss_weights
-        self._queues: defaultdict[tuple[Member, int], deque[Corrupted]] = defaultdict(deque)
+        self._queues: defaultdict[tuple[Member, int], deque[Tokens]] = defaultdict(deque)
 
     def run(self, work: Work) -> Facts | None:
         """Carry out a work."""
-        match work.kind:
-            case WorkKind.DISCRIMINATE:
-                self._discriminate(work)
-                return None
-            case WorkKind.REDUCE:
-                return self._model.reduce()
-            case WorkKind.UPDATE:
-                return Gathered(of=(self._model.update(work),))
-            case _:
-                raise ValueError(f"a discriminator does not {work.kind.value}")
+        if work.kind is not WorkKind.DISCRIMINATE:
+            return self._model.end_step(work)
+        self._discriminate(work)
+        return None
 
     def tensors(self, message: Message) -> tuple[Mapping[str, Tensor], Mark]:  # noqa: ARG002 - it answers in facts
         """Nothing that a discriminator sends has tensors."""
@@ -388,15 +383,15 @@ class DiscriminatorActor:
         if data.min() < 0 or data.max() > np.iinfo(np.uint8).max:
             raise FrameError(f"{message.name} with what are no bytes")
         found = unpack(data.to(torch.uint8).numpy().tobytes(), self._form)
-        if isinstance(message.facts, BatchTag) and message.facts.num_tokens != found.num_tokens:
-            raise FrameError(f"{message.name} of {found.num_tokens} tokens, which says otherwise")
+        if isinstance(message.facts, BatchTag) and message.facts.num_tokens != num_tokens(found):
+            raise FrameError(f"{message.name} of {num_tokens(found)} tokens, which says otherwise")
         self._queues[message.sender, message.item].append(found)
 
     def drop(self, message: Message) -> None:
         """Forget a batch that arrived last and is not needed."""
         self._pop(message.sender, message.item, deque.pop)
 
-    def _pop(self, sender: Member, number: int, pop: Callable[[deque[Corrupted]], Corrupted]) -> Corrupted:
+    def _pop(self, sender: Member, number: int, pop: Callable[[deque[Tokens]], Tokens]) -> Tokens:
         queue = self._queues[sender, number]
         found = pop(queue)
         if not queue:
@@ -408,9 +403,10 @@ class DiscriminatorActor:
         if isinstance(work.facts, BatchTag):
             generator = work.facts.generator
             found = self._pop(self._generators[generator], work.facts.number, deque.popleft)
-            data = bytes([generator]) + _to_bytes(found)
+            data = bytes([generator]) + found.tobytes()
         data = world.broadcast_bytes(data)
-        batch = _from_bytes(data[1:]).batch(self._form, rank=world.rank, num_ranks=world.num_ranks)
+        own_BT = _from_bytes(data[1:], self._form)[world.rank :: world.num_ranks]
+        batch = labelled(own_BT, self._form)
         output = self._model.train_on(batch, work, loss_weight=self._loss_weights[data[0]])
         if output.scores is None or batch.labels is None:
             raise ValueError("a discriminator's stage gives the scores of its batch")
@@ -419,24 +415,6 @@ class DiscriminatorActor:
         self._model.count(DETECTION.num_correct(output.scores, labels), num_replaced)
 
 
-def _to_bytes(batch: Corrupted) -> bytes:
-    """For the ranks of one cloud, which trust each other."""
-    values_N = batch.ids_N << 1 | batch.is_replaced_N
-    return np.concatenate(([len(batch.lengths_B)], batch.lengths_B, values_N)).astype("<i8").tobytes()
-
-
-def _from_bytes(data: bytes) -> Corrupted:
-    (number,), rest = np.split(np.frombuffer(data, "<i8").astype(np.int64), [1])
-    lengths_B, values_N = np.split(rest, [number])
-    return Corrupted(lengths_B=lengths_B, ids_N=values_N >> 1, is_replaced_N=(values_N & 1).astype(np.bool_))
-
-
-def _interleaved(parts: Sequence[Corrupted]) -> Corrupted:
-    """The sequences in the order of the batch, of which the ranks have taken turns."""
-    rows = zip_longest(*(list(one.sequences()) for one in parts))
-    in_order = [sequence for row in rows for sequence in row if sequence is not None]
-    return Corrupted(
-        lengths_B=np.array([len(ids_T) for ids_T, _ in in_order]),
-        ids_N=np.concatenate([ids_T for ids_T, _ in in_order]),
-        is_replaced_N=np.concatenate([is_replaced_T for _, is_replaced_T in in_order]),
-    )
+def _from_bytes(data: bytes, form: BatchForm) -> Tokens:
+    """The sequences that another rank of this cloud has made; ranks trust each other."""
+    return np.frombuffer(data, np.int64).reshape(-1, form.sequence_length).copy()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 torch's own custom
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isthmus.errors import FrameError, IsthmusError
@@ -23,7 +24,7 @@ from isthmus.plan.feed import (
     feed_scheduler,
 )
 from isthmus.plan.types import Member, Message, MessageKind, Outcome
-from isthmus.train.generator import BATCH, BatchForm, Corrupted, unpack
+from isthmus.train.generator import BATCH, BatchForm, Tokens, num_tokens, pack, unpack
 from isthmus.train.wire import _pack
 from isthmus.wan.packet import Packet
 from isthmus.wan.shaping import Shape
@@ -200,11 +201,11 @@ def test_tokens_are_drawn_by_their_shares_at_a_temperature() -> None:
     scores[..., 7], scores[..., 9] = 9.0, 9.0 + 2 * math.log(3)
     drawn = [actor._replace(batch, scores, number=number) for number in range(400)]
     valid = torch.ones_like(batch.ids) == 1 if batch.mask is None else batch.mask == 1
+    drawn = [one[:, : batch.ids.shape[1]][valid.numpy()] for one in drawn]
     is_masked, original = (batch.labels != -100)[valid].numpy(), batch.ids[valid].numpy()
     for one in drawn:
-        assert np.array_equal(one.ids_N[~is_masked], original[~is_masked])
-        assert not one.is_replaced_N[~is_masked].any()
-    tokens = np.concatenate([one.ids_N[is_masked] for one in drawn])
+        assert np.array_equal(one[~is_masked], original[~is_masked] << 1)
+    tokens = np.concatenate([one[is_masked] >> 1 for one in drawn])
     assert (tokens == 9).sum() / (tokens == 7).sum() == pytest.approx(3.0, rel=0.25)
 
 
@@ -217,39 +218,40 @@ def test_every_masked_token_becomes_the_mask() -> None:
 # What crosses.
 
 
-def corrupted(form: BatchForm = FORM) -> Corrupted:
+def corrupted(form: BatchForm = FORM) -> Tokens:
     drawn = np.random.default_rng(0)
-    lengths = drawn.integers(1, form.sequence_length + 1, size=form.num_sequences)
-    ids = drawn.integers(4, form.vocabulary_size, size=lengths.sum())
-    return Corrupted(lengths_B=lengths, ids_N=ids, is_replaced_N=drawn.random(len(ids)) < 0.1)
+    shape = form.num_sequences, form.sequence_length
+    lengths = drawn.integers(1, form.sequence_length + 1, size=(form.num_sequences, 1))
+    values = drawn.integers(4, form.vocabulary_size, size=shape) << 1 | (drawn.random(shape) < 0.1)
+    return np.where(np.arange(form.sequence_length) < lengths, values, -1)
 
 
 @pytest.mark.parametrize("vocabulary_size", [53, 64, 65, 250_002])
 def test_a_batch_crosses_as_it_is_in_as_few_bits_as_its_vocabulary_needs(vocabulary_size: int) -> None:
     form = replace(FORM, vocabulary_size=vocabulary_size)
     own = corrupted(form)
-    data = own.pack(form)
-    found = unpack(data, form)
-    for name in ("lengths_B", "ids_N", "is_replaced_N"):
-        assert np.array_equal(getattr(found, name), getattr(own, name))
+    data = pack(own, form)
+    assert np.array_equal(unpack(data, form), own)
     bits = math.ceil(math.log2(vocabulary_size)) + 1
-    assert len(data) == 4 * 3 + math.ceil(own.num_tokens * bits / 8)
+    assert len(data) == 4 * 3 + math.ceil(num_tokens(own) * bits / 8)
 
 
 def damaged() -> dict[str, bytes]:
     own = corrupted()
-    pads = replace(own, ids_N=np.full_like(own.ids_N, PAD))
-    beyond = replace(own, ids_N=np.full_like(own.ids_N, VOCABULARY_SIZE))
-    longer = replace(own, lengths_B=own.lengths_B + np.array([12, 0, 0]))
-    empty = replace(own, lengths_B=own.lengths_B * np.array([0, 1, 1]))
+    data = pack(own, FORM)
+
+    def with_lengths(lengths: NDArray[np.int64]) -> bytes:
+        return lengths.astype("<u4").tobytes() + data[4 * FORM.num_sequences :]
+
+    lengths = (own >= 0).sum(1)
     return {
         "nothing": b"",
-        "padding": pads.pack(FORM),
-        "beyond": beyond.pack(FORM),
-        "too long": longer.pack(FORM),
-        "an empty sequence": empty.pack(FORM),
-        "cut short": own.pack(FORM)[:-1],
-        "a flood": own.pack(FORM) + bytes(FORM.max_bytes),
+        "padding": pack(np.where(own >= 0, PAD << 1, -1), FORM),
+        "beyond": pack(np.where(own >= 0, VOCABULARY_SIZE << 1, -1), FORM),
+        "too long": with_lengths(lengths + np.array([12, 0, 0])),
+        "an empty sequence": with_lengths(lengths * np.array([0, 1, 1])),
+        "cut short": data[:-1],
+        "a flood": data + bytes(FORM.max_bytes),
     }
 
 
@@ -265,7 +267,7 @@ def hostile(data: bytes, *, num_batches: int = 1) -> Any:
     def play(link: Any) -> None:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for number in range(num_batches):
-            tag = BatchTag(generator=1, number=number, version=0, num_tokens=corrupted().num_tokens)
+            tag = BatchTag(generator=1, number=number, version=0, num_tokens=num_tokens(corrupted()))
             message = Message(MessageKind.IDS, 0, number, SOUTH, (JUDGE,), tag)
             link.send("ids", _pack(message, {BATCH: tensor}, {}, None))
         link.send("done", Packet({}))
@@ -291,7 +293,7 @@ def test_a_generator_that_floods_is_left_out_and_the_others_continue() -> None:
     """It sends forty batches at once where three may wait; those are trained on, no more of them is kept."""
     spec = feed(on_lost="continue", wait_s=0.2)
     spec = replace(spec, generators=(spec.generators[0], replace(spec.generators[1], quota=40)))
-    found = train(spec, (NEAR, NEAR), send={SOUTH: hostile(corrupted().pack(FORM), num_batches=40)})
+    found = train(spec, (NEAR, NEAR), send={SOUTH: hostile(pack(corrupted(), FORM), num_batches=40)})
     (lost,) = (one for one in found[JUDGE].record.told if isinstance(one, GeneratorLost))
     assert lost.generator == 1
     assert "may not send" in lost.reason
