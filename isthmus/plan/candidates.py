@@ -34,7 +34,6 @@ from isthmus.plan.codecs import (
     Loss,
     Pair,
     choose,
-    expected_loss,
     explained,
 )
 from isthmus.plan.job_facts import first_trained
@@ -144,11 +143,17 @@ class Candidate:
         return max((one.loss for one in self.choices), default=Loss.NONE)
 
     @property
+    def lossiness(self) -> int:
+        """How many codec levels are less lossy than its most lossy one."""
+        pairs = zip(self.choices, self.order.links, strict=True)
+        return max((link.lossiness(one.pair) for one, link in pairs), default=0)
+
+    @property
     def simplicity(self) -> tuple[float, ...]:
         """What one of several equals is chosen by, as far as it is known before a simulation."""
-        lossiness, order = expected_loss(one.pair for one in self.choices), self.order
+        order = self.order
         is_reordered = order.clouds != order.study.run_order
-        return self.loss, lossiness, len(order.memory_words), len(order.clouds), is_reordered
+        return self.loss, self.lossiness, len(order.memory_words), len(order.clouds), is_reordered
 
     def least_totals(self) -> tuple[float, float | None]:
         """The least time and price of a run."""
@@ -170,11 +175,16 @@ class Candidate:
         for cut, (own, link) in enumerate(zip(self.choices, self.order.links, strict=True)):
             allowed = link.options(own.crossing)
             for one in allowed:
-                if one.pair != own.pair:
-                    other = explained(one, allowed, link.bounds)
-                    choices = (*self.choices[:cut], other, *self.choices[cut + 1 :])
-                    if (changed := _candidate(self.order, self.stops, choices, _HURRIED)) is not None:
-                        yield changed
+                choices = (
+                    *self.choices[:cut],
+                    explained(one, allowed, link.bounds),
+                    *self.choices[cut + 1 :],
+                )
+                changed = (
+                    None if one.pair == own.pair else _candidate(self.order, self.stops, choices, _HURRIED)
+                )
+                if changed is not None:
+                    yield changed
 
 
 def layers_of(stops: Sequence[int]) -> tuple[range, ...]:
@@ -222,7 +232,8 @@ def _choices(order: CloudOrder, stops: tuple[int, ...]) -> Iterator[tuple[tuple[
         # Nothing is saved where nothing is paid.
         paid = zip(links, every, levels, strict=True)
         yield choice([some if link.usd_per_gib else own for link, own, some in paid], interval_s), _THRIFTY
-    yield choice(every, interval_s, tolerance=_CLOSE), _HURRIED
+    for share in (1.0, 0.5, 0.25, 0.0):
+        yield choice(every, share * interval_s, tolerance=_CLOSE), _HURRIED
     for levels in fewer:
         yield choice([one[:1] for one in levels], 0.0), _HURRIED
 
@@ -324,7 +335,6 @@ def simulated(candidate: Candidate) -> tuple[Plan, int]:
     most = timed.windows if first is None else tuple(map(max, zip(timed.windows, first.windows, strict=True)))
     stages, links = planned_stages(candidate, timed.windows, most), tuple(_links(candidate))
     number = order.setting.num_microbatches
-    lossiness = (link.lossiness(one.pair) for one, link in zip(candidate.choices, order.links, strict=True))
     plan = Plan(
         form=Form.PIPELINE if len(stages) > 1 else Form.ALONE,
         stages=stages,
@@ -349,7 +359,7 @@ def simulated(candidate: Candidate) -> tuple[Plan, int]:
         scenario=candidate.scenario,
         warmup_scenario=candidate.warmup,
         loss=candidate.loss,
-        lossiness=max(lossiness, default=0),
+        lossiness=candidate.lossiness,
     )
     return plan, timed.num_passes + (0 if first is None else first.num_passes)
 

@@ -53,14 +53,14 @@ _PASSES_PER_CANDIDATE: Final = 24
 _CUTS_PER_PASS: Final = 100
 # Without anything within the limits the search takes so many times the work.
 _PATIENCE: Final = 4
-_NUM_ALTERNATIVES: Final = 12
+_NUM_SIMPLER: Final = 12
 _NUM_CLIMBED: Final = 4
 # Cuts of one order that are looked at more closely, at most.
 _MOST_CUTS: Final = 512
 _NONE: Final[Key] = (math.inf, math.inf)
 
 
-def all_orders(study: Study, setting: Setting, *, by_memory: bool = False) -> Iterator[CloudOrder]:
+def all_orders(study: Study, setting: Setting) -> Iterator[CloudOrder]:
     """Every order of clouds along the links under a setting, the shortest first, or those of a beam."""
     num_clouds, is_in_row = len(study.clouds), study.is_in_row
     if num_clouds <= _MAX_ENUMERATED or is_in_row:
@@ -70,7 +70,7 @@ def all_orders(study: Study, setting: Setting, *, by_memory: bool = False) -> It
             if is_joined and (len(clouds) <= _MAX_ENUMERATED or study.stops is not None):
                 yield CloudOrder(study=study, setting=setting, clouds=clouds)
     if num_clouds > _MAX_ENUMERATED and study.stops is None:
-        for clouds, stops in _Beam.of(study, setting, by_memory=by_memory).walks().items():
+        for clouds, stops in _Beam.of(study, setting).walks().items():
             yield CloudOrder(study=study, setting=setting, clouds=clouds, found_stops=stops)
 
 
@@ -117,6 +117,12 @@ def least_worst(order: CloudOrder, tables: Sequence[Table]) -> float:
     for table in tables[1:]:
         best = np.maximum(best[:, None], table).min(axis=0)
     return float(best[-1])
+
+
+def least_share(order: CloudOrder) -> float:
+    """The least share that an order needs of what it may fill of any memory: up to 1 where it fits."""
+    tables = [order.study.needed_share(cloud, order.setting) for cloud in order.clouds]
+    return least_worst(order, tables) / order.study.memory_share
 
 
 def _worst(rows: Stops, tables: Sequence[Table]) -> Table:
@@ -231,7 +237,7 @@ def _stages(order: CloudOrder, rows: Stops, *, fits: bool) -> tuple[list[StageTi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Beam:
-    """Orders of many clouds, by what each cloud takes for the layers (a, b): time in a step, or memory."""
+    """Orders of many clouds, by the time in a step that each cloud takes for the layers (a, b)."""
 
     study: Study
     stages: Sequence[Table]
@@ -241,19 +247,12 @@ class _Beam:
     """What it takes there and back between two clouds."""
     lines: Mapping[tuple[int, int], float]
     """How long all messages of a step are on the line between two clouds, in the slower direction."""
-    cap: float | None = None
-    """A cap to try beside those that are found."""
 
     @classmethod
-    def of(cls, study: Study, setting: Setting, *, by_memory: bool) -> "_Beam":
+    def of(cls, study: Study, setting: Setting) -> "_Beam":
         clouds = range(len(study.clouds))
         each = ((pair, CloudOrder(study=study, setting=setting, clouds=pair)) for pair in sorted(study.links))
         hops = {pair: hop for pair, order in each if (hop := _hops(order, 0)[0]) is not None}
-        if by_memory:
-            shares = [study.needed_share(cloud, setting) for cloud in clouds]
-            free = dict.fromkeys(hops, 0.0)
-            cap = study.memory_share
-            return cls(study=study, stages=shares, once=shares, hops=free, lines=free, cap=cap)
         tables, number = [study.table(cloud, setting) for cloud in clouds], setting.num_microbatches
         return cls(
             study=study,
@@ -281,7 +280,7 @@ class _Beam:
         for _ in range(_NUM_HALVINGS):
             middle = math.sqrt(least * most)
             least, most = (least, middle) if any(self._under(middle)) else (middle, most)
-        return [*(most * one for one in _CAPS), *([] if self.cap is None else [self.cap])]
+        return [most * one for one in _CAPS]
 
     def _under(self, cap: float) -> Iterator[tuple[Clouds, tuple[int, ...]]]:
         num_layers, sizes = self.study.model.num_layers, self.study.sizes
@@ -345,14 +344,7 @@ class Search:
         self.num_bounded = 0
         """Cuts that have a bound."""
         self._progress = progress
-        # Those of ranks with one schedule, which alone can shard all of a stage, wait until memory binds.
-        self._groups = [
-            [one for one in levels if study.is_last_resort(one) == is_resort]
-            for is_resort in (False, True)
-            for levels in (study.levels, study.synchronous_levels)
-        ]
         self._is_tight = False
-        self._fewest = self._fewest_stages()
         self._explore(aim)
         best = self.best if aim.by_price else None
         if best is not None and best[1].estimate.total_usd is not None:
@@ -368,59 +360,53 @@ class Search:
     def has_priced(self) -> bool:
         """Whether the price of any pipeline that may fit is known."""
         every = (order for each in self.orders.values() for _, order in each)
-        return any(self.study.usd_per_s(one.clouds) is not None and self._share(one) <= 1 for one in every)
+        return any(self.study.usd_per_s(one.clouds) is not None and least_share(one) <= 1 for one in every)
 
     def others(self, best: Plan, most: int) -> Iterator[Plan]:
         """The best plan of each other order of clouds, the most promising first."""
         ranked = sorted((min(key for key, _ in each), clouds) for clouds, each in self.orders.items())
-        seen = {best.clouds}
-        for _, clouds in ranked:
-            plan = self._best_of(clouds) if len(seen) <= 2 * most else None
-            if plan is not None and plan.clouds not in seen:
-                seen.add(plan.clouds)
+        for _, clouds in ranked[: 2 * most]:
+            plan = self._best_of(clouds)
+            if plan is not None and plan.clouds != best.clouds:
                 yield plan
 
-    def _share(self, order: CloudOrder) -> float:
-        """The least share that an order needs of what it may fill of any memory: up to 1 where it fits."""
-        tables = [self.study.needed_share(cloud, order.setting) for cloud in order.clouds]
-        return least_worst(order, tables) / self.study.memory_share
-
-    def _fewest_stages(self) -> float:
+    @functools.cached_property
+    def _fewest(self) -> float:
         """The fewest stages that fit without a last resort: the optimizer on the host or in 8 bits.
 
         Last resorts are taken only where nothing else fits, or where fewer stages do.
         """
-        number, fewest = max(self.study.microbatch_choices(Policy.LOCK_STEP)), math.inf
-        for memory in reversed([*chain(*self._groups[:2])]):
-            if fewest > self.study.sizes.start:
-                setting = Setting(num_microbatches=number, memory=memory)
-                orders = all_orders(self.study, setting, by_memory=True)
-                found = (len(one.clouds) for one in orders if self._share(one) <= 1)
-                fewest = min(fewest, min(found, default=math.inf))
-        return fewest
+        number = max(self.study.microbatch_choices(Policy.LOCK_STEP))
+        levels = chain.from_iterable(self._groups(are_resorts=False))
+        settings = (Setting(num_microbatches=number, memory=one) for one in levels if one.recompute)
+        orders = chain.from_iterable(all_orders(self.study, one) for one in settings)
+        return min((len(one.clouds) for one in orders if least_share(one) <= 1), default=math.inf)
 
     def _explore(self, aim: Aim) -> None:
         """Look at the least, again and again, until nothing that is left can be better."""
         self._aim, self._tickets, self._opened = aim, count(), set[Setting]()
+        self._queue: list[tuple[Key, int, object]] = []
         totals = [plan.totals for _, plan in self.tried]
         self._least = min((aim.key(*one) for one in totals if aim.allows(*one)), default=_NONE)
-        waiting = list[tuple[Key, Candidate]]()
-        usual, sharded, resorts, sharded_resorts = self._groups
-        has_resorts = self._fewest > self.study.sizes.start
-        for levels in (usual, resorts) if has_resorts else (usual,):
-            waiting += self._weigh(levels)
-        for levels in (sharded, sharded_resorts) if has_resorts else (sharded,):
-            waiting += self._weigh(levels) if self._is_tight else []
+        for levels in self._groups(are_resorts=False):
+            self._weigh(levels)
+        if self._fewest > self.study.sizes.start:
+            for levels in self._groups(are_resorts=True):
+                self._weigh(levels)
         self._climb()
         if (best := self._pick(aim)) is not None:
-            self._try_alternatives(best[0], waiting)
+            self._try_simpler(best[0])
 
-    def _weigh(self, levels: Sequence[MemoryOptions]) -> list[tuple[Key, Candidate]]:
-        """Search with some memory options, each opened behind the one before; what was not simulated."""
+    def _groups(self, *, are_resorts: bool) -> Iterator[Sequence[MemoryOptions]]:
+        """Memory options to try; those of ranks with one schedule come last, and only where memory binds."""
+        for levels in (self.study.levels, self.study.synchronous_levels):
+            own = [one for one in levels if self.study.is_last_resort(one) is are_resorts]
+            if own and (levels is self.study.levels or self._is_tight):
+                yield own
+
+    def _weigh(self, levels: Sequence[MemoryOptions]) -> None:
+        """Search with some memory options, each opened behind the one before."""
         self._work, self._levels = 0.0, levels
-        self._queue: list[tuple[Key, int, object]] = []
-        if not levels:
-            return []
         for number in self.study.microbatch_choices(self.study.policy_under(levels[0])):
             self._open(Setting(num_microbatches=number, memory=levels[0]))
         self._progress("weighing pipelines")
@@ -436,9 +422,7 @@ class Search:
                 case (CloudOrder() as order, np.ndarray() as row):
                     self._code(order, row)
                 case Candidate():
-                    self._progress(f"simulating plan {len(self.tried) + 1}")
                     self._simulate(node)
-        return [(key, one) for key, _, one in self._queue if isinstance(one, Candidate)]
 
     def _open(self, setting: Setting) -> None:
         """Queue all orders of clouds under a setting, or under the next level where there are none."""
@@ -470,14 +454,9 @@ class Search:
 
     def _cut(self, order: CloudOrder) -> None:
         """Bound all cuts of an order; where memory makes them slower, look at the next memory options too."""
-        cuts = self._ranked(order, fits=True)
+        cuts, roomy = (self._ranked(order, fits=fits) for fits in (True, False))
         for key, row in cuts:
             self._push(key, (order, row))
-        rounds = [-(-order.setting.num_microbatches // one.num_ranks) for one in order.facts]
-        stages, _ = _stages(order, cuts_of(order), fits=True)
-        if all(bool((one.cap >= number).all()) for one, number in zip(stages, rounds, strict=True)):
-            return
-        roomy = self._ranked(order, fits=False)
         if roomy and (not cuts or roomy[0][0][0] < cuts[0][0][0] * (1 - 1e-6)):
             for later in self._next_levels(order.setting):
                 self._push(roomy[0][0], later)
@@ -509,6 +488,7 @@ class Search:
                 self._push(self._aim.key(*totals), one)
 
     def _simulate(self, candidate: Candidate) -> Plan:
+        self._progress(f"simulating plan {len(self.tried) + 1}")
         plan, num_passes = simulated(candidate)
         self._work += num_passes
         self.tried.append((candidate, plan))
@@ -518,32 +498,26 @@ class Search:
 
     def _climb(self) -> None:
         """Change the codecs of the best plans link by link, as long as that makes a better one."""
-        climbed: set[int] = set()
+        climbed = set[int]()
         while self._work <= MAX_PASSES:
-            ranked = sorted(self.tried, key=lambda one: self._order_of(one[1]))[:_NUM_CLIMBED]
-            start = next((one for one, _ in ranked if id(one) not in climbed), None)
+            allowed = [one for one in self.tried if self._aim.allows(*one[1].totals)]
+            best = sorted(allowed, key=lambda one: self._aim.key(*one[1].totals))[:_NUM_CLIMBED]
+            start = next((one for one, _ in best if id(one) not in climbed), None)
             if start is None:
                 return
             climbed.add(id(start))
             for one in start.with_codecs():
                 self._work += _PASSES_PER_CANDIDATE
-                if self._work <= MAX_PASSES:
-                    totals = one.least_totals()
-                    if self._aim.allows(*totals) and self._aim.key(*totals) < self._least:
-                        self._simulate(one)
+                totals = one.least_totals()
+                if self._aim.allows(*totals) and self._aim.key(*totals) < self._least:
+                    self._simulate(one)
 
-    def _order_of(self, plan: Plan) -> tuple[bool, Key]:
-        return not self._aim.allows(*plan.totals), self._aim.key(*plan.totals)
-
-    def _try_alternatives(self, best: Candidate, waiting: list[tuple[Key, Candidate]]) -> None:
+    def _try_simpler(self, best: Candidate) -> None:
         """Simulate what is simpler than the best and nearly as good by its bound, until one holds."""
         bar = self._least[0] * (1 + NEARLY)
-        listed = self._promising(self.study.run_order)
-        if listed is not None and len(listed.order.clouds) == len(best.order.clouds):
-            waiting.append((self._aim.key(*listed.least_totals()), listed))
-        better = [(one.simplicity, key, number, one) for number, (key, one) in enumerate(waiting)]
-        better = sorted(one for one in better if one[0] < best.simplicity and one[1][0] <= bar)
-        for *_, one in better[:_NUM_ALTERNATIVES]:
+        waiting = [(key, at, one) for key, at, one in self._queue if isinstance(one, Candidate)]
+        better = [one for one in waiting if one[2].simplicity < best.simplicity and one[0][0] <= bar]
+        for *_, one in sorted(better, key=lambda one: (one[2].simplicity, *one[:2]))[:_NUM_SIMPLER]:
             plan = self._simulate(one)
             if self._aim.allows(*plan.totals) and self._aim.key(*plan.totals)[0] <= bar:
                 return
@@ -559,22 +533,17 @@ class Search:
         known = [plan for one, plan in self.tried if one.order.clouds == clouds]
         if known:
             return min(known, key=lambda one: self.aim.key(*one.totals))
-        promising = self._promising(clouds)
-        return None if promising is None else simulated(promising)[0]
-
-    def _promising(self, clouds: Clouds) -> Candidate | None:
-        """The candidate with the least bound of an order of clouds, None where none fits."""
-        known = [order for _, order in sorted(self.orders.get(clouds, ()), key=lambda one: one[0])]
-        numbers = dict.fromkeys(one.setting.num_microbatches for one in known)
+        first = [order for _, order in sorted(self.orders[clouds], key=lambda one: one[0])]
         # What was not looked at needs more memory options than all that was.
-        groups = self._groups if len(clouds) < self._fewest else self._groups[:2]
-        settings = product([*chain(*groups)], numbers)
-        later = (Setting(num_microbatches=number, memory=memory) for memory, number in settings)
-        for order in chain(known, (replace(known[0], setting=one) for one in later)):
-            if self._share(order) <= 1:
-                for _, row in self._ranked(order, fits=True)[:1]:
-                    if ways := candidates(order, tuple(map(int, row))):
-                        return min(ways, key=lambda one: self._aim.key(*one.least_totals()))
+        levels = chain(*self._groups(are_resorts=False), *self._groups(are_resorts=True))
+        numbers = dict.fromkeys(one.setting.num_microbatches for one in first)
+        later = (Setting(num_microbatches=number, memory=one) for one, number in product(levels, numbers))
+        for order in chain(first, (replace(first[0], setting=one) for one in later)):
+            if self.study.is_last_resort(order.setting.memory) and len(clouds) >= self._fewest:
+                break
+            for _, row in self._ranked(order, fits=True)[:1] if least_share(order) <= 1 else ():
+                if ways := candidates(order, tuple(map(int, row))):
+                    return simulated(min(ways, key=lambda one: self.aim.key(*one.least_totals())))[0]
         return None
 
 
@@ -651,25 +620,25 @@ def fits(study: Study) -> bool:
 
 def _least_memory(ready: Study) -> Fit:
     """The pipeline that needs the least share of the memory of any cloud; nothing where there is none."""
-    best_share, best = math.inf, None
-    for number, memory in product(_most_microbatches(ready), (*ready.levels, *ready.synchronous_levels)):
-        setting = Setting(num_microbatches=number, memory=memory)
-        for order in all_orders(ready, setting, by_memory=True) if memory.recompute else ():
-            tables = [ready.needed_share(cloud, setting) for cloud in order.clouds]
-            share = least_worst(order, tables)
-            if share < best_share:
-                best_share, best = share, (order, tables)
-    if best is None:
+    roomy = ready.but(memory_share=math.inf)
+    levels = [one for one in (*ready.levels, *ready.synchronous_levels) if one.recompute]
+    settings = product(_most_microbatches(ready), levels)
+    orders = chain.from_iterable(
+        all_orders(roomy, Setting(num_microbatches=number, memory=one)) for number, one in settings
+    )
+    shares = [(ready.memory_share * least_share(replace(one, study=ready)), one) for one in orders]
+    share, order = min(shares, key=lambda one: one[0], default=(math.inf, None))
+    if order is None or share == math.inf:
         return ()
-    order, tables = best
     rows, ways = cuts_of(order), list[Candidate]()
-    shares, (total_s, _, _) = _worst(rows, tables), bounds(order, rows, fits=False)
-    row = rows[np.lexsort((total_s, np.where(np.isfinite(total_s), shares, np.inf)))[0]]
+    needed = _worst(rows, [ready.needed_share(cloud, order.setting) for cloud in order.clouds])
+    total_s, _, _ = bounds(order, rows, fits=False)
+    row = rows[np.lexsort((total_s, np.where(np.isfinite(total_s), needed, np.inf)))[0]]
     while not ways:
-        tight = replace(order, study=ready.but(memory_share=best_share * (1 + _ROUNDING)))
+        tight = replace(order, study=ready.but(memory_share=share * (1 + _ROUNDING)))
         ways = candidates(tight, tuple(map(int, row)))
         # What codecs keep comes on top.
-        best_share *= _MEMORY_STEP
+        share *= _MEMORY_STEP
     return [(one, order.memory_words) for one in planned_stages(ways[0])]
 
 

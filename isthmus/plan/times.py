@@ -18,6 +18,7 @@ recomputed: to recompute adds a forward pass.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -575,7 +576,7 @@ class CloudFacts:
 
     def room_bytes(self, share: float) -> int:
         """What a plan may fill of a rank's memory."""
-        return _UNKNOWN_BYTES if self.capacity_bytes is None else int(share * self.capacity_bytes)
+        return int(min(_UNKNOWN_BYTES, share * (self.capacity_bytes or math.inf)))
 
     def times(self, costs: ModelCosts, *, is_compiled: bool) -> ModelTimes:
         """The times of its profile, or else those of the catalogue."""
