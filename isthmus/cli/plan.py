@@ -15,7 +15,7 @@ from isthmus.job import Job, update_job_file
 from isthmus.observe.draw import Table, draw_chart, draw_text, paragraph
 from isthmus.observe.timeline import Chart, chart_of_step, lay_out
 from isthmus.plan.job_facts import run_order
-from isthmus.plan.plan import Estimate, Plan, PlannedStage, RunnerUp, plan_to_dict, planned_changes
+from isthmus.plan.plan import Estimate, Plan, PlannedStage, plan_to_dict, planned_changes
 from isthmus.plan.replicated import sketch
 from isthmus.plan.simulated import simulate_scenario
 
@@ -58,9 +58,7 @@ def plan(
         about = [paragraph(chosen.reason), *shown, *map(paragraph, remarks)]
         output.write_pictures(notes, drawing, title=title, about=about, svg=svg, html=html)
     if write:
-        changes = planned_changes(loaded, chosen)
-        clouds = {f"cloud.{name}": values for name, values in changes.clouds.items()}
-        update_job_file(job, {**changes.sections, **clouds})
+        update_job_file(job, planned_changes(loaded, chosen))
         notes.print(f"[green]✓[/] {job} now holds this choice")
     elif not as_json:
         notes.print(f"[dim]next: isthmus plan {job} --write puts this choice into the job[/]")
@@ -97,7 +95,7 @@ def _chart(plan: Plan, num_microbatches: int | None = None) -> Chart:
 
 class _Row(NamedTuple):
     number: int
-    plan: Plan | RunnerUp
+    plan: Plan
 
     @property
     def estimate(self) -> Estimate:
@@ -105,7 +103,7 @@ class _Row(NamedTuple):
 
     @property
     def why(self) -> str:
-        return self.plan.why if isinstance(self.plan, RunnerUp) else "taken"
+        return "taken" if self.number == 1 else self.plan.reason
 
 
 def plan_tables(plan: Plan) -> Iterator[Table]:

@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from pydantic import TypeAdapter
@@ -193,18 +193,6 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerUp:
-    """A plan that was not taken, and why."""
-
-    form: Form
-    what: str
-    estimate: Estimate
-    memory_share: float | None
-    why: str
-    memory_words: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The choice; `scenario` drives the simulator where the form is a pipeline, or one cloud alone."""
 
@@ -214,6 +202,7 @@ class Plan:
     memory_options: MemoryOptions
     estimate: Estimate
     reason: str
+    """Why it was taken, or why not."""
     settings: PipelineSettings | DataSettings | None = None
     scenario: Scenario | None = None
     warmup_scenario: Scenario | None = None
@@ -223,7 +212,8 @@ class Plan:
     lossiness: int = 0
     """How many codec levels are less lossy than its most lossy one."""
     notes: tuple[str, ...] = ()
-    runners_up: tuple[RunnerUp, ...] = ()
+    runners_up: tuple["Plan", ...] = ()
+    """Plans that were not taken, without their scenarios."""
     num_tried: int = 0
 
     @property
@@ -244,33 +234,34 @@ class Plan:
     @property
     def decisions(self) -> Decisions | None:
         """What a run follows, None where generators feed a discriminator."""
-        if isinstance(self.settings, DataSettings):
-            memory = self.memory_options
-            return Decisions(
-                layers=(),
-                num_microbatches=1,
-                max_in_flight=None,
-                recompute=memory.recompute,
-                codecs=(),
-                reasons=self.notes,
-                offload_optimizer=memory.offload_optimizer,
-                optimizer_bits=memory.optimizer_bits,
-                sync=self.settings,
-            )
-        if self.settings is None:
-            return None
-        return Decisions(
-            layers=tuple(stop - start for start, stop in (one.layers or (0, 0) for one in self.stages)),
-            num_microbatches=self.settings.num_microbatches,
-            max_in_flight=self.settings.max_in_flight,
-            recompute=self.memory_options.recompute,
-            codecs=tuple((one.forward_codec, one.backward_codec) for one in self.links),
-            reasons=self.notes,
-            sharding=tuple(one.sharding for one in self.stages),
-            offload_optimizer=self.memory_options.offload_optimizer,
-            optimizer_bits=self.memory_options.optimizer_bits,
-            policy=self.settings.policy.value,
-        )
+        common: dict[str, Any] = {
+            "recompute": self.memory_options.recompute,
+            "offload_optimizer": self.memory_options.offload_optimizer,
+            "optimizer_bits": self.memory_options.optimizer_bits,
+            "reasons": self.notes,
+        }
+        match self.settings:
+            case DataSettings() as sync:
+                common |= {"layers": (), "num_microbatches": 1, "max_in_flight": None, "codecs": ()}
+                return Decisions(**common, sync=sync)
+            case PipelineSettings() as settings:
+                return Decisions(
+                    **common,
+                    layers=tuple(
+                        stop - start for start, stop in (one.layers or (0, 0) for one in self.stages)
+                    ),
+                    num_microbatches=settings.num_microbatches,
+                    max_in_flight=settings.max_in_flight,
+                    codecs=tuple((one.forward_codec, one.backward_codec) for one in self.links),
+                    sharding=tuple(one.sharding for one in self.stages),
+                    policy=settings.policy.value,
+                )
+        return None
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """The number of layers of each stage."""
+        return tuple(stop - start for start, stop in (one.layers or (0, 0) for one in self.stages))
 
     @property
     def memory_share(self) -> float | None:
@@ -533,6 +524,10 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "what": plan.what,
         "memory_words": plan.memory_words,
         "decisions": None if plan.decisions is None else asdict(plan.decisions),
+        "runners_up": [
+            values | {"what": one.what, "why": one.reason, "memory_share": one.memory_share}
+            for one, values in zip(plan.runners_up, values["runners_up"], strict=True)
+        ],
     }
     values["estimate"] |= {
         "total_s": plan.estimate.total_s,
@@ -584,62 +579,45 @@ def _read(text: str, key: str) -> Any:
 _OPEN: Final = "auto"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """Keys of the job's `[strategy]` and `[train]`, and of its clouds by name."""
-
-    strategy: Mapping[str, object] = field(default_factory=dict)
-    train: Mapping[str, object] = field(default_factory=dict)
-    clouds: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-
-    @property
-    def sections(self) -> dict[str, Mapping[str, object]]:
-        """The sections with something to set."""
-        every = {"strategy": self.strategy, "train": self.train}
-        return {name: keys for name, keys in every.items() if keys}
+Sections = dict[str, dict[str, object]]
+"""Keys to set in the tables of a job file: `strategy`, `train` and `cloud.NAME`."""
 
 
-def planned_changes(job: Job, plan: Plan) -> Changes:
+def planned_changes(job: Job, plan: Plan) -> Sections:
     """What is to be set in a job so that it does as planned."""
-    changes = _memory_changes(job, plan.memory_options, {one.cloud: one.sharding for one in plan.stages})
-    return replace(changes, strategy=_strategy(plan))
+    found = _memory_changes(job, plan.memory_options, {one.cloud: one.sharding for one in plan.stages})
+    return {"strategy": _strategy(plan), **found}
 
 
 def follow(job: Job, clouds: Sequence[str], decisions: Decisions | None) -> Job:
     """The job with nothing left open about memory; `clouds` are those of the stages."""
-    wanted = Changes()
+    wanted: Sections = {}
     if decisions is not None:
-        wanted = _memory_changes(
-            job, decisions.memory_options, dict(zip(clouds, decisions.sharding, strict=False))
-        )
+        sharding = dict(zip(clouds, decisions.sharding, strict=False))
+        wanted = _memory_changes(job, decisions.memory_options, sharding)
     unsharded = {"sharding": Sharding.NONE.value}
-    return job.model_copy(
-        update={
-            "train": job.train.model_copy(update=wanted.train),
-            "cloud": tuple(
-                one.model_copy(update=wanted.clouds.get(one.name, unsharded))
-                if one.sharding == _OPEN
-                else one
-                for one in job.cloud
-            ),
-        }
+    followed = (
+        one.model_copy(update=wanted.get(f"cloud.{one.name}", unsharded)) if one.sharding == _OPEN else one
+        for one in job.cloud
     )
+    train = job.train.model_copy(update=wanted.get("train", {}))
+    return job.model_copy(update={"train": train, "cloud": tuple(followed)})
 
 
 def _strategy(plan: Plan) -> dict[str, object]:
     match plan.settings:
         case PipelineSettings() as settings:
-            caps = settings.max_in_flight
-            counts = [stop - start for start, stop in (stage.layers or (0, 0) for stage in plan.stages)]
+            caps, found = settings.max_in_flight, dict[str, object]()
+            if settings.policy.keeps_order:
+                found["policy"] = settings.policy.value
+            if caps is not None:
+                found["max_in_flight"] = list(caps) if isinstance(caps, tuple) else caps
             return {
                 "kind": "pipeline",
                 "clouds": list(plan.clouds),
-                "layers": counts,
+                "layers": list(plan.layer_counts),
                 "microbatches": settings.num_microbatches,
-                **({"policy": settings.policy.value} if settings.policy.keeps_order else {}),
-                **(
-                    {} if caps is None else {"max_in_flight": list(caps) if isinstance(caps, tuple) else caps}
-                ),
+                **found,
             }
         case DataSettings() as settings:
             return {
@@ -652,7 +630,7 @@ def _strategy(plan: Plan) -> dict[str, object]:
             return {"kind": "generator-discriminator", "discriminator_cloud": plan.clouds[-1]}
 
 
-def _memory_changes(job: Job, options: MemoryOptions, sharding: Mapping[str, Sharding]) -> Changes:
+def _memory_changes(job: Job, options: MemoryOptions, sharding: Mapping[str, Sharding]) -> Sections:
     train: dict[str, object] = {}
     # "auto" recomputes by itself what memory asks for.
     if options.recompute and job.train.recompute is False:
@@ -662,4 +640,5 @@ def _memory_changes(job: Job, options: MemoryOptions, sharding: Mapping[str, Sha
     if options.optimizer_bits != job.train.optimizer_bits:
         train["optimizer_bits"] = options.optimizer_bits
     free = (one for one in job.cloud if one.sharding == _OPEN and one.ranks > 1 and one.name in sharding)
-    return Changes(train=train, clouds={one.name: {"sharding": sharding[one.name].value} for one in free})
+    clouds: Sections = {f"cloud.{one.name}": {"sharding": sharding[one.name].value} for one in free}
+    return ({"train": train} if train else {}) | clouds

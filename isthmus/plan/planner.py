@@ -35,7 +35,6 @@ from isthmus.plan.plan import (
     Aim,
     Form,
     Plan,
-    RunnerUp,
     excess,
     keep_limits,
     unpriced_budget,
@@ -84,15 +83,7 @@ def plan(
             others = [] if is_quick else _losers(ready, found, best, progress)
             num_tried = found.num_bounded
     runners_up = tuple(
-        RunnerUp(
-            form=one.form,
-            what=one.what,
-            estimate=one.estimate,
-            memory_share=one.memory_share,
-            why=_why(one, best, job),
-            memory_words=one.memory_words,
-        )
-        for one in others
+        replace(one, reason=_why(one, best, job), scenario=None, warmup_scenario=None) for one in others
     )
     return replace(
         best,
@@ -233,14 +224,14 @@ def _dearer(usd: float, least_usd: float) -> str:
     return f"costs {usd / least_usd - 1:.0%} more" if least_usd else f"costs ${shorten(usd):,} more"
 
 
-def _reason(best: Plan, runners_up: Sequence[RunnerUp]) -> str:
+def _reason(best: Plan, runners_up: Sequence[Plan]) -> str:
     start = (
         f"{best.form.value}: {_short(best.estimate.step_s)} a step, limited by the {best.estimate.limiting}"
     )
     if not runners_up:
         return start
     other = runners_up[0]
-    why = other.why.partition(":")[0]
+    why = other.reason.partition(":")[0]
     verb = "" if why.startswith(_VERBS) else "is "
     return f"{start}; the next best, {other.what.partition(';')[0]}, {verb}{why}"
 

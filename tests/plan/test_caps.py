@@ -91,7 +91,7 @@ def test_a_plan_that_is_written_is_planned_again(tmp_path: Path) -> None:
     job = load_job(file, overrides=given)
     chosen = plan(job, is_quick=True)
     changes = planned_changes(job, chosen)
-    update_job_file(file, changes.sections)
+    update_job_file(file, changes)
     written = load_job(file, overrides=TIGHT)
     assert isinstance(written.strategy, PipelineStrategy)
     assert isinstance(chosen.settings, PipelineSettings)
@@ -106,7 +106,7 @@ def test_equal_caps_are_one_number() -> None:
     chosen = plan(job, is_quick=True)
     assert isinstance(chosen.settings, PipelineSettings)
     assert chosen.settings.max_in_flight == 2
-    assert planned_changes(job, chosen).strategy["max_in_flight"] == 2
+    assert planned_changes(job, chosen)["strategy"]["max_in_flight"] == 2
 
 
 def test_a_job_gives_each_stage_its_own() -> None:

@@ -104,7 +104,7 @@ def test_what_has_no_price_is_not_taken_to_be_free() -> None:
     for limit in ("limits.budget_usd=1000", LONG):
         chosen = plan(two_clouds(*mine, limit, more=UNPRICED))
         assert chosen.clouds == ("east",)
-        assert any("has no known price, for want of that of west" in one.why for one in chosen.runners_up)
+        assert any("has no known price, for want of that of west" in one.reason for one in chosen.runners_up)
     with pytest.raises(UserError, match="the cheapest plan costs"):
         plan(two_clouds(*mine, "limits.budget_usd=0.0001", more=UNPRICED))
     with pytest.raises(UserError, match="the price of cloud 'west' is not known"):

@@ -89,7 +89,7 @@ def test_auto_compares_all_forms() -> None:
     chosen = plan(two_clouds())
     forms = {chosen.form, *(one.form for one in chosen.runners_up)}
     assert forms == {Form.ALONE, Form.PIPELINE, Form.DATA}
-    assert all(one.why for one in chosen.runners_up)
+    assert all(one.reason for one in chosen.runners_up)
     assert chosen.runners_up[0].what.partition(";")[0] in chosen.reason
 
 
@@ -97,7 +97,7 @@ def test_a_useless_link_leaves_one_cloud_alone() -> None:
     chosen = plan(two_clouds("link.0.bandwidth=1 Mbps", "limits.codec_loss=none"))
     assert chosen.form is Form.ALONE
     assert chosen.links == ()
-    assert "bandwidth" in next(one.why for one in chosen.runners_up if one.form is Form.PIPELINE)
+    assert "bandwidth" in next(one.reason for one in chosen.runners_up if one.form is Form.PIPELINE)
 
 
 def test_a_model_too_large_for_one_cloud_is_cut_or_spared() -> None:

@@ -48,7 +48,7 @@ def test_a_run_that_keeps_another_order_says_how_to_take_the_plan(tmp_path: Path
     assert followed is not None
     assert followed.clouds == ("east", "west")
     assert "isthmus plan JOB --write" in followed.notes[0]
-    update_job_file(file, planned_changes(job, shown).sections)
+    update_job_file(file, planned_changes(job, shown))
     again = plan_run(load_job(file, overrides=unlike))
     assert again is not None
     assert (again.clouds, again.scenario) == (shown.clouds, shown.scenario)
@@ -69,7 +69,7 @@ def test_auto_chooses_only_what_can_be_run(seed: int) -> None:
     job = random_job(seed, "strategy.kind=auto")
     shown = plan(job, is_quick=True)
     assert shown.form in (Form.PIPELINE, Form.ALONE)
-    strategy = PipelineStrategy.model_validate(planned_changes(job, shown).strategy)
+    strategy = PipelineStrategy.model_validate(planned_changes(job, shown)["strategy"])
     followed = plan_run(job.model_copy(update={"strategy": strategy}).used())
     assert followed is not None
     assert (followed.clouds, followed.scenario) == (shown.clouds, shown.scenario)
