@@ -10,159 +10,69 @@ starts, and both follow each other closely, since other programs may share the c
 """
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
-import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from bench import NOTES, finish, new_folder, options, show, tell
+from planned_runs import CommandFailed, Commands, Planned, error_of, job_text, middle
 
+CLOUDS: Final = ("east", "west")
 GOALS: Final = {"by itself": 0.25, "with isthmus profile": 0.10}
-
-
-JOB: Final = """
-name = "cpu"
-seed = 7
-[model.config]
-max_position_embeddings = 128
-{model}
-[data]
-source = "builtin:tales"
-sequence_length = 128
-task = "{task}"
-[[cloud]]
-name = "east"
-device = "cpu"
-listen = "127.0.0.1:7600"
-[[cloud]]
-name = "west"
-device = "cpu"
-[[link]]
-between = ["east", "west"]
-{line}
-[strategy]
-kind = "pipeline"
-clouds = ["east", "west"]
-[train]
-steps = {num_steps}
-batch_tokens = {batch_tokens}
-learning_rate = 1e-3
-evaluate_every = 0
-"""
-LLAMA: Final = """model_type = "llama"
-vocab_size = 512
-hidden_size = 128
-intermediate_size = 352
-num_hidden_layers = 4
-num_attention_heads = 4"""
-GPT2: Final = """model_type = "gpt2"
-vocab_size = 2048
-n_embd = 256
-n_layer = 6
-n_head = 4"""
-BERT: Final = """model_type = "bert"
-vocab_size = 1024
-hidden_size = 192
-intermediate_size = 768
-num_hidden_layers = 6
-num_attention_heads = 6"""
+TEXTS: Final = {"source": "builtin:tales", "sequence_length": 128}
 
 
 def jobs(num_steps: int) -> dict[str, str]:
     """The jobs by name."""
-    kinds = {
-        "llama": (LLAMA, 'bandwidth = "100 Mbps"\nrtt = "60 ms"', 8192, "causal-lm"),
-        "gpt2": (GPT2, 'bandwidth = "500 Mbps"\nrtt = "20 ms"', 4096, "causal-lm"),
-        "bert": (BERT, 'bandwidth = "50 Mbps"\nrtt = "100 ms"', 4096, "masked-lm"),
+    train = {"steps": num_steps, "learning_rate": 1e-3, "evaluate_every": 0}
+    llama = {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+    }
+    gpt2 = {
+        "model_type": "gpt2",
+        "vocab_size": 2048,
+        "n_embd": 256,
+        "n_layer": 6,
+        "n_head": 4,
+        "n_positions": 128,
+    }
+    bert = {
+        "model_type": "bert",
+        "vocab_size": 1024,
+        "hidden_size": 192,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 128,
+    }
+    kinds: dict[str, tuple[dict[str, object], float, float, int, str]] = {
+        "llama": (llama, 100, 60, 8192, "causal-lm"),
+        "gpt2": (gpt2, 500, 20, 4096, "causal-lm"),
+        "bert": (bert, 50, 100, 4096, "masked-lm"),
     }
     return {
-        name: JOB.format(model=model, line=line, batch_tokens=tokens, task=task, num_steps=num_steps)
-        for name, (model, line, tokens, task) in kinds.items()
-    }
-
-
-NUM_WARM_UP_STEPS: Final = 3
-
-
-class CommandFailed(Exception):
-    """A command ended with an error, or took too long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """What a plan has chosen and predicted."""
-
-    step_s: float
-    num_microbatches: int
-    layers: tuple[int, ...]
-    sha256: str
-    """Of the file that held the prediction before the run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commands:
-    """Runs the commands of the package with a cache of their own."""
-
-    cache: Path
-    limit_s: float
-
-    def plan(self, job: Path, sealed: Path, *options: str) -> Planned:
-        """Plan a job and write its prediction to a file before anything runs."""
-        text = self.call("plan", str(job), "--json", *options)
-        values = json.loads(text)
-        record = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "plan": values}
-        sealed.write_text(json.dumps(record, indent=1))
-        settings = values["settings"]
-        return Planned(
-            step_s=values["estimate"]["step_s"],
-            num_microbatches=settings["num_microbatches"],
-            layers=tuple(stage["layers"][1] - stage["layers"][0] for stage in values["stages"]),
-            sha256=hashlib.sha256(sealed.read_bytes()).hexdigest(),
+        name: job_text(
+            f"cpu-{name}",
+            config=config,
+            clouds=CLOUDS,
+            links=((mbps, rtt_ms),),
+            device="cpu",
+            data={**TEXTS, "task": task},
+            train={**train, "batch_tokens": batch_tokens},
         )
-
-    def run(self, job: Path, runs: Path, *options: str) -> list[float]:
-        """Run a job; gives what its steps took, without the first ones."""
-        text = self.call("run", str(job), "--runs", str(runs), "--resume", "never", "--json", *options)
-        return step_times(Path(json.loads(text)["run"]))[NUM_WARM_UP_STEPS:]
-
-    def call(self, *arguments: str, folder: Path | None = None) -> str:
-        """One command, started in a folder; gives its output."""
-        environment = {**os.environ, "XDG_CACHE_HOME": str(self.cache)}
-        command = [sys.executable, "-m", "isthmus", *arguments]
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=self.limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise CommandFailed(f"{' '.join(arguments[:2])} took more than {self.limit_s:g} s") from None
-        if done.returncode:
-            raise CommandFailed(f"{' '.join(arguments[:2])}: {done.stderr.strip()[-400:]}")
-        return done.stdout
-
-
-def step_times(run: Path) -> list[float]:
-    """What each step of a run took, as its first cloud saw it."""
-    found: dict[int, float] = {}
-    for path in sorted((run / "events").glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            event = json.loads(line)
-            if event.get("kind") == "step" and "loss" in event.get("values", {}):
-                found[event["values"]["step"]] = event["values"]["duration_s"]
-    return [found[step] for step in sorted(found)]
+        for name, (config, mbps, rtt_ms, batch_tokens, task) in kinds.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +90,8 @@ class Trial:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured; negative where it took longer."""
-        return self.planned.step_s / self.measured_s - 1
+        """Of the prediction."""
+        return error_of(self.planned.step_s, self.measured_s)
 
     def record(self) -> dict[str, Any]:
         """All that is known of it."""
@@ -221,7 +131,7 @@ def _trial(name: str, text: str, how: str, repeat: int, out: Path, *, limit_s: f
         how=how,
         repeat=repeat,
         planned=planned,
-        measured_s=statistics.median(steps_s),
+        measured_s=middle(steps_s),
         steps_s=tuple(steps_s),
         loads=(before, os.getloadavg()[0]),
     )

@@ -24,7 +24,6 @@ import argparse
 import ast
 import io
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -37,10 +36,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from calls import FOLDER_VARIABLE
+from frozen.jobs import JOBS
+from revisions import PRESENT, ROOT, last_lines
 from rich.console import Console
 from rich.table import Table
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGE: Final = ROOT / "isthmus"
 READING_PATH: Final = (
     "plan/types",
@@ -57,40 +57,6 @@ VOCABULARY: Final = ("isthmus.job", "isthmus.errors", "isthmus.units", "isthmus.
 """Rooms whose modules and classes do not count on a way, since every module speaks of them."""
 MAX_LINES, MAX_FILES, MAX_READING_LINES, MAX_MODULES, MAX_CLASSES = 16_000, 110, 2500, 35, 4
 CEILINGS: Final = Path(__file__).resolve().with_name("size_ceilings.json")
-RAW_JOB: Final = """
-name = "raw"
-[model.config]
-model_type = "llama"
-vocab_size = 300
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 4
-num_attention_heads = 4
-max_position_embeddings = 64
-[data]
-source = "builtin:tales"
-sequence_length = 32
-[[cloud]]
-name = "east"
-device = "cpu"
-listen = "127.0.0.1:7600"
-[[cloud]]
-name = "west"
-device = "cpu"
-[[link]]
-between = ["east", "west"]
-bandwidth = "1 Gbps"
-rtt = "2 ms"
-[strategy]
-kind = "pipeline"
-microbatches = 4
-clouds = ["east", "west"]
-layers = [2, 2]
-[train]
-steps = 6
-batch_tokens = 512
-"""
-"""A job on two clouds whose plan chooses nothing by measured time."""
 
 _NO_CODE: Final = frozenset(
     {
@@ -175,18 +141,18 @@ def trace_ways() -> Ways:
         (folder / "hook").mkdir()
         (folder / "hook" / "sitecustomize.py").write_text("import calls\n\ncalls.install()\n")
         job = folder / "raw.toml"
-        job.write_text(RAW_JOB)
-        path = os.pathsep.join(map(str, (folder / "hook", ROOT / "benchmarks", ROOT)))
+        job.write_text(JOBS["raw"].text("raw", is_new=True, places={}))
+        hooks = (folder / "hook", Path(__file__).resolve().parent)
         done = subprocess.run(
-            [sys.executable, "-m", "isthmus", "run", str(job), "--runs", str(folder / "runs")],
+            PRESENT.isthmus("run", str(job), "--runs", str(folder / "runs")),
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": path, FOLDER_VARIABLE: str(folder / "found")},
+            env=PRESENT.environment(*hooks, more={FOLDER_VARIABLE: str(folder / "found")}),
             capture_output=True,
             text=True,
             check=False,
         )
         if done.returncode:
-            raise SystemExit(f"the traced run has failed:\n{done.stderr[-2000:]}")
+            raise SystemExit(f"the traced run has failed:\n{last_lines(done.stderr)}")
         return read_ways([json.loads(path.read_text()) for path in (folder / "found").iterdir()])
 
 

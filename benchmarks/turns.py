@@ -11,22 +11,19 @@ from 100 % (errors, excesses) are compared as factors: 2 % of error is 1.02.
 
 import argparse
 import json
-import os
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from bench import NOTES, finish, show
+from revisions import FIRST_EDITION, PRESENT, Tree, checked_out, commit_of, last_lines
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 MOST_WORSE: Final = 0.03
 SCRIPTS: Final = (
     "schedule.py --no-torch",
@@ -35,6 +32,8 @@ SCRIPTS: Final = (
     "kill_ranks.py",
     "prediction.py --quick",
 )
+AS_BEFORE: Final[Mapping[str, Sequence[str]]] = {"stage_speed.py": ("--far-end", "memory")}
+"""Options with which the present tree measures what the older one does."""
 _ROUNDS: Final = 3
 Line = Mapping[str, Any]
 
@@ -159,31 +158,17 @@ def read_line(output: str) -> Line | None:
     return None
 
 
-@contextmanager
-def checked_out(revision: str) -> Iterator[Path]:
-    """Check a revision out into a temporary folder, removed at the end; a folder is taken as it is."""
-    if (Path(revision) / "isthmus").is_dir():
-        yield Path(revision).resolve()
-        return
-    with tempfile.TemporaryDirectory(prefix="isthmus-old-") as folder:
-        path = Path(folder).resolve() / "tree"
-        git = ("git", "-C", str(ROOT), "worktree")
-        subprocess.run([*git, "add", "--detach", "--quiet", str(path), revision], check=True)
-        try:
-            yield path
-        finally:
-            subprocess.run([*git, "remove", "--force", str(path)], check=True)
-
-
-def measure(tree: Path, script: str, folder: Path) -> tuple[list[Figure], str]:
+def measure(tree: Tree, script: str, folder: Path) -> tuple[list[Figure], str]:
     """Run a tree's own script; gives its figures, or the end of what it said where it gives none."""
     name, *options = shlex.split(script)
-    command = [sys.executable, str(tree / "benchmarks" / name), *options]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    options += AS_BEFORE.get(name, ()) if tree == PRESENT else ()
+    command = [sys.executable, str(tree.path / "benchmarks" / name), *options]
+    done = subprocess.run(
+        command, cwd=folder, env=tree.environment(), capture_output=True, text=True, check=False
+    )
     line = read_line(done.stdout)
     if line is None:
-        return [], f"{script} of {tree}: exit code {done.returncode}\n{done.stderr[-1000:]}"
+        return [], f"{script}, {tree.name}: exit code {done.returncode}\n{last_lines(done.stderr)}"
     return list(FIGURES[name](line)), ""
 
 
@@ -201,17 +186,17 @@ def compare(old: Sequence[Sequence[Figure]], new: Sequence[Sequence[Figure]]) ->
     ]
 
 
-def run_in_turns(script: str, old: Path, *, num_rounds: int) -> tuple[list[Compared], list[str]]:
+def run_in_turns(script: str, old: Tree, *, num_rounds: int) -> tuple[list[Compared], list[str]]:
     """One script at both trees, round by round; gives its figures and what has failed."""
-    found: dict[Path, list[list[Figure]]] = {old: [], ROOT: []}
+    found: dict[str, list[list[Figure]]] = {old.name: [], PRESENT.name: []}
     errors = []
     for number in range(num_rounds):
-        for tree in (old, ROOT) if number % 2 == 0 else (ROOT, old):
+        for tree in (old, PRESENT) if number % 2 == 0 else (PRESENT, old):
             with tempfile.TemporaryDirectory(prefix="isthmus-turns-") as folder:
                 figures, error = measure(tree, script, Path(folder))
-            found[tree].append(figures)
+            found[tree.name].append(figures)
             errors += [error] if error else []
-    return compare(found[old], found[ROOT]), errors
+    return compare(found[old.name], found[PRESENT.name]), errors
 
 
 def table_row(row: Compared) -> dict[str, str]:
@@ -229,8 +214,6 @@ def table_row(row: Compared) -> dict[str, str]:
 
 def main() -> None:
     """Run both, print the tables and a JSON line."""
-    # SIGTERM must leave no worktree behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = _options()
     results: dict[str, list[Compared]] = {}
     errors: list[str] = []
@@ -250,7 +233,7 @@ def main() -> None:
         "turns",
         "torch",
         "grpcio",
-        old=options.old,
+        old=commit_of(options.old),
         num_rounds=options.rounds,
         **marked,
         errors=errors,
@@ -261,7 +244,9 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--old", default="HEAD", metavar="REV", help="a revision, or a folder with one")
+    parser.add_argument(
+        "--old", default=FIRST_EDITION, metavar="REV", help="a revision, or a folder with one"
+    )
     parser.add_argument("--rounds", type=int, default=_ROUNDS, metavar="N", help="times that each tree runs")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
     parser.add_argument("scripts", nargs="*", default=list(SCRIPTS), metavar="SCRIPT")
