@@ -1,7 +1,9 @@
-"""From a job to its model with costs: measured where torch is installed, or else estimated from its sizes.
+"""From a job to its model with costs: measured, from the catalogue that ships with the package, or estimated.
 
-The estimate counts products, what a layer keeps and what a backward pass needs on top, as a decoder with
-fused attention has them, and the plan says so.
+The catalogue has tables of published models (`benchmarks/measure_catalogue.py` makes them), so that these can
+be planned without torch. Of any other model the costs are estimated from its sizes, and the plan says so. The
+estimate counts products, what a layer keeps and what a backward pass needs on top, as a decoder with fused
+attention has them.
 """
 
 import json
@@ -28,6 +30,7 @@ from isthmus.plan.costs import (
     Workload,
     integer_bytes,
     nothing_measured,
+    parsed_table,
 )
 from isthmus.plan.job_facts import check_frozen, check_memory
 from isthmus.units import closest
@@ -36,14 +39,6 @@ _INSTALL: Final = "install isthmus with its extra train"
 # Tables of every possible stage grow with the square of the layers: these take some 15 s and 1 GB to plan.
 _MAX_LAYERS: Final = 512
 _EXPERT_KEYS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
-SIZE_KEYS: Final = frozenset(
-    (
-        *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
-        *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
-        *("tie_word_embeddings", "num_experts_per_tok", *_EXPERT_KEYS),
-    )
-)
-"""The keys of a configuration that are read."""
 # What a layer keeps of each token, in numbers as wide as the residual stream: norms and sums of the width.
 _KEPT_STREAMS: Final = 7
 # A feed-forward part that is four times as wide as the model has no gate, by custom.
@@ -257,6 +252,37 @@ def _misfit(what: str) -> UserError:
 
 
 ENCODER_DECODER: Final = "encoder-decoder"
+NEUTRAL_KEYS: Final = frozenset(
+    {
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""The keys of a configuration that costs do not depend on."""
 _MAX_CONFIG_BYTES: Final = 16 * 2**20
 _ADAPTER_WIDTH: Final = 512
 _INNER_KEYS: Final = ("n_inner", "ffn_dim", "d_ff")
@@ -270,7 +296,7 @@ def read_model(
     if values.get("model_type") == ENCODER_DECODER:
         return _encoder_decoder(job, values, source)
     num_frozen = 0 if job.model is None else job.model.frozen_layers
-    found = source(job, config) or _estimated(job, values)
+    found = source(job, config) or _published(job, values) or _estimated(job, values)
     check_frozen(num_frozen, num_layers=found.num_layers, num_encoder_layers=found.num_encoder_layers)
     for link in job.link:
         check_memory(link, found.num_encoder_layers)
@@ -368,18 +394,75 @@ def planned(table: CostTable, costs_of: Callable[[Workload], ModelCosts]) -> Pla
 
 @cache
 def _families() -> Mapping[str, Any]:
-    found: dict[str, Any] = json.loads((files("isthmus.plan") / "families.json").read_text())
+    found: dict[str, Any] = json.loads((files("isthmus.plan") / "catalogue" / "families.json").read_text())
     return found
 
 
+@cache
+def _catalogue() -> tuple[tuple[str, Mapping[str, object], CostTable], ...]:
+    """Task, configuration and table of every published model."""
+    entries = []
+    for file in (files("isthmus.plan") / "catalogue").iterdir():
+        if file.name.endswith(".json") and file.name != "families.json":
+            values = json.loads(file.read_text())
+            entries.append((values["task"], _resolved(values["config"]), parsed_table(values)))
+    return tuple(entries)
+
+
 def _resolved(config: Mapping[str, object]) -> dict[str, object]:
-    """The values of a configuration in one spelling, with the family's defaults for what is left out."""
+    """All values that costs depend on, in one spelling, with the family's defaults for what is left out."""
     family = _families().get(str(config.get("model_type")), {"spellings": {}, "defaults": {}})
     spelled = {family["spellings"].get(key, key): value for key, value in config.items()}
     for key in _INNER_KEYS:
         if spelled.get(key) is not None:
             spelled.setdefault("intermediate_size", spelled[key])
-    return {**family["defaults"], **spelled}
+    found = {**family["defaults"], **spelled}
+    if found.get("num_key_value_heads") is None:
+        found["num_key_value_heads"] = found.get("num_attention_heads")
+    kinds = found.get("layer_types")
+    if isinstance(kinds, list) and set(kinds) == {"full_attention"}:
+        found["layer_types"] = None
+    return {key: value for key, value in found.items() if key not in NEUTRAL_KEYS}
+
+
+def _has_positions(config: Mapping[str, object]) -> bool:
+    """Whether positions have vectors of their own: what has no rotary settings learns them."""
+    family = _families().get(str(config.get("model_type")))
+    return family is not None and not family["is_rotary"]
+
+
+def _published(job: Job, config: Mapping[str, object]) -> PlannedModel | None:
+    """A model of the catalogue, all of which is trained; layers of one kind may be more or fewer."""
+    if job.model is None or job.model.frozen_layers or job.model.lora is not None:
+        return None
+    wanted = _resolved(config)
+    free = {"num_hidden_layers"} | (set() if _has_positions(config) else {"max_position_embeddings"})
+    for task, known, table in _catalogue():
+        keys = {*wanted, *known} - free
+        if task != _task(job).value or any(wanted.get(key) != known.get(key) for key in keys):
+            continue
+        has_kinds = len(set(table.sizes.kinds)) > 1
+        if has_kinds and wanted.get("num_hidden_layers") != known.get("num_hidden_layers"):
+            continue
+        # Estimates stand in for what the table lacks, and refuse sizes that cannot be.
+        other, kinds = _estimated(job, config), table.sizes.kinds
+        if not has_kinds:
+            kinds = kinds[:1] * other.num_layers
+        same = replace(table, sizes=replace(table.sizes, kinds=kinds))
+        return replace(other, costs_of=_else_estimated(same, other), messages=table.messages, note=None)
+    return None
+
+
+def _else_estimated(table: CostTable, other: PlannedModel) -> Callable[[Workload], ModelCosts]:
+    """The costs of a table, or estimates for what it does not have, as a large model on a CPU."""
+
+    def costs_of(workload: Workload) -> ModelCosts:
+        try:
+            return table.costs(workload)
+        except KeyError:
+            return other.costs_of(workload)
+
+    return costs_of
 
 
 def _task(job: Job) -> Task:
@@ -409,8 +492,7 @@ def _estimated(job: Job, config: Mapping[str, object]) -> PlannedModel:
         task=task,
         num_frozen=0 if job.model is None else job.model.frozen_layers,
         lora=None if job.model is None else job.model.lora,
-        # What has no rotary settings learns its positions.
-        has_positions=family is not None and not family["is_rotary"],
+        has_positions=_has_positions(config),
     )
     length = values.get("max_position_embeddings")
     starts_late = family is not None and family["starts_late"]

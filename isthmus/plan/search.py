@@ -516,9 +516,6 @@ class Search:
         """Simulate what is simpler than the best and nearly as good by its bound, until one holds."""
         bar = self._least[0] * (1 + NEARLY)
         waiting = [(key, at, one) for key, at, one in self._queue if isinstance(one, Candidate)]
-        listed = self._promising(self.study.run_order)
-        if listed is not None and len(listed.order.clouds) == len(best.order.clouds):
-            waiting.append((self._aim.key(*listed.least_totals()), 0, listed))
         better = [one for one in waiting if one[2].simplicity < best.simplicity and one[0][0] <= bar]
         for *_, one in sorted(better, key=lambda one: (one[2].simplicity, *one[:2]))[:_NUM_SIMPLER]:
             plan = self._simulate(one)
@@ -536,22 +533,17 @@ class Search:
         known = [plan for one, plan in self.tried if one.order.clouds == clouds]
         if known:
             return min(known, key=lambda one: self.aim.key(*one.totals))
-        promising = self._promising(clouds)
-        return None if promising is None else simulated(promising)[0]
-
-    def _promising(self, clouds: Clouds) -> Candidate | None:
-        """The candidate with the least bound of an order of clouds, None where none fits."""
-        known = [order for _, order in sorted(self.orders.get(clouds, ()), key=lambda one: one[0])]
-        numbers = dict.fromkeys(one.setting.num_microbatches for one in known)
+        first = [order for _, order in sorted(self.orders[clouds], key=lambda one: one[0])]
         # What was not looked at needs more memory options than all that was.
         levels = chain(*self._groups(are_resorts=False), *self._groups(are_resorts=True))
+        numbers = dict.fromkeys(one.setting.num_microbatches for one in first)
         later = (Setting(num_microbatches=number, memory=one) for one, number in product(levels, numbers))
-        for order in chain(known, (replace(known[0], setting=one) for one in later)):
+        for order in chain(first, (replace(first[0], setting=one) for one in later)):
             if self.study.is_last_resort(order.setting.memory) and len(clouds) >= self._fewest:
                 break
             for _, row in self._ranked(order, fits=True)[:1] if least_share(order) <= 1 else ():
                 if ways := candidates(order, tuple(map(int, row))):
-                    return min(ways, key=lambda one: self._aim.key(*one.least_totals()))
+                    return simulated(min(ways, key=lambda one: self.aim.key(*one.least_totals())))[0]
         return None
 
 

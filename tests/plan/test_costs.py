@@ -1,4 +1,4 @@
-"""Costs without torch: estimates from sizes; and tables of what was measured."""
+"""Costs without torch: tables of the catalogue, and estimates from sizes."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
+from isthmus.job import load_job
 from isthmus.model.blueprint import fresh_blueprint
 from isthmus.model.costs import MeasuredModel, Training
 from isthmus.model.heads import HEADS
-from isthmus.plan.costs import Arithmetic, Precision, Workload, parsed_table, table_text
+from isthmus.plan.costs import Arithmetic, ModelCosts, Precision, Workload, parsed_table, table_text
 from isthmus.plan.models import load_config, read_model
 from isthmus.plan.planner import plan
 from tests.plan.jobs import two_clouds
@@ -26,6 +27,44 @@ XLM_R = {
     "num_attention_heads": 16,
     "max_position_embeddings": 514,
 }
+
+
+def close(found: ModelCosts, real: ModelCosts, *, rel: float) -> None:
+    for figure in ("num_parameters", "num_trained", "flops", "kept_bytes"):
+        for one, other in zip(found.parts(range(2)), real.parts(range(2)), strict=True):
+            assert getattr(one, figure) == pytest.approx(getattr(other, figure), rel=rel), figure
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize(("num_sequences", "length"), [(1, 4096), (3, 1000), (32, 512), (4, 128)])
+def test_the_catalogue_has_what_is_measured(num_sequences: int, length: int, is_gathered: bool) -> None:
+    """Also at lengths and numbers of sequences between those of its tables."""
+    workload = Workload(
+        num_sequences=num_sequences,
+        sequence_length=length,
+        arithmetic=Arithmetic(precision=Precision.BFLOAT16, is_gathered=is_gathered),
+    )
+    shipped = read_model(two_clouds(), LLAMA_7B)
+    assert shipped.note is None
+    found, real = shipped.costs_of(workload), measured(LLAMA_7B, workload)
+    close(found, real, rel=0.01)
+    for one, other in zip(found.layers[:2], real.layers[:2], strict=True):
+        assert 0.97 < one.backward_bytes / other.backward_bytes < 1.6
+
+
+def test_the_catalogue_serves_any_number_of_layers_and_tokens_of_other_tasks_do_not() -> None:
+    shallow = read_model(two_clouds(), {**LLAMA_7B, "num_hidden_layers": 5, "max_position_embeddings": 999})
+    assert (shallow.note, shallow.num_layers, shallow.max_length) == (None, 5, 999)
+    for changes in ({"hidden_size": 2048}, {"attention_bias": True}):
+        assert "estimated" in str(read_model(two_clouds(), {**LLAMA_7B, **changes}).note)
+    frozen = read_model(two_clouds("model.frozen_layers=2"), LLAMA_7B)
+    assert "estimated" in str(frozen.note)
+
+
+@pytest.mark.parametrize("name", ["plan-70b", "plan-two-clouds", "plan-encoder-decoder", "plan-generator"])
+def test_examples_are_planned_without_estimates(name: str) -> None:
+    model = read_model(load_job(EXAMPLES / f"{name}.toml"))
+    assert model.note is None
 
 
 def test_a_plan_says_that_its_costs_are_estimated() -> None:
