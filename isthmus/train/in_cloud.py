@@ -4,6 +4,7 @@ Tensors go through the device's own backend (NCCL, HCCL, XCCL or Gloo). Plain va
 host: the leader, rank 0, gathers what the others have found, and broadcasts what it has decided.
 """
 
+import itertools
 import json
 import math
 import socket
@@ -108,11 +109,12 @@ class World:
             dist.all_reduce(sums, group=self._control)
         return tuple(sums.tolist())
 
-    def all_reduce_tensor(self, tensor: Tensor) -> None:
-        """Sum a tensor on the device over all ranks, in place."""
+    def all_reduce_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors on the device over all ranks, in place, many under way at a time."""
         if self._control is not None:
             with _collective():
-                dist.all_reduce(tensor)
+                for work in [dist.all_reduce(one, async_op=True) for one in tensors]:
+                    work.wait()
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Give a tensor, on the device or the host, the leader's values, in place."""
@@ -256,14 +258,11 @@ def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-_BUCKET_BYTES: Final = 64 * 1024 * 1024
-
-
 class Reduction:
     """Gathers parameters when a step or an evaluation starts, and sums gradients over ranks when a step ends.
 
     By `sharding` of the stage:
-    none        every rank has all parameters; gradients are summed in one fixed order, many in one message
+    none        every rank has all parameters; gradients are summed in one fixed order
     optimizer   all parameters are gathered before the first pass; gradients are reduced once, after the last
     full        FSDP2 gathers and reduces in every pass, since every rank runs the same passes
     """
@@ -312,35 +311,16 @@ def _sum_gradients(world: World, parameters: Sequence[nn.Parameter]) -> None:
         return
     used = world.all_reduce([one.grad is not None for one in parameters])
     gradients = []
-    for parameter, count in zip(parameters, used, strict=True):
-        if count:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients.append(parameter.grad)
-    for bucket in buckets(gradients, max_bytes=_BUCKET_BYTES):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        world.all_reduce_tensor(flat)
-        pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
-        for gradient, piece in zip(bucket, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))
-
-
-def buckets(tensors: Sequence[Tensor], *, max_bytes: int) -> Iterator[list[Tensor]]:
-    """Tensors in order, as many together as fit and are of one type; a large one may be alone."""
-    taken: list[Tensor] = []
-    for tensor in tensors:
-        num_bytes = sum(one.nbytes for one in taken) + tensor.nbytes
-        if taken and (num_bytes > max_bytes or tensor.dtype != taken[0].dtype):
-            yield taken
-            taken = []
-        taken.append(tensor)
-    if taken:
-        yield taken
+    for parameter in itertools.compress(parameters, used):
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients.append(parameter.grad)
+    world.all_reduce_tensors(gradients)
 
 
 def begin_down(down: Down, world: World) -> dict[str, Tensor]:
     """Begin the sender's half at every rank of its cloud; gives the receiver's, for the leader to send."""
     if world.num_ranks > 1:
-        down.observed.pool(world.all_reduce_tensor)
+        down.observed.pool(lambda one: world.all_reduce_tensors([one]))
     tensors = down.begin()
     for tensor in down.values().values():
         # Ranks on unlike processors may have decomposed the same matrix to other bits.

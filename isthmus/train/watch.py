@@ -16,8 +16,8 @@ a lost rank cannot be cancelled. The frames are those of links:
     Close                                    the end, in order
     Abort(reason)                            the end of the world, and why
 
-The secret is derived from the cloud's private key, which all its ranks have. A store has no authentication,
-so a port read from it needs a proof too; it may still be that of an earlier rank 0. Anybody can connect, so
+The secret is derived from the cloud's private key, which all its ranks have. A store has no authentication:
+its port may be that of an earlier rank 0, or of a stranger, who has no proof. Anybody can connect, so
 connections without proof are limited in number and time, and have no effect.
 """
 
@@ -26,14 +26,13 @@ import hashlib
 import hmac
 import json
 import logging
-import math
 import os
 import secrets
 import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import TracebackType
@@ -60,6 +59,7 @@ _NUM_UNPROVEN: Final = 32
 _NONCE_BYTES: Final = 16
 _MAX_NONCE_LENGTH: Final = 128
 _MAX_REASON_LENGTH: Final = 500
+_MAX_PORT_LENGTH: Final = 5
 _KEY: Final = "watch"
 
 Taker = Callable[[JsonValue | RankLost], None]
@@ -79,19 +79,6 @@ class LauncherStore(Protocol):
         """Whether these keys have values."""
 
 
-class LateNote:
-    """Logs one line for users, once a wait has become long."""
-
-    def __init__(self) -> None:
-        self._due_s = time.monotonic() + _NOTE_AFTER_S
-
-    def tell(self, text: str) -> None:
-        """Log it if it is time, and only once."""
-        if time.monotonic() > self._due_s:
-            self._due_s = math.inf
-            log.warning("%s", text)
-
-
 def prove(secret: bytes, *words: object) -> str:
     """A proof that the sender of these words knows the secret."""
     return hmac.new(secret, json.dumps(words).encode(), hashlib.sha256).hexdigest()
@@ -107,30 +94,22 @@ def inside_host(spec: RankSpec) -> str:
     return own_address(_master(spec).host) or ""
 
 
-def publish_port(store: LauncherStore, port: int, secret: bytes) -> None:
-    """Write the port of rank 0 into a launcher's store, with a proof."""
-    store.set(_KEY, f"{port} {prove(secret, _KEY, port)}")
-
-
 def first_line(error: BaseException) -> str:
     """An error in one line that a rank can be told; torch adds pages to its own."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:_MAX_REASON_LENGTH]
+
+
+def _port_of(text: bytes) -> int:
+    """The port that a launcher's store has, where anybody may have written anything."""
+    if not text.isdigit() or len(text) > _MAX_PORT_LENGTH or int(text) >= 2**16:
+        raise FrameError("the launcher's store names no port")
+    return int(text)
 
 
 def _master(spec: RankSpec) -> Address:
     if spec.master is None:
         raise ValueError("several ranks need an address to meet at")
     return spec.master
-
-
-def _read_port(store: LauncherStore, secret: bytes) -> int | None:
-    """The port of rank 0, if the store has one with a valid proof."""
-    if not store.check([_KEY]):
-        return None
-    port, _, proof = store.get(_KEY)[:MAX_LINE_BYTES].decode(errors="replace").partition(" ")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5):
-        return None
-    return int(port) if is_proof(proof, prove(secret, _KEY, int(port))) else None
 
 
 @dataclass(eq=False)
@@ -157,6 +136,7 @@ class Watch:
         self._store_port = 0
         self._num_left = 0
         self._reason: str | None = None
+        self._problem = ""
         self._takers: dict[int, Taker] = {}
         self._early: defaultdict[int, list[JsonValue]] = defaultdict(list)
 
@@ -185,7 +165,8 @@ class Watch:
         if error is not None:
             self._tell_all(Abort(self.cloud, self._reason or first_line(error)))
         elif self.spec.is_leader:
-            self._await_leaving()
+            # It stays until every other rank has left.
+            self._ended.wait(self.timeout_s)
         else:
             # First of all, since the leader may be gone as soon as it has heard.
             self._left.set()
@@ -199,11 +180,10 @@ class Watch:
 
     def meet(self, store: LauncherStore | None, *, patience_s: float) -> None:
         """At rank 0, wait for every other rank; at others, find rank 0, by the launcher's store if given."""
-        until_s = time.monotonic() + patience_s
         if self.spec.is_leader:
-            self._lead(store, until_s)
+            self._lead(store, patience_s)
         else:
-            self._find_leader(store, until_s)
+            self._find_leader(store, patience_s)
 
     def announce_store(self, port: int) -> None:
         """Tell the other ranks the port of torch's store."""
@@ -211,73 +191,61 @@ class Watch:
 
     def await_store(self, *, patience_s: float) -> int:
         """Wait for the port of torch's store, which rank 0 tells once all ranks have come."""
-        until_s = time.monotonic() + patience_s
-        while not self._has_met(until_s, f"rank 0 of cloud {self.cloud!r} is silent"):
-            continue
+        for _ in self._tries(patience_s, f"rank 0 of cloud {self.cloud!r} is silent"):
+            if self._all_met.wait(_LOOK_EVERY_S):
+                break
         return self._store_port
 
-    def _lead(self, store: LauncherStore | None, until_s: float) -> None:
+    def _lead(self, store: LauncherStore | None, patience_s: float) -> None:
         listener = self._listen()
         port = listener.getsockname()[1]
         serving = asyncio.start_server(self._accept, sock=listener, limit=MAX_LINE_BYTES)
         self._server = self._loop.run(serving)
-        note = LateNote()
-        in_vain = "the ranks of this cloud have waited in vain for"
-        while not self._has_met(until_s, f"{in_vain} {self._missing()}"):
+        for _ in self._tries(patience_s):
+            self._problem = f"{self._missing()} has not come"
             if store is not None:
                 # Again and again, since anybody may write there.
-                publish_port(store, port, self.secret)
-            note.tell(f"waiting for {self._missing()}")
+                store.set(_KEY, str(port))
+            if self._all_met.wait(_LOOK_EVERY_S):
+                return
 
     def _listen(self) -> socket.socket:
         """Listen for the other ranks; an earlier rank 0 may still need a moment to close the port."""
         port = 0 if self.spec.is_served else _master(self.spec).port
-        until_s = time.monotonic() + _PORT_TAKEN_S
-        while True:
+        for _ in self._tries(_PORT_TAKEN_S):
             try:
                 return listen(inside_host(self.spec), port)
             except UserError as error:
-                if time.monotonic() > until_s:
-                    reason = f"rank 0 of cloud {self.cloud!r} {error.message}"
-                    raise RankLost(reason, hint=error.hint) from error
+                self._problem = f"rank 0 of cloud {self.cloud!r} {error.message}"
                 time.sleep(_LOOK_EVERY_S)
+        raise AssertionError("tries end with RankLost")
 
-    def _find_leader(self, store: LauncherStore | None, until_s: float) -> None:
+    def _find_leader(self, store: LauncherStore | None, patience_s: float) -> None:
         """Connect to rank 0; retries until a rank 0 of this cloud answers, or the time is over."""
-        note = LateNote()
-        problem = "it has not come"
-        while time.monotonic() < until_s:
+        start, port = f"rank 0 of cloud {self.cloud!r} cannot be reached", _master(self.spec).port
+        for _ in self._tries(patience_s, f"{start}: it has not come"):
             try:
-                port = _master(self.spec).port if store is None else _read_port(store, self.secret)
-                if port is not None:
-                    self._loop.run(self._join(port))
+                if store is None or store.check([_KEY]):
+                    self._loop.run(self._join(port if store is None else _port_of(store.get(_KEY))))
                     return
             except (OSError, FrameError) as error:
-                problem = error.message if isinstance(error, FrameError) else why(error)
-                note.tell(f"rank 0 of cloud {self.cloud!r} cannot be reached: {problem}; trying again")
+                self._problem = f"{start}: {error.message if isinstance(error, FrameError) else why(error)}"
             time.sleep(_LOOK_EVERY_S)
-        raise RankLost(f"rank 0 of cloud {self.cloud!r} cannot be reached: {problem}")
+
+    def _tries(self, patience_s: float, problem: str = "") -> Iterator[None]:
+        """Try until a rank is lost, or the time is over; log the problem once a wait has become long."""
+        started_s, is_told, self._problem = time.monotonic(), False, problem
+        while self._reason is None and (waited_s := time.monotonic() - started_s) < patience_s:
+            yield
+            if waited_s > _NOTE_AFTER_S and not is_told:
+                is_told = True
+                log.warning("%s; trying again", self._problem)
+        raise RankLost(self._reason or self._problem)
 
     def _missing(self) -> str:
         missing = sorted({*range(1, self.spec.num_ranks)} - self._met)
         ranks = "ranks" if len(missing) > 1 else "rank"
         return f"{ranks} {', '.join(map(str, missing))} of cloud {self.cloud!r}"
-
-    def _has_met(self, until_s: float, problem: str) -> bool:
-        """Whether every rank has come; RankLost if one was lost, or with the problem if the time is over."""
-        if self._all_met.wait(_LOOK_EVERY_S):
-            return True
-        if self._reason is not None or time.monotonic() > until_s:
-            raise RankLost(self._reason or problem)
-        return False
-
-    def _await_leaving(self) -> None:
-        """The leader stays until every other rank has left."""
-        until_s = time.monotonic() + self.timeout_s
-        while self._num_left < self.spec.num_ranks - 1 and self._reason is None:
-            if time.monotonic() > until_s:
-                return
-            time.sleep(0.02)
 
     # On the watch's own thread.
 
@@ -402,6 +370,8 @@ class Watch:
                 return True
             case Close():
                 self._num_left += 1
+                if self._num_left == self.spec.num_ranks - 1:
+                    self._ended.set()
             case Abort(reason=reason):
                 self._lose(reason)
             case _:
