@@ -36,7 +36,7 @@ from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
 from isthmus.train.keeper import Keeper, State
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.store import DiskStore
+from isthmus.train.records import DiskStore
 from isthmus.train.wire import Failure
 
 WIDTH, VOCABULARY = {"cpu": 512, "": 2048}, 32_000

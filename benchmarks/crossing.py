@@ -10,7 +10,7 @@ from isthmus.plan.types import Member, Message, MessageKind
 from isthmus.train.coding import Coded
 from isthmus.train.device import Device, Mark
 from isthmus.train.integers import IDS
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from isthmus.train.pipeline_role import cut_end
 
 HERE, BEYOND = Member(CLOUDS[0]), Member(CLOUDS[1])

@@ -17,7 +17,8 @@ from isthmus.train.build import BuiltStage
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline_config import PipelineConfig, warmup_of
+from isthmus.train.pipeline import PipelineConfig
+from isthmus.train.pipeline_config import warmup_of
 from isthmus.train.pipeline_role import PipelineRole
 from isthmus.train.role import open_loop
 from isthmus.train.session import SWITCH_INTERVAL_S

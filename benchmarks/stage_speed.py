@@ -50,7 +50,7 @@ from torch.profiler import ProfilerActivity, profile
 from isthmus.job.codec import parse_codec
 from isthmus.plan.codecs import Pair
 from isthmus.train.device import Device
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from isthmus.train.session import SWITCH_INTERVAL_S
 from isthmus.units import parse_bandwidth_bps, parse_duration_s
 

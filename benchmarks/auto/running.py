@@ -17,7 +17,8 @@ from isthmus.plan.end_of_step import Note, StepEnded, Texts, Verdict
 from isthmus.plan.types import Event, Sent
 from isthmus.train.build import blueprint_of
 from isthmus.train.device import Device
-from isthmus.train.pipeline_config import PipelineConfig, run_config
+from isthmus.train.pipeline import PipelineConfig
+from isthmus.train.pipeline_config import run_config
 
 NUM_STEADY_STEPS: Final = 4
 _UNTIL_TOLD_S: Final = 600.0

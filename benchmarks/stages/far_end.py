@@ -25,7 +25,7 @@ from isthmus.plan.types import Facts, Gathered, Message, MessageKind, Work, Work
 from isthmus.train.coding import Coded, CutEnd, Integers
 from isthmus.train.device import Device, Mark
 from isthmus.train.loop import Loop
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from isthmus.train.pipeline_role import cut_end
 from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.link import Link

@@ -11,7 +11,7 @@ from crossing import BEYOND
 from emulated import Wan, run_on
 
 from isthmus.plan.codecs import read_pair, texts_of
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from isthmus.wan.link import Link
 from isthmus.wan.packet import Packet
 from stages.far_end import answer, prepared_gradient

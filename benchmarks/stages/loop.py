@@ -17,7 +17,7 @@ from isthmus.model.stage import Batch
 from isthmus.plan.codecs import Crossing, Pair
 from isthmus.train.in_cloud import Reduction, World, shard
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from isthmus.wan.packet import Packet
 from stages.watched import WatchedDevice
 

@@ -36,11 +36,12 @@ from isthmus.train.records import (
     Manifest,
     Records,
     ShardRows,
+    Store,
     StoredTensor,
     merged,
+    open_store,
 )
 from isthmus.train.role import kind_of
-from isthmus.train.store import Store, open_store
 from isthmus.wan.handshake import RankSpec
 
 _RECORD: Final = re.compile(r"step-([0-9]{8,18})/([a-z0-9-]+)")

@@ -16,7 +16,7 @@ from pathlib import Path
 from isthmus.job import Job
 from isthmus.job.faults import CloudFault, CloudFaultKind, Fault
 from isthmus.plan.types import Member
-from isthmus.train.store import CHECKPOINTS_FOLDER
+from isthmus.train.records import CHECKPOINTS_FOLDER
 from isthmus.wan.local import LocalWan
 
 Note = Callable[[str, str], None]

@@ -17,9 +17,9 @@ from isthmus.train.checkpoint import Checkpoints, saved_steps
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
 from isthmus.train.keeper import load_weights
+from isthmus.train.records import open_store
 from isthmus.train.role import kind_of, read_config
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER
-from isthmus.train.store import open_store
 
 
 def export_run(

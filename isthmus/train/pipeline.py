@@ -4,17 +4,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import Any, Final, NamedTuple
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from isthmus.errors import FrameError
 from isthmus.events import WAITING_KIND, Span, steady_s
+from isthmus.job.codec import BoundarySpec, HiddenSpec
 from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, Stage, StageInput, StageOutput
 from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated, Verdict, condensed
-from isthmus.plan.pipeline_parts import HIDDEN, SENDING_HALF
+from isthmus.plan.pipeline_parts import HIDDEN, SENDING_HALF, Pipeline
 from isthmus.plan.types import (
     Facts,
     Gathered,
@@ -27,13 +30,80 @@ from isthmus.plan.types import (
     pack_facts,
     unpack_facts,
 )
-from isthmus.train.build import BuiltStage
+from isthmus.train.build import BuiltStage, RunConfig
 from isthmus.train.data.training_data import Source
 from isthmus.train.device import Mark, PassClock
-from isthmus.train.frozen_cache import HELD, held_of
+from isthmus.train.frozen_cache import HELD, Admission, held_of
 from isthmus.train.in_cloud import Reduction, begin_down, begin_up
 from isthmus.train.integers import IDS
-from isthmus.train.pipeline_config import PipelineConfig
+
+_HIDDEN: Final = HiddenSpec()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig(RunConfig):
+    """What all members of a pipeline run agree on: the schedule, and what actors and wires need beside it."""
+
+    kind: Literal["pipeline"] = "pipeline"
+    pipeline: Pipeline
+    layers: tuple[int, ...] = ()
+    """The number of layers of each stage."""
+    boundaries: tuple[BoundarySpec, ...] = ()
+    """What crosses each cut, in order; hidden states everywhere where nothing is said."""
+    cache_bytes: int = 0
+    """The most that the first trained stage keeps of what frozen layers gave."""
+    num_encoder_layers: int = 0
+    """Of an encoder–decoder; 0 for other models."""
+    pairing: str = ""
+    """See `TrainingData`: what both clouds know that read the texts and their translations."""
+
+    @property
+    def target_stage(self) -> int | None:
+        """The stage that reads translations, where texts do not leave the clouds of the encoder."""
+        starts = [one.start for one in self.stage_layers]
+        return starts.index(self.num_encoder_layers) if self.pairing else None
+
+    def is_in_decoder(self, cut: int) -> bool:
+        """Whether hidden states of a decoder cross behind a stage, and the memory beside them."""
+        return 0 < self.num_encoder_layers < sum(self.layers[: cut + 1])
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All members, stage by stage."""
+        return self.pipeline.members
+
+    def boundary(self, cut: int) -> BoundarySpec:
+        """What crosses the cut behind a stage."""
+        return self.boundaries[cut] if self.boundaries else _HIDDEN
+
+    @property
+    def stage_layers(self) -> tuple[range, ...]:
+        """The layers of each stage."""
+        return tuple(range(start, stop) for start, stop in pairwise((0, *accumulate(self.layers))))
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps before bottlenecks start, all at once."""
+        return self.pipeline.fit_step or 0
+
+    @property
+    def common_ranks(self) -> int:
+        """The number of which a step's micro-batches are a multiple: the ranks of fully sharded stages."""
+        pipeline = self.pipeline
+        return max((pipeline.num_ranks[index] for index in pipeline.grouped_stages), default=1)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the first trained stage caches the output of frozen layers."""
+        # With several ranks a sequence comes to another one every time.
+        pipeline = self.pipeline
+        return pipeline.first_trained > 0 and self.cache_bytes > 0 and set(pipeline.num_ranks) <= {1}
+
+    def admission(self, hidden_width: int) -> Admission:
+        """Which sequences the cache of the first trained stage has; of one state at each end."""
+        row_bytes = torch.float32.itemsize * hidden_width
+        return Admission(max_bytes=self.cache_bytes, row_bytes=row_bytes, keeps_padding=self.keeps_padding)
+
 
 MEMORY: Final = "memory"
 """The output of an encoder, which every stage of its decoder gets."""
@@ -300,7 +370,7 @@ class PipelineActor:
     # Passes.
 
     def _pass(self, work: Work, compute: Callable[[Work], Mapping[str, Tensor] | None]) -> Ran:
-        tensors, mark = self._clock.run(work.kind.value, work.name, lambda: compute(work))
+        tensors, mark = self._clock.run(work.kind.value, work.name, partial(compute, work))
         if tensors is not None:
             self._outgoing[_NEEDED_BY[work.kind], work.step, work.item] = tensors, mark
         return Ran(busy_s=self._clock.take_busy_s())
@@ -363,9 +433,7 @@ class PipelineActor:
         text = None if work.facts is None else pack_facts(work.facts)
         verdict = unpack_facts(self._world.broadcast(text), Verdict)
 
-        def update() -> None:
-            self._optimizer.update(work.step, norm=verdict.norm)
-
+        update = partial(self._optimizer.update, work.step, norm=verdict.norm)
         self._clock.run(work.kind.value, work.name, update)
         self._passes.window = verdict.windows[self._index]
         learning_rate = self._optimizer.schedule.at(work.step)
@@ -376,24 +444,19 @@ class PipelineActor:
         rounds = []
         for is_plain in (False, True)[: self._config.pipeline.num_rounds]:
             own = [one for one in self._results if one.is_plain == is_plain]
-            rounds.append(
-                Round(
-                    losses=tuple(_read_device(one.loss for one in own)),
-                    num_correct=sum(_read_device(one.num_correct for one in own)),
-                    num_targets=sum(one.num_targets for one in own),
-                )
-            )
+            losses = tuple(_read_device(one.loss for one in own))
+            num_correct = sum(_read_device(one.num_correct for one in own))
+            num_targets = sum(one.num_targets for one in own)
+            rounds.append(Round(losses=losses, num_correct=num_correct, num_targets=num_targets))
         return self._gather(Scored(rounds=tuple(rounds)))
 
     def _gather(self, own: Reduced | Scored) -> Gathered:
         """The facts of all ranks of this cloud at its leader; those of this rank elsewhere."""
-        if self._world.num_ranks == 1:
+        texts = self._world.gather(pack_facts(own, max_bytes=_MAX_GATHERED_BYTES))
+        if texts is None or self._world.num_ranks == 1:
             return Gathered(of=(own,))
-        found = self._world.gather(pack_facts(own, max_bytes=_MAX_GATHERED_BYTES))
-        texts = found if found is not None else [pack_facts(own, max_bytes=_MAX_GATHERED_BYTES)]
-        return Gathered(
-            of=tuple(unpack_facts(one, type(own), max_bytes=_MAX_GATHERED_BYTES) for one in texts)
-        )
+        found = (unpack_facts(one, type(own), max_bytes=_MAX_GATHERED_BYTES) for one in texts)
+        return Gathered(of=tuple(found))
 
 
 def _paired(found: _Microbatch, own: _Microbatch) -> _Microbatch:
@@ -417,22 +480,18 @@ def _integers(batch: Batch) -> dict[str, Tensor]:
 
 def _read_microbatch(tensors: Mapping[str, Tensor]) -> _Microbatch:
     """The micro-batch that a peer has sent, checked."""
-    ids, targets = tensors.get(IDS), tensors.get(TARGETS)
-    if ids is None or ids.ndim != 2 or targets is None or targets.shape != (2,):
+    ids, targets, memory = tensors.get(IDS), tensors.get(TARGETS), tensors.get(MEMORY)
+    if ids is None or ids.ndim != 2 or targets is None or targets.shape != (2,) or int(targets.min()) < 0:
         raise FrameError("a micro-batch without ids or targets")
-    num_targets, num_step_targets = (int(one) for one in targets)
-    if min(num_targets, num_step_targets) < 0:
-        raise FrameError("a micro-batch with fewer than no targets")
-    memory = tensors.get(MEMORY)
+    names = {one.name for one in fields(Batch)} - {"num_targets"}
+    planes = {name: tensors[name] for name in names & tensors.keys()}
+    for name, plane in planes.items():
+        num_alike = 1 if name in ("labels", "keys") else None
+        if plane.is_floating_point() or plane.shape[:num_alike] != ids.shape[:num_alike]:
+            raise FrameError(f"a micro-batch whose {name} do not fit its ids")
     if memory is not None and (memory.ndim != 3 or memory.shape[:2] != ids.shape):
         raise FrameError("a micro-batch whose memory does not fit its ids")
-    names = {one.name for one in fields(Batch)} - {"num_targets"}
-    planes = {name: tensors[name] for name in names if name in tensors}
-    for name, plane in planes.items():
-        is_whole = name not in ("labels", "keys")
-        own, whole = (plane.shape, ids.shape) if is_whole else (plane.shape[:1], ids.shape[:1])
-        if plane.is_floating_point() or own != whole:
-            raise FrameError(f"a micro-batch whose {name} do not fit its ids")
+    num_targets, num_step_targets = targets.tolist()
     return _Microbatch(
         batch=Batch(num_targets=num_targets, **planes),
         num_step_targets=num_step_targets,

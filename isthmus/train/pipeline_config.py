@@ -1,11 +1,9 @@
 """The run config of a pipeline, made from the job and its plan."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, Final, Literal
-
-import torch
+from typing import Any, Final
 
 from isthmus.errors import UserError
 from isthmus.job import CodecSpec, Job, LinkSpec, PipelineStrategy, parse_codec, stage_order
@@ -35,9 +33,9 @@ from isthmus.plan.plan import Decisions, PipelineSettings, Plan, follow
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Caps, Policy
 from isthmus.plan.types import Member
-from isthmus.train.build import RunConfig, layout_of, sharding_of
+from isthmus.train.build import layout_of, sharding_of
 from isthmus.train.data.tokenizer import trains_tokenizer
-from isthmus.train.frozen_cache import Admission
+from isthmus.train.pipeline import PipelineConfig
 
 _MICROBATCHES_PER_STAGE: Final = 8
 
@@ -102,7 +100,7 @@ def stage_layers(
     return _ranges(counts, num_layers) if counts else split_layers(num_layers, len(links) + 1)
 
 
-def _ranges(counts: tuple[int, ...], num_layers: int) -> tuple[range, ...]:
+def _ranges(counts: Sequence[int], num_layers: int) -> tuple[range, ...]:
     if sum(counts) != num_layers:
         raise UserError(
             f"the stages were planned with {sum(counts)} layers, but the model has {num_layers}",
@@ -241,74 +239,7 @@ def _choose_microbatches(job: Job, notes: list[str]) -> int:
     return chosen
 
 
-_HIDDEN: Final = HiddenSpec()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig(RunConfig):
-    """What all members of a pipeline run agree on: the schedule, and what actors and wires need beside it."""
-
-    kind: Literal["pipeline"] = "pipeline"
-    pipeline: Pipeline
-    layers: tuple[int, ...] = ()
-    """The number of layers of each stage."""
-    boundaries: tuple[BoundarySpec, ...] = ()
-    """What crosses each cut, in order; hidden states everywhere where nothing is said."""
-    cache_bytes: int = 0
-    """The most that the first trained stage keeps of what frozen layers gave."""
-    num_encoder_layers: int = 0
-    """Of an encoder–decoder; 0 for other models."""
-    pairing: str = ""
-    """See `TrainingData`: what both clouds know that read the texts and their translations."""
-
-    @property
-    def target_stage(self) -> int | None:
-        """The stage that reads translations, where texts do not leave the clouds of the encoder."""
-        starts = (0, *accumulate(self.layers))
-        return starts.index(self.num_encoder_layers) if self.pairing else None
-
-    def is_in_decoder(self, cut: int) -> bool:
-        """Whether hidden states of a decoder cross behind a stage, and the memory beside them."""
-        return 0 < self.num_encoder_layers < sum(self.layers[: cut + 1])
-
-    @property
-    def members(self) -> Sequence[Member]:
-        """All members, stage by stage."""
-        return self.pipeline.members
-
-    def boundary(self, cut: int) -> BoundarySpec:
-        """What crosses the cut behind a stage."""
-        return self.boundaries[cut] if self.boundaries else _HIDDEN
-
-    def stage_layers(self, num_layers: int) -> tuple[range, ...]:
-        """The layers of each stage."""
-        return _ranges(self.layers, num_layers)
-
-    @property
-    def num_warmup_steps(self) -> int:
-        """Steps before bottlenecks start, all at once."""
-        return warmup_of(self.boundaries)
-
-    @property
-    def common_ranks(self) -> int:
-        """The number of which a step's micro-batches are a multiple: the ranks of fully sharded stages."""
-        pipeline = self.pipeline
-        return max((pipeline.num_ranks[index] for index in pipeline.grouped_stages), default=1)
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether the first trained stage caches the output of frozen layers."""
-        # With several ranks a sequence comes to another one every time.
-        pipeline = self.pipeline
-        return pipeline.first_trained > 0 and self.cache_bytes > 0 and set(pipeline.num_ranks) <= {1}
-
-    def admission(self, hidden_width: int) -> Admission:
-        """Which sequences the cache of the first trained stage has; of one state at each end."""
-        row_bytes = torch.float32.itemsize * hidden_width
-        return Admission(max_bytes=self.cache_bytes, row_bytes=row_bytes, keeps_padding=self.keeps_padding)
-
-
-def warmup_of(boundaries: tuple[BoundarySpec, ...]) -> int:
+def warmup_of(boundaries: Iterable[BoundarySpec]) -> int:
     """Steps in which hidden states cross raw, for bottlenecks to learn from."""
     found = (one.num_warmup_steps for one in boundaries if isinstance(one, BottleneckSpec))
     return max(found, default=0)
@@ -332,7 +263,7 @@ def run_config(
     layers = stage_layers(job, decisions, blueprint.num_layers, blueprint.family.decoder)
     found = [link.boundary for link in links_along(job, clouds)]
     # Where an encoder ends is known by its layers.
-    boundaries = tuple(_HIDDEN if isinstance(one, MemorySpec) else one for one in found)
+    boundaries = tuple(HiddenSpec() if isinstance(one, MemorySpec) else one for one in found)
     trained_from = first_trained(layers, num_frozen_layers(job))
     pipeline = Pipeline(
         stages=tuple(tuple(Member(one.name, rank) for rank in range(one.ranks)) for one in specs),
@@ -381,7 +312,7 @@ def _cuts(job: Job, decisions: Decisions, *, hidden_width: int, trained_from: in
     clouds = stage_order(job)
     links = links_along(job, clouds)
     layout = layout_of(job, decisions.num_microbatches)
-    warmup = warmup_of(tuple(link.boundary for link in links))
+    warmup = warmup_of(link.boundary for link in links)
     for number, link in enumerate(links):
         forward, backward = _own(link.codec.forward), _own(link.codec.backward)
         first = _first_pair(forward, backward, decisions.codecs[number] if decisions.codecs else None)

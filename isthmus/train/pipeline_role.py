@@ -39,15 +39,8 @@ from isthmus.train.device import Device
 from isthmus.train.frozen_cache import Cache, held_of
 from isthmus.train.integers import IDS, MASK, mask_of, said_before, target_ids, valid_rows
 from isthmus.train.metrics import describe_metrics
-from isthmus.train.pipeline import PipelineActor
-from isthmus.train.pipeline_config import (
-    PipelineConfig,
-    check_apart,
-    decide,
-    plan_run,
-    run_config,
-    stage_layers,
-)
+from isthmus.train.pipeline import PipelineActor, PipelineConfig
+from isthmus.train.pipeline_config import check_apart, decide, plan_run, run_config, stage_layers
 from isthmus.train.wire import Observer
 
 _NOT_CACHED: Final = (
@@ -231,7 +224,7 @@ def pipeline_stage(build: Build) -> Stage:
     pipeline = config.pipeline
     index = pipeline.stage_of(Member(build.cloud))
     stage = build.stage(
-        config.stage_layers(build.blueprint.num_layers)[index],
+        config.stage_layers[index],
         inbound=_HIDDEN if index == 0 else config.boundary(index - 1),
         outbound=_HIDDEN if index + 1 == len(pipeline.stages) else config.boundary(index),
     )

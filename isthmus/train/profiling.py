@@ -38,8 +38,7 @@ from isthmus.train.device import Device, Mark
 from isthmus.train.in_cloud import Reduction, World
 from isthmus.train.integers import IDS
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline import MEMORY, Passes
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import MEMORY, Passes, PipelineConfig
 from isthmus.train.pipeline_role import cut_end
 
 _NUM_WARM_UPS: Final = 2

@@ -36,7 +36,7 @@ from isthmus.train.device import Device
 from isthmus.train.in_cloud import World
 from isthmus.train.members import Neighbours
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from isthmus.train.pipeline_role import PipelineRole, of_pipeline
 from isthmus.train.profiling import (
     Effort,

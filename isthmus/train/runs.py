@@ -28,8 +28,8 @@ from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.rows import open_rows, read_texts
 from isthmus.train.data.token_files import TokenFiles, tokens_of
 from isthmus.train.data.training_data import open_data
+from isthmus.train.records import open_store
 from isthmus.train.role import kind_of
-from isthmus.train.store import open_store
 from isthmus.wan.doctor import Devices, require_kind, require_one_each
 from isthmus.wan.handshake import RankSpec
 

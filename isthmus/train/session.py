@@ -49,9 +49,9 @@ from isthmus.train.journal import Journal, Report
 from isthmus.train.keeper import Keeper, State
 from isthmus.train.loop import OnEvent
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
+from isthmus.train.records import open_store
 from isthmus.train.role import Role, RunKind, kind_of, open_loop, write_config
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
-from isthmus.train.store import open_store
 from isthmus.train.wire import AnyWire
 from isthmus.units import format_duration
 from isthmus.wan.endpoint import Endpoint

@@ -48,9 +48,9 @@ from isthmus.wan.packet import Buffer, Packet
 _POLL_S: Final = 0.2
 _MAX_NUM_DIMENSIONS: Final = 3
 _MAX_SHOWN: Final = 200
-_BYTES: Final = {"uint8": torch.uint8}
-"""What the strategy has coded itself crosses as it is."""
-_NAMES: Final = {dtype: name for name, dtype in (DTYPES | _BYTES).items()}
+# What the strategy has coded itself crosses as bytes.
+_TYPES: Final = {**DTYPES, "uint8": torch.uint8}
+_NAMES: Final = {dtype: name for name, dtype in _TYPES.items()}
 _RAW: Final = "raw"
 # The first is taken in first, so that a verdict need not wait until activations of the next step are decoded.
 _STREAMS: Final = {
@@ -212,51 +212,40 @@ class Wire:
         arrived_s = steady_s()
         sent_s = min(arrived_s, header.sent_s - (self.link.counters().clock_offset_s or 0.0))
         tensors, coded = self._unpack(message, header, packet)
-        coding_s = steady_s() - arrived_s
+        decoded_s = steady_s()
         if coded is not None:
-            self._observe("decode", message, coded, arrived_s, arrived_s + coding_s)
+            self._observe("decode", message, coded, arrived_s, decoded_s)
         if message.kind in _TRANSFERRED:
             self._span("transfer", message, sent_s, arrived_s, packet.payload_bytes)
-        self.inbox.put(
-            Delivery(
-                message=message,
-                tensors=tensors,
-                travel_s=arrived_s - sent_s,
-                facts=Carried(coding_s=coding_s),
-            )
-        )
+        facts = Carried(coding_s=decoded_s - arrived_s)
+        self.inbox.put(Delivery(message=message, tensors=tensors, travel_s=arrived_s - sent_s, facts=facts))
 
     def _unpack(
         self, message: Message, header: "_Header", packet: Packet
     ) -> tuple[dict[str, Tensor], Coded | None]:
-        buffers, others = list(map(_as_bytes, packet.buffers)), header.tensors
-        coded = None
-        if header.hidden is not None:
-            codec, dtype, num_rows, num_parts = header.hidden
-            first = len(buffers) - num_parts
-            if first < 0:
-                raise FrameError("a message with fewer parts of hidden states than it says")
-            coded = Coded(codec, DTYPES[dtype], num_rows, tuple(buffers[first:]))
-            del buffers[first:]
-        num_integers = len(buffers) - len(others)
+        num_parts = 0 if header.hidden is None else header.hidden[-1]
+        num_integers = len(packet.buffers) - len(header.tensors) - num_parts
         if num_integers < 0:
             raise FrameError("a message whose header lists more tensors than it carries")
         integers = unpack_integers(header.integers, packet.buffers[:num_integers])
-        tensors: dict[str, Tensor] = dict(integers)
-        if others.keys() & {*integers, *([HIDDEN] if message.kind in _CARRIES_HIDDEN else [])}:
+        buffers = iter(map(_as_bytes, packet.buffers[num_integers:]))
+        others = {
+            name: _as_tensor(next(buffers), dtype, shape) for name, (dtype, shape) in header.tensors.items()
+        }
+        carries_hidden = message.kind in _CARRIES_HIDDEN
+        if others.keys() & {*integers, *([HIDDEN] if carries_hidden else [])}:
             raise FrameError("a message whose header lists a tensor twice")
-        for (name, (stored, shape)), part in zip(others.items(), buffers[num_integers:], strict=True):
-            kind = (DTYPES | _BYTES)[stored]
-            if math.prod(shape) * kind.itemsize != part.numel():
-                raise FrameError(f"a tensor of shape {shape} in {part.numel()} bytes")
-            tensors[name] = part.view(kind).view(shape)
-        if message.kind in _CARRIES_HIDDEN:
-            if self.cut is None:
-                raise FrameError(f"{message.name} crosses where no cut lies between")
-            hidden = self.cut.decode(message, coded, integers)
-            tensors |= self.cut.to_device({name: tensors[name] for name in others})
-            tensors |= {} if hidden is None else {HIDDEN: hidden}
-        return tensors, coded
+        coded = None
+        if header.hidden is not None:
+            codec, dtype, num_rows, _ = header.hidden
+            coded = Coded(codec, _TYPES[dtype], num_rows, tuple(buffers))
+        if not carries_hidden:
+            return integers | others, coded
+        if self.cut is None:
+            raise FrameError(f"{message.name} crosses where no cut lies between")
+        hidden = self.cut.decode(message, coded, integers)
+        found = integers | self.cut.to_device(others)
+        return found if hidden is None else found | {HIDDEN: hidden}, coded
 
     # What is observed.
 
@@ -396,6 +385,12 @@ def _read_header(header: object) -> _Header:
     except ValidationError as error:
         reason = error.errors(include_url=False, include_input=False, include_context=False)[0]
         raise FrameError(f"a message with an unreadable header: {str(reason)[:_MAX_SHOWN]}") from None
+
+
+def _as_tensor(part: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    if math.prod(shape) * _TYPES[dtype].itemsize != part.numel():
+        raise FrameError(f"a tensor of shape {shape} in {part.numel()} bytes")
+    return part.view(_TYPES[dtype]).view(shape)
 
 
 def _as_bytes(buffer: Buffer) -> Tensor:

@@ -10,8 +10,7 @@ from typer.testing import CliRunner, Result
 from isthmus.cli.main import app
 from isthmus.job.load import dump_job, load_job
 from isthmus.job.rundir import JOB_FILE
-from isthmus.train.records import Records, ShardRows
-from isthmus.train.store import CHECKPOINTS_FOLDER, DiskStore
+from isthmus.train.records import CHECKPOINTS_FOLDER, DiskStore, Records, ShardRows
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

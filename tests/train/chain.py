@@ -25,7 +25,8 @@ from isthmus.train.coding import CodecState
 from isthmus.train.device import Device
 from isthmus.train.loop import Loop, OnEvent, save_nothing
 from isthmus.train.optimizer import Optimizer, Schedule
-from isthmus.train.pipeline_config import PipelineConfig, warmup_of
+from isthmus.train.pipeline import PipelineConfig
+from isthmus.train.pipeline_config import warmup_of
 from isthmus.train.pipeline_role import PipelineRole
 from isthmus.train.role import open_loop
 from isthmus.train.wire import Wire
@@ -409,9 +410,7 @@ def make_stages(
             lora=lora,
         )
         for index, layers in enumerate(
-            agreed.stage_layers(plan.num_layers)
-            if agreed.layers
-            else split_layers(plan.num_layers, num_stages)
+            agreed.stage_layers if agreed.layers else split_layers(plan.num_layers, num_stages)
         )
     ]
 

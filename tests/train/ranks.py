@@ -39,9 +39,9 @@ from isthmus.train.in_cloud import (
 )
 from isthmus.train.keeper import Keeper
 from isthmus.train.members import Neighbours
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from isthmus.train.pipeline_role import peers_of
-from isthmus.train.store import DiskStore
+from isthmus.train.records import DiskStore
 from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.handshake import RankSpec

@@ -15,7 +15,7 @@ from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.types import Member, pack_facts
 from isthmus.train.in_cloud import World
 from isthmus.train.members import Neighbours, SavedSteps, Start, choose_start, tree
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet

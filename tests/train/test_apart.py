@@ -15,8 +15,8 @@ from isthmus.model.stage import Batch
 from isthmus.plan.codecs import codec_levels
 from isthmus.train.data.tokenizer import train_tokenizer
 from isthmus.train.data.training_data import TrainingData, check_paired, open_data
-from isthmus.train.pipeline import _read_microbatch
-from isthmus.train.pipeline_config import PipelineConfig, check_apart, decide
+from isthmus.train.pipeline import PipelineConfig, _read_microbatch
+from isthmus.train.pipeline_config import check_apart, decide
 from isthmus.train.pipeline_role import PipelineKind
 from tests.train.chain import Given, chain
 from tests.train.reference import assert_same, parameters_of

@@ -17,7 +17,8 @@ from isthmus.train.build import Build, blueprint_of, optimizer_state
 from isthmus.train.device import Device
 from isthmus.train.in_cloud import World, shard
 from isthmus.train.optimizer import Optimizer
-from isthmus.train.pipeline_config import PipelineConfig, decide, run_config
+from isthmus.train.pipeline import PipelineConfig
+from isthmus.train.pipeline_config import decide, run_config, stage_layers
 from isthmus.train.pipeline_role import pipeline_stage
 from isthmus.wan.handshake import RankSpec
 from tests.model.cases import blueprint, build, make_batch
@@ -182,4 +183,4 @@ def test_a_run_config_that_is_none_is_refused(text: object) -> None:
 
 def test_layers_that_do_not_fit_the_model_are_refused() -> None:
     with pytest.raises(UserError, match="planned with 4 layers, but the model has 5"):
-        replace(agreed(made()), layers=(2, 2)).stage_layers(5)
+        stage_layers(tiny_job(), replace(decide(tiny_job()), layers=(2, 2)), 5)

@@ -26,8 +26,7 @@ from isthmus.train.in_cloud import World, shard, whole
 from isthmus.train.keeper import Keeper, State
 from isthmus.train.members import SavedSteps
 from isthmus.train.optimizer import Optimizer
-from isthmus.train.records import MANIFEST_FILE, Records
-from isthmus.train.store import DiskStore, open_store
+from isthmus.train.records import MANIFEST_FILE, DiskStore, Records, open_store
 from isthmus.wan.packet import Buffer
 from tests.model.cases import blueprint, build, language_head
 from tests.model.test_weights import save_model

@@ -12,7 +12,7 @@ from isthmus.model.blueprint import Blueprint
 from isthmus.plan.codecs import Pair
 from isthmus.plan.end_of_step import Tally
 from isthmus.train.coding import Coded, CutEnd
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from tests.model.cases import blueprint
 from tests.train.chain import SCHEDULE, WEIGHT_DECAY, CutCase, Given, Record, chain, config, make_stages
 from tests.train.reference import assert_same, parameters_of, train_across

@@ -16,8 +16,7 @@ from isthmus.train.build import layout_of
 from isthmus.train.data.training_data import open_data
 from isthmus.train.data_role import CloudFeed, DataKind, _Share
 from isthmus.train.export import export_run, steps_to_export
-from isthmus.train.records import Records
-from isthmus.train.store import open_store
+from isthmus.train.records import Records, open_store
 from tests.train.reference import assert_same
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "data-parallel.toml"

@@ -18,8 +18,7 @@ from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, StageInput
 from isthmus.plan.job_facts import check_stacks
 from isthmus.train.integers import said_before
-from isthmus.train.pipeline import _read_microbatch
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig, _read_microbatch
 from tests.model.cases import PAD, SEED, VOCABULARY_SIZE, exported_loss
 from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Chain, Given, chain, config
 from tests.train.reference import assert_same, parameters_of, train_alone

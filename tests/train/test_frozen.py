@@ -15,7 +15,7 @@ from isthmus.plan.job_facts import first_trained
 from isthmus.plan.types import Member
 from isthmus.train.device import Device
 from isthmus.train.frozen_cache import Admission, Cache
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from tests.model.cases import blueprint, make_batch
 from tests.train.chain import (
     CLOUDS,

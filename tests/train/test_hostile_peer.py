@@ -19,8 +19,7 @@ from isthmus.plan.scenario import Hop
 from isthmus.plan.types import MessageKind
 from isthmus.train.build import BuiltStage
 from isthmus.train.device import Device
-from isthmus.train.pipeline import PipelineActor
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineActor, PipelineConfig
 from isthmus.train.wire import Delivery
 from isthmus.wan.packet import Buffer, Packet, pack, unpack
 from tests.train.chain import CutCase, config

@@ -13,7 +13,7 @@ from isthmus.plan.plan import PLAN_FILE
 from isthmus.train import pipeline_config, runs
 from isthmus.train.build import blueprint_of
 from isthmus.train.pipeline_role import check_export
-from isthmus.train.records import Records
+from isthmus.train.records import DiskStore, Records
 from isthmus.train.runs import (
     check_all_devices,
     check_device,
@@ -21,7 +21,6 @@ from isthmus.train.runs import (
     look_at_data,
     look_at_model,
 )
-from isthmus.train.store import DiskStore
 from isthmus.wan.doctor import Devices
 from isthmus.wan.handshake import RankSpec
 from tests.model.test_custom_code import save_own

@@ -15,8 +15,7 @@ from isthmus.plan.costs import Arithmetic, Precision, stream_bytes
 from isthmus.plan.memory import OptimizerState, Sharding
 from isthmus.plan.scenario import Policy
 from isthmus.plan.types import Outcome
-from isthmus.train.records import Records
-from isthmus.train.store import DiskStore
+from isthmus.train.records import DiskStore, Records
 from tests.model.cases import blueprint
 from tests.train.ranks import Case, Crew, Found, whole_model
 from tests.train.test_exactness import alone

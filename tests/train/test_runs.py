@@ -13,7 +13,7 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Job, create_run_directory, load_job
 from isthmus.job.rundir import JOB_FILE, join_run
 from isthmus.train.build import MODEL_FOLDER
-from isthmus.train.records import Records
+from isthmus.train.records import DiskStore, Records
 from isthmus.train.runs import (
     DATA_FILE,
     TOKENIZER_FOLDER,
@@ -22,7 +22,6 @@ from isthmus.train.runs import (
     refuse_changed,
     writing_to,
 )
-from isthmus.train.store import DiskStore
 from tests.train.test_setup import clouds, links, tiny_job
 
 SHA256 = "1" * 64

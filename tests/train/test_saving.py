@@ -17,8 +17,7 @@ from isthmus.plan.types import Event, NotStored, Saved, Stored
 from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.in_cloud import World
 from isthmus.train.keeper import Keeper, State
-from isthmus.train.records import MANIFEST_FILE, Records, StoredTensor
-from isthmus.train.store import DiskStore
+from isthmus.train.records import MANIFEST_FILE, DiskStore, Records, StoredTensor
 from isthmus.train.wire import Failure
 from isthmus.wan.handshake import RankSpec
 from isthmus.wan.packet import Buffer

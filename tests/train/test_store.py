@@ -13,8 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 from isthmus.errors import UserError
-from isthmus.train.records import MANIFEST_FILE, Manifest, Records, ShardRows, merged
-from isthmus.train.store import DiskStore, RemoteStore, Store, open_store
+from isthmus.train.records import (
+    MANIFEST_FILE,
+    DiskStore,
+    Manifest,
+    Records,
+    RemoteStore,
+    ShardRows,
+    Store,
+    merged,
+    open_store,
+)
 
 NAME = "step-00000001/north"
 

@@ -10,8 +10,7 @@ from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.in_cloud import World
 from isthmus.train.keeper import Keeper, State
 from isthmus.train.members import SavedSteps
-from isthmus.train.records import MANIFEST_FILE
-from isthmus.train.store import RemoteStore
+from isthmus.train.records import MANIFEST_FILE, RemoteStore
 from tests.model.cases import blueprint, build
 from tests.train.chain import make_optimizer
 from tests.train.reference import assert_same

@@ -16,7 +16,7 @@ from isthmus.model.stage import Batch
 from isthmus.plan.end_of_step import Cosines, Evaluated, Tally, Verdict
 from isthmus.plan.scenario import Hop
 from isthmus.plan.types import Carried, Facts, Member, MessageKind
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from isthmus.wan.packet import Packet
 from tests.model.cases import make_batch
 from tests.train.chain import CutCase, config

@@ -12,7 +12,7 @@ from isthmus.plan.pipeline_parts import FACTS
 from isthmus.plan.types import Arrived, Facts, Member, Message, MessageKind, Sent
 from isthmus.train.device import Device, Mark
 from isthmus.train.integers import pack_integers
-from isthmus.train.pipeline_config import PipelineConfig
+from isthmus.train.pipeline import PipelineConfig
 from isthmus.train.pipeline_role import cut_end
 from isthmus.train.wire import Delivery, Failure, Inbox, Wire
 from isthmus.wan.link import OnState
