@@ -167,11 +167,11 @@ class DataSettings:
 class Decisions:
     """What of a plan all clouds of a run must know; codecs are of each hop, there and back."""
 
-    layers: tuple[int, ...]
     num_microbatches: int
-    max_in_flight: Caps | None
-    recompute: bool
-    codecs: tuple[tuple[str, str], ...]
+    layers: tuple[int, ...] = ()
+    max_in_flight: Caps | None = None
+    recompute: bool = False
+    codecs: tuple[tuple[str, str], ...] = ()
     reasons: tuple[str, ...] = ()
     sharding: tuple[Sharding, ...] = ()
     """The sharding of each stage; none where nothing is said."""

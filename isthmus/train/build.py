@@ -24,12 +24,7 @@ from isthmus.plan.memory import OptimizerState
 from isthmus.plan.types import Facts, Member
 from isthmus.train.data.training_data import Layout, divide_batch
 from isthmus.train.device import Device
-from isthmus.train.in_cloud import (
-    Reduction,
-    World,
-    awaited_gradient_bytes,
-    shard,
-)
+from isthmus.train.in_cloud import Reduction, World, awaited_gradient_bytes, shard
 from isthmus.train.optimizer import Optimizer, Schedule
 from isthmus.units import format_bytes
 
@@ -248,7 +243,7 @@ def check_fits(job: Job, stage_layers: Sequence[range], blueprint: Blueprint) ->
     """
     for name, layers in zip(stage_order(job), stage_layers, strict=True):
         cloud = job.cloud_named(name)
-        needed_bytes = _state_bytes(job, cloud, blueprint, layers)
+        needed_bytes = _least_bytes(job, cloud, blueprint, layers)
         memory_bytes = cloud.memory_bytes or (Device("cpu").memory_bytes() if cloud.device == "cpu" else None)
         if memory_bytes is not None and needed_bytes > memory_bytes:
             raise UserError(
@@ -258,28 +253,14 @@ def check_fits(job: Job, stage_layers: Sequence[range], blueprint: Blueprint) ->
             )
 
 
-def _state_bytes(job: Job, cloud: CloudSpec, blueprint: Blueprint, layers: range) -> int:
-    """What one rank keeps of a stage; what layers gather for one pass does not count."""
-    num_parameters = sum(blueprint.layout.owned_by(layers).values())
-    num_trained = _num_trained(job, blueprint, layers)
-    has_moments = cloud.device == "cpu" or not job.train.offload_optimizer
-    moment_bytes = job.train.optimizer_bits // 4 * num_trained if has_moments else 0
+def _least_bytes(job: Job, cloud: CloudSpec, blueprint: Blueprint, layers: range) -> int:
+    """What one rank keeps of a stage at least; a stage that is frozen in part counts as frozen."""
+    model, num_parameters = job.given_model, sum(blueprint.layout.owned_by(layers).values())
+    num_trained = 0 if model.lora is not None or layers.start < model.frozen_layers else num_parameters
+    is_away = job.train.offload_optimizer and cloud.device != "cpu"
+    moment_bytes = 0 if is_away else job.train.optimizer_bits // 4 * num_trained
     gathered_bytes = torch.float32.itemsize * (num_parameters + num_trained)
+    if cloud.sharding not in ("optimizer", "full"):
+        return gathered_bytes + moment_bytes
     shard_bytes = -(-(gathered_bytes + moment_bytes) // cloud.ranks)
-    match cloud.sharding:
-        case "optimizer":
-            return gathered_bytes + shard_bytes
-        case "full":
-            return shard_bytes
-    return gathered_bytes + moment_bytes
-
-
-def _num_trained(job: Job, blueprint: Blueprint, layers: range) -> int:
-    """The weights of a stage that learn; adapters are too small to keep it from fitting."""
-    if job.given_model.lora is not None:
-        return 0
-    layout, num_frozen = blueprint.layout, job.given_model.frozen_layers
-    parts = [layout.layers[layer] for layer in layers if layer >= num_frozen]
-    parts += [layout.first] if layers.start == 0 and num_frozen == 0 else []
-    parts += [layout.last] if layers.stop == layout.num_layers else []
-    return sum(sum(part.values()) for part in parts)
+    return shard_bytes + (gathered_bytes if cloud.sharding == "optimizer" else 0)

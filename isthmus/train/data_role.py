@@ -100,14 +100,7 @@ class DataKind:
             notes.append(f"synchronisation: {strategy.how}, {steps} steps apart, {bits} bit, by rule")
         number = strategy.microbatches or _num_microbatches(job)
         layout_of(job, number * len(job.cloud))
-        bare = Decisions(
-            layers=(),
-            num_microbatches=1,
-            max_in_flight=None,
-            recompute=job.train.recompute is True,
-            codecs=(),
-        )
-        decided = decisions or bare
+        decided = decisions or Decisions(num_microbatches=1, recompute=job.train.recompute is True)
         return replace(decided, num_microbatches=number, sync=sync, reasons=(*decided.reasons, *notes))
 
     def check(self, job: Job, known: Job, decisions: Decisions, blueprint: Blueprint) -> None:  # noqa: ARG002

@@ -152,11 +152,8 @@ class FeedKind:
                     hint="lower strategy.batches, raise train.batch_tokens, or use fewer ranks",
                 )
         return decisions or Decisions(
-            layers=(),
             num_microbatches=strategy.batches,
-            max_in_flight=None,
             recompute=job.train.recompute is True,
-            codecs=(),
             reasons=() if strategy.discriminator_cloud else (f"discriminator: {judge}, the first cloud",),
             offload_optimizer=job.train.offload_optimizer,
             optimizer_bits=job.train.optimizer_bits,

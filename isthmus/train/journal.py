@@ -39,8 +39,8 @@ class Journal:
         self._spans: list[Span] = []
         self._num_rounds = 0
         self._num_averaged = 0
-        self._clouds = (-1, -1, -1)
-        """The clouds that are live, up to date, and averaged in the last round of data parallel."""
+        self._clouds: dict[str, int] = {}
+        """How many were live, up to date, and averaged in the last round of data parallel."""
         self._lock = threading.Lock()
         for link in links:
             link.on_state = self.link_state
@@ -98,11 +98,16 @@ class Journal:
         self._tell("link", values)
 
     def _step_ended(self, ended: StepEnded) -> None:
-        values = {**self._traffic(), "step": ended.step}
         if ended.num_elements:
             sent = {"num_elements": ended.num_elements, "num_bytes": ended.num_bytes}
             self._log.fact("sent", {"step": ended.step, **sent})
-        values |= _speed(ended)
+        values = {
+            **self._traffic(),
+            "step": ended.step,
+            "loss": ended.loss,
+            "duration_s": ended.duration_s,
+            "tokens_per_s": ended.num_tokens / ended.duration_s,
+        }
         if self._is_first:
             values |= _figures(ended)
             self._log.fact("step", values)
@@ -110,16 +115,18 @@ class Journal:
         self._tell("step", values)
 
     def _round_ended(self, ended: RoundEnded) -> None:
-        clouds = len(ended.live), len(ended.participating), len(ended.shares)
+        clouds = {
+            "live": len(ended.live),
+            "participating": len(ended.participating),
+            "averaged": len(ended.shares),
+        }
         self._num_rounds += 1
-        self._num_averaged += clouds[2]
-        values = dict(zip(("live", "participating", "averaged"), clouds, strict=True))
-        self._log.fact("round", {"number": ended.number, **values, "content": ended.content})
-        if clouds != self._clouds:
-            self._clouds = clouds
-            if self._is_first:
-                told = ", ".join(f"{number} {name}" for name, number in values.items())
-                self.note(f"clouds from round {ended.number} on: {told}")
+        self._num_averaged += clouds["averaged"]
+        self._log.fact("round", {"number": ended.number, **clouds, "content": ended.content})
+        if clouds != self._clouds and self._is_first:
+            told = ", ".join(f"{number} {name}" for name, number in clouds.items())
+            self.note(f"clouds from round {ended.number} on: {told}")
+        self._clouds = clouds
 
     def _evaluated(self, found: Evaluated) -> None:
         accuracy = found.num_correct / max(found.num_targets, 1)
@@ -152,15 +159,6 @@ class Journal:
         numbers = {key: float(one) for key, one in values.items() if isinstance(one, int | float)}
         for tracker in self._trackers:
             tracker.log(step, numbers)
-
-
-def _speed(ended: StepEnded) -> dict[str, object]:
-    """Return the figures of a step that every site shows."""
-    return {
-        "loss": ended.loss,
-        "duration_s": ended.duration_s,
-        "tokens_per_s": ended.num_tokens / ended.duration_s,
-    }
 
 
 def _figures(ended: StepEnded) -> dict[str, object]:

@@ -253,21 +253,13 @@ class Keeper:
 
         What a strategy has beside them may be known to the leader alone, which writes that.
         """
-        extra = {} if self._world.is_leader else self._extra()
-        own = {
-            name: rows_of(one)
-            for name, one in tensors.items()
-            if isinstance(one, DTensor) or name not in extra
-        }
-        dealt = tensors.keys() - self._extra().keys()
-        common = [name for name in dealt if not isinstance(tensors[name], DTensor)]
-        loads = [0] * self._world.num_ranks
-        for name in sorted(common, key=lambda name: (-own[name].own.nbytes, name)):
-            rank = loads.index(min(loads))
-            loads[rank] += max(own[name].own.nbytes, 1)
-            if rank != self._world.rank:
-                del own[name]
-        return own
+        extra = self._extra().keys()
+        sharded = [name for name, one in tensors.items() if isinstance(one, DTensor)]
+        common = tensors.keys() - extra - set(sharded)
+        by_size = sorted(common, key=lambda name: (-tensors[name].nbytes, name))
+        own = {*sharded, *by_size[self._world.rank :: self._world.num_ranks]}
+        own |= extra if self._world.is_leader else set()
+        return {name: rows_of(tensors[name]) for name in tensors if name in own}
 
     # The thread.
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from isthmus.errors import CloudFailed, Terminated, UserError
 from isthmus.events import StopRequest
 from isthmus.job import Address, CloudSpec, Job
-from isthmus.job.faults import CloudFault, Fault, load_faults
+from isthmus.job.faults import load_faults
 from isthmus.job.rundir import lock_site
 from isthmus.observe.trackers import check_trackers, open_trackers
 from isthmus.plan.costs import CostSource
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 _DEFAULT_PORT: Final = 29400
 # Two jobs on one node must not meet at one port; these are below those that systems hand out by themselves.
 _SLURM_PORTS: Final = range(20000, 30000)
-_PORTS: Final = range(1, 2**16)
-_COUNTS: Final = range(1, 2**31)
-_NUMBERS: Final = range(2**31)
 
 _Environment = Mapping[str, str]
 
@@ -66,7 +63,8 @@ class Launch:
         """Run every rank of every cloud as a process of this machine, joined through an emulated WAN."""
         job = self.job
         check_trackers(self.trackers)
-        script = self._script(faults) if faults else ()
+        links, clouds = [link.between for link in job.link], {one.name: one.ranks for one in job.cloud}
+        script = load_faults(faults, links=links, clouds=clouds, verb="run") if faults else ()
 
         from isthmus.train.disturbed import Player
         from isthmus.train.profiles import is_open
@@ -102,7 +100,7 @@ class Launch:
                 if report["kind"] == "step":
                     player.start()
 
-            found = run_ranks(
+            found: Mapping[Any, Trained] = run_ranks(
                 job,
                 work,
                 wan,
@@ -112,13 +110,7 @@ class Launch:
                 restarts=restarts,
                 on_restart=tell,
             )
-            first: Trained = next(iter(found.values()))
-            return first
-
-    def _script(self, path: Path) -> tuple[Fault | CloudFault, ...]:
-        job = self.job
-        links, clouds = [link.between for link in job.link], {one.name: one.ranks for one in job.cloud}
-        return load_faults(path, links=links, clouds=clouds, verb="run")
+            return next(iter(found.values()))
 
     def run_as(self, cloud: str, spec: RankSpec) -> "Trained":
         """Be one rank of one cloud; the others are started elsewhere."""
@@ -143,12 +135,11 @@ class Launch:
             stack.enter_context(endpoint)
             # Peers get the same message about a full disk.
             stack.enter_context(writing_to(self.root))
-            report = functools.partial(self._hear, cloud)
             return train_cloud(
                 self.job,
                 endpoint,
                 cloud=cloud,
-                report=report,
+                report=lambda text: self.on_report(cloud, json.loads(text)),
                 options=options,
                 spec=spec,
                 stop=self.stop,
@@ -200,9 +191,6 @@ class Launch:
         from isthmus.train.profiles import Profiler
 
         return Profiler(cache=self.cache, note=note, is_wanted=self.is_profiled and is_wanted)
-
-    def _hear(self, cloud: str, text: str) -> None:
-        self.on_report(cloud, json.loads(text))
 
     def _noter(self, cloud: str) -> Callable[[str], None]:
         return lambda text: self.on_report(cloud, {"kind": "note", "text": text})
@@ -259,28 +247,34 @@ def find_rank(environment: _Environment, cloud: CloudSpec) -> RankSpec:
 
 
 def _from_environment(environment: _Environment, cloud: CloudSpec) -> RankSpec | None:
-    master: Address | None = None
-    local = _number(environment, "LOCAL_RANK", default=0)
+    number = functools.partial(_number, environment)
+    local_rank, port = number("LOCAL_RANK", 0), number("MASTER_PORT", _DEFAULT_PORT, least=1, most=2**16 - 1)
+    host = environment.get("MASTER_ADDR")
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, num_ranks = _number(environment, "RANK"), _count(environment, "WORLD_SIZE")
-        master = _master(environment)
+        rank, num_ranks = number("RANK"), number("WORLD_SIZE", least=1)
     elif "SLURM_PROCID" in environment:
         # Outside of srun the batch script itself is task 0 of one.
-        if cloud.ranks == 1 and _count(environment, "SLURM_NTASKS", default=1) == 1:
+        if cloud.ranks == 1 and number("SLURM_NTASKS", 1, least=1) == 1:
             return None
         nodes = environment.get("SLURM_STEP_NODELIST") or _text(environment, "SLURM_JOB_NODELIST")
-        port = _SLURM_PORTS[_number(environment, "SLURM_JOB_ID") % len(_SLURM_PORTS)]
-        rank, num_ranks = _number(environment, "SLURM_PROCID"), _count(environment, "SLURM_NTASKS")
-        local = _number(environment, "SLURM_LOCALID")
-        master = _master({"MASTER_ADDR": first_host(nodes), **environment}, default_port=port)
+        host = host or first_host(nodes)
+        if "MASTER_PORT" not in environment:
+            port = _SLURM_PORTS[number("SLURM_JOB_ID") % len(_SLURM_PORTS)]
+        rank, num_ranks = number("SLURM_PROCID"), number("SLURM_NTASKS", least=1)
+        local_rank = number("SLURM_LOCALID")
     elif "JOB_COMPLETION_INDEX" in environment:
-        rank = _number(environment, "JOB_COMPLETION_INDEX")
-        num_ranks = _count(environment, "WORLD_SIZE", default=cloud.ranks)
-        master = _master(environment) if cloud.ranks > 1 else None
+        rank, num_ranks = number("JOB_COMPLETION_INDEX"), number("WORLD_SIZE", cloud.ranks, least=1)
+        if cloud.ranks == 1:
+            return RankSpec(rank=rank, num_ranks=num_ranks, local_rank=local_rank)
     else:
         return None
-    is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return RankSpec(rank=rank, num_ranks=num_ranks, local_rank=local, master=master, is_served=is_served)
+    return RankSpec(
+        rank=rank,
+        num_ranks=num_ranks,
+        local_rank=local_rank,
+        master=Address(host=host or _text(environment, "MASTER_ADDR"), port=port),
+        is_served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
 
 
 def first_host(nodes: str) -> str:
@@ -289,11 +283,6 @@ def first_host(nodes: str) -> str:
     if match is None:
         raise UserError(f"{nodes!r} is no list of Slurm's nodes", hint="set MASTER_ADDR to the first of them")
     return "".join(part or "" for part in match.groups())
-
-
-def _master(environment: _Environment, *, default_port: int = _DEFAULT_PORT) -> Address:
-    port = _number(environment, "MASTER_PORT", default=default_port, allowed=_PORTS)
-    return Address(host=_text(environment, "MASTER_ADDR"), port=port)
 
 
 def _text(environment: _Environment, key: str) -> str:
@@ -305,19 +294,20 @@ def _text(environment: _Environment, key: str) -> str:
     return environment[key]
 
 
-def _count(environment: _Environment, key: str, *, default: int | None = None) -> int:
-    return _number(environment, key, default=default, allowed=_COUNTS)
-
-
 def _number(
-    environment: _Environment, key: str, *, default: int | None = None, allowed: range = _NUMBERS
+    environment: _Environment,
+    key: str,
+    default: int | None = None,
+    *,
+    least: int = 0,
+    most: int = 2**31 - 1,
 ) -> int:
     if default is not None and not environment.get(key):
         return default
     text = _text(environment, key)
-    if not re.fullmatch("[0-9]{1,10}", text) or int(text) not in allowed:
+    if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
         raise UserError(
-            f"{key} is {text!r}, which is no number from {allowed[0]} to {allowed[-1]}",
+            f"{key} is {text!r}, which is no number from {least} to {most}",
             hint=f"let the launcher set {key}",
         )
     return int(text)

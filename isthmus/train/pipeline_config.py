@@ -31,7 +31,7 @@ from isthmus.plan.models import why_not_planned
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.plan import Decisions, PipelineSettings, Plan, follow
 from isthmus.plan.planner import plan
-from isthmus.plan.scenario import Caps, Policy
+from isthmus.plan.scenario import Policy
 from isthmus.plan.types import Member
 from isthmus.train.build import layout_of, sharding_of
 from isthmus.train.data.tokenizer import trains_tokenizer
@@ -125,19 +125,15 @@ def _reasons(job: Job, strategy: PipelineStrategy, chosen: Plan) -> Iterator[str
     if strategy.policy == OPEN and settings.policy.keeps_order:
         yield f"policy: {settings.policy.value}, since ranks of a fully sharded stage need one order"
     yield from _memory_reasons(job, chosen)
-    if settings.max_in_flight is not None:
-        yield f"in flight: {_most(settings.max_in_flight, chosen.clouds)}, which is what fits into memory"
+    if (caps := settings.max_in_flight) is not None:
+        of_each = zip(caps, chosen.clouds, strict=True) if isinstance(caps, tuple) else [(caps, "each cloud")]
+        most = ", ".join(f"{cap} at {cloud}" for cap, cloud in of_each)
+        yield f"in flight: at most {most}, which is what fits into memory"
     free = {link.name for link in job.link if "auto" in (link.codec.forward, link.codec.backward)}
     for link in chosen.links:
         if {"-".join(link.between), "-".join(reversed(link.between))} & free:
             yield f"codec of {'-'.join(link.between)}: {link.reason}"
     yield f"planned: {chosen.reason}"
-
-
-def _most(caps: Caps, clouds: Sequence[str]) -> str:
-    if not isinstance(caps, tuple):
-        return f"at most {caps}"
-    return "at most " + ", ".join(f"{cap} at {cloud}" for cap, cloud in zip(caps, clouds, strict=True))
 
 
 def _memory_reasons(job: Job, chosen: Plan) -> Iterator[str]:
@@ -157,15 +153,11 @@ def _by_rule(job: Job, strategy: PipelineStrategy) -> Decisions:
     """Decisions without a plan."""
     why_not = why_not_planned(job, nothing_measured)
     notes = [] if why_not is None else [f"layers are split evenly, since nothing can be planned: {why_not}"]
-    number = strategy.microbatches
-    if number is None:
-        number = _choose_microbatches(job, notes)
     return Decisions(
         layers=strategy.layers or (),
-        num_microbatches=number,
+        num_microbatches=strategy.microbatches or _choose_microbatches(job, notes),
         max_in_flight=strategy.max_in_flight,
         recompute=job.train.recompute is True,
-        codecs=(),
         reasons=tuple(notes),
         offload_optimizer=job.train.offload_optimizer,
         optimizer_bits=job.train.optimizer_bits,

@@ -16,11 +16,10 @@ from isthmus.model.export import describe_exported
 from isthmus.model.feed_forward import check_within, lies_within
 from isthmus.model.random import seed_from
 from isthmus.model.stage import Stage
-from isthmus.plan.costs import CostSource
 from isthmus.plan.job_facts import check_cuts, common_ranks, links_along, num_frozen_layers
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import FACTS, Pipeline, PipelineState
-from isthmus.plan.plan import Decisions, Plan, follow
+from isthmus.plan.plan import Decisions, follow
 from isthmus.plan.types import Member, Scheduler
 from isthmus.train.build import (
     AUTOCAST,
@@ -56,10 +55,9 @@ class PipelineKind:
     config = PipelineConfig
     saves_together = True
     chooses = True
-
-    def clouds(self, job: Job) -> tuple[str, ...]:
-        """The clouds in the order of their stages."""
-        return stage_order(job)
+    clouds = staticmethod(stage_order)
+    plan = staticmethod(plan_run)
+    decide = staticmethod(decide)
 
     def links(self, job: Job) -> Sequence[tuple[str, str]]:
         """The cuts."""
@@ -72,14 +70,6 @@ class PipelineKind:
         own = job.reading_at(cloud)
         column = "pair_column" if cloud == stage_order(job)[0] else "text_column"
         return own.model_copy(update={"data": own.given_data.model_copy(update={column: NOT_HERE})})
-
-    def plan(self, job: Job, *, known: Job | None = None, source: CostSource) -> Plan | None:
-        """The best cut, order, micro-batches and codecs, each with its reason."""
-        return plan_run(job, known=known, source=source)
-
-    def decide(self, job: Job, decisions: Decisions | None = None) -> Decisions:
-        """Complete the decisions of a plan, or decide by a rule; refuse a job that is no pipeline."""
-        return decide(job, decisions)
 
     def check(self, job: Job, known: Job, decisions: Decisions, blueprint: Blueprint) -> None:
         """Refuse stages that do not fit, cuts that cannot be, and what no exported model could hold."""
