@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from rich.console import Console
 from typer import Option
@@ -13,8 +13,7 @@ from isthmus.cli import output
 from isthmus.cli.display import feed_figures
 from isthmus.cli.output import duration, tabulate
 from isthmus.observe.draw import Table, draw_chart, draw_curve, to_html
-from isthmus.observe.report import Compared, Comparison, RunReport
-from isthmus.observe.timeline import Waits
+from isthmus.observe.report import Compared, RunReport
 from isthmus.units import format_bytes
 
 REPORT_FILE: Final = "report.html"
@@ -36,30 +35,32 @@ def report(
     Example: `isthmus report runs/demo --html demo.html`
     """
     found = isthmus.report(run, beside=beside)
-    compared = found.comparison
-    every = {**_tables(compared), **_outcome_tables(found)}
-    tables = {heading: table for heading, table in every.items() if table.rows}
+    tables = {heading: table for heading, table in _tables(found).items() if table.rows}
     console = Console(highlight=False, stderr=as_json)
     if as_json:
-        output.print_json(_facts(found))
+        output.print_json({key: value for key, value in asdict(found).items() if key != "charts"})
     else:
         output.print_tables(console, tables.values())
         console.print()
         if not found.has_plan:
             console.print("[dim]the run has no plan.json, so nothing is predicted[/]")
-    shown = {**_pictures(compared), **{heading: [table.to_html()] for heading, table in tables.items()}}
+    shown = {**_pictures(found), **{heading: [table.to_html()] for heading, table in tables.items()}}
     page = to_html(f"Run {found.run.parent.name}, {found.run.name}", shown)
     output.write_file(console, html or found.run / REPORT_FILE, page)
 
 
-def _tables(found: Comparison) -> dict[str, Table]:
+def _tables(found: RunReport) -> dict[str, Table]:
     times = [one for one in (found.step, *found.durations) if (one.measured, one.predicted) != (None, None)]
+    errors = {**({} if found.step.error is None else {"step": abs(found.step.error)}), **found.errors}
+    feed = found.summary.feed
     return {
         "Times": _compared_table("time of one", times, duration),
-        "Error by kind": _errors_table(found),
+        "Error by kind": tabulate(
+            errors.items(), {"kind": lambda one: one[0], "mean error": lambda one: f"{one[1]:.1%}"}
+        ),
         "Where the time went": _waits_table(found),
         "Generators": tabulate(
-            () if found.feed is None else found.feed.streams,
+            () if feed is None else feed.streams,
             {
                 "generator": lambda one: one.cloud,
                 "batches": lambda one: f"{one.num_batches:,}",
@@ -69,19 +70,12 @@ def _tables(found: Comparison) -> dict[str, Table]:
             },
         ),
         "Discriminator": tabulate(
-            () if found.feed is None else feed_figures(found.feed).items(),
+            () if feed is None else feed_figures(feed).items(),
             {"discriminator": lambda one: one[0], "": lambda one: one[1]},
         ),
         "Bytes a step": _compared_table("bytes a step", found.bytes_per_step, _size),
-    }
-
-
-def _outcome_tables(found: RunReport) -> dict[str, Table]:
-    """Tables of what clouds agreed on, and of the loss beside another run."""
-    rounds = found.rounds
-    return {
         "Rounds": tabulate(
-            () if rounds is None else (rounds,),
+            () if found.rounds is None else (found.rounds,),
             {
                 "rounds": lambda one: f"{one.num_rounds}",
                 "clouds live": lambda one: f"{one.live:.3g}",
@@ -117,63 +111,23 @@ def _compared_table(what: str, pairs: Sequence[Compared], show: Callable[[float]
     )
 
 
-def _errors_table(found: Comparison) -> Table:
-    kinds = dict.fromkeys(one.kind for one in found.durations)
-    errors = {"step": found.step.error, **{kind: found.error_of(kind) for kind in kinds}}
-    rows = [(kind, f"{abs(error):.1%}") for kind, error in errors.items() if error is not None]
-    return Table(header=("kind", "mean error"), rows=tuple(rows))
-
-
-def _waits_table(found: Comparison) -> Table:
-    waits = (*found.measured_waits, *found.predicted_waits)
-    names = [name for name in _WAITS if any(getattr(one, name) for one in waits)]
-    rows = [
-        *(_waits_row(one, "measured", names) for one in found.measured_waits),
-        *(_waits_row(one, "predicted", names) for one in found.predicted_waits),
-    ]
-    reasons = (name.removeprefix("for_").replace("_", " ") for name in names)
-    header = ("cloud", "", "busy", "bubble", *reasons)
-    return Table(header=header, rows=tuple(rows))
-
-
-def _waits_row(waits: Waits, how: str, names: Sequence[str]) -> tuple[str, ...]:
-    shares = [waits.busy, waits.bubble, *(getattr(waits, name) for name in names)]
-    return (waits.cloud, how, *(f"{share:.1%}" for share in shares))
+def _waits_table(found: RunReport) -> Table:
+    waits = [(one, how) for how, clouds in found.waits.items() for one in clouds]
+    names = ["busy", "bubble", *(name for name in _WAITS if any(getattr(one, name) for one, _ in waits))]
+    return Table(
+        header=("cloud", "", *(name.removeprefix("for_").replace("_", " ") for name in names)),
+        rows=tuple((one.cloud, how, *(f"{getattr(one, name):.1%}" for name in names)) for one, how in waits),
+    )
 
 
 def _size(num_bytes: float) -> str:
     return format_bytes(round(num_bytes))
 
 
-def _pictures(found: Comparison) -> dict[str, list[str]]:
+def _pictures(found: RunReport) -> dict[str, list[str]]:
     """Draw the step as predicted above that as measured, on one scale, and the loss."""
-    charts = {"predicted": found.predicted_chart, "measured": found.measured_chart}
-    shown = {word: chart for word, chart in charts.items() if chart is not None}
-    end_s = max((chart.end_s for chart in shown.values()), default=0.0)
-    drawn = [draw_chart(replace(chart, end_s=end_s), title=word) for word, chart in shown.items()]
+    end_s = max((chart.end_s for chart in found.charts.values()), default=0.0)
+    drawn = [draw_chart(replace(chart, end_s=end_s), title=how) for how, chart in found.charts.items()]
     if len(found.losses) < 2:
         return {"One step": drawn}
     return {"One step": drawn, "Loss": [draw_curve(found.losses, width=760, height=220, word="step")]}
-
-
-def _facts(report: RunReport) -> dict[str, Any]:
-    found = report.comparison
-    return {
-        "run": str(report.run),
-        "step": _pair_facts(found.step),
-        "durations": [_pair_facts(one) for one in found.durations],
-        "errors": {kind: found.error_of(kind) for kind in {one.kind for one in found.durations}},
-        "bytes_per_step": [_pair_facts(one) for one in found.bytes_per_step],
-        "waits": {
-            "measured": [asdict(one) for one in found.measured_waits],
-            "predicted": [asdict(one) for one in found.predicted_waits],
-        },
-        "losses": found.losses,
-        "feed": None if found.feed is None else asdict(found.feed),
-        "rounds": None if report.rounds is None else asdict(report.rounds),
-        "quality": [asdict(one) for one in report.quality],
-    }
-
-
-def _pair_facts(pair: Compared) -> dict[str, Any]:
-    return {**asdict(pair), "error": pair.error}

@@ -138,17 +138,6 @@ _CODECS: Final[Mapping[str, type[Any]]] = {
     **{kind.__name__.lower(): kind for kind in (named.Subspace, named.Feedback)},
 }
 CODEC_NAMES: Final = tuple(_CODECS)
-_EXAMPLES: Final = {
-    "int8": '"int8(stochastic, group=64)"',
-    "int4": '"int4(stochastic, group=64)"',
-    "int2": '"int2(group=64)"',
-    "topk": '"topk(0.1)"',
-    "svd": '"svd(0.6)"',
-    "subspace": '"subspace(64)"',
-    "feedback": 'backward = "feedback(0.9) | topk(0.1)"',
-    "rotate": '"rotate | int4"',
-    "bottleneck": '"bottleneck(64, warmup=100)"',
-}
 
 
 def parse_codec(text: str) -> CodecSpec:
@@ -194,7 +183,7 @@ def _read_step(text: str, kinds: Mapping[str, type[Any]], *, noun: str, cure: st
     name = found["name"]
     if name not in kinds:
         raise FieldError(f"unknown {noun} {name!r}", cure=suggest(name, kinds))
-    example = f"for example {_EXAMPLES.get(name, repr(name))}".replace("'", '"')
+    example = f"docs/codecs.md shows what {name} takes"
     kind, values = kinds[name], dict[str, object]()
     keys = {_OPTIONS.get(one.name, one.name): one.name for one in fields(kind)}
     if keys.pop("bits", None):

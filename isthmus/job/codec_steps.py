@@ -5,6 +5,7 @@ the codec. Sizes are exact and need no torch, so that the planner can ask for th
 the coders in `isthmus.codec`, on shapes instead of tensors.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from enum import StrEnum
@@ -144,8 +145,11 @@ CodecStep: TypeAlias = Format | Transform
 Steps: TypeAlias = tuple[CodecStep, ...]
 
 _UNLIKE_CLASS: Final[Mapping[type, str]] = {SameIndices: "same-indices", SameBasis: "same-basis"}
-_ORDER: Final = (Feedback, Center, TopK | Svd | SameIndices, Rotate)
-_ORDER_IN_SUBSPACE: Final = (Subspace | SameBasis, Rotate)
+# Names of steps, a blank behind each.
+_ORDER: Final = re.compile(
+    r"((feedback (?!(raw )?$))?(center )?((topk|svd|same-indices) ){0,2}|(subspace|same-basis) )"
+    r"(rotate (?=int))?((raw|fp16|bf16|int.) )?"
+)
 
 
 def step_name(step: object) -> str:
@@ -161,31 +165,15 @@ def _has(kinds: type | UnionType, steps: Steps) -> bool:
 
 def check_order(steps: Steps) -> None:
     """Refuse steps that cannot stand where they do, or not together."""
-    repaired = _repaired(steps)
-    if steps == repaired:
+    names = "".join(f"{step_name(one)} " for one in steps)
+    is_each_once = len(set(map(type, steps))) == len(steps)
+    if is_each_once and _ORDER.fullmatch(names):
         return
-    codec = " | ".join(map(str, repaired))
-    if _has(Subspace | SameBasis, steps):
-        rule = "subspace learns its own mean and basis: it comes first, then rotate before integers, a format"
-    else:
-        rule = "the order is feedback, center, topk and svd, rotate before integers, one format; each once"
-    if isinstance(steps[0], Feedback) and all(isinstance(one, Raw) for one in steps[1:]):
-        rule = "feedback needs a step behind it that loses something"
     raise FieldError(
-        f"{' | '.join(map(str, steps))} cannot be: {rule}",
-        cure=f'for example backward = "{codec}"' if _has(Feedback, repaired) else f'for example "{codec}"',
+        f"{' | '.join(map(str, steps))} is no codec",
+        cure="keep this order, each step once: feedback (of a step with losses), center, topk or svd; "
+        "or in their place subspace; then rotate (before integers), and a format",
     )
-
-
-def _repaired(steps: Steps) -> Steps:
-    """Return the steps themselves where they are in order, else the nearest ones that are."""
-    order = _ORDER_IN_SUBSPACE if _has(Subspace | SameBasis, steps) else _ORDER
-    chain = tuple({type(step): step for kind in order for step in steps if isinstance(step, kind)}.values())
-    formats = tuple(step for step in steps if isinstance(step, Format))[:1]
-    loses_nothing = all(isinstance(step, Feedback | Raw) for step in chain + formats)
-    if (_has(Rotate, chain) and not _has(Integers, formats)) or (_has(Feedback, chain) and loses_nothing):
-        formats = (Integers(bits=4),)
-    return chain + formats
 
 
 def gradient_steps(forward: Steps, backward: Steps) -> Steps:

@@ -39,7 +39,6 @@ from isthmus.observe.timeline import (
 )
 from isthmus.plan.plan import PLAN_FILE, scenario_of
 from isthmus.plan.scenario import Scenario
-from isthmus.plan.simulate import Timeline
 from isthmus.plan.simulated import simulate_scenario
 
 _NO_RUN: Final = "give the folder of a run, runs/<name>/<id>"
@@ -119,31 +118,6 @@ def read_run(run: Path) -> Recorded:
 def _cloud_and_rank(file: Path) -> tuple[str, int]:
     cloud, _, rank = file.stem.partition(".")
     return cloud, int(rank or 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
-    """A run, summed up and compared with its plan."""
-
-    run: Path
-    has_plan: bool
-    summary: "Summary"
-    comparison: "Comparison"
-    rounds: "RoundsSummary | None" = None
-    quality: tuple["Quality", ...] = ()
-
-
-def report_on(run: Path, *, beside: Path | None = None) -> RunReport:
-    """Read and compare a run, with its plan and, in quality, with another run."""
-    recorded = read_run(run)
-    return RunReport(
-        run=run,
-        has_plan=recorded.estimate is not None,
-        summary=summarize(recorded),
-        comparison=compare(recorded),
-        rounds=summarize_rounds(recorded),
-        quality=() if beside is None else compare_quality(recorded, read_run(beside)),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,26 +300,21 @@ def summarize_feed(told: Sequence[Mapping[str, Any]]) -> FeedSummary | None:
     if not steps:
         return None
     last = steps[-max(1, len(steps) // 10) :]
-
-    def means(key: str) -> list[float]:
-        return [statistics.fmean(values) for values in zip(*(one[key] for one in steps), strict=True)]
-
-    def sums(key: str) -> list[int]:
-        return [sum(values) for values in zip(*(one[key] for one in steps), strict=True)]
-
-    clouds = enumerate(steps[-1]["clouds"])
-    batches, tokens = sums("num_batches"), sums("num_tokens")
-    queued, staleness = means("num_queued"), means("staleness")
+    batches, tokens, queued, staleness = (
+        zip(*(one[key] for one in steps), strict=True)
+        for key in ("num_batches", "num_tokens", "num_queued", "staleness")
+    )
+    by_cloud = zip(steps[-1]["clouds"], batches, tokens, queued, staleness, strict=True)
     return FeedSummary(
         streams=tuple(
             StreamSummary(
                 cloud=cloud,
-                num_batches=batches[index],
-                num_tokens=tokens[index],
-                num_queued=queued[index],
-                staleness=staleness[index],
+                num_batches=sum(batches),
+                num_tokens=sum(tokens),
+                num_queued=statistics.fmean(queued),
+                staleness=statistics.fmean(staleness),
             )
-            for index, cloud in clouds
+            for cloud, batches, tokens, queued, staleness in by_cloud
         ),
         accuracy=statistics.fmean(one["accuracy"] for one in last),
         original_share=statistics.fmean(one["original_share"] for one in last),
@@ -402,63 +371,75 @@ class Compared:
     track: str
     predicted: float | None
     measured: float | None
+    error: float | None
+    """The share by which the prediction was too long, negative if it was too short."""
 
-    @property
-    def error(self) -> float | None:
-        """The share by which the prediction was too long, negative if it was too short."""
-        if self.predicted is None or not self.measured:
-            return None
-        return self.predicted / self.measured - 1
+
+def _pair(kind: str, track: str, predicted: float | None, measured: float | None) -> Compared:
+    error = None if predicted is None or not measured else predicted / measured - 1
+    return Compared(kind=kind, track=track, predicted=predicted, measured=measured, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class RunReport:
     """A run beside what was predicted for it; without a plan only the measured part is there."""
 
+    run: Path
+    has_plan: bool
+    summary: Summary
     step: Compared
     durations: tuple[Compared, ...]
     """Median seconds of one span, by kind and track."""
+    errors: Mapping[str, float]
+    """The mean size of the errors of a kind over its tracks."""
     bytes_per_step: tuple[Compared, ...]
-    measured_waits: tuple[Waits, ...]
-    predicted_waits: tuple[Waits, ...]
+    waits: Mapping[str, tuple[Waits, ...]]
+    """Where the time of each cloud went, "measured" and "predicted"."""
     losses: tuple[tuple[int, float], ...]
-    measured_chart: Chart | None
-    predicted_chart: Chart | None
-    feed: FeedSummary | None = None
-
-    def error_of(self, kind: str) -> float | None:
-        """Return the mean size of the errors of a kind over its tracks."""
-        errors = [abs(one.error) for one in self.durations if one.kind == kind and one.error is not None]
-        return statistics.fmean(errors) if errors else None
+    charts: Mapping[str, Chart]
+    """One step, "predicted" and "measured"."""
+    rounds: RoundsSummary | None
+    quality: tuple[Quality, ...]
 
 
-def compare(recorded: Recorded) -> Comparison:
-    """Compare what was measured with what the plan's scenario predicts."""
+def report_on(run: Path, *, beside: Path | None = None) -> RunReport:
+    """Compare a run with what its plan's scenario predicts, and, in quality, with another run."""
+    recorded = read_run(run)
     scenario, spans, steps = recorded.scenario, recorded.spans, recorded.steps
     timeline = None if scenario is None else simulate_scenario(scenario, num_steps=_NUM_PREDICTED_STEPS)
     clouds = [stage.cloud for stage in scenario.stages] if scenario else clouds_in_order(spans)
-    measured = _counted_spans(spans)
-    predicted = _counted_spans(timeline.spans) if timeline is not None else []
-    return Comparison(
-        step=Compared(
-            kind="step",
-            track="all",
-            predicted=_predicted_s(recorded, timeline),
-            measured=_median_s(steps[_NUM_WARM_UP_STEPS:] or steps),
-        ),
-        durations=_compared(_durations_s(predicted), _durations_s(measured)),
+    measured, predicted = _counted_spans(spans), _counted_spans(timeline.spans if timeline else ())
+    durations = _compared(_durations_s(predicted), _durations_s(measured))
+    charts = {
+        "predicted": None if timeline is None else chart_of_step(timeline),
+        "measured": _measured_chart(spans, clouds),
+    }
+    step_s = timeline.step_s if timeline is not None else (recorded.estimate or {}).get("step_s")
+    return RunReport(
+        run=run,
+        has_plan=recorded.estimate is not None,
+        summary=summarize(recorded),
+        step=_pair("step", "all", step_s, _median_s(steps[_NUM_WARM_UP_STEPS:] or steps)),
+        durations=durations,
+        errors=_mean_errors(durations),
         bytes_per_step=_compared(_bytes_per_step(predicted), _bytes_per_step(measured)),
-        measured_waits=_waits(spans, clouds, starts_s=recorded.starts_s),
-        predicted_waits=() if timeline is None else _waits(timeline.spans, clouds),
+        waits={
+            "measured": _waits(spans, clouds, starts_s=recorded.starts_s),
+            "predicted": _waits(timeline.spans, clouds) if timeline is not None else (),
+        },
         losses=tuple((int(one["step"]), float(one["loss"])) for one in steps),
-        measured_chart=_measured_chart(spans, clouds),
-        predicted_chart=None if timeline is None else chart_of_step(timeline),
-        feed=summarize_feed(recorded.values("feed")),
+        charts={name: chart for name, chart in charts.items() if chart is not None},
+        rounds=summarize_rounds(recorded),
+        quality=() if beside is None else compare_quality(recorded, read_run(beside)),
     )
 
 
-def _predicted_s(recorded: Recorded, timeline: Timeline | None) -> float | None:
-    return timeline.step_s if timeline is not None else (recorded.estimate or {}).get("step_s")
+def _mean_errors(pairs: Iterable[Compared]) -> dict[str, float]:
+    by_kind: defaultdict[str, list[float]] = defaultdict(list)
+    for one in pairs:
+        if one.error is not None:
+            by_kind[one.kind].append(abs(one.error))
+    return {kind: statistics.fmean(errors) for kind, errors in by_kind.items()}
 
 
 def _counted_spans(spans: Iterable[Span]) -> list[Span]:
@@ -498,10 +479,7 @@ def _bytes_per_step(spans: Iterable[Span]) -> Figures:
 
 def _compared(predicted: Figures, measured: Figures) -> tuple[Compared, ...]:
     keys = sorted(predicted.keys() | measured.keys(), key=lambda key: (_KINDS.index(key[0]), key[1]))
-    return tuple(
-        Compared(kind=key[0], track=key[1], predicted=predicted.get(key), measured=measured.get(key))
-        for key in keys
-    )
+    return tuple(_pair(*key, predicted.get(key), measured.get(key)) for key in keys)
 
 
 def _waits(

@@ -8,7 +8,7 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.events import EventLog, Span
-from isthmus.observe.report import compare, find_run, read_run
+from isthmus.observe.report import find_run, read_run, report_on
 from isthmus.observe.timeline import waits_of
 from isthmus.plan.scenario import Scenario, scenario_to_dict
 from isthmus.plan.simulate import Timeline
@@ -57,38 +57,34 @@ def _stretched(span: Span, factor: float) -> Span:
 
 
 def test_a_run_as_predicted_has_no_error(tmp_path: Path) -> None:
-    found = compare(read_run(write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=4))))
+    found = report_on(write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=4)))
     assert found.step.error == pytest.approx(0.0, abs=1e-6)
     for kind in ("forward", "backward", "transfer"):
-        assert found.error_of(kind) == pytest.approx(0.0, abs=1e-6)
+        assert found.errors[kind] == pytest.approx(0.0, abs=1e-6)
     assert [one.error for one in found.bytes_per_step] == [0.0, 0.0]
-    assert [one.busy for one in found.measured_waits] == pytest.approx(
-        [one.busy for one in found.predicted_waits], abs=1e-6
-    )
+    measured, predicted = ([one.busy for one in found.waits[how]] for how in ("measured", "predicted"))
+    assert measured == pytest.approx(predicted, abs=1e-6)
     assert found.losses == ((0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0))
 
 
 def test_a_run_that_took_twice_as_long_was_predicted_at_half(tmp_path: Path) -> None:
-    found = compare(read_run(write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=3), slower=2.0)))
+    found = report_on(write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=3), slower=2.0))
     assert found.step.error == pytest.approx(-0.5)
-    assert found.error_of("forward") == pytest.approx(0.5)
-    assert found.measured_chart is not None
-    assert found.predicted_chart is not None
-    assert found.measured_chart.duration_s == pytest.approx(2 * found.predicted_chart.duration_s, rel=1e-4)
-    assert [one.name for one in found.measured_chart.tracks] == [
-        one.name for one in found.predicted_chart.tracks
-    ]
+    assert found.errors["forward"] == pytest.approx(0.5)
+    measured, predicted = found.charts["measured"], found.charts["predicted"]
+    assert measured.duration_s == pytest.approx(2 * predicted.duration_s, rel=1e-4)
+    assert [one.name for one in measured.tracks] == [one.name for one in predicted.tracks]
 
 
 def test_a_run_without_a_plan_still_has_its_measured_part(tmp_path: Path) -> None:
-    found = compare(read_run(write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=3), scenario=None)))
+    found = report_on(write_run(tmp_path, simulate_scenario(SCENARIO, num_steps=3), scenario=None))
     assert found.step.predicted is None
     assert found.step.error is None
     assert found.step.measured is not None
-    assert found.predicted_chart is None
-    assert not found.predicted_waits
+    assert found.charts.keys() == {"measured"}
+    assert not found.waits["predicted"]
     assert {one.kind for one in found.durations} == {"forward", "backward", "transfer", "optimize"}
-    assert found.error_of("forward") is None
+    assert not found.errors
 
 
 def test_a_plan_of_another_format_is_said_in_one_sentence(tmp_path: Path) -> None:

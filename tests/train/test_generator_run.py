@@ -67,7 +67,7 @@ def test_the_example_runs_and_its_models_are_loaded_by_transformers(tmp_path: Pa
         generator = AutoModelForMaskedLM.from_pretrained(run / f"generator-{name}")
         assert generator(**ids).logits.shape[-1] == generator.config.vocab_size
     assert summary.num_bytes < 2 * sum(one.num_tokens for one in feed.streams)
-    assert asdict(isthmus.report(run).comparison)["feed"]["accuracy"] == pytest.approx(feed.accuracy)
+    assert asdict(isthmus.report(run).summary)["feed"]["accuracy"] == pytest.approx(feed.accuracy)
 
 
 @pytest.mark.slow
