@@ -53,9 +53,11 @@ class Display:
             case "evaluation":
                 self._evaluation = values
                 without = " without codecs" if values.get("is_plain") else ""
-                self._console.print(
-                    f"step {values['step']}: validation loss {values['loss']:.4f}{without}", style="cyan"
-                )
+                figures = [
+                    f"validation loss {values['loss']:.4f}",
+                    *map(metric, values.get("metrics", {}).items()),
+                ]
+                self._console.print(f"step {values['step']}: {', '.join(figures)}{without}", style="cyan")
             case "feed":
                 self._feed = values
             case "link":
@@ -122,6 +124,12 @@ class Display:
         return Group(*lines, table)
 
 
+def metric(found: tuple[str, float]) -> str:
+    """Return a metric with its name: `BLEU 23.41`, or a share such as `f1 0.8312`."""
+    name, value = found
+    return f"BLEU {value:.2f}" if name == "bleu" else f"{name} {value:.4f}"
+
+
 def show_summary(console: Console, summary: "Summary") -> None:
     """Print what the run came to."""
     table = Table("", "", box=None, show_header=False)
@@ -143,6 +151,7 @@ def _figures(summary: "Summary") -> dict[str, str]:
         "validation loss": ""
         if summary.validation_loss is None
         else f"{summary.validation_loss:.3f}{without}",
+        "validation metrics": ", ".join(map(metric, summary.metrics.items())),
         "step time": "" if summary.step_s is None else duration(summary.step_s),
         "bubble": "" if summary.bubble is None else f"{summary.bubble:.0%} ({_each(summary, 'bubble', 0)})",
         "WAN time overlapped": "" if summary.overlapped_share is None else f"{summary.overlapped_share:.0%}",

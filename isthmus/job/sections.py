@@ -361,6 +361,12 @@ class TrainSpec(Frozen):
     """Steps between two evaluations; 0 for none."""
     evaluate_without_codec: bool = False
     """Evaluate a second time with everything crossing raw."""
+    evaluate_texts: int = Field(500, ge=0)
+    """The most held-out texts that an evaluation translates, for BLEU; 0 for none."""
+    evaluate_beams: int = Field(1, ge=1, le=64)
+    """Beams of such a translation; 1: greedily."""
+    keep_best: Literal["loss", "accuracy", "f1", "matthews", "bleu"] | None = Field(None, examples=["bleu"])
+    """The metric by which the best evaluated weights are kept, and exported; the last ones unless given."""
 
     @model_validator(mode="after")
     def _memory_options_fit(self) -> Self:
@@ -374,6 +380,8 @@ class TrainSpec(Frozen):
                 "has moments in 8 bits and on the host, and both together are not offered",
                 cure="leave out optimizer_bits or offload_optimizer",
             )
+        if self.keep_best is not None and self.evaluate_every == 0:
+            raise FieldError("keeps the best weights, but never evaluates", cure="set evaluate_every")
         return self
 
 

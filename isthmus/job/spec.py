@@ -56,7 +56,8 @@ _ROLES: Final = {
         cloud.usd_per_hour cloud.inside_bandwidth
         link.stripes link.heartbeat_timeout link.usd_per_gib link.codec link.guard_every link.guard_cosine
         train.steps train.recompute train.memory_budget train.offload_optimizer train.compile
-        train.evaluate_every train.evaluate_without_codec
+        train.evaluate_every train.evaluate_without_codec train.evaluate_texts train.evaluate_beams
+        train.keep_best
         strategy.max_queued strategy.on_lost strategy.wait
         strategy.quorum strategy.grace strategy.on_partition
         checkpoint.every checkpoint.overhead checkpoint.keep checkpoint.patience

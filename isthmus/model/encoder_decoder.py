@@ -12,6 +12,7 @@ that of the first one. Every decoder layer attends to the memory, so every decod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
@@ -165,6 +166,18 @@ def run_stacks(
         attention_mask=mask, decoder_input_ids=decoder_inputs(model, labels), use_cache=False, **source
     )
     return output, output.encoder_last_hidden_state
+
+
+def generate_from(model: Any, memory: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """What transformers' own search says of the output of an encoder."""
+    whole = torch.ones(memory.shape[:2], dtype=torch.long, device=memory.device)
+    ids: Tensor = model.generate(
+        encoder_outputs=BaseModelOutput(last_hidden_state=memory),
+        attention_mask=whole if mask is None else mask,
+        do_sample=False,
+        **options,
+    )
+    return ids
 
 
 def split_stacks(

@@ -13,7 +13,7 @@ from isthmus.errors import UserError
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.bottleneck import Anchors, Down, Up
 from isthmus.model.cut import LayerCall, Passage, Seam
-from isthmus.model.encoder_decoder import run_stacks
+from isthmus.model.encoder_decoder import generate_from, run_stacks
 from isthmus.model.feed_forward import FeedForwardUp
 from isthmus.model.lora import Adapters
 from isthmus.model.random import RngKey, generators_kept
@@ -88,7 +88,7 @@ class StageInput:
     on_near_end: Callable[[], None] | None = None
     """Called when its forward, and later its backward, has come to the last of several layers."""
     keeps_scores: bool = False
-    """Whether the last stage gives its scores as well."""
+    """Whether the last stage gives its scores as well, and the memory that they are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class StageOutput:
     crossing: Tensor | None = None
     """What crosses the next cut; None from the last stage."""
     memory: Tensor | None = None
-    """The output of the encoder, beside hidden states of the decoder."""
+    """The output of the encoder, beside hidden states of the decoder or its scores."""
     loss: Tensor | None = None
     """The loss of the head; from the last stage only."""
     balance: Tensor | None = None
@@ -262,6 +262,7 @@ class Stage(nn.Module):
                 balance=self._balance(inputs.batch, passage.router_logits),
                 num_correct=None if self.training else self.head.num_correct(scores, labels),
                 scores=scores.detach() if inputs.keeps_scores else None,
+                memory=memory.detach() if inputs.keeps_scores and memory is not None else None,
                 slot=slot,
             )
 
@@ -287,10 +288,21 @@ class Stage(nn.Module):
         )
         if self.layers.stop == decoder.start:
             passage.departed = memory
-        if memory is None or self.is_last or self.layers.stop <= decoder.start:
+        if self.is_last:
+            return output, memory
+        if memory is None or self.layers.stop <= decoder.start:
             return output, None
         # Made last, so that the gradient that comes back is the first to be added, as in one process.
         return output, memory.view_as(memory)
+
+    @torch.no_grad()
+    def generate(self, memory: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """The token ids that a whole decoder says of memories that have arrived, by transformers' search."""
+        self._seam.passage = Passage(arrived=None, rng_key=None, layers=self.layers)
+        try:
+            return generate_from(self.model, memory, mask, **options)
+        finally:
+            self._seam.passage = None
 
     def _slot(self, inputs: StageInput) -> ActivationSlot:
         """Let a micro-batch into the memory; one that no backward follows keeps nothing there."""

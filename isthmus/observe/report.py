@@ -4,7 +4,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -227,6 +227,8 @@ class Summary:
     ratio_to_bfloat16: float | None = None
     coding_errors: tuple[CodingError, ...] = ()
     feed: "FeedSummary | None" = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the last evaluation."""
 
     @property
     def bubble(self) -> float | None:
@@ -268,6 +270,7 @@ def summarize(recorded: Recorded) -> Summary:
         ratio_to_bfloat16=16 / bits if bits else None,
         coding_errors=_coding_errors(recorded.values(MEASURED_KIND)),
         feed=summarize_feed(recorded.values("feed")),
+        metrics=dict(validation[-1].get("metrics", {})) if validation else {},
     )
 
 

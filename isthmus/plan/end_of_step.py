@@ -41,6 +41,10 @@ Texts = tuple[Codec, Codec]
 """The codec of activations and that of gradients, as text."""
 _PER_STAGE: Final = Field(min_length=1, max_length=_MAX_STAGES, fail_fast=True)
 _PER_CUT: Final = Field(max_length=_MAX_STAGES - 1, fail_fast=True)
+_Name = Annotated[str, Field(max_length=32)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+Metrics = Annotated[tuple[tuple[_Name, _Finite], ...], Field(max_length=8)]
+"""What a task is judged by beside its loss: names and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +152,8 @@ class Round(Facts):
     losses: tuple[float, ...]
     num_correct: int
     num_targets: int
+    counts: tuple[int, ...] = ()
+    """What metrics follow from; those of several members are added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +161,8 @@ class Scored(Facts):
     """What SCORE found at one member of the last stage, round by round."""
 
     rounds: tuple[Round, ...]
+    metrics: tuple[Metrics, ...] = ()
+    """Of all members, at their leader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +174,33 @@ class Evaluated(Facts):
     num_correct: Count
     num_targets: Count
     is_plain: bool = False
+    metrics: Metrics = ()
 
     @property
     def loss(self) -> float:
         """The mean loss of a target."""
         return self.loss_sum / max(self.num_targets, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best(Facts):
+    """The step whose weights were the best in an evaluation, by one metric."""
+
+    metric: _Name
+    step: Count
+    value: _Finite
+
+    @classmethod
+    def of(cls, found: Evaluated, metric: str) -> "Best | None":
+        """What an evaluation says of its weights; None where the metric is not known."""
+        value = found.loss if metric == "loss" else dict(found.metrics).get(metric, math.nan)
+        return cls(metric=metric, step=found.step, value=value) if math.isfinite(value) else None
+
+    def beats(self, other: "Best | None") -> bool:
+        """Whether this is better than the best before it, or that was chosen by another metric."""
+        if other is None or other.metric != self.metric:
+            return True
+        return self.value < other.value if self.metric == "loss" else self.value > other.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +323,7 @@ def evaluations(step: int, members: Sequence[Scored]) -> list[Evaluated]:
                 num_correct=sum(one.num_correct for one in rounds),
                 num_targets=sum(one.num_targets for one in rounds),
                 is_plain=number > 0,
+                metrics=members[0].metrics[number] if members[0].metrics else (),
             )
         )
     return found

@@ -30,6 +30,7 @@ from typing import Final, TypeVar
 
 from isthmus.plan.codecs import RAW_PAIR, texts_of
 from isthmus.plan.end_of_step import (
+    Best,
     Evaluated,
     Note,
     Read,
@@ -126,6 +127,7 @@ class PipelineScheduler:
         self._results_due: set[tuple[int, bool]] = set()
         """Evaluations whose result has not come from behind: the step, and whether it is without codecs."""
         self._saves = Saves()
+        self._best: Best | None = None
         self._wants_stop = False
         self.stopped_at: int | None = None
         """The step that is saved where an orderly stop was asked for."""
@@ -172,6 +174,7 @@ class PipelineScheduler:
 
     def _restore(self, state: PipelineState, step: int) -> None:
         """Continue with the codecs of a checkpoint, but for cuts to which the job gives others now."""
+        self._best = state.best
         if len(state.codecs) != len(self._codecs):
             return
         own = list(zip(self._pipeline.cuts, state.asked, state.codecs, strict=True))
@@ -186,12 +189,12 @@ class PipelineScheduler:
     def _all_steps(self, first_step: int) -> Iterator[tuple[int, bool]]:
         """Every step, an evaluation before each so many, and one at the end: (step, is evaluation)."""
         pipeline = self._pipeline
-        evaluates = bool(pipeline.evaluate_every and pipeline.num_validation_microbatches)
         for step in range(first_step, pipeline.num_steps):
-            if evaluates and step > first_step and step % (pipeline.evaluate_every or 1) == 0:
+            # A run that judges its weights was saved before it has judged these.
+            if pipeline.is_evaluated(step) and (step > first_step or pipeline.keep_best):
                 yield step, True
             yield step, False
-        if evaluates:
+        if pipeline.is_evaluated(pipeline.num_steps):
             yield pipeline.num_steps, True
 
     def _next(self, now_s: float) -> None:
@@ -248,10 +251,17 @@ class PipelineScheduler:
         if self._sending or self._saves.under_way or self._results_due or not self._arrivals.has_started:
             return
         if self.stopped_at is None:
-            self._stop(Outcome.FINISHED)
+            self._finish_run()
         else:
             reason = f"stopped; step {self.stopped_at} is saved on every cloud"
             self._stop(Outcome.INTERRUPTED, reason, step=self.stopped_at)
+
+    def _finish_run(self) -> None:
+        best = self._best if self._pipeline.keep_best else None
+        if best is not None and self._is_first and self._is_leader:
+            text = f"the best {best.metric} was {best.value:.4f}, at step {best.step}, which is exported"
+            self._actions.append(Tell(Note(text=text)))
+        self._stop(Outcome.FINISHED, step=0 if best is None else best.step)
 
     def _stop(self, outcome: Outcome, reason: str = "", hint: str = "", step: int = 0) -> None:
         self._is_stopped = True
@@ -413,6 +423,11 @@ class PipelineScheduler:
         self._close(current)
 
     def _pass_evaluation_on(self, found: Evaluated) -> None:
+        metric = self._pipeline.keep_best
+        # What is exported has no codecs, so that round counts where there is one.
+        if metric is not None and found.is_plain == self._pipeline.evaluates_without_codecs:
+            judged = Best.of(found, metric)
+            self._best = judged if judged is not None and judged.beats(self._best) else self._best
         if self._is_first:
             self._actions.append(Tell(found))
         else:
@@ -427,9 +442,11 @@ class PipelineScheduler:
         self._codecs = verdict.codecs or self._codecs
         if verdict.save:
             asked = self._pipeline.codecs
-            state = PipelineState(asked=asked, codecs=self._codecs, states=self._end.states)
+            best = self._best
+            state = PipelineState(asked=asked, codecs=self._codecs, states=self._end.states, best=best)
             self._saves.under_way.add(current.step + 1)
-            self._actions.append(Save(current.step + 1, state, verdict.safe_step))
+            best_step = None if best is None else best.step
+            self._actions.append(Save(current.step + 1, state, verdict.safe_step, best_step))
         if verdict.stop:
             self.stopped_at = current.step + 1
         self._close(current)

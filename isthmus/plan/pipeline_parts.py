@@ -11,6 +11,7 @@ from pydantic import AliasChoices, Field
 
 from isthmus.plan.codecs import Cut, CutState, Steering, read_pair, texts_of
 from isthmus.plan.end_of_step import (
+    Best,
     Evaluated,
     Read,
     Reduced,
@@ -109,6 +110,8 @@ class Pipeline:
     num_validation_microbatches: int = 0
     evaluates_without_codecs: bool = False
     """Whether each evaluation has a second round in which everything crosses raw."""
+    keep_best: str | None = None
+    """The metric by which the best weights are kept; all that are evaluated are saved for it."""
     fit_step: int | None = None
     """The step with which bottlenecks start."""
     bottlenecks: frozenset[int] = frozenset()
@@ -164,6 +167,12 @@ class Pipeline:
         """The rounds of an evaluation; the second is without codecs."""
         return 1 + self.evaluates_without_codecs
 
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the weights that a step starts from are evaluated."""
+        if not self.evaluate_every or not self.num_validation_microbatches or step == 0:
+            return False
+        return step == self.num_steps or step % self.evaluate_every == 0
+
     def is_without_codecs(self, about: Work | Message) -> bool:
         """Whether something belongs to the second round of an evaluation, in which everything crosses raw."""
         is_evaluation = about.kind in (WorkKind.EVALUATE, MessageKind.EVALUATION)
@@ -199,6 +208,7 @@ class PipelineState(Facts):
     """The codecs with which the job let each cut start."""
     codecs: tuple[Texts, ...] = ()
     states: Annotated[tuple[CutState, ...], Field(validation_alias=AliasChoices("states", "standings"))] = ()
+    best: Best | None = None
 
 
 Place = tuple[int, bool]
@@ -440,7 +450,8 @@ class EndOfStep:
         if note := self._rule.note(tally.saving):
             self._notes.append(note)
         is_last = tally.step == self._pipeline.num_steps - 1 and self._rule.every_s is not None
-        if not is_last and not self._rule.is_due(now_s, tally.saving):
+        is_judged = self._pipeline.keep_best is not None and self._pipeline.is_evaluated(tally.step + 1)
+        if not is_last and not is_judged and not self._rule.is_due(now_s, tally.saving):
             return False
         self._rule.begin(now_s)
         return True

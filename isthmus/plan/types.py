@@ -311,12 +311,13 @@ class Save(NamedTuple):
     """Save the state that this step starts from, with the scheduler's own facts.
 
     What was saved at `safe_step` or later is kept: some clouds may have nothing newer. None where other
-    clouds do not count.
+    clouds do not count. What was saved at `best_step` is kept, too.
     """
 
     step: int
     facts: Facts | None = None
     safe_step: int | None = None
+    best_step: int | None = None
 
 
 class Tell(NamedTuple):
@@ -347,7 +348,8 @@ class Stop(NamedTuple):
     reason: str = ""
     hint: str = ""
     step: int = 0
-    """The step that every cloud has saved, where the run was interrupted."""
+    """The step that every cloud has saved, where the run was interrupted; of a run that has finished the
+    best one, if that was to be kept."""
 
 
 Action = Run | Send | Drop | Save | Tell | Wake | Stop

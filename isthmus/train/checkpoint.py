@@ -19,6 +19,7 @@ there is no generator and no schedule to save.
 """
 
 import itertools
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -47,6 +48,8 @@ from isthmus.wan.handshake import RankSpec
 _RECORD: Final = re.compile(r"step-([0-9]{8,18})/([a-z0-9-]+)")
 OPTIMIZER: Final = "optimizer/"
 WIRE: Final = "wire/"
+SCHEDULER: Final = "state"
+"""The name of its facts among those of a record."""
 OBSERVED: Final = "down.observed."
 _MAX_TOLD: Final = 3
 _LONGEST_POLL_S: Final = 1.0
@@ -105,6 +108,7 @@ class Checkpoints:
         ranks: RankSpec,
         session: str,
         safe_step: int | None = None,
+        best_step: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Write the part of one rank; the leader then waits for the others and makes the record complete.
@@ -123,7 +127,7 @@ class Checkpoints:
         about = {"step": step, "cloud": self._cloud, "job": self._job, **facts, "wires": wires}
         self._records.commit(name, merged(parts, about))
         self._counting = {*self._known_steps(), step}
-        self._retire(step, safe_step=safe_step)
+        self._retire(step, safe_step=safe_step, best_step=best_step)
 
     def _known_steps(self) -> set[int]:
         return set(self.steps()) if self._counting is None else self._counting
@@ -193,11 +197,11 @@ class Checkpoints:
                 pause.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
-    def _retire(self, newest: int, *, safe_step: int | None) -> None:
+    def _retire(self, newest: int, *, safe_step: int | None, best_step: int | None) -> None:
         """Remove records that do not count any more, and old ones, now that a new one is complete."""
         own, counting = self._own(), sorted(self._known_steps())
         self._remove_leftovers(newest, own[newest])
-        safe = [one for one in counting if safe_step is not None and one >= safe_step]
+        safe = [one for one in counting if one == best_step or (safe_step is not None and one >= safe_step)]
         self._counting = {*counting[-self._keep :], *safe}
         # Without a manifest it may be what another rank writes of the next step already.
         for step in [step for step, files in own.items() if MANIFEST_FILE in files]:
@@ -281,22 +285,34 @@ def _look_at(records: Records, name: str, *, verify: bool) -> tuple[str | None, 
 
 
 def prune_steps(run: Path, *, keep: int) -> tuple[SavedStep, ...]:
-    """Remove all steps but the newest ones that restore the run, or each cloud; returns what was removed.
+    """Remove all steps but the newest ones that restore the run, or each cloud, and the best one that they
+    know of; returns what was removed.
 
     Nothing is removed of a cloud that no step restores.
     """
     steps = saved_steps(run, verify=True)
     whole = [one for one in steps if one.problem is None]
     kept = [one for one in whole if one in [other for other in whole if other.clouds == one.clouds][-keep:]]
+    records = Records(_store_of(run))
+    best = {_best_step(records, one) for one in kept}
+    kept += [one for one in whole if one.step in best and one not in kept]
     safe = {cloud for one in kept for cloud in one.clouds}
     removed = tuple(one for one in steps if safe and one not in kept and safe.issuperset(one.clouds))
     stays = {(one.step, cloud) for one in kept for cloud in one.clouds}
-    records = Records(_store_of(run))
     with reaching(records.store):
         for cloud, step, files in _known(records):
             if cloud in safe and (step, cloud) not in stays:
                 records.remove(f"step-{step:08d}/{cloud}", files)
     return removed
+
+
+def _best_step(records: Records, saved: SavedStep) -> int | None:
+    """The step whose weights were the best when another one was saved."""
+    facts = records.manifest(f"step-{saved.step:08d}/{saved.clouds[0]}").facts
+    match json.loads((facts.get("scheduler") or {}).get(SCHEDULER, "null")):
+        case {"best": {"step": int(step)}}:
+            return step
+    return None
 
 
 def _store_of(run: Path) -> Store:

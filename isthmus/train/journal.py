@@ -130,11 +130,13 @@ class Journal:
 
     def _evaluated(self, found: Evaluated) -> None:
         accuracy = found.num_correct / max(found.num_targets, 1)
-        values = {**asdict(found), "loss": found.loss, "accuracy": accuracy}
+        metrics = dict(found.metrics)
+        values = {**asdict(found), "loss": found.loss, "accuracy": accuracy, **metrics, "metrics": metrics}
         self._log.fact("evaluation", values)
         self._tell("evaluation", values)
         where = "validation/plain" if found.is_plain else "validation"
-        self._track(found.step, {f"{where}/{key}": values[key] for key in ("loss", "accuracy")})
+        shown = ("loss", "accuracy", *metrics)
+        self._track(found.step, {f"{where}/{key}": values[key] for key in shown})
 
     def _traffic(self) -> dict[str, object]:
         """Return the bytes sent so far, and the share of this step's transfers that is overlapped."""

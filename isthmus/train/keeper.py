@@ -63,13 +63,17 @@ _MAX_DELAY_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The state of a rank beside weights and moments; `step` is the next one, and begins at `cursor`."""
+    """The state of a rank beside weights and moments; `step` is the next one, and begins at `cursor`.
+
+    What was saved at `best_step` is kept.
+    """
 
     step: int
     cursor: Cursor | None = None
     facts: Facts = field(default_factory=dict)
     """Those of the scheduler, as JSON values."""
     wires: Mapping[Member, CodecState] = field(default_factory=dict)
+    best_step: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -330,6 +334,7 @@ class Keeper:
                     ranks=self._world.spec,
                     session=self._session,
                     safe_step=safe_step,
+                    best_step=state.best_step,
                     check=self._check,
                 )
             except OSError as error:

@@ -36,6 +36,7 @@ from isthmus.train.device import Mark, PassClock
 from isthmus.train.frozen_cache import HELD, Admission, held_of
 from isthmus.train.in_cloud import Reduction, begin_down, begin_up
 from isthmus.train.integers import IDS
+from isthmus.train.metrics import Judge, added
 
 _HIDDEN: Final = HiddenSpec()
 
@@ -56,6 +57,8 @@ class PipelineConfig(RunConfig):
     """Of an encoder–decoder; 0 for other models."""
     pairing: str = ""
     """See `TrainingData`: what both clouds know that read the texts and their translations."""
+    tokenizer: Mapping[str, str] = field(default_factory=dict)
+    """The files of a tokenizer that was trained on the data, where evaluations translate."""
 
     @property
     def target_stage(self) -> int | None:
@@ -162,9 +165,9 @@ class Passes:
             is_warming_up=step < self.num_warmup_steps,
             window=self.window,
             on_near_end=self.on_near_end,
-            keeps_scores=self.keeps_scores,
+            keeps_scores=self.keeps_scores or is_evaluation,
         )
-        with torch.set_grad_enabled(is_training), self._precision():
+        with torch.set_grad_enabled(is_training), self.precision():
             output: StageOutput = self.stage(inputs)
         if is_training:
             self.in_flight[step, item] = arrived, output, num_step_targets
@@ -180,7 +183,8 @@ class Passes:
         )
         return {name: one.grad for name, one in arrived.items() if one.grad is not None}
 
-    def _precision(self) -> AbstractContextManager[None]:
+    def precision(self) -> AbstractContextManager[None]:
+        """The context in which the model computes."""
         if self.autocast is None:
             return nullcontext()
         # Without its cache, in which copies of weights would outlive the layers that are recomputed.
@@ -225,6 +229,8 @@ class _Result(NamedTuple):
     num_targets: int
     loss: Tensor
     num_correct: Tensor | None
+    judged: Any = None
+    """What the judge has kept of it."""
 
 
 class PipelineActor:
@@ -238,6 +244,7 @@ class PipelineActor:
         *,
         on_span: Callable[[Span], None],
         source: Source | None = None,
+        judge: Judge | None = None,
     ) -> None:
         pipeline = config.pipeline
         self._config = config
@@ -246,6 +253,7 @@ class PipelineActor:
         self._stage = built.stage
         self._optimizer = built.optimizer
         self._source = source
+        self._judge = judge
         self._world = built.world
         self._reduction = built.reduction or Reduction(built.world, built.stage)
         self._on_span = on_span
@@ -393,9 +401,16 @@ class PipelineActor:
         )
         if output.loss is not None:
             is_plain = is_evaluation and self._config.pipeline.is_without_codecs(work)
-            result = _Result(is_plain, found.batch.num_targets, output.loss.detach(), output.num_correct)
-            self._results.append(result)
+            judged = self._judged(work, found.batch, output) if is_evaluation else None
+            loss, num_targets = output.loss.detach(), found.batch.num_targets
+            self._results.append(_Result(is_plain, num_targets, loss, output.num_correct, judged))
         return None if output.crossing is None else self._carried(found, output)
+
+    def _judged(self, work: Work, batch: Batch, output: StageOutput) -> Any:
+        if self._judge is None or output.scores is None:
+            return None
+        number = work.item % self._config.pipeline.num_validation_microbatches
+        return self._judge.keep(output.scores, output.memory, batch, number=number)
 
     def _carried(self, found: _Microbatch, output: StageOutput | None = None) -> dict[str, Tensor]:
         """What the next stage gets with a micro-batch."""
@@ -447,8 +462,27 @@ class PipelineActor:
             losses = tuple(_read_device(one.loss for one in own))
             num_correct = sum(_read_device(one.num_correct for one in own))
             num_targets = sum(one.num_targets for one in own)
-            rounds.append(Round(losses=losses, num_correct=num_correct, num_targets=num_targets))
-        return self._gather(Scored(rounds=tuple(rounds)))
+            counts = self._counts([one.judged for one in own if one.judged is not None])
+            rounds.append(
+                Round(losses=losses, num_correct=num_correct, num_targets=num_targets, counts=counts)
+            )
+        return self._with_metrics(self._gather(Scored(rounds=tuple(rounds))))
+
+    def _counts(self, judged: list[Any]) -> tuple[int, ...]:
+        if self._judge is None:
+            return ()
+        with self._passes.precision():
+            return self._judge.counts(judged)
+
+    def _with_metrics(self, members: Gathered) -> Gathered:
+        """The metrics of each round, with what was found at the first of these members."""
+        scored = [one for one in members.of if isinstance(one, Scored)]
+        if self._judge is None:
+            return members
+        rounds = zip(*(one.rounds for one in scored), strict=True)
+        found = [self._judge.metrics(added([one.counts for one in every])) for every in rounds]
+        metrics = tuple(tuple(one.items()) for one in found)
+        return Gathered(of=(replace(scored[0], metrics=metrics), *scored[1:]))
 
     def _gather(self, own: Reduced | Scored) -> Gathered:
         """The facts of all ranks of this cloud at its leader; those of this rank elsewhere."""

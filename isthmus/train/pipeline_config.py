@@ -270,6 +270,7 @@ def run_config(
         evaluate_every=job.train.evaluate_every or None,
         num_validation_microbatches=num_validation_microbatches,
         evaluates_without_codecs=job.train.evaluate_without_codec,
+        keep_best=job.train.keep_best,
         fit_step=warmup_of(boundaries) or None,
         bottlenecks=frozenset(
             number for number, one in enumerate(boundaries) if isinstance(one, BottleneckSpec)

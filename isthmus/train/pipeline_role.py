@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ from isthmus.model.export import describe_exported
 from isthmus.model.feed_forward import check_within, lies_within
 from isthmus.model.random import seed_from
 from isthmus.model.stage import Stage
+from isthmus.plan.end_of_step import Note
 from isthmus.plan.job_facts import check_cuts, common_ranks, links_along, num_frozen_layers
 from isthmus.plan.pipeline import PipelineScheduler
 from isthmus.plan.pipeline_parts import FACTS, Pipeline, PipelineState
@@ -37,7 +39,14 @@ from isthmus.train.data.training_data import Feed, Layout, Source, TrainingData,
 from isthmus.train.device import Device
 from isthmus.train.frozen_cache import Cache, held_of
 from isthmus.train.integers import IDS, MASK, mask_of, said_before, target_ids, valid_rows
-from isthmus.train.metrics import describe_metrics
+from isthmus.train.metrics import (
+    Judge,
+    describe_metrics,
+    judge_of,
+    refused,
+    tokenizer_files,
+    why_not_translated,
+)
 from isthmus.train.pipeline import PipelineActor, PipelineConfig
 from isthmus.train.pipeline_config import check_apart, decide, plan_run, run_config, stage_layers
 from isthmus.train.wire import Observer
@@ -77,6 +86,11 @@ class PipelineKind:
         clouds = stage_order(job)
         layers = stage_layers(job, decisions, blueprint.num_layers, blueprint.family.decoder)
         check_apart(job, layers, blueprint.num_encoder_layers)
+        last = job.cloud_named(clouds[-1])
+        is_sharded = last.ranks > 1 and last.sharding == "full"
+        reason = why_not_translated(layers[-1], blueprint.num_encoder_layers, is_sharded=is_sharded)
+        if job.train.keep_best == "bleu" and reason is not None:
+            raise refused(reason)
         check_fits(follow(known, clouds, decisions), layers, blueprint)
         check_cuts(
             links_along(job, clouds),
@@ -103,7 +117,7 @@ class PipelineKind:
             num_sequences=layout_of(job, decisions.num_microbatches).num_sequences,
             multiple_of=common_ranks(follow(job, stage_order(job), decisions)),
         )
-        return run_config(
+        config = run_config(
             job,
             decisions,
             blueprint,
@@ -113,6 +127,7 @@ class PipelineKind:
             num_labels=data.facts.num_labels,
             pairing=data.pairing,
         )
+        return replace(config, tokenizer=tokenizer_files(job, data.tokenizer))
 
     def make(self, build: Build) -> "PipelineRole":
         """Build the stage of this cloud."""
@@ -144,7 +159,28 @@ class PipelineRole:
 
     def actor(self, observer: Observer, source: Source | None) -> PipelineActor:
         """The passes of the stage."""
-        return PipelineActor(self._config, self._member, self.built, on_span=observer.span, source=source)
+        return PipelineActor(
+            self._config,
+            self._member,
+            self.built,
+            on_span=observer.span,
+            source=source,
+            judge=self._judge(observer),
+        )
+
+    def _judge(self, observer: Observer) -> Judge | None:
+        if self._job is None:
+            return None
+        found = judge_of(
+            self._job,
+            self.built.stage,
+            files=self._config.tokenizer,
+            is_sharded=self._index in self._pipeline.grouped_stages,
+        )
+        if isinstance(found, str):
+            observer.tell(Note(text=found))
+            return None
+        return found
 
     def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> Feed:
         """This rank's micro-batches of each step, as the schedule routes them."""
@@ -191,7 +227,7 @@ class PipelineRole:
             device=self.built.device.torch_device,
             autocast=AUTOCAST[job.train.precision],
             trust_remote_code=job.given_model.trust_remote_code,
-            judge=functools.partial(describe_metrics, head=data.head, tokenizer=data.tokenizer),
+            judge=functools.partial(describe_metrics, job=job, tokenizer=data.tokenizer),
         )
 
     @property

@@ -28,6 +28,7 @@ from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.data.rows import open_rows, read_texts
 from isthmus.train.data.token_files import TokenFiles, tokens_of
 from isthmus.train.data.training_data import open_data
+from isthmus.train.metrics import check_best
 from isthmus.train.records import open_store
 from isthmus.train.role import kind_of
 from isthmus.wan.doctor import Devices, require_kind, require_one_each
@@ -190,6 +191,7 @@ def check_job(
     A first plan, with the catalogue's times, refuses what can be refused before clouds are measured.
     """
     kind = kind_of(job)
+    check_best(job)
     plan, known = kind.plan(job, source=source) if plans else None, job
     decisions = kind.decide(job, decisions if plan is None else plan.decisions)
     look_at_model(job)  # before tokens are made, which takes longer

@@ -38,7 +38,7 @@ from isthmus.model.export import write_part
 from isthmus.observe.trackers import Tracker
 from isthmus.plan.types import Facts, Member, Outcome, Save, pack_facts, unpack_facts
 from isthmus.train.build import MODEL_FOLDER, Build, RunConfig, blueprint_of
-from isthmus.train.checkpoint import Checkpoints
+from isthmus.train.checkpoint import SCHEDULER, Checkpoints
 from isthmus.train.data.token_files import tokens_of
 from isthmus.train.data.training_data import Feed, TrainingData, open_data
 from isthmus.train.device import Device
@@ -46,7 +46,7 @@ from isthmus.train.disturbed import full_marker
 from isthmus.train.export import merge_models
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
-from isthmus.train.keeper import Keeper, State
+from isthmus.train.keeper import Keeper, State, load_weights
 from isthmus.train.loop import OnEvent
 from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
 from isthmus.train.records import open_store
@@ -60,7 +60,6 @@ from isthmus.wan.link import Link
 
 # Links are served by Python threads beside the one that computes; neither may hold the other up for long.
 SWITCH_INTERVAL_S: Final = 0.0005
-_SCHEDULER: Final = "state"
 _GATHERED_FILE: Final = "gathered.safetensors"
 
 
@@ -326,7 +325,7 @@ class _Epoch:
             self._note_start(journal)
 
             def save(action: Save, done: OnEvent) -> Callable[[], None]:
-                state = _state(action.step, action.facts, feed, loop.wires)
+                state = _state(action, feed, loop.wires)
                 return keeper.save(state, done, safe_step=action.safe_step, on_span=journal.span)
 
             loop = open_loop(role, session.member, links, observer=journal, source=feed, save=save)
@@ -341,7 +340,18 @@ class _Epoch:
             for wire in loop.wires.values():
                 if wire.cache is not None:
                     journal.note(wire.cache.describe())
-        return ended.step if ended.outcome is Outcome.INTERRUPTED else None
+        if ended.outcome is Outcome.INTERRUPTED:
+            return ended.step
+        if session.job.train.keep_best is not None:
+            self._take_up_best(ended.step)
+        return None
+
+    def _take_up_best(self, step: int) -> None:
+        """Set the weights back to the best ones, which the leader knows; 0 where none were judged."""
+        best_step = int(self.world.broadcast(step))
+        if 0 < best_step < self.session.job.train.steps:
+            stage = self.role.built.stage
+            load_weights(self.checkpoints, stage, best_step, extra=self.role.extra())
 
     def _note_start(self, journal: Journal) -> None:
         if not self.world.is_leader:
@@ -409,13 +419,14 @@ class _Epoch:
             note(described)
 
 
-def _state(step: int, facts: Facts | None, feed: Feed | None, wires: Mapping[Member, AnyWire]) -> State:
-    states = {peer: wire.state(step) for peer, wire in wires.items()}
+def _state(save: Save, feed: Feed | None, wires: Mapping[Member, AnyWire]) -> State:
+    states = {peer: wire.state(save.step) for peer, wire in wires.items()}
     return State(
-        step=step,
+        step=save.step,
         cursor=feed.cursor if feed is not None else None,
-        facts={} if facts is None else {_SCHEDULER: pack_facts(facts)},
+        facts={} if save.facts is None else {SCHEDULER: pack_facts(save.facts)},
         wires={peer: one for peer, one in states.items() if one is not None},
+        best_step=save.best_step,
     )
 
 
@@ -423,5 +434,5 @@ def _restore(state: State, wires: Mapping[Member, AnyWire], kind: type[Facts]) -
     """Give wires their codec state; returns the facts of the scheduler."""
     for peer in state.wires.keys() & wires.keys():
         wires[peer].load(state.wires[peer])
-    text = state.facts.get(_SCHEDULER)
+    text = state.facts.get(SCHEDULER)
     return None if text is None else unpack_facts(text, kind)

@@ -11,6 +11,7 @@ from torch import Tensor
 from isthmus.errors import FrameError, UserError
 from isthmus.job.codec import HiddenSpec, MemorySpec
 from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
+from isthmus.model.cut import Passage
 from isthmus.model.encoder_decoder import split_stacks
 from isthmus.model.export import load_exported, merge, write_part
 from isthmus.model.heads import HEADS, IGNORED
@@ -27,6 +28,7 @@ from tests.train.test_codecs import cut, in_one_graph
 from tests.train.test_exactness import alone
 
 NUM_STEPS = 3
+SPLIT = (range(2), range(2, 4))
 CPU = torch.device("cpu")
 TRANSLATION = HEADS["translation"]
 _COMMON = {
@@ -180,6 +182,30 @@ def test_the_exported_model_is_an_ordinary_one(model_type: str, tmp_path: Path) 
     again = pretrained_blueprint(str(tmp_path / "model"), head=TRANSLATION)
     whole = build_stage(again, range(4), seed=SEED, untie=True)
     assert_same(parameters_of([whole]), parameters_of(stages))
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("model_type", ["t5", "bart", "marian"])
+def test_generation_from_a_memory_is_that_of_the_whole_model(model_type: str, num_beams: int) -> None:
+    plan, batch = translator(model_type), pairs(3)
+    front, back = (build_stage(plan, layers, seed=SEED, untie=True).eval() for layers in SPLIT)
+    whole: Any = build_stage(plan, range(4), seed=SEED, untie=True).eval()
+    with torch.no_grad():
+        memory = front(StageInput(batch=batch)).crossing
+        output = back(StageInput(batch=batch, crossing=memory, keeps_scores=True))
+        kept = whole(StageInput(batch=batch, keeps_scores=True)).memory
+    assert torch.equal(output.memory, kept)
+    said = [
+        stage.generate(output.memory, batch.mask, max_new_tokens=6, num_beams=num_beams)
+        for stage in (back, whole)
+    ]
+    assert torch.equal(*said)
+    # transformers' own way, from the ids, without our stand-ins.
+    whole._seam.passage = Passage(arrived=None, rng_key=None)
+    expected = whole.model.generate(
+        batch.ids, attention_mask=batch.mask, max_new_tokens=6, num_beams=num_beams, do_sample=False
+    )
+    assert torch.equal(said[0], expected)
 
 
 def test_a_bottleneck_on_the_memory_is_exported_and_generates(tmp_path: Path) -> None:
