@@ -1,6 +1,7 @@
 """What is to be trained, before any weight is in memory: configuration, class, head and where layers lie."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,7 +16,16 @@ from isthmus.errors import UserError
 from isthmus.job.hub import CONFIG_FILE, code_not_run, find_file, needs_code, no_model
 from isthmus.job.sections import unknown_key
 from isthmus.model.encoder_decoder import check_translates, stacks_of
-from isthmus.model.families import BUILD_ERRORS, HOW_TO_ADD, MISFITS, Family, cannot_cut, family_of, within
+from isthmus.model.families import (
+    BUILD_ERRORS,
+    FIRST,
+    HOW_TO_ADD,
+    LAST,
+    MISFITS,
+    Family,
+    cannot_cut,
+    family_of,
+)
 from isthmus.model.heads import HEADS, Head
 from isthmus.model.transformers_calls import has_head
 from isthmus.units import closest
@@ -46,21 +56,14 @@ class ParameterLayout:
 
 def layout_of(model: PreTrainedModel, family: Family) -> ParameterLayout:
     """Place every parameter of a model; one that has no place makes the model unsupported."""
-    first: dict[str, int] = {}
-    layers: list[dict[str, int]] = [{} for _ in range(family.num_layers(model.base_model))]
-    last: dict[str, int] = {}
-    in_base = "" if model.base_model is model else f"{model.base_model_prefix}."
+    places: dict[int, dict[str, int]] = defaultdict(dict)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        path = name.removeprefix(in_base)
-        if not name.startswith(in_base) or within(path, family.last):
-            last[name] = parameter.numel()
-        elif within(path, family.first):
-            first[name] = parameter.numel()
-        elif (index := family.layer_of(path)) is not None:
-            layers[index][name] = parameter.numel()
-        else:
+        place = family.place_of(name, model)
+        if place is None:
             raise cannot_cut(type(model).__name__, f"{name} belongs to no stage")
-    return ParameterLayout(first=first, layers=tuple(layers), last=last)
+        places[place][name] = parameter.numel()
+    layers = tuple(places[index] for index in range(family.num_layers(model.base_model)))
+    return ParameterLayout(first=places[FIRST], layers=layers, last=places[LAST])
 
 
 def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:

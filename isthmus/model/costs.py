@@ -26,7 +26,7 @@ from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.cut import LayerCall, Seam, drop_absent
 from isthmus.model.encoder_decoder import drop_stacks
-from isthmus.model.families import first_input, within
+from isthmus.model.families import FIRST, LAST, first_input
 from isthmus.model.load import assemble
 from isthmus.model.random import RngKey
 from isthmus.model.recompute import Fixed
@@ -301,7 +301,9 @@ class MeasuredModel:
     def _sizes(self) -> ModelSizes:
         blueprint = self._blueprint
         stage = self._stage(range(blueprint.num_layers), self._indices, Variant.of(Arithmetic()))
-        places = _by_place(stage)
+        places: dict[int | None, list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in stage.model.named_parameters():
+            places[stage.family.place_of(name, stage.model)].append(parameter)
         layers = {self._kinds[index]: places[index] for index in self._indices}
         decoder = stage.family.decoder
         table = (stage.model if decoder is None else stage.model.get_encoder()).get_input_embeddings()
@@ -316,9 +318,9 @@ class MeasuredModel:
             width=int(blueprint.config.hidden_size),
             vocabulary_size=int(blueprint.config.vocab_size),
             max_length=_max_length(stage.model),
-            embedding=_size(places[_FIRST]),
+            embedding=_size(places[FIRST]),
             layers=tuple(_size(layers[kind]) for kind in sorted(layers)),
-            head=_size(places[_LAST]),
+            head=_size(places[LAST]),
             kinds=self._kinds,
             num_tied_parameters=sum(sizes.get(taker, 0) for taker in blueprint.ties),
             num_embedding_parameters=sum(one.numel() for one in table.parameters()),
@@ -409,24 +411,6 @@ def _faking() -> Iterator[None]:
 
 def _stream_dtype(arithmetic: Arithmetic) -> torch.dtype:
     return torch.bfloat16 if arithmetic.stream_bytes == 2 else torch.float32
-
-
-_FIRST: Final = -1
-_LAST: Final = -2
-
-
-def _by_place(stage: Stage) -> dict[int, list[nn.Parameter]]:
-    """The parameters of each layer by its number, those before the layers, and those behind them."""
-    model, family = stage.model, stage.family
-    in_base = "" if model.base_model is model else f"{model.base_model_prefix}."
-    found: dict[int, list[nn.Parameter]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        path = name.removeprefix(in_base)
-        place = family.layer_of(path) if name.startswith(in_base) else None
-        if place is None:
-            place = _FIRST if name.startswith(in_base) and within(path, family.first) else _LAST
-        found[place].append(parameter)
-    return found
 
 
 def _size(parameters: Iterable[nn.Parameter]) -> PartSize:

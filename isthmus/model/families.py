@@ -38,6 +38,12 @@ BUILD_ERRORS: Final = (
 """What the classes of transformers raise when a configuration does not fit together."""
 
 
+FIRST: Final = -1
+"""What stands before the layers, among their numbers."""
+LAST: Final = -2
+"""What stands behind them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
     """Where a mixture of experts routes in each layer, and the loss that keeps its experts evenly used."""
@@ -91,9 +97,14 @@ class Family:
         stacks = [self.layers] if self.decoder is None else [self.layers, self.decoder.layers]
         return sum(len(list(base.get_submodule(path).children())) for path in stacks)
 
-    def layer_of(self, path: str) -> int | None:
-        """The layer to whose stage a module between the ends of the model belongs; None for all others."""
-        decoder = self.decoder
+    def place_of(self, name: str, model: PreTrainedModel) -> int | None:
+        """The layer to whose stage a parameter belongs, FIRST or LAST for an end; None if it has no place."""
+        in_base = "" if model.base_model is model else f"{model.base_model_prefix}."
+        path, decoder = name.removeprefix(in_base), self.decoder
+        if not name.startswith(in_base) or within(path, self.last):
+            return LAST
+        if within(path, self.first):
+            return FIRST
         if decoder is not None and within(path, decoder.encoder_end):
             return decoder.start - 1
         if decoder is not None and within(path, decoder.first):

@@ -1,7 +1,7 @@
 """Counts what kernels compute and allocate, and lets fake tensors of the CPU do what an accelerator would.
 
-All private parts of torch that the package calls stand here, those of training at the end; `isthmus.model`
-checks their names when it is imported. Tested with torch 2.11 to 2.13.
+All private parts of torch that the package calls stand here, those of training at the end. Tested with torch
+2.11 to 2.13.
 """
 
 import weakref
@@ -15,14 +15,9 @@ from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Return what all views of one memory have in common, also where tensors have no values."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(slots=True)
@@ -92,7 +87,7 @@ class CostLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage_id(tensor)
+        key = storage._cdata  # what all views of one memory have in common
         if key in self._storages:
             return
         self._storages[key] = storage.nbytes()

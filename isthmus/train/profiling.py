@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, CodecSpec, Job, LinkSpec, PipelineStrategy
 from isthmus.model.blueprint import Blueprint
+from isthmus.model.costs import Training, layer_kinds
 from isthmus.model.heads import HEADS, Head
 from isthmus.model.load import build_stage
 from isthmus.model.stage import Batch, Stage
@@ -402,8 +403,9 @@ def _stages(blueprint: Blueprint) -> list[range]:
     number = blueprint.num_layers
     if start := blueprint.num_encoder_layers:
         return [range(start), range(start, number)]
-    kinds = {_kind(blueprint, index): index for index in reversed(range(1, number - 1))}
-    singles = {0, min(1, number - 1), number - 1, *kinds.values()}
+    kinds = _kinds(blueprint)
+    first_of_kind = {kinds[index]: index for index in reversed(range(1, number - 1))}
+    singles = {0, min(1, number - 1), number - 1, *first_of_kind.values()}
     stages = [range(index, index + 1) for index in sorted(singles)]
     first = min(1, number - 2)
     return stages if number == 1 else [*stages, range(first, first + 2)]
@@ -415,13 +417,12 @@ _EMBEDDING, _HEAD, _BESIDE, _KINDS = range(4)
 
 def _parts(blueprint: Blueprint, stages: Sequence[range], times: Times) -> dict[str, Any]:
     """The parts of a sample, whose sums are nearest to the times of stages."""
-    number = blueprint.num_layers
-    kinds = [_kind(blueprint, index) for index in range(number)]
+    kinds = _kinds(blueprint)
     names = list(dict.fromkeys(kinds))
     columns = [_KINDS + names.index(kind) for kind in kinds]
     counts = np.zeros((len(stages), _KINDS + len(names)))
     for row, layers in zip(counts, stages, strict=True):
-        row[_EMBEDDING], row[_HEAD], row[_BESIDE] = layers.start == 0, layers.stop == number, 1
+        row[_EMBEDDING], row[_HEAD], row[_BESIDE] = layers.start == 0, layers.stop == len(kinds), 1
         for layer in layers:
             row[columns[layer]] += 1
     if blueprint.num_encoder_layers:
@@ -440,25 +441,24 @@ def _parts(blueprint: Blueprint, stages: Sequence[range], times: Times) -> dict[
 
 
 def _solved(counts: Times, times_s: Times) -> Times:
-    """The times of parts, given how often each is in every stage; none is below 0."""
-    found_s = np.linalg.lstsq(counts, times_s)[0]
-    if found_s[_BESIDE:].min() < 0:
-        # Noise has made one stage of two layers too fast or too slow: then layers are all there is.
-        alone = counts.copy()
-        alone[:, _BESIDE] = 0
-        found_s = np.linalg.lstsq(alone, times_s)[0]
+    """The times of parts, given how often each is in every stage; none is below 0.
+
+    Where noise would give layers no time, fewer parts are told apart: nothing beside them, then layers alone.
+    """
+    for left_out in ([], [_BESIDE], [_EMBEDDING, _HEAD, _BESIDE]):
+        told = counts.copy()
+        told[:, left_out] = 0
+        found_s = np.linalg.lstsq(told, times_s)[0]
+        if found_s[_BESIDE] >= 0 and found_s[_KINDS:].min() > 0:
+            break
     return found_s.clip(min=0)
 
 
-def _kind(blueprint: Blueprint, layer: int) -> object:
-    """Layers of one kind take the same time: as many parameters, and the same attention.
-
-    Encoder and decoder are a kind each.
-    """
+def _kinds(blueprint: Blueprint) -> list[object]:
+    """The kind of each layer; those of one kind take the same time. Encoder and decoder are a kind each."""
     if start := blueprint.num_encoder_layers:
-        return layer < start
-    kinds: Sequence[str] | None = getattr(blueprint.config, "layer_types", None)
-    return tuple(blueprint.layout.layers[layer].values()), kinds[layer] if kinds else None
+        return [index < start for index in range(blueprint.num_layers)]
+    return layer_kinds(blueprint, Training())
 
 
 def _total_s(times: Times) -> float:
