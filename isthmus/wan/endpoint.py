@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from isthmus.errors import Aborted, IsthmusError, LinkClosed, Refused, Terminated, UserError
-from isthmus.job import Address, CloudSpec, Job, LinkSpec
+from isthmus.job import Address, Job, LinkSpec
 from isthmus.job.fields import format_proxy
 from isthmus.plan.types import Member
 from isthmus.wan.certificates import Identity
@@ -18,7 +18,7 @@ from isthmus.wan.exchange import FIRST_STRIPE, LinkSettings
 from isthmus.wan.gateway import Registration
 from isthmus.wan.handshake import Hello, mismatch, name_of, server_name
 from isthmus.wan.inbox import LARGE_BYTES
-from isthmus.wan.link import Dial, Link
+from isthmus.wan.link import Link
 from isthmus.wan.packet import Close
 from isthmus.wan.sockets import own_address, try_to_bind
 from isthmus.wan.transport import Dialer, Listener, process_loop
@@ -110,8 +110,9 @@ class Endpoint:
         self._identity = identity
         self.here = Member(cloud, rank)
         self._hello = Hello(job_digest=job.digest, job=job.agreement, cloud=cloud, rank=rank)
-        self._site = site or Site()
-        self._links: dict[tuple[str, int], Link] = {}
+        site = site or Site()
+        self._reach = site.reach or {}
+        self._links: dict[Member, Link] = {}
         self._lock = threading.Lock()
         self._aborted: Aborted | None = None
         self._loop = process_loop()
@@ -122,10 +123,14 @@ class Endpoint:
         """Whether the others wait for this rank when it crashes, so that a crash does not end the run."""
         self.contains_aborts = False
         """Whether a cloud that aborts ends its own part of the run only."""
-        if self._cloud.listen is not None:
-            self._listen(self._site.bind or self._usual_bind(self._cloud.listen))
-        if self._is_behind_gateway and self._cloud.gateway is not None:
+        if site.bind is not None:
+            self._listen(site.bind)
+        elif self._cloud.gateway is not None and self._is_behind_gateway:
+            self._listen(Address(host=_host_seen_by(self._cloud.gateway), port=0))
             self._register(self._cloud.gateway)
+        elif (listen := self._cloud.listen) is not None:
+            everywhere = "::" if ":" in listen.host else "0.0.0.0"  # noqa: S104 (it is there to be reached)
+            self._listen(Address(host=listening_host(listen) or everywhere, port=listen.port))
 
     @property
     def inside_secret(self) -> bytes:
@@ -134,19 +139,20 @@ class Endpoint:
 
     def link(self, cloud: str, rank: int = 0) -> Link:
         """The link to a rank of another cloud, opened when it is first asked for."""
+        peer = Member(cloud, rank)
         with self._lock:
-            if (cloud, rank) not in self._links:
-                self._links[cloud, rank] = self._make_link(self._find_link(cloud, rank), cloud, rank)
+            if peer not in self._links:
+                self._links[peer] = self._make_link(peer)
                 if self._aborted is not None:
-                    self._links[cloud, rank].start_abort(self._aborted)
-            return self._links[cloud, rank]
+                    self._links[peer].start_abort(self._aborted)
+            return self._links[peer]
 
     def abort(self, reason: str, *, is_hasty: bool = False) -> None:
         """End the run for every peer at once; in haste, one that never came is not waited for."""
         self._pass_on(Aborted(self.here.cloud, reason))
         for spec in self._job.links_of(self._cloud.name):
             # A cloud may wait for a link that nobody here has asked for yet.
-            self.link(next(cloud for cloud in spec.between if cloud != self._cloud.name))
+            self.link(spec.peer_of(self.here.cloud))
         links = self._all_links()
         for link in links if is_hasty else ():
             link.hasten()
@@ -194,15 +200,7 @@ class Endpoint:
     @property
     def _is_behind_gateway(self) -> bool:
         """A cloud of several ranks shows its gateway's port alone; so does one that names a gateway."""
-        several = self._cloud.ranks > 1 or self._cloud.gateway != self._cloud.listen
-        return self._cloud.listen is not None and several and self._site.bind is None
-
-    def _usual_bind(self, listen: Address) -> Address:
-        """The gateway's side of this machine behind a gateway, else what the job says."""
-        if self._is_behind_gateway and self._cloud.gateway is not None:
-            return Address(host=_host_seen_by(self._cloud.gateway), port=0)
-        everywhere = "::" if ":" in listen.host else "0.0.0.0"  # noqa: S104 (it is there to be reached)
-        return Address(host=listening_host(listen) or everywhere, port=listen.port)
+        return self._cloud.ranks > 1 or self._cloud.gateway != self._cloud.listen
 
     def _register(self, gateway: Address) -> None:
         log.info("%s registers at its gateway %s", name_of(self.here), gateway)
@@ -226,33 +224,25 @@ class Endpoint:
                 hint="end what uses the port (a cloud of one rank needs no gateway), or change `listen`",
             ) from error
 
-    def _find_link(self, cloud: str, rank: int) -> LinkSpec:
-        for spec in self._job.links_of(self._cloud.name):
-            if cloud in spec.between and cloud != self._cloud.name:
-                if not 0 <= rank < self._job.cloud_named(cloud).ranks:
-                    raise Refused(f"cloud {cloud!r} has no rank {rank} in this job")
-                return spec
-        raise Refused(f"the job has no link between {self._cloud.name!r} and {cloud!r}")
-
-    def _make_link(self, spec: LinkSpec, cloud: str, rank: int) -> Link:
-        return Link(
-            hello=self._hello.to(Member(cloud, rank)),
-            settings=link_settings(spec, sender=self._cloud.name, num_sharing=num_sharing(self._job, spec)),
-            loop=self._loop,
-            dial=self._dialer(self._job.cloud_named(cloud), rank) if self._dials(spec) else None,
-            on_abort=self._hear_abort,
-        )
-
-    def _dials(self, spec: LinkSpec) -> bool:
-        return self._job.dialer(spec).name == self._cloud.name
-
-    def _dialer(self, cloud: CloudSpec, rank: int) -> Dial:
-        address = (self._site.reach or {}).get(cloud.name, cloud.listen)
-        return Dialer(
-            address=str(address),
-            server_name=server_name(cloud.name, rank),
+    def _make_link(self, peer: Member) -> Link:
+        spec = next((one for one in self._job.links_of(self.here.cloud) if peer.cloud in one.between), None)
+        if spec is None or peer.cloud == self.here.cloud:
+            raise Refused(f"the job has no link between {self.here.cloud!r} and {peer.cloud!r}")
+        cloud = self._job.cloud_named(peer.cloud)
+        if not 0 <= peer.rank < cloud.ranks:
+            raise Refused(f"cloud {peer.cloud!r} has no rank {peer.rank} in this job")
+        dialer = Dialer(
+            address=str(self._reach.get(peer.cloud, cloud.listen)),
+            server_name=server_name(*peer),
             identity=self._identity,
             proxy=format_proxy(self._cloud.proxy) if self._cloud.proxy else None,
+        )
+        return Link(
+            hello=self._hello.to(peer),
+            settings=link_settings(spec, sender=self.here.cloud, num_sharing=num_sharing(self._job, spec)),
+            loop=self._loop,
+            dial=dialer if self._job.dialer(spec).name == self.here.cloud else None,
+            on_abort=self._hear_abort,
         )
 
     def _hear_abort(self, error: Aborted) -> None:

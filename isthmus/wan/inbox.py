@@ -48,19 +48,16 @@ class Room:
             return not self._num_large
         return self._buffered_bytes + num_bytes <= self._budget_bytes + num_streams * SMALL_BYTES
 
-    def add(self, num_bytes: int) -> None:
+    def add(self, num_bytes: int, *, sign: int = 1) -> None:
         """Count a packet that is buffered from now on."""
-        self._count(num_bytes, 1)
-
-    def remove(self, num_bytes: int) -> None:
-        """Count a packet that is buffered no longer."""
-        self._count(num_bytes, -1)
-
-    def _count(self, num_bytes: int, sign: int) -> None:
         if num_bytes > self._large_bytes:
             self._num_large += sign
         else:
             self._buffered_bytes += sign * num_bytes
+
+    def remove(self, num_bytes: int) -> None:
+        """Count a packet that is buffered no longer."""
+        self.add(num_bytes, sign=-1)
 
 
 @dataclass(slots=True)
@@ -75,9 +72,6 @@ class StreamCounters:
     payload_bytes: int = 0
     wire_bytes: int = 0
     queued_s: float = 0.0
-
-    def copy(self) -> "StreamCounters":
-        return replace(self)
 
 
 class Received:
@@ -214,7 +208,7 @@ class LinkInbox:
 
     def counters(self) -> dict[str, StreamCounters]:
         """Per stream, what has come."""
-        return {name: stream.counters.copy() for name, stream in self._streams.items()}
+        return {name: replace(stream.counters) for name, stream in self._streams.items()}
 
     def _stream(self, name: str) -> _Incoming:
         if name not in self._streams and len(self._streams) >= MAX_NUM_STREAMS:

@@ -1,7 +1,7 @@
 """The sending half of a link, without input or output: packets in, chunks out, by priority and window."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from isthmus.errors import FrameError
 from isthmus.plan.types import Priority
@@ -147,16 +147,16 @@ class _Queued:
     offset: int = 0
 
 
-@dataclass(slots=True)
-class _UnderWay:
+@dataclass(slots=True, eq=False)
+class _Piece:
     """A chunk without acknowledgement yet; it keeps its packet's memory alive until then."""
 
     sequence: int
     offset: int
     num_bytes: int
     queued: _Queued
-    lane: int
-    departure: FlightRecord
+    lane: int = field(init=False)
+    departure: FlightRecord = field(init=False)
 
     def encode(self) -> bytes:
         queued = self.queued
@@ -188,8 +188,8 @@ class Outbox:
         self._room = room or Room()
         self._streams: dict[str, _Outgoing] = {}
         self._queues: tuple[deque[_Queued], ...] = tuple(deque() for _ in Priority)
-        self._lost: deque[_UnderWay] = deque()
-        self._under_way: dict[int, _UnderWay] = {}
+        self._lost: deque[_Piece] = deque()
+        self._under_way: dict[int, _Piece] = {}
         self._lanes: dict[int, _Lane] = {}
         self._next_sequence = 0
 
@@ -244,38 +244,36 @@ class Outbox:
 
     def next_frame(self, lane: int, *, now_s: float) -> bytes | None:
         """The next chunk for this lane as bytes, if there is one that may depart now."""
-        item = self._next_item(lane, now_s=now_s)
-        if item is None:
-            return None
-        frame = item.encode()
-        self._streams[item.queued.stream].counters.wire_bytes += wire_bytes(len(frame))
-        return frame
+        state = self._lanes[lane]
+        last = self._lowest_priority(state)
+        for priority in Priority:
+            if priority > last:
+                return None
+            if (piece := self._lost_piece(priority) or self._fresh_piece(priority, now_s)) is not None:
+                return self._depart(piece, lane, state, now_s)
+        self.flight.idle()
+        return None
 
     def acknowledge(self, ack: Ack, *, now_s: float) -> None:
         """Forget what has come, and take back the room that was consumed."""
         if ack.cumulative > self._next_sequence or any(high >= self._next_sequence for _, high in ack.ranges):
             raise FrameError("an acknowledgement of chunks that were never sent")
-        for sequence in self._acknowledged(ack):
-            item = self._under_way.pop(sequence)
+        for item in [one for one in self._under_way.values() if _covers(ack, one.sequence)]:
+            del self._under_way[item.sequence]
             self.flight.arrived(item.departure, now_s=now_s)
             if item.lane in self._lanes:
                 self._lanes[item.lane].carried_bytes -= item.num_bytes
                 self._lanes[item.lane].progress_s = now_s
-        if self._lost:
-            # A chunk may be acknowledged after its connection was given up and before it was sent again.
-            self._lost = deque(item for item in self._lost if not _covers(ack, item.sequence))
+        # A chunk may be acknowledged after its connection was given up and before it was sent again.
+        self._lost = deque(item for item in self._lost if not _covers(ack, item.sequence))
         for stream, consumed_bytes in ack.consumed_bytes:
             self._consume(stream, consumed_bytes)
 
     def counters(self) -> dict[str, StreamCounters]:
         """Per stream, what was sent."""
-        return {name: stream.counters.copy() for name, stream in self._streams.items() if stream.next_packet}
-
-    def _acknowledged(self, ack: Ack) -> list[int]:
-        sequences = [sequence for sequence in self._under_way if sequence < ack.cumulative]
-        for low, high in ack.ranges:
-            sequences += [sequence for sequence in range(low, high + 1) if sequence in self._under_way]
-        return sequences
+        return {
+            name: replace(stream.counters) for name, stream in self._streams.items() if stream.next_packet
+        }
 
     def _consume(self, stream: str, consumed_bytes: int) -> None:
         outgoing = self._streams.get(stream)
@@ -285,23 +283,6 @@ class Outbox:
             cost = outgoing.costs_bytes.popleft()
             outgoing.consumed_bytes += cost
             self._room.remove(cost)
-
-    def _next_item(self, lane: int, *, now_s: float) -> _UnderWay | None:
-        last = self._lowest_priority(self._lanes[lane])
-        for priority in Priority:
-            if priority > last:
-                return None
-            item = self._again(priority, lane, now_s) or self._fresh(priority, lane, now_s)
-            if item is not None:
-                self._load(self._lanes[lane], item.num_bytes, now_s)
-                return item
-        self.flight.idle()
-        return None
-
-    def _load(self, lane: _Lane, num_bytes: int, now_s: float) -> None:
-        if not lane.carried_bytes:
-            lane.progress_s = now_s
-        lane.carried_bytes += num_bytes
 
     @property
     def _num_stripes(self) -> int:
@@ -317,34 +298,36 @@ class Outbox:
         # Half of the window is one bandwidth-delay product: background fills the pipe but builds no queue.
         return Priority.NORMAL if 2 * in_flight_bytes >= window_bytes else Priority.BACKGROUND
 
-    def _again(self, priority: Priority, lane: int, now_s: float) -> _UnderWay | None:
-        for index, item in enumerate(self._lost):
+    def _lost_piece(self, priority: Priority) -> _Piece | None:
+        for item in self._lost:
             if item.queued.priority == priority:
-                del self._lost[index]
-                return self._depart(item.sequence, item.offset, item.num_bytes, item.queued, lane, now_s)
+                self._lost.remove(item)
+                return item
         return None
 
-    def _fresh(self, priority: Priority, lane: int, now_s: float) -> _UnderWay | None:
+    def _fresh_piece(self, priority: Priority, now_s: float) -> _Piece | None:
         queue = self._queues[priority]
         if not queue:
             return None
         queued = queue[0]
-        offset, body = queued.offset, queued.body
-        num_bytes = min(self.flight.chunk_bytes(self._num_stripes, MAX_CHUNK_BYTES), body.num_bytes - offset)
-        queued.offset += num_bytes
-        if queued.offset == body.num_bytes:
+        offset = queued.offset
+        wanted_bytes = self.flight.chunk_bytes(self._num_stripes, MAX_CHUNK_BYTES)
+        queued.offset = min(offset + wanted_bytes, queued.body.num_bytes)
+        if queued.offset == queued.body.num_bytes:
             queue.popleft()
             self._streams[queued.stream].counters.queued_s += now_s - queued.put_s
         self._next_sequence += 1
-        return self._depart(self._next_sequence - 1, offset, num_bytes, queued, lane, now_s)
+        return _Piece(self._next_sequence - 1, offset, queued.offset - offset, queued)
 
-    def _depart(
-        self, sequence: int, offset: int, num_bytes: int, queued: _Queued, lane: int, now_s: float
-    ) -> _UnderWay:
-        departure = self.flight.departed(num_bytes, now_s=now_s)
-        item = _UnderWay(sequence, offset, num_bytes, queued, lane, departure)
-        self._under_way[sequence] = item
-        return item
+    def _depart(self, piece: _Piece, lane: int, state: _Lane, now_s: float) -> bytes:
+        piece.lane, piece.departure = lane, self.flight.departed(piece.num_bytes, now_s=now_s)
+        self._under_way[piece.sequence] = piece
+        if not state.carried_bytes:
+            state.progress_s = now_s
+        state.carried_bytes += piece.num_bytes
+        frame = piece.encode()
+        self._streams[piece.queued.stream].counters.wire_bytes += wire_bytes(len(frame))
+        return frame
 
 
 def _covers(ack: Ack, sequence: int) -> bool:

@@ -148,30 +148,18 @@ def own_address(host: str) -> str | None:
     """The one address of this machine that a host names, to listen there and nowhere else.
 
     None if there is no such address: the host is that of a router or balancer that forwards to this machine,
-    or a name of several of its addresses. Nor does a name count that leads to the loopback device (Debian
-    gives one to every machine, for itself alone), unless it is `localhost`.
+    or a name of several addresses. Nor does a name count that leads to the loopback device (Debian gives one
+    to every machine, for itself alone), unless it is `localhost`.
     """
+    host = "127.0.0.1" if host == "localhost" else host
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except socket.gaierror:
+        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        (address,) = {str(place[0]) for *_, place in places}
+        try_to_bind(address, 0)
+    except (OSError, ValueError):
         return None
-    own = {str(place[0]) for family, *_, place in found if _is_own(family, place)}
-    if len(own) > 1 and host == "localhost":
-        return "127.0.0.1"
-    if len(own) != 1:
-        return None
-    (address,) = own
     is_unseen = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    return None if is_unseen and host not in (address, "localhost") else address
-
-
-def _is_own(family: int, place: tuple[object, ...]) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((place[0], 0, *place[2:]))
-    except OSError:
-        return False
-    return True
+    return None if is_unseen and host != address else address
 
 
 def reset_on_close(sock: socket.socket) -> None:
