@@ -1,6 +1,5 @@
 import errno
 import importlib.metadata
-import resource
 import shutil
 import socket
 import stat
@@ -78,20 +77,11 @@ def facts(*, days_left: int, kind: str = "cloud") -> CertificateFacts:
     )
 
 
-@pytest.mark.parametrize(
-    ("version", "verdict"),
-    [
-        ("2.6.0", Verdict.OK),
-        ("2.13.0+cpu", Verdict.OK),
-        ("10.0", Verdict.OK),
-        ("2.5.1", Verdict.FAILED),
-        (None, Verdict.FAILED),
-    ],
-)
-def test_torch_version(version: str | None, verdict: Verdict) -> None:
-    finding = check(doctor.look_at_torch, version)
-    assert finding.verdict is verdict
-    assert (finding.cure is None) == (verdict is Verdict.OK)
+def test_torch_version() -> None:
+    assert check(doctor.look_at_torch, "2.13.0+cpu").what == "2.13.0+cpu"
+    finding = check(doctor.look_at_torch, None)
+    assert finding.verdict is Verdict.FAILED
+    assert finding.cure is not None
 
 
 @pytest.mark.parametrize(
@@ -105,7 +95,7 @@ def test_torch_version(version: str | None, verdict: Verdict) -> None:
             8,
             Devices(kind="cuda", num_devices=4),
             Verdict.WARNING,
-            "4 × cuda here, the cloud has 8 ranks",
+            "8 ranks of cloud 'west' here need a device each, but torch finds 4 × cuda",
         ),
         (
             "npu",
@@ -180,7 +170,8 @@ def test_port_that_this_user_may_not_take(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
     finding = check(doctor.look_at_port, Address(host=HERE, port=80))
-    assert (finding.verdict, finding.cure) == (Verdict.FAILED, "choose a port above 1023")
+    assert finding.verdict is Verdict.FAILED
+    assert "above 1023" in str(finding.cure)
 
 
 def test_peer_that_listens(tmp_path: Path, listening: Address) -> None:
@@ -335,7 +326,7 @@ def test_a_cloud_that_dials_is_examined_whole(tmp_path: Path, listening: Address
     make_identity(tmp_path)
     findings = examine(make_job(tmp_path, listening), "west", tmp_path)
     shared = ["torch", "devices", "port", "reach east", "identity of west"]
-    assert list(findings) == [*shared, "authority", "certificate of west", "disk", "open files"]
+    assert list(findings) == [*shared, "authority", "certificate of west", "disk"]
     assert [name for name, finding in findings.items() if finding.verdict is Verdict.FAILED] == []
     assert findings["port"].what == "none needed, west only dials out"
 
@@ -377,19 +368,10 @@ def test_without_a_cloud_only_what_is_here_is_examined(tmp_path: Path, listening
     make_identity(tmp_path)
     findings = examine(make_job(tmp_path, listening), None, tmp_path)
     certificates = ["authority", "certificate of west"]
-    assert list(findings) == ["torch", "devices", *certificates, "disk", "open files"]
+    assert list(findings) == ["torch", "devices", *certificates, "disk"]
 
 
 @pytest.mark.usefixtures("_torch")
 def test_without_a_cloud_missing_folders_are_no_fault(tmp_path: Path, listening: Address) -> None:
     findings = examine(make_job(tmp_path / "none", listening), None, tmp_path)
-    assert list(findings) == ["torch", "devices", "disk", "open files"]
-
-
-def test_the_gateway_that_many_ranks_dial_needs_many_open_files(
-    tmp_path: Path, listening: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    job = make_job(tmp_path, listening, ranks=1000)
-    assert examine(job, "east", tmp_path)["open files"].cure == "ulimit -n 8256"
-    assert examine(job, "west", tmp_path)["open files"].verdict is Verdict.OK
+    assert list(findings) == ["torch", "devices", "disk"]
