@@ -105,7 +105,6 @@ class _End:
         self._spoiled = spoiled
         self._flow = ShapedFlow()
         self._inbound: asyncio.Queue[bytes] = asyncio.Queue()
-        self._room = asyncio.Event()
         self._peer: _End | None = None
         self._is_broken = False
 
@@ -118,9 +117,7 @@ class _End:
         return await self._inbound.get()
 
     async def write(self, frame: bytes) -> None:
-        while self._outward.line.room_bytes(self._flow) < 0 and not self._is_broken:
-            self._room.clear()
-            await self._room.wait()
+        await self._outward.room_bytes(self._flow)
         if self._is_broken:
             raise ConnectionError("the connection is broken")
         if self._outward in self._spoiled and len(frame) > 1024:
@@ -136,8 +133,6 @@ class _End:
         """Take in a frame that has come down the line."""
         if not isinstance(frame, End):
             self._inbound.put_nowait(bytes(frame))
-        if self._peer is not None:
-            self._peer._room.set()
 
     def break_off(self) -> None:
         """Lose what is under way, both ways."""
@@ -146,4 +141,3 @@ class _End:
                 end._is_broken = True
                 end._outward.part(end._flow)
                 end._inbound.put_nowait(b"")
-                end._room.set()

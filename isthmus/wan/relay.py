@@ -1,14 +1,13 @@
 """Forwards TCP connections by TLS server name without ending TLS; shaped, it is a WAN in a box.
 
-client ──▶ Side ──▶ Pipe up ───▶ Side ──▶ server          a Pipe is one direction, shared by all connections;
-client ◀── Side ◀── Pipe down ◀── Side ◀── server          a Side is one socket, `other` its counterpart
+client ── Way up ──▶ ShapedLine ──▶ server       all connections share the two lines;
+client ◀── ShapedLine ◀── Way down ── server     a Way is one direction of one connection
 """
 
 import asyncio
 import contextlib
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -44,142 +43,82 @@ _log = logging.getLogger(__name__)
 
 Route = Callable[[str], Address | None]
 _Task = asyncio.Task[None]
+_FIRST = asyncio.FIRST_EXCEPTION
 
 
-class Pipe(DrivenLine):
-    """One direction of a relay: a line and the sides that it joins, fed as fast as the line has room."""
+class Way:
+    """One direction of one connection: what comes from the source goes on the line, and then to the sink."""
 
-    def __init__(self, shape: Shape, loop: asyncio.AbstractEventLoop, *, seed: int) -> None:
-        super().__init__(ShapedLine(shape, seed=seed), loop)
-        has_bandwidth = shape.bandwidth_bps is not None
-        buffer_bytes = self.line.buffer_bytes
+    back: "Way"
+    """The other direction."""
+
+    def __init__(self, driven: DrivenLine, source: socket.socket, sink: socket.socket) -> None:
+        self._driven = driven
+        self._source = source
+        self._sink = sink
+        self._flow = ShapedFlow(sink=self._arrive)
+        self._arrived: asyncio.Queue[Piece] = asyncio.Queue()
+        self._arrived_bytes = 0
+        line = driven.line
+        has_bandwidth = line.shape.bandwidth_bps is not None
         # A receiver that is late now and then must not cost the line its rate.
-        self.write_buffer_bytes = max(_WRITE_BUFFER_BYTES, buffer_bytes if has_bandwidth else 0)
-        is_small = has_bandwidth and buffer_bytes <= _MAX_RECEIVE_BYTES
-        self.receive_bytes = buffer_bytes if is_small else None
-        self._starved: deque[Side] = deque()
+        self._max_arrived_bytes = max(_WRITE_BUFFER_BYTES, line.buffer_bytes if has_bandwidth else 0)
+        is_small = has_bandwidth and line.buffer_bytes <= _MAX_RECEIVE_BYTES
+        tune(source, receive_bytes=line.buffer_bytes if is_small else None)
 
-    def take(self, source: "Side", piece: Piece) -> None:
-        """Take what a side has read, and let it read on when there is room."""
-        self.offer(source.flow, piece)
-        if self.line.room_bytes(source.flow) < self.line.quantum_bytes:
-            source.pause_reading()
-            self._starved.append(source)
+    async def carry(self, first: bytes = b"") -> None:
+        """Pass bytes on to the end, those first that were read before; ConnectionError after a reset."""
+        reading = asyncio.create_task(self._read(first))
+        try:
+            await self._write()
+        finally:
+            reading.cancel()
+            self._driven.part(self._flow)
 
-    def run(self) -> None:
-        """Deliver what has arrived, let sides read on, and come back when there is more."""
-        super().run()
-        for _ in range(len(self._starved)):
-            side = self._starved.popleft()
-            if self.line.room_bytes(side.flow) >= self.line.quantum_bytes:
-                side.resume_reading()
-            else:
-                self._starved.append(side)
+    def break_off(self) -> None:
+        """Let a reset follow what is under way."""
+        self._driven.break_off(self._flow)
 
-
-class Side(asyncio.BufferedProtocol):
-    """One socket of a relayed connection: its reads go into `inward`, `outward` comes out at it.
-
-    Nothing is read before both sides are there.
-    """
-
-    other: "Side"
-    _transport: asyncio.Transport
-
-    def __init__(self, *, inward: Pipe, outward: Pipe) -> None:
-        self.flow = ShapedFlow()
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._inward = inward
-        self._outward = outward
-        self._buffer = bytearray(inward.line.max_read_bytes)
-        self._is_open = False
-        self._has_read_all = False
-        self._has_written_all = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Stay quiet until both sides are there."""
-        self._transport = cast("asyncio.Transport", transport)
-        self._is_open = True
-        self._transport.pause_reading()
-        self._transport.set_write_buffer_limits(high=self._outward.write_buffer_bytes)
-        tune(transport.get_extra_info("socket"), receive_bytes=self._inward.receive_bytes)
-
-    def join(self, other: "Side", first: bytes = b"") -> None:
-        """Read from now on into the line, behind what was read first."""
-        self.other = other
-        self.flow.sink = other.deliver
-        self._transport.resume_reading()
-        if first:
-            self._inward.take(self, memoryview(first))
-
-    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
-        """Return as much buffer as the line has room for."""
-        return memoryview(self._buffer)[: max(self._inward.line.room_bytes(self.flow), 1)]
-
-    def buffer_updated(self, num_bytes: int) -> None:
-        """Pass on what was read; a small piece is copied, so that it does not keep a large buffer alive."""
-        if num_bytes < len(self._buffer) // 4:
-            piece = memoryview(self._buffer[:num_bytes])
+    async def _read(self, first: bytes) -> None:
+        loop, line = asyncio.get_running_loop(), self._driven.line
+        data = first
+        try:
+            while True:
+                if data:
+                    self._driven.offer(self._flow, memoryview(data))
+                room_bytes = await self._driven.room_bytes(self._flow)
+                data = await loop.sock_recv(self._source, min(room_bytes, line.max_read_bytes))
+                if not data:
+                    break
+        except OSError:
+            self.break_off()
         else:
-            piece = memoryview(self._buffer)[:num_bytes]
-            self._buffer = bytearray(len(self._buffer))
-        self._inward.take(self, piece)
+            self._driven.offer(self._flow, End.EOF)
 
-    def eof_received(self) -> bool:
-        """Pass on the half-close; the other direction lives on."""
-        self._has_read_all = True
-        self._inward.take(self, End.EOF)
-        self._close_if_done()
-        return True
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        while (piece := await self._arrived.get()) is not End.EOF:
+            if isinstance(piece, End):
+                raise ConnectionResetError
+            try:
+                await loop.sock_sendall(self._sink, piece)
+            except OSError:
+                self.back.break_off()
+                return
+            self._arrived_bytes -= len(piece)
+            if self._flow.held and self._arrived_bytes <= self._max_arrived_bytes // 4:
+                self._driven.release(self._flow)
+        # A peer that has reset meanwhile cannot be shut down; its reset is on its way.
+        with contextlib.suppress(OSError):
+            self._sink.shutdown(socket.SHUT_WR)
 
-    def pause_writing(self) -> None:
-        """Hold the line for this connection: its receiver is not reading."""
-        self._outward.line.hold(self.other.flow)
-
-    def resume_writing(self) -> None:
-        """Let the line serve this connection again."""
-        self._outward.release(self.other.flow)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Pass a reset on as a reset."""
-        if error is not None:
-            self._inward.break_off(self.flow)
-        self._outward.part(self.other.flow)
-        self.lost.set_result(None)
-
-    def pause_reading(self) -> None:
-        """Leave further bytes with the sender."""
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        """Read on, unless the sender has finished."""
-        if not self._has_read_all:
-            self._transport.resume_reading()
-
-    def deliver(self, piece: Piece) -> None:
-        """Write what came out of the line."""
-        if self._transport.is_closing():
-            return
-        if piece is End.RESET:
-            self.reset()
-        elif piece is End.EOF:
-            self._has_written_all = True
-            # A peer that has reset meanwhile cannot be shut down; its reset is on its way to us.
-            with contextlib.suppress(OSError):
-                self._transport.write_eof()
-            self._close_if_done()
-        else:
-            self._transport.write(piece)
-
-    def reset(self) -> None:
-        """End the socket at once, so that its peer sees a reset."""
-        if self._is_open and not self.lost.done():
-            reset_on_close(self._transport.get_extra_info("socket"))
-            self._transport.abort()
-
-    def _close_if_done(self) -> None:
-        if self._has_read_all and self._has_written_all:
-            self._transport.close()
+    def _arrive(self, piece: Piece) -> None:
+        """Take what comes out of the line; hold the flow while its receiver is not reading."""
+        self._arrived.put_nowait(piece)
+        if not isinstance(piece, End):
+            self._arrived_bytes += len(piece)
+            if self._arrived_bytes > self._max_arrived_bytes:
+                self._driven.line.hold(self._flow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +171,8 @@ class Relay(Disturbed, Closing):
         self._listener = listen(host, port)
         self.address = Address(host=self._listener.getsockname()[0], port=self._listener.getsockname()[1])
         thread = LoopThread(name="isthmus-relay", loop=asyncio.SelectorEventLoop(PreciseSelector()))
-        self._up = Pipe(up or Shape(), thread.loop, seed=2 * seed)
-        self._down = Pipe(down or Shape(), thread.loop, seed=2 * seed + 1)
-        super().__init__(thread, self._up, self._down)
+        lines = (ShapedLine(up or Shape(), seed=2 * seed), ShapedLine(down or Shape(), seed=2 * seed + 1))
+        super().__init__(thread, *(DrivenLine(line, thread.loop) for line in lines))
         self._accepting = thread.submit(self._accept())
 
     def num_bytes(self, direction: Direction) -> int:
@@ -278,50 +216,53 @@ class Relay(Disturbed, Closing):
     async def _serve(self, client: socket.socket, address: tuple[Any, ...]) -> None:
         """See one connection through, from its hello to its end."""
         host = plain_host(address[0])
+        sockets, is_over = [client], False
         try:
-            hello, server = await self._admit(client, host)
+            hello = await self._admit(sockets, host)
+            is_over = await self._relay(*sockets, hello, host)
         except (FrameError, Refused) as error:
             self._complain(host, error.message, kind=type(error).__name__)
         except OSError as error:
             # A cut, a rank that has not started yet, a client that has left: nobody's misdeed.
             self._complain(host, str(error), kind="network", level=logging.INFO)
-        else:
-            await self._relay(client, hello, server, host)
         finally:
-            if client.fileno() >= 0:
-                reset_on_close(client)
-                client.close()
+            for sock in sockets:
+                if not is_over:
+                    reset_on_close(sock)
+                sock.close()
 
-    async def _admit(self, client: socket.socket, host: str) -> tuple[bytes, Side]:
-        """Read the hello and dial the target that it names; an error has the reason if there is none."""
+    async def _admit(self, sockets: list[socket.socket], host: str) -> bytes:
+        """Read the hello, and add the socket to the target that it names; an error has the reason if none."""
         if self._loop.time() < self._cut_until_s:
             raise ConnectionError("the link is cut")
         if self.num_open >= self._limits.max_num_open:
             raise Refused(f"{self.num_open} connections are open already")
         with self._counted(host, among=self._waiting):
-            hello, name = await self._read_hello(client) if self._reads_hello else (b"", "")
+            hello, name = await self._read_hello(sockets[0]) if self._reads_hello else (b"", "")
             address = self._route(name)
             if address is None:
                 raise Refused(f"no route to {name!r}")
             await self._travel()
-            return hello, await self._dial(address)
+            await self._dial(address, sockets)
+        return hello
 
-    async def _relay(self, client: socket.socket, hello: bytes, server: Side, host: str) -> None:
-        near = Side(inward=self._up, outward=self._down)
+    async def _relay(self, client: socket.socket, server: socket.socket, hello: bytes, host: str) -> bool:
+        """Pass bytes both ways; gives whether both ways have come to their end."""
+        up, down = Way(self._lines[0], client, server), Way(self._lines[1], server, client)
+        up.back, down.back = down, up
         self.num_open += 1
+        self.num_relayed += 1
+        ways = [asyncio.create_task(up.carry(hello)), asyncio.create_task(down.carry())]
         try:
-            await self._loop.connect_accepted_socket(lambda: near, client)
-            self.num_relayed += 1
-            near.join(server, hello)
-            server.join(near)
-            both = (near.lost, server.lost)
             with self._counted(host, among=self._unproven):
-                await asyncio.wait(both, timeout=self._limits.unproven_s)
-            await asyncio.wait(both)
+                await asyncio.wait(ways, timeout=self._limits.unproven_s, return_when=_FIRST)
+            await asyncio.wait(ways, return_when=_FIRST)
         finally:
             self.num_open -= 1
-            for side in (near, server):
-                side.reset()
+            for way in ways:
+                way.cancel()
+            ends = await asyncio.gather(*ways, return_exceptions=True)
+        return not any(ends)
 
     @contextlib.contextmanager
     def _counted(self, host: str, *, among: dict[_Task, str]) -> Iterator[None]:
@@ -352,22 +293,20 @@ class Relay(Disturbed, Closing):
             raise FrameError(f"no whole TLS hello within {self._limits.hello_timeout_s:g} s") from None
         return bytes(hello), name
 
-    async def _dial(self, address: Address) -> Side:
-        def make() -> Side:
-            return Side(inward=self._down, outward=self._up)
-
+    async def _dial(self, address: Address, sockets: list[socket.socket]) -> None:
         try:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                transport, side = await self._loop.create_connection(make, address.host, address.port)
+                places = await self._loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+                server = socket.socket(places[0][0])
+                sockets.append(server)
+                server.setblocking(False)
+                await self._loop.sock_connect(server, places[0][4])
         except TimeoutError:
             raise ConnectionError(f"{address} did not answer in {_DIAL_TIMEOUT_S:g} s") from None
         except OSError as error:
             raise ConnectionError(f"cannot reach {address}: {why(error)}") from None
-        own_host = transport.get_extra_info("sockname")[0]
-        if transport.get_extra_info("peername")[:2] == (own_host, self.address.port):
-            transport.abort()
+        if server.getpeername()[:2] == (server.getsockname()[0], self.address.port):
             raise Refused(f"{address} leads back to this relay")
-        return side
 
     def _complain(self, host: str, reason: str, *, kind: str, level: int = logging.WARNING) -> None:
         self.num_dropped += 1

@@ -263,12 +263,13 @@ class DrivenLine:
     def __init__(self, line: ShapedLine, loop: asyncio.AbstractEventLoop) -> None:
         self.line = line
         self._loop = loop
+        self._starved: list[tuple[ShapedFlow, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due_s: float | None = None
 
     def offer(self, flow: ShapedFlow, piece: Piece) -> None:
         """Put a piece on the line now."""
-        self.line.offer(flow, piece, self.now_s())
+        self.line.offer(flow, piece, self._loop.time())
         self.run()
 
     def part(self, flow: ShapedFlow) -> None:
@@ -279,24 +280,34 @@ class DrivenLine:
 
     def break_off(self, flow: ShapedFlow) -> None:
         """Pass on that a sender was reset."""
-        self.line.break_off(flow, self.now_s())
+        self.line.break_off(flow, self._loop.time())
         self.run()
 
     def release(self, flow: ShapedFlow) -> None:
         """Serve a flow whose receiver reads again."""
-        self.line.release(flow, self.now_s())
+        self.line.release(flow, self._loop.time())
         self.run()
 
     def run(self) -> None:
         """Deliver what has arrived, and come back when the next is due."""
-        for flow, piece in self.line.advance(self.now_s()):
+        for flow, piece in self.line.advance(self._loop.time()):
             if flow.sink is not None:
                 flow.sink(piece)
+        for one in [one for one in self._starved if self._has_room(one[0])]:
+            self._starved.remove(one)
+            if not one[1].done():
+                one[1].set_result(None)
         self._set_timer(self.line.wake_s())
 
-    def now_s(self) -> float:
-        """The time of the loop."""
-        return self._loop.time()
+    async def room_bytes(self, flow: ShapedFlow) -> int:
+        """Wait until the line has room for more of this flow, and return how much."""
+        while not self._has_room(flow):
+            self._starved.append((flow, self._loop.create_future()))
+            await self._starved[-1][1]
+        return self.line.room_bytes(flow)
+
+    def _has_room(self, flow: ShapedFlow) -> bool:
+        return self.line.room_bytes(flow) >= self.line.quantum_bytes
 
     def _set_timer(self, due_s: float | None) -> None:
         if self._timer is not None:
