@@ -1,10 +1,12 @@
-"""What the two sides of a link's end share: user threads put and take packets, the event loop moves frames.
+"""The side of a link's end that users see: threads put and take packets, and wait.
 
-One lock guards it all; it is held for microseconds, or for the copy of one chunk.
+One lock guards what they share with the event loop; it is held for microseconds, or for the copy of one
+chunk.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,19 +15,7 @@ from isthmus.plan.types import Priority
 from isthmus.wan.heartbeat import Heartbeat
 from isthmus.wan.inbox import LinkInbox, StreamCounters
 from isthmus.wan.outbox import Flight, Outbox
-from isthmus.wan.packet import (
-    Abort,
-    Ack,
-    Chunk,
-    Close,
-    ControlFrame,
-    Packet,
-    Ping,
-    Pong,
-    check_stream_name,
-    pack,
-    wire_bytes,
-)
+from isthmus.wan.packet import Abort, Close, Packet, check_stream_name, pack, wire_bytes
 
 CONTROL_LANE = 0
 EXPRESS_LANE = 1
@@ -77,9 +67,7 @@ class Exchange:
         self._inbox = LinkInbox()
         self._ack_due = False
         self._is_up = False
-        self._num_opened: dict[int, int] = {}
-
-    # For user threads.
+        self._num_opened: Counter[int] = Counter()
 
     def send(
         self,
@@ -167,67 +155,3 @@ class Exchange:
         if not self._changed.wait_for(lambda: self.failure is not None or ready(), timeout_s):
             raise TimeoutError(f"waited {timeout_s} s {what}")
         self.raise_if_failed()
-
-    # For the event loop.
-
-    def opened(self, lane: int) -> None:
-        """A connection is open."""
-        with self._changed:
-            self._num_opened[lane] = self._num_opened.get(lane, 0) + 1
-            if lane == CONTROL_LANE:
-                self._is_up = True
-                self._ack_due = True
-                self._inbox.repeat_consumed()
-                self._changed.notify_all()
-            else:
-                self._outbox.open_lane(lane, is_express=lane == EXPRESS_LANE, now_s=time.monotonic())
-
-    def closed(self, lane: int) -> None:
-        """A connection has ended; what it carried must be sent again."""
-        with self._changed:
-            if lane == CONTROL_LANE:
-                self._is_up = False
-            else:
-                self._outbox.close_lane(lane)
-
-    def next_chunk(self, lane: int) -> bytes | None:
-        with self._changed:
-            return self._outbox.next_frame(lane, now_s=time.monotonic())
-
-    def next_control(self) -> list[ControlFrame]:
-        """All that the control connection has to say now."""
-        frames: list[ControlFrame] = []
-        with self._changed:
-            if self._ack_due:
-                self._ack_due = False
-                frames.append(self._inbox.ack())
-        frames += self.heartbeat.due()
-        if self.last_word is not None:
-            frames.append(self.last_word)
-        return frames
-
-    def stalled_s(self, lane: int) -> float:
-        """For how long a lane that carries something has made no progress."""
-        with self._changed:
-            since_s = self._outbox.stalled_since_s(lane)
-        return 0.0 if since_s is None else time.monotonic() - since_s
-
-    def on_chunk(self, chunk: Chunk, frame_bytes: int) -> None:
-        """A chunk has come."""
-        with self._changed:
-            self._ack_due = True
-            if self._inbox.put(chunk, frame_bytes):
-                self._changed.notify_all()
-
-    def on_ack(self, ack: Ack) -> None:
-        """The peer has acknowledged chunks or consumed packets."""
-        with self._changed:
-            self._outbox.acknowledge(ack, now_s=time.monotonic())
-            self._changed.notify_all()
-
-    def on_heartbeat(self, frame: Ping | Pong, received_ns: int) -> None:
-        """The peer wants a sign of life, or has given one."""
-        rtt_s = self.heartbeat.take(frame, received_ns=received_ns)
-        if rtt_s is not None:
-            with self._changed:
-                self._flight.observe_rtt(rtt_s, now_s=time.monotonic())

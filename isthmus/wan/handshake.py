@@ -6,6 +6,7 @@ A hello says who speaks and to whom; if two ends do not belong together, both ar
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from io import BytesIO
 from typing import Annotated, Final
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -104,10 +105,6 @@ class Hello:
     def to(self, peer: Member) -> "Hello":
         return replace(self, peer_cloud=peer.cloud, peer_rank=peer.rank)
 
-    def on_lane(self, lane: int) -> "Hello":
-        """The same hello for another connection of the link."""
-        return replace(self, lane=lane)
-
     def to_metadata(self) -> tuple[tuple[str, str], ...]:
         return tuple((_PREFIX + field.name, str(getattr(self, field.name))) for field in fields(self))
 
@@ -187,17 +184,15 @@ def parse_client_hello(data: bytes | bytearray) -> str | None:
     hello.take(_VERSION_AND_RANDOM_BYTES)
     for num_length_bytes in (1, 2, 1):  # session, cipher suites, compression
         hello.vector(num_length_bytes)
-    extensions = _Reader(hello.vector(2) if hello else b"")
+    extensions = _Reader(hello.vector(2))
     names = []
-    while extensions:
-        kind, body = extensions.number(2), extensions.vector(2)
-        names += [body] if kind == 0 else []
-    if len(names) != 1:
-        raise FrameError(f"the TLS hello carries {'two server names' if names else 'no server name'}")
-    listed = _Reader(_Reader(names[0]).vector(2))
-    kind, name = listed.number(1), listed.vector(2)
-    if kind != 0 or listed or not _HOST_NAME.fullmatch(name):
-        raise FrameError("the server name in the TLS hello is not one host name")
+    while kind := extensions.read(2):
+        body = extensions.vector(2)
+        names += [body] if kind == b"\0\0" else []
+    listed = _Reader(_Reader(b"".join(names)).vector(2))
+    kind, name = listed.take(1), listed.vector(2)
+    if len(names) != 1 or kind != b"\0" or listed.read() or not _HOST_NAME.fullmatch(name):
+        raise FrameError("the TLS hello does not carry one host name")
     return name.decode("ascii").lower()
 
 
@@ -213,23 +208,14 @@ def _first_record(data: bytes | bytearray) -> "_Reader | None":
     return _Reader(bytes(record[:num_bytes])) if record and len(record) >= num_bytes else None
 
 
-class _Reader:
+class _Reader(BytesIO):
     """Takes fields off the front of some bytes; every length is checked against what is there."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def __bool__(self) -> bool:
-        return bool(self._data)
-
     def take(self, num_bytes: int) -> bytes:
-        if num_bytes > len(self._data):
+        taken = self.read(num_bytes)
+        if len(taken) < num_bytes:
             raise FrameError("the TLS hello ends in the middle of a field")
-        taken, self._data = self._data[:num_bytes], self._data[num_bytes:]
         return taken
 
-    def number(self, num_bytes: int) -> int:
-        return int.from_bytes(self.take(num_bytes))
-
     def vector(self, num_length_bytes: int) -> bytes:
-        return self.take(self.number(num_length_bytes))
+        return self.take(int.from_bytes(self.take(num_length_bytes)))

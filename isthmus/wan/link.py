@@ -29,9 +29,21 @@ from typing import Protocol
 from isthmus.errors import Aborted, FrameError, LinkClosed, LinkError, NotReady, PeerLost, Refused
 from isthmus.events import steady_ns
 from isthmus.plan.types import Member
-from isthmus.wan.exchange import CONTROL_LANE, FIRST_STRIPE, Exchange, LinkSettings
+from isthmus.wan.exchange import CONTROL_LANE, EXPRESS_LANE, FIRST_STRIPE, Exchange, LinkSettings
 from isthmus.wan.handshake import Hello
-from isthmus.wan.packet import Abort, Ack, Chunk, Close, Frame, Notice, Ping, Pong, decode, encode
+from isthmus.wan.packet import (
+    Abort,
+    Ack,
+    Chunk,
+    Close,
+    ControlFrame,
+    Frame,
+    Notice,
+    Ping,
+    Pong,
+    decode,
+    encode,
+)
 from isthmus.wan.sockets import Complaints, LoopThread
 
 log = logging.getLogger(__name__)
@@ -296,7 +308,14 @@ class Link(Exchange):
         self._lanes[number] = lane
         self.problem = ""
         self._idle.clear()
-        self.opened(number)
+        with self._changed:
+            self._num_opened[number] += 1
+            if number == CONTROL_LANE:
+                self._is_up = self._ack_due = True
+                self._inbox.repeat_consumed()
+                self._changed.notify_all()
+            else:
+                self._outbox.open_lane(number, is_express=number == EXPRESS_LANE, now_s=time.monotonic())
         if not self._needs(number):
             lane.hang_up.set()
         self._note_state()
@@ -305,7 +324,11 @@ class Link(Exchange):
         lane.hang_up.set()
         if self._lanes.get(number) is lane:
             del self._lanes[number]
-            self.closed(number)
+            with self._changed:
+                if number == CONTROL_LANE:
+                    self._is_up = False
+                else:
+                    self._outbox.close_lane(number)
             self._wake_all()
         if not self._lanes:
             self._idle.set()
@@ -362,7 +385,9 @@ class Link(Exchange):
             if number == CONTROL_LANE:
                 is_stalled = time.monotonic() - lane.heard_s > timeout_s / 2
             else:
-                is_stalled = self.stalled_s(number) > timeout_s
+                with self._changed:
+                    since_s = self._outbox.stalled_since_s(number)
+                is_stalled = since_s is not None and time.monotonic() - since_s > timeout_s
             if is_stalled and not lane.hang_up.is_set():
                 log.warning(
                     "link to %s, connection %d makes no progress and is opened again", self._peer, number
@@ -399,13 +424,21 @@ class Link(Exchange):
     def _handle(self, frame: Frame, frame_bytes: int, received_ns: int) -> None:
         match frame:
             case Chunk() if self.settings.carries_packets:
-                self.on_chunk(frame, frame_bytes)
+                with self._changed:
+                    self._ack_due = True
+                    if self._inbox.put(frame, frame_bytes):
+                        self._changed.notify_all()
                 self._wake(CONTROL_LANE)
             case Ack():
-                self.on_ack(frame)
+                with self._changed:
+                    self._outbox.acknowledge(frame, now_s=time.monotonic())
+                    self._changed.notify_all()
                 self._wake_all()
             case Ping() | Pong():
-                self.on_heartbeat(frame, received_ns)
+                rtt_s = self.heartbeat.take(frame, received_ns=received_ns)
+                if rtt_s is not None:
+                    with self._changed:
+                        self._flight.observe_rtt(rtt_s, now_s=time.monotonic())
                 self._wake(CONTROL_LANE)
             case Abort():
                 self._part(Aborted(frame.cloud, frame.reason))
@@ -425,7 +458,8 @@ class Link(Exchange):
         # A connection that was replaced must take no more: the new one would be thought to carry it.
         while self.failure is None and not lane.hang_up.is_set():
             lane.wake.clear()
-            frame = self.next_chunk(number)
+            with self._changed:
+                frame = self._outbox.next_frame(number, now_s=time.monotonic())
             if frame is None:
                 await lane.wake.wait()
             else:
@@ -437,7 +471,7 @@ class Link(Exchange):
         while not is_last and not lane.hang_up.is_set():
             lane.wake.clear()
             is_last = self.failure is not None
-            for frame in self.next_control():
+            for frame in self._due_frames():
                 await lane.connection.write(encode(frame))
             if not is_last:
                 await self._pause(lane)
@@ -445,6 +479,14 @@ class Link(Exchange):
         if self._dials:
             # The listening end hangs up, because what it wrote before that arrives; ours might not.
             await lane.hang_up.wait()
+
+    def _due_frames(self) -> list[ControlFrame]:
+        """All that the control connection has to say now."""
+        with self._changed:
+            acks = [self._inbox.ack()] if self._ack_due else []
+            self._ack_due = False
+        last_words = [] if self.last_word is None else [self.last_word]
+        return [*acks, *self.heartbeat.due(), *last_words]
 
     async def _pause(self, lane: _Lane) -> None:
         """Gather acknowledgements; afterwards a ping is due even if nothing else happens."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 from isthmus.errors import CloudFailed, IsthmusError, LinkError, RankLost
+from isthmus.events import StopRequest
 from isthmus.job import Address, Job, LinkSpec
 from isthmus.job.faults import Fault
 from isthmus.plan.types import Member
@@ -151,13 +152,6 @@ class RankWork(Protocol):
         """Do it and give the result."""
 
 
-class Stoppable(Protocol):
-    """A request to stop in order, which the first process can honour while ranks run."""
-
-    def honoured_by(self, honour: Callable[[], None]) -> AbstractContextManager[None]:
-        """Within the block a request calls this, from any thread."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Done:
     result: Any
@@ -181,7 +175,7 @@ def run_ranks(
     wan: LocalWan,
     *,
     on_report: Callable[[str, str], None],
-    stop: Stoppable | None = None,
+    stop: StopRequest | None = None,
     preload: Sequence[str] = (),
     restarts: int = 0,
     on_restart: Callable[[CloudFailed, int], None] = lambda _failed, _number: None,

@@ -1,7 +1,7 @@
 """Forwards TCP connections by TLS server name without ending TLS; shaped, it is a WAN in a box.
 
-client ── Way up ──▶ ShapedLine ──▶ server       all connections share the two lines;
-client ◀── ShapedLine ◀── Way down ── server     a Way is one direction of one connection
+client ── Carrier ──▶ ShapedLine up ──────▶ server    all connections share the two lines;
+client ◀────── ShapedLine down ◀── Carrier ── server    a Carrier is one direction of one connection
 """
 
 import asyncio
@@ -46,10 +46,10 @@ _Task = asyncio.Task[None]
 _FIRST = asyncio.FIRST_EXCEPTION
 
 
-class Way:
+class Carrier:
     """One direction of one connection: what comes from the source goes on the line, and then to the sink."""
 
-    back: "Way"
+    back: "Carrier"
     """The other direction."""
 
     def __init__(self, driven: DrivenLine, source: socket.socket, sink: socket.socket) -> None:
@@ -219,7 +219,7 @@ class Relay(Disturbed, Closing):
         sockets, is_over = [client], False
         try:
             hello = await self._admit(sockets, host)
-            is_over = await self._relay(*sockets, hello, host)
+            is_over = await self._relay(hello, host, *sockets)
         except (FrameError, Refused) as error:
             self._complain(host, error.message, kind=type(error).__name__)
         except OSError as error:
@@ -246,9 +246,9 @@ class Relay(Disturbed, Closing):
             await self._dial(address, sockets)
         return hello
 
-    async def _relay(self, client: socket.socket, server: socket.socket, hello: bytes, host: str) -> bool:
+    async def _relay(self, hello: bytes, host: str, client: socket.socket, server: socket.socket) -> bool:
         """Pass bytes both ways; gives whether both ways have come to their end."""
-        up, down = Way(self._lines[0], client, server), Way(self._lines[1], server, client)
+        up, down = Carrier(self._lines[0], client, server), Carrier(self._lines[1], server, client)
         up.back, down.back = down, up
         self.num_open += 1
         self.num_relayed += 1

@@ -12,7 +12,7 @@ WEST = Hello(cloud="west", peer_cloud="east", job_digest="1" * 64, session="w")
 
 
 def test_a_hello_crosses_whole() -> None:
-    there = replace(WEST, rank=3, met="5f", peer_rank=7).on_lane(5)
+    there = replace(WEST, rank=3, met="5f", peer_rank=7, lane=5)
     assert read_hello(there.to_metadata()) == there
     assert mismatch(EAST, read_hello(WEST.to_metadata())) is None
 
