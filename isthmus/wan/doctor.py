@@ -110,9 +110,9 @@ def examine(
 ) -> Iterator[CheckResult]:
     """Yield the findings for one cloud of a job here, or without a cloud for what all of them share."""
     clouds = job.cloud if cloud is None else (cloud,)
-    torch_version = _torch_version()
-    yield check_by("torch", look_at_torch, torch_version)
-    if torch_version is not None:
+    torch = check_by("torch", look_at_torch)
+    yield torch
+    if torch.verdict is CheckVerdict.OK:
         yield check_by("devices", look_at_devices, job, cloud, find_devices)
     is_known = True
     if cloud is not None:
@@ -126,11 +126,12 @@ def examine(
     yield check_by("disk", look_at_disk, runs)
 
 
-def look_at_torch(version: str | None) -> str:
+def look_at_torch() -> str:
     """Look at the installed version of torch, without importing it."""
-    if version is None:
-        raise UserError("not installed", hint="install the package with its extra [train]")
-    return version
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError("not installed", hint="install the package with its extra [train]") from None
 
 
 def look_at_devices(job: Job, cloud: CloudSpec | None, find_devices: Callable[[], Devices]) -> str:
@@ -260,10 +261,3 @@ def _certificate_facts(clouds: Sequence[CloudSpec]) -> list[CertificateFacts]:
     names = {"authority", *(cloud.name for cloud in clouds)}
     found = (fact for folder in folders if os.access(folder, os.R_OK) for fact in inspect_folder(folder))
     return [fact for fact in found if fact.name in names]
-
-
-def _torch_version() -> str | None:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -134,8 +134,8 @@ class Exchange:
             return LinkCounters(
                 sent=self._outbox.counters(),
                 received=self._inbox.counters(),
-                rtt_s=self.heartbeat.clock.rtt_s,
-                clock_offset_s=self.heartbeat.clock.offset_s,
+                rtt_s=self.heartbeat.rtt_s,
+                clock_offset_s=self.heartbeat.offset_s,
                 reconnects=sum(count - 1 for count in self._num_opened.values()),
                 queued_bytes=self._outbox.queued_bytes,
                 in_flight_bytes=self._flight.in_flight_bytes,

@@ -22,26 +22,35 @@ _MAX_NUM_UNANSWERED = 64
 _FIRST_INTERVAL_S = 0.1
 
 
-class PeerClock:
-    """Round trip and clock offset from pings; the sample with the shortest round trip is the most exact."""
+class Heartbeat:
+    """Says which heartbeats are due, and for how long the peer has been silent since it was first heard.
 
-    def __init__(self) -> None:
+    Round trip and clock offset follow from pings; the sample with the shortest round trip is the most exact.
+    """
+
+    def __init__(self, *, interval_s: float, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._interval_s = interval_s
+        self._heard_s: float | None = None
+        self._pinged_s = 0.0
+        self._unanswered: deque[tuple[Ping, int]] = deque(maxlen=_MAX_NUM_UNANSWERED)
         self._samples: deque[tuple[float, float]] = deque(maxlen=_NUM_SAMPLES_KEPT)
 
-    def observe(self, pong: Pong, *, received_ns: int) -> float | None:
-        """Take an answer in and give its round trip; one that contradicts itself is not believed."""
-        waited_ns = received_ns - pong.sent_ns
-        rtt_s = (waited_ns - (pong.answered_ns - pong.received_ns)) / 1e9
-        if waited_ns < 0 or not 0 <= rtt_s <= waited_ns / 1e9:
-            return None
-        offset_s = (pong.received_ns - pong.sent_ns + pong.answered_ns - received_ns) / 2e9
-        self._samples.append((rtt_s, offset_s))
-        return rtt_s
+    @property
+    def interval_s(self) -> float:
+        """The time between two pings; short while there are few samples."""
+        is_rough = len(self._samples) < _NUM_SAMPLES_KEPT
+        return min(self._interval_s, _FIRST_INTERVAL_S) if is_rough else self._interval_s
 
     @property
-    def is_rough(self) -> bool:
-        """Whether there are still few samples."""
-        return len(self._samples) < _NUM_SAMPLES_KEPT
+    def silent_s(self) -> float:
+        """For how long nothing was heard of a peer that was heard before."""
+        return 0.0 if self._heard_s is None else time.monotonic() - self._heard_s
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the peer has been silent for too long."""
+        return self.silent_s > self.timeout_s
 
     @property
     def rtt_s(self) -> float | None:
@@ -58,43 +67,23 @@ class PeerClock:
         """The latest round trips, oldest first."""
         return [rtt_s for rtt_s, _ in self._samples]
 
-
-class Heartbeat:
-    """Says which heartbeats are due, and for how long the peer has been silent since it was first heard."""
-
-    def __init__(self, *, interval_s: float, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.clock = PeerClock()
-        self._interval_s = interval_s
-        self._heard_s: float | None = None
-        self._pinged_s = 0.0
-        self._unanswered: deque[tuple[Ping, int]] = deque(maxlen=_MAX_NUM_UNANSWERED)
-
-    @property
-    def interval_s(self) -> float:
-        """The time between two pings."""
-        return min(self._interval_s, _FIRST_INTERVAL_S) if self.clock.is_rough else self._interval_s
-
-    @property
-    def silent_s(self) -> float:
-        """For how long nothing was heard of a peer that was heard before."""
-        return 0.0 if self._heard_s is None else time.monotonic() - self._heard_s
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the peer has been silent for too long."""
-        return self.silent_s > self.timeout_s
-
     def heard(self) -> None:
         """Note a sign of life."""
         self._heard_s = time.monotonic()
 
     def take(self, frame: Ping | Pong, *, received_ns: int) -> float | None:
-        """Take a heartbeat in; gives the round trip that an answer tells."""
-        if isinstance(frame, Pong):
-            return self.clock.observe(frame, received_ns=received_ns)
-        self._unanswered.append((frame, received_ns))
-        return None
+        """Take a heartbeat in; gives the round trip of an answer that does not contradict itself."""
+        if isinstance(frame, Ping):
+            self._unanswered.append((frame, received_ns))
+            return None
+        waited_ns = received_ns - frame.sent_ns
+        rtt_s = (waited_ns - (frame.answered_ns - frame.received_ns)) / 1e9
+        if not 0 <= rtt_s <= waited_ns / 1e9:
+            return None
+        self._samples.append(
+            (rtt_s, (frame.received_ns - frame.sent_ns + frame.answered_ns - received_ns) / 2e9)
+        )
+        return rtt_s
 
     def due(self) -> list[Ping | Pong]:
         """The heartbeats to send now."""

@@ -491,9 +491,7 @@ class Link(Exchange):
     async def _pause(self, lane: _Lane) -> None:
         """Gather acknowledgements; afterwards a ping is due even if nothing else happens."""
         await asyncio.sleep(ACK_INTERVAL_S)
-        ping = asyncio.get_running_loop().call_later(self.heartbeat.interval_s, lane.wake.set)
-        await lane.wake.wait()
-        ping.cancel()
+        await _wait_for(lane.wake, self.heartbeat.interval_s)
 
     def _wake(self, number: int) -> None:
         if number in self._lanes:

@@ -79,10 +79,10 @@ def _probe_link(link: Link, spec: LinkSpec, cloud: str, duration_s: float, repor
 
 def _round_trips(link: Link) -> list[float]:
     """Round trips of an idle link; both ends wait for enough of them before either sends bulk."""
-    while len(link.heartbeat.clock.rtts_s) < _NUM_ROUND_TRIPS:
+    while len(link.heartbeat.rtts_s) < _NUM_ROUND_TRIPS:
         time.sleep(_POLL_S)
         link.raise_if_failed()
-    rtts_s = link.heartbeat.clock.rtts_s[_NUM_SETTLING:]
+    rtts_s = link.heartbeat.rtts_s[_NUM_SETTLING:]
     link.send(_ANSWER, Packet({"ready": True}))
     link.receive(_ANSWER)
     return rtts_s
@@ -133,7 +133,7 @@ def _receive_bulk(link: Link, duration_s: float) -> float:
     """The rate of bytes on the wire over the given time, once the sender is up to speed."""
     link.receive(_BULK)
     started_s = time.monotonic()
-    warm_up_s = max(duration_s / 4, _WARM_UP_ROUND_TRIPS * min(link.heartbeat.clock.rtts_s))
+    warm_up_s = max(duration_s / 4, _WARM_UP_ROUND_TRIPS * min(link.heartbeat.rtts_s))
     first: tuple[float, int] | None = None
     rate_bps = 0.0
     while not link.receive(_BULK).header["last"]:

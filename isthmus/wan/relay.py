@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -43,7 +43,6 @@ _log = logging.getLogger(__name__)
 
 Route = Callable[[str], Address | None]
 _Task = asyncio.Task[None]
-_FIRST = asyncio.FIRST_EXCEPTION
 
 
 class Carrier:
@@ -118,16 +117,15 @@ class Carrier:
         if not isinstance(piece, End):
             self._arrived_bytes += len(piece)
             if self._arrived_bytes > self._max_arrived_bytes:
-                self._driven.line.hold(self._flow)
+                self._flow.held = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
     """What a relay allows before it drops a connection.
 
-    A connection waits until its hello has come and its target has answered. For `unproven_s` after that it
-    still counts as unauthenticated: in that time the target disconnects a peer without a valid certificate.
-    At most `max_num_waiting` connections wait, and as many are unproven; per source likewise.
+    A connection counts as waiting until `unproven_s` after its target has answered: in that time the target
+    disconnects a peer without a valid certificate.
     """
 
     hello_timeout_s: float = 5.0
@@ -162,7 +160,6 @@ class Relay(Disturbed, Closing):
         self._limits = limits or RelayLimits()
         self._tasks: set[_Task] = set()
         self._waiting: dict[_Task, str] = {}
-        self._unproven: dict[_Task, str] = {}
         self._complaints = Complaints(_log)
         self.num_open = 0
         """The number of connections that are relayed now."""
@@ -218,45 +215,45 @@ class Relay(Disturbed, Closing):
         host = plain_host(address[0])
         sockets, is_over = [client], False
         try:
-            hello = await self._admit(sockets, host)
-            is_over = await self._relay(hello, host, *sockets)
+            self._count(host)
+            hello = await self._admit(sockets)
+            is_over = await self._relay(hello, *sockets)
         except (FrameError, Refused) as error:
             self._complain(host, error.message, kind=type(error).__name__)
         except OSError as error:
             # A cut, a rank that has not started yet, a client that has left: nobody's misdeed.
             self._complain(host, str(error), kind="network", level=logging.INFO)
         finally:
+            self._waiting.pop(_this_task(), None)
             for sock in sockets:
                 if not is_over:
                     reset_on_close(sock)
                 sock.close()
 
-    async def _admit(self, sockets: list[socket.socket], host: str) -> bytes:
+    async def _admit(self, sockets: list[socket.socket]) -> bytes:
         """Read the hello, and add the socket to the target that it names; an error has the reason if none."""
         if self._loop.time() < self._cut_until_s:
             raise ConnectionError("the link is cut")
         if self.num_open >= self._limits.max_num_open:
             raise Refused(f"{self.num_open} connections are open already")
-        with self._counted(host, among=self._waiting):
-            hello, name = await self._read_hello(sockets[0]) if self._reads_hello else (b"", "")
-            address = self._route(name)
-            if address is None:
-                raise Refused(f"no route to {name!r}")
-            await self._travel()
-            await self._dial(address, sockets)
+        hello, name = await self._read_hello(sockets[0]) if self._reads_hello else (b"", "")
+        address = self._route(name)
+        if address is None:
+            raise Refused(f"no route to {name!r}")
+        await self._travel()
+        await self._dial(address, sockets)
         return hello
 
-    async def _relay(self, hello: bytes, host: str, client: socket.socket, server: socket.socket) -> bool:
+    async def _relay(self, hello: bytes, client: socket.socket, server: socket.socket) -> bool:
         """Pass bytes both ways; gives whether both ways have come to their end."""
         up, down = Carrier(self._lines[0], client, server), Carrier(self._lines[1], server, client)
         up.back, down.back = down, up
         self.num_open += 1
         self.num_relayed += 1
         ways = [asyncio.create_task(up.carry(hello)), asyncio.create_task(down.carry())]
+        self._loop.call_later(self._limits.unproven_s, self._waiting.pop, _this_task(), None)
         try:
-            with self._counted(host, among=self._unproven):
-                await asyncio.wait(ways, timeout=self._limits.unproven_s, return_when=_FIRST)
-            await asyncio.wait(ways, return_when=_FIRST)
+            await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             self.num_open -= 1
             for way in ways:
@@ -264,21 +261,17 @@ class Relay(Disturbed, Closing):
             ends = await asyncio.gather(*ways, return_exceptions=True)
         return not any(ends)
 
-    @contextlib.contextmanager
-    def _counted(self, host: str, *, among: dict[_Task, str]) -> Iterator[None]:
-        """Count an unauthenticated connection, and drop those beyond the limits."""
-        task = cast("_Task", asyncio.current_task())
-        among[task] = source_of(host)
+    def _count(self, host: str) -> None:
+        """Count this connection as waiting, and drop those beyond the limits."""
+        self._waiting[_this_task()] = source_of(host)
         limits = self._limits
         for late in evict(
-            among, max_num=limits.max_num_waiting, max_num_per_source=limits.max_num_waiting_per_source
+            self._waiting,
+            max_num=limits.max_num_waiting,
+            max_num_per_source=limits.max_num_waiting_per_source,
         ):
-            self._complain(host, f"{len(among)} connections are waiting already", kind="waiting")
+            self._complain(host, f"{len(self._waiting)} connections are waiting already", kind="waiting")
             late.cancel()
-        try:
-            yield
-        finally:
-            among.pop(task, None)
 
     async def _read_hello(self, client: socket.socket) -> tuple[bytes, str]:
         hello = bytearray()
@@ -317,3 +310,7 @@ class Relay(Disturbed, Closing):
     def _reset_all(self) -> None:
         for task in self._tasks:
             task.cancel()
+
+
+def _this_task() -> _Task:
+    return cast("_Task", asyncio.current_task())

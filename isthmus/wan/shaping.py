@@ -153,10 +153,6 @@ class ShapedLine:
             wake_s = min(wake_s, max(self._free_s, self._turns[0][0]))
         return None if wake_s == math.inf else wake_s
 
-    def hold(self, flow: ShapedFlow) -> None:
-        """Serve the flow no longer: its receiver is not reading."""
-        flow.held = True
-
     def release(self, flow: ShapedFlow, now_s: float) -> None:
         """Serve the flow again, from now on."""
         self._serve(now_s)

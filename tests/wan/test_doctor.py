@@ -77,13 +77,6 @@ def facts(*, days_left: int, kind: str = "cloud") -> CertificateFacts:
     )
 
 
-def test_torch_version() -> None:
-    assert check(doctor.look_at_torch, "2.13.0+cpu").what == "2.13.0+cpu"
-    finding = check(doctor.look_at_torch, None)
-    assert finding.verdict is Verdict.FAILED
-    assert finding.cure is not None
-
-
 @pytest.mark.parametrize(
     ("device", "ranks", "found", "verdict", "what"),
     [

@@ -169,7 +169,7 @@ def test_jitter_stays_within_its_bound_and_follows_the_seed() -> None:
 
 def test_a_held_flow_waits_and_others_pass() -> None:
     line, held, other = Line(Shape(bandwidth_bps=8 * MBPS)), Flow(), Flow()
-    line.hold(held)
+    held.held = True
     line.offer(held, piece(5_000), 0.0)
     line.offer(other, piece(5_000), 0.0)
     arrived = drain(line)
