@@ -53,7 +53,6 @@ class QueueEnd:
             clock_offset_s=0.0,
             reconnects=0,
             queued_bytes=0,
-            in_flight_bytes=0,
         )
 
 

@@ -147,7 +147,7 @@ class Journal:
         counters = [(link.peer.cloud, link.counters()) for link in self._links]
         sent_bytes: Counter[str] = Counter()
         for peer, one in counters:
-            sent_bytes[peer] += sum(stream.wire_bytes for stream in one.sent.values())
+            sent_bytes[peer] += sum(one.sent.values())
         return {
             "sent_bytes": dict(sent_bytes),
             "reconnects": sum(one.reconnects for _, one in counters),

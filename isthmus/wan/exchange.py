@@ -5,15 +5,14 @@ chunk.
 """
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from isthmus.errors import LinkError
 from isthmus.plan.types import Priority
 from isthmus.wan.heartbeat import Heartbeat
-from isthmus.wan.inbox import LinkInbox, StreamCounters
+from isthmus.wan.inbox import LinkInbox
 from isthmus.wan.outbox import Flight, Outbox
 from isthmus.wan.packet import Abort, Close, Packet, check_stream_name, pack, wire_bytes
 
@@ -27,25 +26,23 @@ class LinkSettings:
     """How a link behaves; `bandwidth_bps` and `rtt_s` are first guesses that measurement replaces."""
 
     num_stripes: int = 4
+    """Without stripes no packet crosses, and only the control connection is opened."""
     heartbeat_timeout_s: float = 30.0
     stream_window_bytes: int = 64 * 1024 * 1024
     bandwidth_bps: float | None = None
     rtt_s: float | None = None
-    carries_packets: bool = True
-    """Without packets, only the control connection is opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCounters:
-    """A link's figures at one moment."""
+    """A link's figures at one moment; of each stream the bytes on the line."""
 
-    sent: dict[str, StreamCounters]
-    received: dict[str, StreamCounters]
+    sent: Mapping[str, int]
+    received: Mapping[str, int]
     rtt_s: float | None
     clock_offset_s: float | None
     reconnects: int
     queued_bytes: int
-    in_flight_bytes: int
 
 
 class Exchange:
@@ -87,7 +84,7 @@ class Exchange:
             self._wait(
                 lambda: self._outbox.has_room(stream, body.num_bytes), timeout_s, f"to send on {stream!r}"
             )
-            self._outbox.put(stream, body, priority, now_s=time.monotonic())
+            self._outbox.put(stream, body, priority)
         self._tell_loop()
         return wire_bytes(body.num_bytes)
 
@@ -132,13 +129,12 @@ class Exchange:
         """What was sent and received so far, and the state of the line."""
         with self._changed:
             return LinkCounters(
-                sent=self._outbox.counters(),
-                received=self._inbox.counters(),
+                sent=dict(self._outbox.sent_bytes),
+                received=dict(self._inbox.received_bytes),
                 rtt_s=self.heartbeat.rtt_s,
                 clock_offset_s=self.heartbeat.offset_s,
                 reconnects=sum(count - 1 for count in self._num_opened.values()),
                 queued_bytes=self._outbox.queued_bytes,
-                in_flight_bytes=self._flight.in_flight_bytes,
             )
 
     def fail(self, error: LinkError, *, last_word: Abort | Close | None = None) -> None:

@@ -23,7 +23,7 @@ from isthmus.wan.relay import Relay, RelayLimits
 from isthmus.wan.sockets import Closing, Complaints, num_files_left
 from isthmus.wan.transport import Dialer, Listener, process_loop
 
-REGISTRATION = LinkSettings(heartbeat_timeout_s=15.0, carries_packets=False)
+REGISTRATION = LinkSettings(heartbeat_timeout_s=15.0, num_stripes=0)
 
 _PATIENCE_S = 1.0
 _RETRY_S = 1.0

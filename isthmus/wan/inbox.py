@@ -2,8 +2,8 @@
 
 import os
 from bisect import bisect
-from collections import deque
-from dataclasses import dataclass, field, replace
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -58,20 +58,6 @@ class Room:
     def remove(self, num_bytes: int) -> None:
         """Count a packet that is buffered no longer."""
         self.add(num_bytes, sign=-1)
-
-
-@dataclass(slots=True)
-class StreamCounters:
-    """One stream in one direction.
-
-    Wire bytes hold headers, encryption and whatever was sent twice; `queued_s` is summed over packets, from
-    `send` to the last chunk's departure.
-    """
-
-    packets: int = 0
-    payload_bytes: int = 0
-    wire_bytes: int = 0
-    queued_s: float = 0.0
 
 
 class Received:
@@ -144,7 +130,6 @@ class _Incoming:
     whole: dict[int, memoryview] = field(default_factory=dict)
     deliverable: deque[memoryview] = field(default_factory=deque)
     consumed_bytes: int = 0
-    counters: StreamCounters = field(default_factory=StreamCounters)
 
 
 class LinkInbox:
@@ -159,11 +144,13 @@ class LinkInbox:
         self._max_packet_bytes = max_packet_bytes or _half_of_memory_bytes()
         self._streams: dict[str, _Incoming] = {}
         self._news: set[str] = set()
+        self.received_bytes: Counter[str] = Counter()
+        """What each stream has cost on the line."""
 
     def put(self, chunk: Chunk, frame_bytes: int) -> bool:
         """Take a chunk; True if a packet has become deliverable."""
         stream = self._stream(chunk.stream)
-        stream.counters.wire_bytes += wire_bytes(frame_bytes)
+        self.received_bytes[chunk.stream] += wire_bytes(frame_bytes)
         if chunk.sequence in self.received:
             return False
         if chunk.sequence - self.received.cumulative > MAX_NUM_OUT_OF_ORDER:
@@ -187,10 +174,7 @@ class LinkInbox:
         self._room.remove(cost_bytes(body.nbytes))
         stream.consumed_bytes += cost_bytes(body.nbytes)
         self._news.add(name)
-        packet = unpack(body)
-        stream.counters.packets += 1
-        stream.counters.payload_bytes += packet.payload_bytes
-        return packet
+        return unpack(body)
 
     def ack(self) -> Ack:
         """What has come, and what was consumed since the last acknowledgement."""
@@ -205,10 +189,6 @@ class LinkInbox:
     def repeat_consumed(self) -> None:
         """Say again what was consumed, since the connection that said it last was lost."""
         self._news.update(name for name, stream in self._streams.items() if stream.consumed_bytes)
-
-    def counters(self) -> dict[str, StreamCounters]:
-        """Per stream, what has come."""
-        return {name: replace(stream.counters) for name, stream in self._streams.items()}
 
     def _stream(self, name: str) -> _Incoming:
         if name not in self._streams and len(self._streams) >= MAX_NUM_STREAMS:

@@ -223,7 +223,7 @@ class Link(Exchange):
 
     async def _run(self, dial: Dial | None) -> None:
         """The link's whole life on the event loop; when it is over, nothing of it is left there."""
-        num_lanes = FIRST_STRIPE + self.settings.num_stripes if self.settings.carries_packets else 1
+        num_lanes = FIRST_STRIPE + self.settings.num_stripes if self.settings.num_stripes else 1
         lanes = range(num_lanes if dial is not None else 0)
         keeping = [asyncio.ensure_future(self._keep(number, dial)) for number in lanes if dial is not None]
         for task in keeping:
@@ -423,7 +423,7 @@ class Link(Exchange):
 
     def _handle(self, frame: Frame, frame_bytes: int, received_ns: int) -> None:
         match frame:
-            case Chunk() if self.settings.carries_packets:
+            case Chunk() if self.settings.num_stripes:
                 with self._changed:
                     self._ack_due = True
                     if self._inbox.put(frame, frame_bytes):

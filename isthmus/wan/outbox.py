@@ -1,11 +1,11 @@
 """The sending half of a link, without input or output: packets in, chunks out, by priority and window."""
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from collections import Counter, deque
+from dataclasses import dataclass, field
 
 from isthmus.errors import FrameError
 from isthmus.plan.types import Priority
-from isthmus.wan.inbox import Room, StreamCounters, cost_bytes
+from isthmus.wan.inbox import Room, cost_bytes
 from isthmus.wan.packet import MAX_CHUNK_BYTES, Ack, Body, encode_chunk, wire_bytes
 
 GAIN = 2.0
@@ -128,7 +128,6 @@ class _Outgoing:
     put_bytes: int = 0
     consumed_bytes: int = 0
     costs_bytes: deque[int] = field(default_factory=deque)
-    counters: StreamCounters = field(default_factory=StreamCounters)
 
     @property
     def outstanding_bytes(self) -> int:
@@ -143,7 +142,6 @@ class _Queued:
     packet: int
     priority: Priority
     body: Body
-    put_s: float
     offset: int = 0
 
 
@@ -192,6 +190,8 @@ class Outbox:
         self._under_way: dict[int, _Piece] = {}
         self._lanes: dict[int, _Lane] = {}
         self._next_sequence = 0
+        self.sent_bytes: Counter[str] = Counter()
+        """What each stream has cost on the line, with headers, encryption and whatever was sent twice."""
 
     @property
     def empty(self) -> bool:
@@ -213,16 +213,14 @@ class Outbox:
         is_within = not outstanding_bytes or outstanding_bytes + cost <= self._stream_window_bytes
         return is_within and self._room.fits(cost, stream_bytes=outstanding_bytes)
 
-    def put(self, stream: str, body: Body, priority: Priority, *, now_s: float) -> None:
+    def put(self, stream: str, body: Body, priority: Priority) -> None:
         outgoing = self._streams.setdefault(stream, _Outgoing())
-        self._queues[priority].append(_Queued(stream, outgoing.next_packet, priority, body, now_s))
+        self._queues[priority].append(_Queued(stream, outgoing.next_packet, priority, body))
         cost = cost_bytes(body.num_bytes)
         outgoing.next_packet += 1
         outgoing.put_bytes += cost
         outgoing.costs_bytes.append(cost)
         self._room.add(cost)
-        outgoing.counters.packets += 1
-        outgoing.counters.payload_bytes += body.payload_bytes
 
     def open_lane(self, lane: int, *, is_express: bool = False, now_s: float) -> None:
         """A connection is there to carry chunks; an express lane takes nothing but what is urgent."""
@@ -249,7 +247,7 @@ class Outbox:
         for priority in Priority:
             if priority > last:
                 return None
-            if (piece := self._lost_piece(priority) or self._fresh_piece(priority, now_s)) is not None:
+            if (piece := self._lost_piece(priority) or self._fresh_piece(priority)) is not None:
                 return self._depart(piece, lane, state, now_s)
         self.flight.idle()
         return None
@@ -268,12 +266,6 @@ class Outbox:
         self._lost = deque(item for item in self._lost if not _covers(ack, item.sequence))
         for stream, consumed_bytes in ack.consumed_bytes:
             self._consume(stream, consumed_bytes)
-
-    def counters(self) -> dict[str, StreamCounters]:
-        """Per stream, what was sent."""
-        return {
-            name: replace(stream.counters) for name, stream in self._streams.items() if stream.next_packet
-        }
 
     def _consume(self, stream: str, consumed_bytes: int) -> None:
         outgoing = self._streams.get(stream)
@@ -305,7 +297,7 @@ class Outbox:
                 return item
         return None
 
-    def _fresh_piece(self, priority: Priority, now_s: float) -> _Piece | None:
+    def _fresh_piece(self, priority: Priority) -> _Piece | None:
         queue = self._queues[priority]
         if not queue:
             return None
@@ -315,7 +307,6 @@ class Outbox:
         queued.offset = min(offset + wanted_bytes, queued.body.num_bytes)
         if queued.offset == queued.body.num_bytes:
             queue.popleft()
-            self._streams[queued.stream].counters.queued_s += now_s - queued.put_s
         self._next_sequence += 1
         return _Piece(self._next_sequence - 1, offset, queued.offset - offset, queued)
 
@@ -326,7 +317,7 @@ class Outbox:
             state.progress_s = now_s
         state.carried_bytes += piece.num_bytes
         frame = piece.encode()
-        self._streams[piece.queued.stream].counters.wire_bytes += wire_bytes(len(frame))
+        self.sent_bytes[piece.queued.stream] += wire_bytes(len(frame))
         return frame
 
 

@@ -36,7 +36,6 @@ class Body:
 
     segments: tuple[memoryview, ...]
     num_bytes: int
-    payload_bytes: int
 
     def slice(self, start: int, end: int) -> list[memoryview]:
         """Pieces that together are the bytes from start to end."""
@@ -93,7 +92,7 @@ def _lay_out(packet: Packet) -> Body:
             f"a message of {format_bytes(num_bytes)} is over the limit of {format_bytes(MAX_PACKET_BYTES)}",
             hint="make it smaller, such as by more micro-batches",
         )
-    return Body(tuple(segments), num_bytes, sum(view.nbytes for view in views))
+    return Body(tuple(segments), num_bytes)
 
 
 def unpack(body: memoryview) -> Packet:
@@ -113,7 +112,7 @@ def unpack(body: memoryview) -> Packet:
         offset += length
     if offset != body.nbytes:
         raise FrameError("a packet with bytes behind its last buffer")
-    return Packet(header, tuple(buffers), Body((body,), body.nbytes, sum(lengths)))
+    return Packet(header, tuple(buffers), Body((body,), body.nbytes))
 
 
 def _prefix(body: memoryview) -> tuple[int, int]:

@@ -140,7 +140,7 @@ def _receive_bulk(link: Link, duration_s: float) -> float:
         elapsed_s = time.monotonic() - started_s
         if rate_bps or elapsed_s <= warm_up_s:
             continue
-        num_bytes = link.counters().received[_BULK].wire_bytes
+        num_bytes = link.counters().received[_BULK]
         first = first or (elapsed_s, num_bytes)
         if elapsed_s > warm_up_s + duration_s:
             rate_bps = 8 * (num_bytes - first[1]) / (elapsed_s - first[0])

@@ -25,7 +25,7 @@ ENDED = StepEnded(
 
 def link(cloud: str, sent_bytes: int, reconnects: int = 0) -> Any:
     """A link as far as a journal looks at it."""
-    sent = {"forward": SimpleNamespace(wire_bytes=sent_bytes)}
+    sent = {"forward": sent_bytes}
     counters = SimpleNamespace(sent=sent, reconnects=reconnects)
     return SimpleNamespace(peer=SimpleNamespace(cloud=cloud), counters=lambda: counters)
 

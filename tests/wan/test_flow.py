@@ -24,7 +24,7 @@ def make_outbox(window_bytes: int = WINDOW_BYTES) -> Outbox:
 
 
 def put(outbox: Outbox, stream: str, payload: bytes, priority: Priority = Priority.NORMAL) -> None:
-    outbox.put(stream, pack(Packet({}, (payload,))), priority, now_s=0.0)
+    outbox.put(stream, pack(Packet({}, (payload,))), priority)
 
 
 def next_chunk(outbox: Outbox, lane: int = STRIPE) -> Chunk | None:

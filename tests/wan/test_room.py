@@ -33,7 +33,7 @@ def make_outbox(window_bytes: int = GIB) -> Outbox:
 
 
 def put(outbox: Outbox, stream: str, num_bytes: int) -> None:
-    outbox.put(stream, pack(Packet({}, (bytes(num_bytes),))), Priority.NORMAL, now_s=0.0)
+    outbox.put(stream, pack(Packet({}, (bytes(num_bytes),))), Priority.NORMAL)
 
 
 def opening(stream: str, packet_bytes: int, *, sequence: int, packet: int = 0) -> Chunk:
