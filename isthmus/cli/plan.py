@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
 from rich.console import Console
 from typer import Option
@@ -15,7 +15,7 @@ from isthmus.job import Job, update_job_file
 from isthmus.observe.draw import Table, draw_chart, draw_text, paragraph
 from isthmus.observe.timeline import Chart, chart_of_step, lay_out
 from isthmus.plan.job_facts import run_order
-from isthmus.plan.plan import Estimate, Plan, PlannedStage, plan_to_dict, planned_changes
+from isthmus.plan.plan import Plan, PlannedStage, plan_to_dict, planned_changes
 from isthmus.plan.replicated import sketch
 from isthmus.plan.simulated import simulate_scenario
 
@@ -93,26 +93,13 @@ def _chart(plan: Plan, num_microbatches: int | None = None) -> Chart:
     return lay_out(spans, start_s=0.0, end_s=max(span.end_s for span in spans), order=plan.clouds)
 
 
-class _Row(NamedTuple):
-    number: int
-    plan: Plan
-
-    @property
-    def estimate(self) -> Estimate:
-        return self.plan.estimate
-
-    @property
-    def why(self) -> str:
-        return "taken" if self.number == 1 else self.plan.reason
-
-
 def plan_tables(plan: Plan) -> Iterator[Table]:
-    rows = [_Row(1, plan), *(_Row(number, one) for number, one in enumerate(plan.runners_up, 2))]
+    rows = list(enumerate((plan, *plan.runners_up), 1))
     yield tabulate(
         rows,
         {
-            "plan": lambda one: f"{one.number} {'; '.join((one.plan.what, *one.plan.memory_words))}",
-            "why it was taken or not": lambda one: one.why,
+            "plan": lambda row: f"{row[0]} {'; '.join((row[1].what, *row[1].memory_words))}",
+            "why it was taken or not": lambda row: "taken" if row[1] is plan else row[1].reason,
         },
     )
     yield _figures_table(rows)
@@ -120,22 +107,22 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
     yield _links_table(plan)
 
 
-def _figures_table(rows: Sequence[_Row]) -> Table:
-    def about(estimate: Estimate) -> str:
-        return "" if estimate.is_simulated else _ESTIMATED
+def _figures_table(rows: Sequence[tuple[int, Plan]]) -> Table:
+    def about(one: Plan) -> str:
+        return "" if one.estimate.is_simulated else _ESTIMATED
 
     return tabulate(
         rows,
         {
-            "plan": lambda one: str(one.number),
-            "step": lambda one: about(one.estimate) + duration(one.estimate.step_s),
-            "tokens/s": lambda one: f"{about(one.estimate)}{one.estimate.tokens_per_s:,.0f}",
-            "bubble": lambda one: percent(one.estimate.bubble),
-            "memory": lambda one: percent(one.plan.memory_share),
-            "WAN/step": lambda one: size(one.estimate.wan_bytes),
-            "$/step": lambda one: _usd(one.estimate.usd_per_step),
-            "$/Mtoken": lambda one: _usd(one.estimate.usd_per_million_tokens),
-            "limited by the": lambda one: one.estimate.limiting,
+            "plan": lambda row: str(row[0]),
+            "step": lambda row: about(row[1]) + duration(row[1].estimate.step_s),
+            "tokens/s": lambda row: f"{about(row[1])}{row[1].estimate.tokens_per_s:,.0f}",
+            "bubble": lambda row: percent(row[1].estimate.bubble),
+            "memory": lambda row: percent(row[1].memory_share),
+            "WAN/step": lambda row: size(row[1].estimate.wan_bytes),
+            "$/step": lambda row: _usd(row[1].estimate.usd_per_step),
+            "$/Mtoken": lambda row: _usd(row[1].estimate.usd_per_million_tokens),
+            "limited by the": lambda row: row[1].estimate.limiting,
         },
     )
 

@@ -168,11 +168,8 @@ def profile(
 def _paths(job: Job, cloud: str | None, out: Path | None) -> dict[str, Path]:
     """The file of each cloud that is measured."""
     if cloud is None and len(job.cloud) > 1 and out is not None:
-        names = [one.name for one in job.cloud]
-        raise UserError(
-            f"--out names one file, and the job has {len(names)} clouds",
-            hint=f"leave it out, or say which: --cloud {' or --cloud '.join(names)}",
-        )
+        what = f"--out names one file, and the job has {len(job.cloud)} clouds"
+        raise UserError(what, hint="leave it out, or name the cloud with --cloud")
     chosen = job.cloud if cloud is None else (job.cloud_named(cloud),)
     return {one.name: out or Path(f"{one.name}.profile.json") for one in chosen}
 
@@ -202,24 +199,17 @@ def _about(profile: Profile) -> str:
 
 
 def _samples_table(profile: Profile) -> Table:
+    def shown(times: PassTimes) -> str:
+        return f"{1000 * times.forward_s:.3g} + {1000 * times.backward_s:.3g} ms"
+
     return tabulate(
         profile.samples,
         {
             "sequences": lambda sample: f"{sample.num_sequences} × {sample.sequence_length}",
             "precision": lambda sample: sample.precision.value,
-            "embedding": lambda sample: _shown(sample.embedding),
-            "a layer": lambda sample: _shown(sample.layers[len(sample.layers) // 2]),
-            "head": lambda sample: _shown(sample.head),
-            "beside": lambda sample: _shown(sample.beside),
+            "embedding": lambda sample: shown(sample.embedding),
+            "a layer": lambda sample: shown(sample.layers[len(sample.layers) // 2]),
+            "head": lambda sample: shown(sample.head),
+            "beside": lambda sample: shown(sample.beside),
         },
     )
-
-
-def _shown(times: PassTimes) -> str:
-    def pair(forward_s: float, backward_s: float) -> str:
-        return f"{1000 * forward_s:.3g} + {1000 * backward_s:.3g}"
-
-    shown = f"{pair(times.forward_s, times.backward_s)} ms"
-    if times.forward_launch_s or times.backward_launch_s:
-        return f"{shown} (launching {pair(times.forward_launch_s, times.backward_launch_s)})"
-    return shown

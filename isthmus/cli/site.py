@@ -3,8 +3,6 @@
 import json
 import logging
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -131,20 +129,12 @@ def _next(text: str) -> None:
 
 
 _RUNS: Final = Path("runs")
-_TORCH_TIMEOUT_S: Final = 120.0
 _MARKS: Final = {
     "ok": ("✓", "green"),
     "note": ("·", "cyan"),
     "warning": ("!", "yellow"),
     "failed": ("✗", "red"),
 }
-# In a process of its own, since importing torch takes seconds and a broken driver may end the interpreter.
-_FIND_DEVICES: Final = """
-import json, torch
-device = torch.accelerator.current_accelerator()
-num_devices = torch.accelerator.device_count()
-print(json.dumps([device.type if num_devices else None, num_devices]))
-"""
 
 
 def doctor(
@@ -190,23 +180,14 @@ def _examine_inputs(job: Job, cloud: str | None) -> "Iterator[CheckResult]":
 
 def find_devices() -> "Devices":
     """Return what torch finds on this machine."""
-    from isthmus.wan.doctor import Devices
-
-    command = [sys.executable, "-c", _FIND_DEVICES]
     try:
-        done = subprocess.run(  # noqa: S603 no part of the command comes from outside
-            command, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Devices(problem=f"no answer within {_TORCH_TIMEOUT_S:.0f} s")
-    if done.returncode != 0:
-        return Devices(problem=_last_line(done.stderr) or f"exit code {done.returncode}")
-    kind, num_devices = json.loads(_last_line(done.stdout))
-    return Devices(kind=kind, num_devices=num_devices)
+        from isthmus.train.runs import find_devices as ask_torch
 
+        return ask_torch()
+    except (ImportError, OSError, RuntimeError) as error:
+        from isthmus.wan.doctor import Devices
 
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]
+        return Devices(problem=str(error))
 
 
 def _print(finding: "CheckResult") -> None:

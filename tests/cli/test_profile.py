@@ -49,7 +49,7 @@ def test_one_file_holds_one_cloud(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, [str(EXAMPLE), "--out", "mine.json", *SMALL])
     assert isinstance(result.exception, UserError)
     assert result.exception.message == "--out names one file, and the job has 2 clouds"
-    assert result.exception.hint == "leave it out, or say which: --cloud east or --cloud west"
+    assert result.exception.hint == "leave it out, or name the cloud with --cloud"
 
 
 @pytest.mark.slow
