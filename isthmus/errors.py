@@ -8,6 +8,7 @@ IsthmusError
 │   ├── Refused          the peer, or we, turned the handshake down
 │   │   └── NotReady     for now: the peer is still linked to an earlier life of ours
 │   ├── PeerLost         a cloud has been silent for longer than the heartbeat time-out
+│   │   └── BadUpdate    a cloud has sent what cannot be used
 │   ├── Aborted          some cloud ended the run for all
 │   └── LinkClosed       the link was used after its end
 ├── RankLost             a rank of this cloud is lost, so its world has ended
@@ -86,6 +87,10 @@ class PeerLost(LinkError):
     def __init__(self, cloud: str, reason: str) -> None:
         super().__init__(f"cloud {cloud!r} is lost: {reason}")
         self.cloud = cloud
+
+
+class BadUpdate(PeerLost):
+    """A cloud has sent what cannot be used, and would again."""
 
 
 class Aborted(LinkError):

@@ -246,9 +246,9 @@ class DataStrategy(Frozen):
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     """Nesterov momentum of the outer step; for streaming."""
     quorum: Count | None = Field(None, examples=[2])
-    """The least number of clouds whose changes make a round; all unless given."""
-    grace_s: Time = Field(10.0, alias="grace")
-    """How long a round that has its quorum waits for the other clouds."""
+    """The least number of clouds whose changes make a round; more than half of all unless given."""
+    grace_s: Time = Field(60.0, alias="grace")
+    """How long a round that has its quorum waits for the other clouds that are there."""
     on_partition: Literal["wait", "continue"] = "wait"
     """With "wait", only clouds that are more than half of all continue."""
 

@@ -67,12 +67,11 @@ from isthmus.plan.types import (
     Member,
     Message,
     MessageKind,
-    Outcome,
+    NotDone,
     Priority,
     ScheduleError,
     Scheduler,
     Started,
-    Stop,
     Tell,
     Wake,
     Work,
@@ -127,8 +126,8 @@ class Rounds:
         self._own: dict[int, Share] = {}
         self._content = ""
         """The digest of the fragment that the last round has changed."""
-        self._contents: dict[int, tuple[int, str]] = {}
-        """At the primary: the first cloud that has told the digest after so many rounds, and the digest."""
+        self._contents: dict[int, str] = {}
+        """The digests after so many rounds, here or at the primary."""
         self._ruling = Ruling(view=0, members=self.views.members, is_installed=True)
         self._ruling = replace(self._ruling, current=self.views.members)
         self._wanting: dict[int, Report] = {}
@@ -215,10 +214,8 @@ class Rounds:
         if message.step >= num_steps or message.item >= self._spec.num_fragments:
             raise ScheduleError(f"{message.name} from {message.sender} is of no round")
         if isinstance(facts, Report):
-            if self.views.take_report(sender, facts):
-                self._compare(sender, facts)
-                if facts.wants_state:
-                    self._wanting[sender] = facts
+            if self.views.take_report(sender, facts) and facts.wants_state:
+                self._wanting[sender] = facts
         elif isinstance(facts, Ruling):
             if self.views.take_ruling(sender, facts):
                 self._take_ruling(facts)
@@ -357,8 +354,6 @@ class Rounds:
             current_view=self.current_view,
             complete=self.complete,
             digest=self.ledger.digest(self.complete),
-            applied=self.ledger.applied,
-            content=self._content,
             is_restarted=self._is_restarted,
             is_done=self._is_done,
             wants_state=wants_state,
@@ -367,20 +362,17 @@ class Rounds:
 
     def _tell_primary(self) -> None:
         if self.views.is_primary:
-            self.views.reports[self._cloud] = report = self._report()
-            self._compare(self._cloud, report)
+            self.views.reports[self._cloud] = self._report()
         else:
             self.views.outbox.append(((self.views.primary,), self._report()))
 
-    def _compare(self, cloud: int, report: Report) -> None:
-        """Fail if two clouds have other outer parameters after the same rounds."""
-        if not report.content or report.current_view != self.views.number:
-            return
-        first, content = self._contents.setdefault(report.applied, (cloud, report.content))
-        if content != report.content:
-            one, other = (repr(self._spec.clouds[number][0].cloud) for number in sorted((first, cloud)))
+    def _compare(self, rounds: int, content: str) -> None:
+        """Fail if this cloud has other outer parameters than the primary after the same rounds."""
+        if content and self._contents.setdefault(rounds, content) != content:
+            pair = sorted((self._cloud, self.views.primary))
+            one, other = (repr(self._spec.clouds[cloud][0].cloud) for cloud in pair)
             self._leader.fail(
-                f"clouds {one} and {other} have other parameters after {report.applied} rounds",
+                f"clouds {one} and {other} have other parameters after {rounds} rounds",
                 "give both the same model: the same files behind model.source, and the same release",
             )
         oldest = self.committed - self._spec.num_fragments
@@ -404,6 +396,15 @@ class Rounds:
         """Whether all clouds stop once they have saved."""
         return self._ruling.stops
 
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The clouds that are not in this view."""
+        return tuple(
+            cloud[0].cloud
+            for number, cloud in enumerate(self._spec.clouds)
+            if number not in self._ruling.members
+        )
+
     # The primary decides.
 
     def _rule(self, now_s: float) -> None:
@@ -416,6 +417,7 @@ class Rounds:
         if ruling.committed > self._ruling.committed and (self._leader.is_save_due(now_s) or stops):
             self._leader.note_save(now_s)
             ruling = replace(ruling, saves=ruling.committed, stops=stops)
+        ruling = replace(ruling, applied=self.ledger.applied, content=self._content)
         for at_s in self.views.new_deadlines_s:
             self._leader.act(Wake(at_s))
         if ruling != self._ruling:
@@ -429,6 +431,7 @@ class Rounds:
 
     def _follow(self, ruling: Ruling) -> None:
         self._ruling = ruling
+        self._compare(ruling.applied, ruling.content)
         for one in ruling.closed:
             self._closed.setdefault(one.number, one.clouds)
         self.is_over = ruling.is_over
@@ -477,7 +480,7 @@ class Rounds:
     def end_on_host(self, work: Work, applied: Facts | None) -> None:
         """Take in the end of a work on the host."""
         facts = work.facts
-        counts = self._host.end(work)
+        counts = self._host.end(work) and not isinstance(applied, NotDone)
         if isinstance(facts, Snapshot):
             self._replace_state(facts)
         elif counts and isinstance(facts, RoundCommit):
@@ -503,8 +506,7 @@ class Rounds:
             content=content,
         )
         self._leader.act(Tell(told))
-        if content:
-            self._tell_primary()
+        self._compare(number + 1, content)
 
     # State for clouds that are behind.
 
@@ -600,7 +602,7 @@ class DataScheduler(Leader):
         self._since = [0] * spec.num_fragments
         self._num_tokens = [0] * spec.num_fragments
         """What this cloud's next share of each fragment holds: from which cursor on, and so many tokens."""
-        self._saved_rounds = self._saved_phase = 0
+        self._saved_rounds = 0
         self._blocked_s: float | None = None
 
     def _start(self, started: Started) -> None:
@@ -609,7 +611,7 @@ class DataScheduler(Leader):
             self._phase = self._evaluated = state.step
             self._mixed, self._taken = state.mixed, state.rounds
             self._since, self._num_tokens = list(state.since), list(state.num_tokens)
-            self._saved_rounds, self._saved_phase = state.rounds, state.step
+            self._saved_rounds = state.rounds
         self.step = 0 if state is None else state.cursor
         self._rounds.start(state, restarts=started.restarts)
 
@@ -618,9 +620,6 @@ class DataScheduler(Leader):
 
     def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:  # noqa: ARG002 - no time is needed
         match event:
-            case Lost(member=member, final=True) if self._spec.reforms:
-                self.is_stopped = True
-                self.act(Stop(Outcome.REFORM, f"cloud {member.cloud!r} is lost"))
             case Lost(member=member, final=True):
                 self._rounds.lose(self._spec.cloud_of(member))
             case Joined(member=member) if member.rank == 0:
@@ -680,11 +679,10 @@ class DataScheduler(Leader):
         self.act(Tell(told))
 
     def _save_if_due(self, now_s: float) -> None:
-        rounds = self._rounds
-        is_new = rounds.ledger.applied > self._saved_rounds and self._phase > self._saved_phase
-        if not rounds.can_be_saved(self._mixed) or not is_new:
+        rounds, before = self._rounds, self._spec.mixed_at(self._saved_rounds)
+        step = self._spec.mixed_at(rounds.ledger.applied)
+        if not rounds.can_be_saved(self._mixed) or step <= before:
             return
-        self._saved_phase = self._phase
         self._saved_rounds = rounds.ledger.applied
         state = DataState(
             view=rounds.current_view,
@@ -697,12 +695,11 @@ class DataScheduler(Leader):
             since=tuple(self._since),
             num_tokens=tuple(self._num_tokens),
         )
-        self.save(self._phase, state, now_s)
+        self.save(step, state, now_s)
 
     def _saved(self, step: int) -> None:
-        if self._rounds.stops and step == self._saved_phase:
-            self.is_stopped = True
-            self.act(Stop(Outcome.INTERRUPTED, "every cloud has saved", step=step))
+        if self._rounds.stops and step == self._spec.mixed_at(self._saved_rounds):
+            self.finish(interrupted_at=step, reason="every cloud has saved", without=self._rounds.absent)
 
     # What to run.
 
@@ -783,7 +780,7 @@ class DataScheduler(Leader):
         self.step = min(rounds.ledger.cursors[self._cloud])
         self._since = [self.step] * self._spec.num_fragments
         self._num_tokens = [0] * self._spec.num_fragments
-        self._saved_rounds = self._saved_phase = 0
+        self._saved_rounds = 0
         self._run(WorkKind.MIX, self._spec.num_rounds)
 
     def _run(self, kind: WorkKind, number: int) -> None:
@@ -815,7 +812,7 @@ class DataScheduler(Leader):
         ledger = self._rounds.ledger
         digest = ledger.digest(ledger.applied)
         self.act(Tell(DataEnded(rounds=ledger.applied, digest=digest, cursor=self.step)))
-        self.finish()
+        self.finish(without=self._rounds.absent)
 
     def _give_up(self) -> None:
         spec, views = self._spec, self._rounds.views

@@ -60,8 +60,6 @@ class DataParallel:
     """Whether each cloud sends its whole delta to all, which sum alike, instead of shards to owners."""
     adapts: bool = True
     """Whether a slower cloud runs fewer steps in a round; else the others wait, and all is reproducible."""
-    reforms: bool = False
-    """Whether all stop when a cloud is lost, to begin again with it from what was saved."""
     evaluate_every: int | None = None
     num_validation_microbatches: int = 0
     on_partition: Literal["wait", "continue"] = "wait"
@@ -92,6 +90,10 @@ class DataParallel:
     def due(self, number: int) -> int:
         """The step at which a round starts."""
         return min(self.num_steps, (number + 1) * self.sync_every // self.num_fragments)
+
+    def mixed_at(self, rounds: int) -> int:
+        """The step at which so many rounds are mixed in, the same at all clouds; saves are named after it."""
+        return min(self.num_steps, self.due(rounds - 1) + self.delay_steps) if rounds else 0
 
     def fragment(self, number: int) -> int:
         """The fragment that a round synchronises."""
@@ -194,7 +196,8 @@ class DataState(Facts):
 
 
 MAX_OPEN_ROUNDS: Final = 1024
-_MAX_RESTARTS: Final = 4096
+MAX_LIVES: Final = 2**20
+"""A cloud's restarts count modulo this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +212,6 @@ class Report(Facts):
     complete: Count
     """The number of rounds, from the first on, of which it has all commits."""
     digest: Digest
-    applied: Count = 0
-    content: Digest = ""
-    """The number of rounds in its outer parameters, and the digest of what the last one changed."""
     is_restarted: bool = False
     is_done: bool = False
     wants_state: bool = False
@@ -243,6 +243,9 @@ class Ruling(Facts):
     """The clouds whose state is up to date."""
     closed: Annotated[tuple[ClosedRound, ...], Field(max_length=MAX_OPEN_ROUNDS)] = ()
     committed: Count = 0
+    applied: Count = 0
+    content: Digest = ""
+    """The number of rounds in the primary's outer parameters, and the digest of what the last one changed."""
     saves: Count = 0
     """The newest number of rounds of which all clouds save the state, and whether they stop then."""
     stops: bool = False
@@ -299,7 +302,7 @@ class Views:
 
     def restart(self, restarts: int) -> None:
         """Begin again, in no view: this cloud may have forgotten what it has accepted and proposed."""
-        self._restarts = restarts % _MAX_RESTARTS
+        self._restarts = restarts % MAX_LIVES
         self.is_installed = False
         self._look(self._cloud)
 
@@ -417,8 +420,8 @@ class Views:
 
     def _propose(self, members: tuple[int, ...], *, above: int = 0) -> None:
         # The number holds a count, restarts and cloud, so no other cloud and no earlier life has proposed it.
-        count = max(self.number, above) // (_MAX_RESTARTS * self._num_clouds) + 1
-        self.number = (count * _MAX_RESTARTS + self._restarts) * self._num_clouds + self._cloud
+        count = max(self.number, above) // (MAX_LIVES * self._num_clouds) + 1
+        self.number = (count * MAX_LIVES + self._restarts) * self._num_clouds + self._cloud
         self.members = members
         self.is_installed = False
         self.reports = {self._cloud: self._report()}

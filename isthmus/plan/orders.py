@@ -254,12 +254,14 @@ class Leader(ABC):
             del self._missing[step]
             self._saved(step)
 
-    def finish(self, *, interrupted_at: int | None = None, reason: str = "") -> None:
+    def finish(
+        self, *, interrupted_at: int | None = None, reason: str = "", without: tuple[str, ...] = ()
+    ) -> None:
         """End the run on all ranks, at its end or where it was interrupted and saved."""
         self.is_stopped = True
         orders = Orders(stops=True, interrupted_at=interrupted_at)
         self._tell_siblings(orders)
-        self.act(_stop(orders, reason))
+        self.act(_stop(orders, reason)._replace(without=without))
 
     def fail(self, reason: str, hint: str = "") -> None:
         """End the run here; siblings see that their leader is lost."""

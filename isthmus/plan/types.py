@@ -88,6 +88,11 @@ class Carried(Facts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotDone(Facts):
+    """A work that came to nothing, since a cloud that is lost now had sent what cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Facts):
     """How long a save took until the store had it, and how long the member did not compute for it."""
 
@@ -350,6 +355,8 @@ class Stop(NamedTuple):
     step: int = 0
     """The step that every cloud has saved, where the run was interrupted; of a run that has finished the
     best one, if that was to be kept."""
+    without: tuple[str, ...] = ()
+    """The clouds that have no part in this end, although they may be there."""
 
 
 Action = Run | Send | Drop | Save | Tell | Wake | Stop

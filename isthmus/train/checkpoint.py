@@ -247,11 +247,13 @@ class SavedStep:
 def saved_steps(run: Path, *, verify: bool = False) -> tuple[SavedStep, ...]:
     """The steps of a run that have records in its store, in order.
 
-    A step restores a run when each cloud that has saved here has a complete record of it. Where each saves at
-    steps of its own, a record restores its cloud. With `verify` every byte is compared with the digests.
+    A step restores a run when each cloud that has saved here has a complete record of it. Where each saves
+    at steps of its own, or may get the state of another, a record restores its cloud. With `verify` every
+    byte is compared with the digests.
     """
     records, job = Records(_store_of(run)), job_of(run)
-    is_common = job is None or kind_of(job).saves_together
+    kind = None if job is None else kind_of(job)
+    is_common = kind is None or (kind.saves_together and not kind.continues)
     with reaching(records.store):
         every = _known(records)
     clouds = {cloud for cloud, *_ in every}

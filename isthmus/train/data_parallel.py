@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isthmus.codec.base import Payload
-from isthmus.errors import FrameError, IsthmusError, PeerLost
+from isthmus.errors import BadUpdate, FrameError, IsthmusError, PeerLost
 from isthmus.events import Span
 from isthmus.model.stage import Batch, Stage
 from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated, total_norm
@@ -248,19 +248,21 @@ class DataParallelActor:
     def _received(
         self, payload: Payload, number: int, cloud: int, *, num_rows: int, is_sum: bool = False
     ) -> Tensor:
-        """What a cloud has sent of a round; a cloud whose numbers cannot be used is lost, with its name."""
+        """What a cloud has sent of a round; a cloud whose numbers cannot be used is named.
+
+        The others continue without one whose update it is; a sum is in a round that is committed already.
+        """
         name, what = self._spec.clouds[cloud][0].cloud, "sum" if is_sum else "update"
+        wrong = PeerLost if is_sum else BadUpdate
         try:
             if is_sum:
                 found = self._outer.decode_sum(number, payload, num_rows=num_rows)
             else:
                 found = self._outer.decode(number, cloud, payload, num_rows=num_rows)
         except FrameError as error:
-            raise PeerLost(
-                name, f"its {what} of round {number} is of another shape: {error.message}"
-            ) from error
+            raise wrong(name, f"its {what} of round {number} is of another shape: {error.message}") from error
         if not bool(found.isfinite().all()):
-            raise PeerLost(name, f"its {what} of round {number} holds numbers that are not finite")
+            raise wrong(name, f"its {what} of round {number} holds numbers that are not finite")
         return found
 
     def _apply(self, work: Work) -> Facts | None:

@@ -47,6 +47,8 @@ _SPARSE_FEEDBACK: Final = 0.95
 # What is mixed in later than this is stale.
 _MOST_DELAY_STEPS: Final = 4
 _STEPS_AHEAD: Final = 2
+# Another cloud may be slow, not lost.
+_LEAST_WAIT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +63,17 @@ class DataConfig(RunConfig):
         """The ranks of all clouds."""
         return self.data.members
 
+    def continues_without(self, cloud: str) -> bool:  # noqa: ARG002 - any may be lost
+        """Every cloud holds the whole model."""
+        return True
+
 
 class DataKind:
     """Each cloud holds the whole model; those that stay continue without one that is lost."""
 
     config = DataConfig
     saves_together = True
+    continues = True
     chooses = True
 
     def clouds(self, job: Job) -> tuple[str, ...]:
@@ -139,17 +146,17 @@ class DataKind:
             delay_steps=min(delay, every - 1)
             if strategy.delay is not None
             else min(delay, every - 1, _MOST_DELAY_STEPS),
-            quorum=strategy.quorum or len(job.cloud),
+            quorum=strategy.quorum or len(job.cloud) // 2 + 1,
             grace_s=strategy.grace_s,
             save_every_s=job.checkpoint.every_s,
             gathers=rule.gathers,
-            reforms=True,
             adapts=len({_kind_of_device(one) for one in job.cloud}) > 1,
             evaluate_every=job.train.evaluate_every or None,
             num_validation_microbatches=sum(
                 1 for _ in data.validation_batches(num_sequences=layout.num_sequences)
             ),
             on_partition=strategy.on_partition,
+            wait_s=max(job.checkpoint.patience_s, _LEAST_WAIT_S),
         )
         return DataConfig(
             kind="data",
@@ -233,9 +240,9 @@ class DataRole:
         """The outer parameters, their moments and what error feedback keeps."""
         return self._outer.tensors()
 
-    def models(self) -> Mapping[str, Stage]:
+    def models(self, *, is_first: bool) -> Mapping[str, Stage]:
         """The outer parameters, from the first cloud."""
-        if self._cloud:
+        if not is_first:
             return {}
         self._outer.put_in_place()
         return {MODEL_FOLDER: self.built.stage}

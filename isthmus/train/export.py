@@ -41,7 +41,8 @@ def export_run(
     scratch = Path(tempfile.mkdtemp(dir=run, prefix=PARTS_PREFIX))
     try:
         for cloud, step in steps.items():
-            _write_parts(run, job, config, scratch, cloud=cloud, step=step, dtype=dtype)
+            is_first = cloud == next(iter(steps))
+            _write_parts(run, job, config, scratch, cloud=cloud, step=step, dtype=dtype, is_first=is_first)
         parts = sorted(scratch.iterdir())
         merge_models(run, parts, into=lambda name: folder if is_one else folder / name, note=note)
     finally:
@@ -70,8 +71,10 @@ def steps_to_export(run: Path, *, wanted: int | None = None) -> dict[str, int]:
         )
     asked = [one for one in saved if wanted in (None, one.step)]
     whole = {cloud: one.step for one in asked if one.problem is None for cloud in one.clouds}
-    # The outer parameters of data parallel are the same at all clouds.
-    clouds = kind.clouds(job)[: 1 if job.strategy.kind == "data" else None]
+    clouds = kind.clouds(job)
+    if kind.continues:
+        # The outer parameters are the same at all clouds; one that was away may have old ones alone.
+        clouds = (max(clouds, key=lambda cloud: whole.get(cloud, -1)),)
     for cloud in clouds:
         if cloud not in whole:
             problem = next((one.problem for one in reversed(asked) if one.problem), "there is none")
@@ -92,6 +95,7 @@ def _write_parts(
     cloud: str,
     step: int,
     dtype: torch.dtype | None,
+    is_first: bool,
 ) -> None:
     build = Build(
         job=job.model_copy(update={"train": job.train.model_copy(update={"compile": False})}),
@@ -105,7 +109,7 @@ def _write_parts(
     store = open_store(run, job.checkpoint.store)
     checkpoints = Checkpoints(store, cloud=cloud, job=job.meaning_digest)
     load_weights(checkpoints, role.built.stage, step, extra=role.extra())
-    for name, stage in role.models().items():
+    for name, stage in role.models(is_first=is_first).items():
         if dtype is not None:
             stage.model.to(dtype)
         write_part(stage, folder / f"{name}.{cloud}")

@@ -121,6 +121,7 @@ class FeedKind:
 
     config = FeedConfig
     saves_together = False
+    continues = False
     chooses = False
 
     def clouds(self, job: Job) -> tuple[str, ...]:
@@ -364,7 +365,7 @@ class FeedRole:
         """The batches that the discriminator may ask for again."""
         return {} if self._kept is None else self._kept.tensors()
 
-    def models(self) -> Mapping[str, Stage]:
+    def models(self, *, is_first: bool) -> Mapping[str, Stage]:  # noqa: ARG002 - every cloud has its own
         """A whole model."""
         folder = MODEL_FOLDER if self._index is None else f"generator-{self._member.cloud}"
         return {folder: self.built.stage}

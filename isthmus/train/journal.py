@@ -33,7 +33,7 @@ class Journal:
     ) -> None:
         self._log = log
         self._is_first = is_first
-        self._links = links
+        self._links = list(links)
         self._report = report
         self._trackers = trackers
         self._spans: list[Span] = []
@@ -44,6 +44,11 @@ class Journal:
         self._lock = threading.Lock()
         for link in links:
             link.on_state = self.link_state
+
+    def add_link(self, link: Link) -> None:
+        """Count what crosses a new link to a member that is there again, and write its changes of state."""
+        link.on_state = self.link_state
+        self._links.append(link)
 
     def span(self, span: Span) -> None:
         """Write a span; those of this step are kept for the display."""

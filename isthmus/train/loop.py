@@ -24,7 +24,7 @@ from typing import Final, Protocol, Self
 
 from torch import Tensor
 
-from isthmus.errors import FrameError, IsthmusError, LinkError, PeerLost
+from isthmus.errors import BadUpdate, FrameError, IsthmusError, LinkError
 from isthmus.plan.types import (
     Action,
     Arrived,
@@ -35,10 +35,12 @@ from isthmus.plan.types import (
     Event,
     Facts,
     Interrupted,
+    Joined,
     Lane,
     Lost,
     Member,
     Message,
+    NotDone,
     Outcome,
     Run,
     Save,
@@ -53,7 +55,7 @@ from isthmus.plan.types import (
     WorkKind,
 )
 from isthmus.train.device import Mark
-from isthmus.train.wire import AnyWire, Delivery, Failure, Inbox
+from isthmus.train.wire import AnyWire, Delivery, Failure, Inbox, Met
 
 # Works that change nothing that is saved, but for buffers of the stage.
 _KEEPS_STATE: Final = frozenset(
@@ -102,8 +104,10 @@ class Loop:
     tell: Callable[[Facts], None]
     save: Saver = save_nothing
     on_event: Callable[[Event, float], None] = lambda _event, _now_s: None
-    lost: set[Member] = field(default_factory=set, init=False)
-    """The members that were lost on the way."""
+    on_lost: Callable[[Member, LinkError], None] = lambda _member, _error: None
+    """Is told who is lost; a new wire to that member may be put into the inbox as `Met`."""
+    lost: set[Member] = field(default_factory=set)
+    """The members that are not there."""
     _wake_s: float | None = field(default=None, init=False)
     _stop: Stop | None = field(default=None, init=False)
     _failure: LinkError | None = field(default=None, init=False)
@@ -112,11 +116,13 @@ class Loop:
     )
     _settle: Callable[[], None] | None = field(default=None, init=False)
 
-    def run(self, step: int = 0, facts: Facts | None = None) -> Stop:
+    def run(self, step: int = 0, facts: Facts | None = None, *, restarts: int = 0) -> Stop:
         """Work from a step on until the scheduler stops; a failure is raised."""
         for wire in self.wires.values():
             wire.open()
-        self._feed(Started(step, facts))
+        self._feed(Started(step, facts, restarts))
+        for member in tuple(self.lost):
+            self._feed(Lost(member))
         while self._stop is None:
             self._feed(self._next())
         if self._stop.outcome in (Outcome.FAILED, Outcome.REFORM):
@@ -166,7 +172,7 @@ class Loop:
             if to == message.sender:
                 own = Delivery(message=message, tensors=tensors, travel_s=0.0, facts=Carried())
                 self.inbox.put(own)
-            else:
+            elif to not in self.lost:
                 self.wires[to].send(message, tensors, ready)
 
     def _host_done(self, work: Work, future: "Future[Facts | None]") -> None:
@@ -177,8 +183,10 @@ class Loop:
             self.inbox.put(Done(work, future.result()))
         else:
             # What a peer has sent may turn out to be of no use when it is summed.
-            lost = Member(error.cloud) if isinstance(error, PeerLost) else Member("")
-            self.inbox.put(Failure(member=lost, error=error))
+            bad = error if isinstance(error, BadUpdate) else None
+            self.inbox.put(Failure(member=Member("" if bad is None else bad.cloud), error=error))
+            if bad is not None:
+                self.inbox.put(Done(work, NotDone()))
 
     def _next(self) -> Event:
         """The next event; waits for it, at most until the scheduler wants to be woken."""
@@ -196,9 +204,15 @@ class Loop:
                     return self._lost(message.sender, error)
                 return Arrived(message, item.travel_s, item.facts)
             case Failure(member=member, error=error):
-                if not isinstance(error, LinkError):
+                if not isinstance(error, LinkError) or not member.cloud:
                     raise error
                 return self._lost(member, error)
+            case Met(wire=wire):
+                self.wires = {**self.wires, wire.peer: wire}
+                self.lost.discard(wire.peer)
+                self._failure = None
+                wire.open()
+                return Joined(wire.peer)
             case _:
                 return item
 
@@ -207,7 +221,9 @@ class Loop:
         if member in self.wires:
             self.wires[member].abandon()
         self._failure = error
-        self.lost.add(member)
+        if member not in self.lost:
+            self.lost.add(member)
+            self.on_lost(member, error)
         return Lost(member, reason=error.message)
 
     def __enter__(self) -> Self:

@@ -5,6 +5,7 @@ that each cloud has saved travel up by the cloud's name, and the decision travel
 all have saved, or a refusal that names the cloud that lacks it. The end is agreed on in the same way.
 """
 
+import functools
 import math
 import re
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 from pydantic import Field
 
@@ -22,6 +23,7 @@ from isthmus.job import Job
 from isthmus.plan.types import Count, Facts, Member, Priority, pack_facts, unpack_facts
 from isthmus.train.build import RunConfig
 from isthmus.train.in_cloud import World
+from isthmus.train.rejoin import Joining, hail_all, new_life
 from isthmus.train.role import MAX_CONFIG_BYTES, pack_config, unpack_config
 from isthmus.wan.link import Link
 from isthmus.wan.packet import Packet
@@ -67,6 +69,10 @@ class Start(Facts):
     step: Count
     epoch: Count = 0
     clock_offset_s: float = 0.0
+    life: Count = 0
+    """Not 0 where the state of this cloud may not be that of the others, which one of them gives it then."""
+    is_common: bool = True
+    """Whether all start from this step; else each from the newest that it has."""
     note: str | None = None
     """What the first cloud reports about the step; only it knows."""
 
@@ -95,12 +101,34 @@ class Neighbours:
         self._connect = connect
         self._world = world
         self._cloud = cloud
-        up, downs = tree(clouds, list(pairwise(clouds)) if links is None else links)[cloud]
-        is_leader = world.is_leader
-        self.up = connect(up, 0) if is_leader and up is not None else None
+        self._links = list(pairwise(clouds)) if links is None else links
+        self._join(clouds)
+
+    def _join(self, clouds: Sequence[str]) -> None:
+        self._clouds = clouds
+        up, downs = tree(clouds, self._links)[self._cloud]
+        is_leader = self._world.is_leader
+        self.up = self._connect(up, 0) if is_leader and up is not None else None
         """The leaders' link towards the first cloud; None there, and at other ranks."""
-        self.downs = tuple(connect(down, 0) for down in downs) if is_leader else ()
+        self.downs = tuple(self._connect(down, 0) for down in downs) if is_leader else ()
         """The leaders' links away from the first cloud."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the leader of the first cloud of those that are there."""
+        return self._clouds[0] == self._cloud and self._world.is_leader
+
+    def hail(self, job: Job, *, note: Callable[[str], None], until_s: float = math.inf) -> Joining | None:
+        """Meet all clouds, or as many as there are once one of them trains already; what it says then."""
+        joining = None
+        if self._world.is_leader:
+            others = {one: self._connect(one, 0) for one in self._clouds if one != self._cloud}
+            joining = hail_all(
+                others, on_waiting=lambda link: _note_waiting(job, link, note), until_s=until_s
+            )
+        max_bytes = 4 * MAX_CONFIG_BYTES
+        text = self._world.broadcast(None if joining is None else pack_facts(joining, max_bytes=max_bytes))
+        return None if text is None else unpack_facts(text, Joining, max_bytes=max_bytes)
 
     def meet(self, job: Job, *, note: Callable[[str], None], until_s: float = math.inf) -> None:
         """Wait for the neighbours; report whom this cloud waits for, once it has waited a little."""
@@ -108,9 +136,7 @@ class Neighbours:
             try:
                 link.wait_ready(timeout_s=_PATIENCE_S)
             except TimeoutError:
-                peer = job.cloud_named(link.peer.cloud)
-                place = f" at {peer.listen}" if peer.listen is not None else ""
-                note(f"waiting for cloud {peer.name!r}{place}{f': {link.problem}' if link.problem else ''}")
+                _note_waiting(job, link, note)
                 self._wait(link, until_s)
 
     def _wait(self, link: Link, until_s: float) -> None:
@@ -142,47 +168,68 @@ class Neighbours:
             self.up.send(_PROFILES, Packet({"clouds": list(found)}, texts))
         return found
 
-    def agree_on_config(self, own: RunConfig | None) -> RunConfig:
-        """The run config of the first cloud, whose leader alone has made one."""
+    def agree_on_config(self, own: RunConfig | None, joining: Joining | None = None) -> RunConfig:
+        """The run config of the first cloud, whose leader alone has made one, or of a run under way."""
         text = None if own is None else pack_config(own)
-        if self.up is not None:
+        if joining is not None:
+            text = joining.hail.config
+        elif self.up is not None:
             text = "".join(_read_texts(self.up.receive(_CONFIG)))
         text = str(self._world.broadcast(text))
         config = unpack_config(text)
         member = Member(self._cloud, self._world.rank)
         if member not in config.members:
             raise FrameError(f"a run config without {member}")
-        self._send_down(_CONFIG, Packet({}, (text.encode(),)))
+        if joining is None:
+            self._send_down(_CONFIG, Packet({}, (text.encode(),)))
         return config
 
-    def agree_on_start(self, saved: SavedSteps, *, num_steps: int, is_common: bool = True) -> Start:
-        """Where all clouds can start; the first cloud decides, and refuses where one of them lacks a part.
+    def agree_on_start(
+        self,
+        saved: SavedSteps,
+        *,
+        num_steps: int,
+        choose: "Choose | None" = None,
+        joining: Joining | None = None,
+    ) -> Start:
+        """Where all clouds can start, which `choose` decides at the first cloud; `choose_start` unless given.
 
-        Unless the step is to be common, each starts from the newest that it has.
+        A cloud that joins a run under way starts from the newest step that it has.
         """
-        start = self._leaders_start(saved, num_steps, is_common) if self._world.is_leader else None
+        decide = functools.partial(choose or choose_start, num_steps=num_steps)
+        start = self._leaders_start(saved, decide, joining) if self._world.is_leader else None
         text: object = self._world.broadcast(None if start is None else pack_facts(start))
         return unpack_facts(text, Start)
 
-    def _leaders_start(self, saved: SavedSteps, num_steps: int, is_common: bool) -> Start:
+    def _leaders_start(
+        self,
+        saved: SavedSteps,
+        decide: Callable[[Mapping[str, SavedSteps]], Start],
+        joining: Joining | None,
+    ) -> Start:
+        newest = max(saved.whole, default=0)
+        if joining is not None:
+            told = joining.hail
+            offset_s = told.clock_offset_s
+            return Start(step=newest, epoch=told.epoch, clock_offset_s=offset_s, life=joining.life)
         known = {self._cloud: saved}
         for down in self.downs:
             known |= unpack_facts(down.receive(_SAVED).header.get(_FACTS), _AllSaved).clouds
         if self.up is None:
             epoch = 1 + max(one.epoch for one in known.values())
-            start = choose_start(known, num_steps=num_steps) if is_common else Start(step=0)
-            start = replace(start, epoch=epoch)
+            start = replace(decide(known), epoch=epoch)
         else:
             self.up.send(_SAVED, Packet({_FACTS: pack_facts(_AllSaved(clouds=known))}))
             start = unpack_facts(self.up.receive(_START).header.get(_FACTS), Start)
             offset_s = start.clock_offset_s + (self.up.counters().clock_offset_s or 0.0)
             start = replace(start, clock_offset_s=offset_s)
         self._send_down(_START, Packet({_FACTS: pack_facts(replace(start, note=None))}))
-        return start if is_common else replace(start, step=max(saved.whole, default=0))
+        return start if start.is_common else replace(start, step=newest)
 
     def part_with(self, lost: Collection[str]) -> None:
-        """End without these clouds, which the others went on without."""
-        self.downs = tuple(link for link in self.downs if link.peer.cloud not in lost)
+        """End without these clouds, which the others went on without, over the links that there are now."""
+        if self._world.is_leader:
+            self._join([one for one in self._clouds if one not in lost])
 
     def agree_on_end(self) -> None:
         """Wait until every rank has come to the end: none closes a link that another still listens to."""
@@ -235,6 +282,32 @@ def tree(
     return {cloud: (above[cloud], tuple(one for one in reached if above[one] == cloud)) for cloud in clouds}
 
 
+class Choose(Protocol):
+    """Decides where clouds start."""
+
+    def __call__(self, saved: Mapping[str, SavedSteps], *, num_steps: int) -> Start:
+        """The start of clouds that have saved these steps, of a run with so many."""
+
+
+def choose_own(saved: Mapping[str, SavedSteps], *, num_steps: int) -> Start:  # noqa: ARG001 - each for itself
+    """Every cloud starts from the newest step that it has."""
+    return Start(step=0, is_common=False)
+
+
+def choose_recent(saved: Mapping[str, SavedSteps], *, num_steps: int) -> Start:
+    """The newest step that all have, if it is one of the last two; else each takes the newest of its own.
+
+    Clouds that train together save the same steps, but for one that a crash has interrupted. One that has
+    been away for longer gets the state of the others, so that nothing of theirs is lost.
+    """
+    every = sorted({step for one in saved.values() for step in one.whole})
+    common = set.intersection(*(set(one.whole) for one in saved.values()))
+    if not every or common.intersection(every[-2:]):
+        return choose_start(saved, num_steps=num_steps)
+    note = f"the newest of {_describe(saved)} is given to all"
+    return Start(step=0, is_common=False, life=new_life(), note=note)
+
+
 def choose_start(saved: Mapping[str, SavedSteps], *, num_steps: int) -> Start:
     """The newest step that every cloud has whole, 0 where none has saved anything.
 
@@ -256,6 +329,12 @@ def choose_start(saved: Mapping[str, SavedSteps], *, num_steps: int) -> Start:
         f"no step is saved at every cloud: {_describe(saved)}",
         hint="copy back what is missing, or start again with --resume never",
     )
+
+
+def _note_waiting(job: Job, link: Link, note: Callable[[str], None]) -> None:
+    peer = job.cloud_named(link.peer.cloud)
+    place = f" at {peer.listen}" if peer.listen is not None else ""
+    note(f"waiting for cloud {peer.name!r}{place}{f': {link.problem}' if link.problem else ''}")
 
 
 def _describe_older(saved: Mapping[str, SavedSteps], step: int) -> str | None:

@@ -63,6 +63,7 @@ class PipelineKind:
 
     config = PipelineConfig
     saves_together = True
+    continues = False
     chooses = True
     clouds = staticmethod(stage_order)
     plan = staticmethod(plan_run)
@@ -209,7 +210,7 @@ class PipelineRole:
         """Nothing beside weights, moments and the codec state of wires."""
         return {}
 
-    def models(self) -> Mapping[str, Stage]:
+    def models(self, *, is_first: bool) -> Mapping[str, Stage]:  # noqa: ARG002 - every cloud has its own
         """The stage of every cloud is a part of the one model."""
         return {MODEL_FOLDER: self.built.stage}
 

@@ -76,8 +76,11 @@ class Role(Protocol):
         Of those that are not sharded the leader's are saved.
         """
 
-    def models(self) -> Mapping[str, Stage]:
-        """The stages whose weights are exported at the end, by the folder in the run directory."""
+    def models(self, *, is_first: bool) -> Mapping[str, Stage]:
+        """The stages whose weights are exported at the end, by the folder in the run directory.
+
+        `is_first` at the first cloud of those that have come to the end.
+        """
 
     def describe(self, model: Path, data: TrainingData) -> str | None:
         """What to say of the exported model, at the first cloud."""
@@ -93,6 +96,10 @@ class RunKind(Protocol):
     @property
     def saves_together(self) -> bool:
         """Whether all clouds start from one step; else each from the newest that it has saved."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether the others continue without a cloud that is lost, and meet it again while they train."""
 
     @property
     def chooses(self) -> bool:
@@ -190,15 +197,7 @@ def open_loop(
     """The loop of a member, with its scheduler, its actor and a wire to each peer."""
     inbox = Inbox()
     wires: dict[Member, AnyWire] = {
-        peer: Wire(
-            link,
-            here=member,
-            peer=peer,
-            inbox=inbox,
-            observer=observer,
-            facts=role.facts,
-            cut=role.cut(peer),
-        )
+        peer: open_wire(role, link, here=member, inbox=inbox, observer=observer)
         for peer, link in links.items()
     }
     watch = role.built.world.watch
@@ -207,3 +206,16 @@ def open_loop(
             wires[peer] = InsideWire(watch, here=member, peer=peer, inbox=inbox, facts=role.facts)
     actor = role.actor(observer, source)
     return Loop(scheduler or role.scheduler(), actor, wires, inbox, tell=observer.tell, save=save)
+
+
+def open_wire(role: Role, link: Link, *, here: Member, inbox: Inbox, observer: Observer) -> Wire:
+    """A wire over a link to a member of another cloud."""
+    return Wire(
+        link,
+        here=here,
+        peer=link.peer,
+        inbox=inbox,
+        observer=observer,
+        facts=role.facts,
+        cut=role.cut(link.peer),
+    )

@@ -3,6 +3,7 @@
 each epoch:  meet the neighbours → agree on run config and step → build → train → export
              a member is lost → end all links, wait for it, and begin the next epoch
 
+Where a strategy continues without a cloud, the others stay in their epoch and meet it again as they train.
 Nothing of an epoch reaches the next one but what was saved: links have new sessions, so that a packet of an
 earlier life is refused, and the model is built and loaded anew.
 """
@@ -47,12 +48,22 @@ from isthmus.train.export import merge_models
 from isthmus.train.in_cloud import World, join_world
 from isthmus.train.journal import Journal, Report
 from isthmus.train.keeper import Keeper, State, load_weights
-from isthmus.train.loop import OnEvent
-from isthmus.train.members import Neighbours, SavedSteps, Start, fresh_folder
+from isthmus.train.loop import Loop, OnEvent
+from isthmus.train.members import (
+    Choose,
+    Neighbours,
+    SavedSteps,
+    Start,
+    choose_own,
+    choose_recent,
+    choose_start,
+    fresh_folder,
+)
 from isthmus.train.records import open_store
-from isthmus.train.role import Role, RunKind, kind_of, open_loop, write_config
+from isthmus.train.rejoin import Hail, Joining, Rejoin
+from isthmus.train.role import Role, RunKind, kind_of, open_loop, open_wire, pack_config, write_config
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
-from isthmus.train.wire import AnyWire
+from isthmus.train.wire import AnyWire, Met
 from isthmus.units import format_duration
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import RankSpec
@@ -184,7 +195,8 @@ class _Session:
         if self.is_training or self.until_s == math.inf:
             self.until_s = time.monotonic() + self._patience_s
             wait = format_duration(self._patience_s)
-            self.note(f"{reason}; waiting for it up to {wait}, then all continue from what was saved last")
+            then = "this cloud joins the others" if self.kind.continues else "all continue"
+            self.note(f"{reason}; waiting for it up to {wait}, then {then} from what was saved last")
         self.is_training = False
         self.endpoint.renew(reason)
 
@@ -201,13 +213,21 @@ class _Session:
         decides = neighbours.index == 0 and world.is_leader
         if decides and choose is None:
             self._open_data()
-        neighbours.meet(self.job, note=self.note, until_s=self.until_s)
-        profile = self.options.profile or (lambda: None)
-        profiles = neighbours.gather_profiles(profile, is_wanted=choose is not None)
-        if choose is not None:
-            self.run_id = choose(profiles)
-            self._open_data()
-        config = neighbours.agree_on_config(self._config() if decides else None)
+        joining = None
+        if self.kind.continues:
+            joining = neighbours.hail(self.job, note=self.note, until_s=self.until_s)
+        if joining is None:
+            neighbours.meet(self.job, note=self.note, until_s=self.until_s)
+            profile = self.options.profile or (lambda: None)
+            profiles = neighbours.gather_profiles(profile, is_wanted=choose is not None)
+            if choose is not None:
+                self.run_id = choose(profiles)
+                self._open_data()
+            config = neighbours.agree_on_config(self._config() if decides else None)
+        else:
+            config = neighbours.agree_on_config(None, joining)
+            if self.run_id not in (None, config.run_id):
+                self.data = None
         others = {one.cloud for one in config.members} - {self.member.cloud}
         self.endpoint.contains_aborts = all(map(config.continues_without, others))
         self.run_id = config.run_id
@@ -227,7 +247,8 @@ class _Session:
         start = neighbours.agree_on_start(
             replace(saved, epoch=self.epoch),
             num_steps=self.job.train.steps,
-            is_common=self.kind.saves_together,
+            choose=self._choose_start,
+            joining=joining,
         )
         self.epoch = start.epoch
         build = Build(
@@ -243,10 +264,18 @@ class _Session:
             world=world,
             neighbours=neighbours,
             start=start,
+            joining=joining,
             run=run,
+            config=config,
             role=self.kind.make(build),
             checkpoints=checkpoints,
         ).live()
+
+    @property
+    def _choose_start(self) -> Choose:
+        if self.kind.continues:
+            return choose_recent
+        return choose_start if self.kind.saves_together else choose_own
 
     def note(self, text: str) -> None:
         if self.spec.is_leader:
@@ -278,7 +307,10 @@ class _Epoch:
     world: World
     neighbours: Neighbours
     start: Start
+    joining: Joining | None
+    """What was heard from the clouds that trained before this one came; None where all began together."""
     run: Path
+    config: RunConfig
     role: Role
     checkpoints: Checkpoints
 
@@ -305,7 +337,7 @@ class _Epoch:
     @property
     def _is_first(self) -> bool:
         """Whether this is the leader of the first cloud."""
-        return self.neighbours.index == 0 and self.world.is_leader
+        return self.neighbours.is_first
 
     # Training.
 
@@ -313,7 +345,7 @@ class _Epoch:
         """Train to the end, or to the step at which an orderly stop was asked for."""
         session, role, start = self.session, self.role, self.start
         state = keeper.load(start.step) if start.step else None
-        links = self.neighbours.links(role.peers)
+        links = self.neighbours.links(self._met)
         with ExitStack() as stack:
             cursor = None if state is None else state.cursor
             feed = None
@@ -331,12 +363,18 @@ class _Epoch:
             loop = open_loop(role, session.member, links, observer=journal, source=feed, save=save)
             facts = None if state is None else _restore(state, loop.wires, role.state)
             stack.callback(keeper.close)
+            rejoin = self._rejoin(loop, journal)
+            if session.kind.continues:
+                loop.lost |= {one for one in role.peers if one not in loop.wires}
+                loop.on_lost = rejoin.expect
             asked = session.stop.honoured_by(lambda: loop.interrupt("the user or the system asked for it"))
             with loop, asked:
                 session.is_training = True
-                ended = loop.run(start.step, facts)
-                self.neighbours.part_with({member.cloud for member in loop.lost})
-                self.neighbours.agree_on_end()
+                with rejoin:
+                    rejoin.begin(links.values() if self.joining is not None else (), loop.lost)
+                    ended = loop.run(start.step, facts, restarts=start.life)
+                self.neighbours.part_with({*ended.without, *(member.cloud for member in loop.lost)})
+                self._end_together()
             for wire in loop.wires.values():
                 if wire.cache is not None:
                     journal.note(wire.cache.describe())
@@ -352,6 +390,33 @@ class _Epoch:
         if 0 < best_step < self.session.job.train.steps:
             stage = self.role.built.stage
             load_weights(self.checkpoints, stage, best_step, extra=self.role.extra())
+
+    @property
+    def _met(self) -> Sequence[Member]:
+        """The peers that are there."""
+        if self.joining is None:
+            return self.role.peers
+        return [one for one in self.role.peers if one.cloud in self.joining.clouds]
+
+    def _rejoin(self, loop: Loop, journal: Journal) -> Rejoin:
+        """What meets peers again that are lost."""
+
+        def take(link: Link) -> None:
+            journal.add_link(link)
+            wire = open_wire(self.role, link, here=self.session.member, inbox=loop.inbox, observer=journal)
+            loop.inbox.put(Met(wire=wire))
+
+        start, config = self.start, pack_config(self.config)
+        hail = Hail(is_training=True, epoch=start.epoch, clock_offset_s=start.clock_offset_s, config=config)
+        return Rejoin(renew=self.session.endpoint.renewed, hail=hail, on_met=take, note=journal.note)
+
+    def _end_together(self) -> None:
+        """End with the others; where they continue without a cloud, a loss changes nothing any more."""
+        if not self.session.kind.continues:
+            self.neighbours.agree_on_end()
+            return
+        with suppress(LinkError):
+            self.neighbours.agree_on_end()
 
     def _note_start(self, journal: Journal) -> None:
         if not self.world.is_leader:
@@ -394,7 +459,7 @@ class _Epoch:
         if self.world.is_leader:
             fresh_folder(own)
         scratch = own / _GATHERED_FILE
-        for folder, stage in self.role.models().items():
+        for folder, stage in self.role.models(is_first=self._is_first).items():
             tensors = keeper.export(scratch)
             if self.world.is_leader:
                 write_part(stage, own / f"{folder}.{self.session.member.cloud}", tensors=tensors)
@@ -406,7 +471,7 @@ class _Epoch:
             shutil.rmtree(own)
         if not self._is_first:
             # Until then the first cloud may need our part again.
-            self.neighbours.agree_on_end()
+            self._end_together()
             return
         with suppress(LinkError, RankLost):
             self.neighbours.agree_on_end()

@@ -93,7 +93,14 @@ class Failure:
     error: BaseException
 
 
-Inbox = queue.SimpleQueue[Event | Delivery | Failure]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """A member that was lost is there again, at the other end of a new wire."""
+
+    wire: "Wire"
+
+
+Inbox = queue.SimpleQueue[Event | Delivery | Failure | Met]
 """Everything that a member must take in, in the order of arrival."""
 
 
@@ -275,7 +282,8 @@ class Wire:
 
     def _report(self, future: "Future[None]") -> None:
         error = None if future.cancelled() else future.exception()
-        if error is not None:
+        # Of a wire that was abandoned the end is known; the member may be there again at another one.
+        if error is not None and not self._is_closing:
             self.inbox.put(Failure(member=self.peer, error=error))
 
 

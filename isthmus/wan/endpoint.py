@@ -165,6 +165,15 @@ class Endpoint:
             link.hasten()
             link.fail(LinkClosed(reason), last_word=Close())
 
+    def renewed(self, member: Member, reason: str) -> Link:
+        """A new link to one member in the place of one that ends for this reason."""
+        with self._lock:
+            link = self._links.pop((member.cloud, member.rank), None)
+        if link is not None:
+            link.hasten()
+            link.fail(LinkClosed(reason), last_word=Close())
+        return self.link(member.cloud, member.rank)
+
     def renew(self, reason: str) -> None:
         """End all links and forget them: those asked for from now on are of a new epoch."""
         self.part(reason)

@@ -641,15 +641,6 @@ def test_clouds_that_no_line_joins_exchange_over_a_hub() -> None:
 # What cannot be.
 
 
-def test_where_sessions_form_again_a_loss_stops_all() -> None:
-    spec = data(3, reforms=True)
-    scheduler = DataScheduler(spec, spec.clouds[1])
-    scheduler.on(Started(0), 0.0)
-    (stop,) = scheduler.on(Lost(Member("c0")), 1.0)
-    assert isinstance(stop, Stop)
-    assert stop.outcome is Outcome.REFORM
-
-
 def test_what_belongs_to_an_older_view_is_ignored() -> None:
     spec = data(3)
     scheduler = DataScheduler(spec, spec.clouds[1])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, LinkError
+from isthmus.errors import Aborted, BadUpdate, IsthmusError, LinkError
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.load import build_stage
 from isthmus.model.random import RngKey
@@ -120,7 +120,8 @@ class Clouds:
                 cloud.stopped = cloud.loop.run(0, state)
         except BaseException as error:
             for pair, link in self.links.items():
-                link.end(pair[0]).abort(repr(error))
+                if cloud.member.cloud in pair:
+                    link.end(cloud.member.cloud).abort(repr(error))
             raise
 
     def rounds(self, index: int) -> list[RoundEnded]:
@@ -478,12 +479,14 @@ def shortened(coded: Tensor) -> Tensor:
 def test_an_update_that_cannot_be_used_is_in_no_round_and_its_cloud_is_named(
     spoil: Callable[[Tensor], Tensor], what: str
 ) -> None:
-    """The others give that cloud up; nothing of it is in their parameters."""
-    agreed = spec(3, reforms=True)
+    """The others continue without that cloud; nothing of it is in their parameters."""
+    agreed = spec(3, quorum=2, grace_s=30.0, wait_s=10.0)
     with ExitStack() as stack:
         plan = blueprint("llama", num_hidden_layers=3)
         steps = batches(plan, 6, num_steps=agreed.num_steps)
-        found = make(stack, plan, agreed, replace(STREAMING, codec="raw"), steps)
+        inboxes: dict[Member, Inbox] = {}
+        refused: list[tuple[Member, LinkError]] = []
+        found = make(stack, plan, agreed, replace(STREAMING, codec="raw"), steps, inboxes=inboxes)
         (bad,) = [cloud for cloud in found.clouds if cloud.member.cloud == "south"]
         tensors = bad.loop.actor.tensors
 
@@ -493,12 +496,28 @@ def test_an_update_that_cannot_be_used_is_in_no_round_and_its_cloud_is_named(
             return {name: spoil(one) if is_spoilt else one for name, one in found.items()}, mark
 
         bad.loop.actor.tensors = spoilt  # type: ignore[method-assign]
-        # Who finds it first ends the run for the others; the first fragment has rows for one owner only.
-        with pytest.raises(LinkError, match=f"south.* is lost: its update of round [01] .*{what}"):
+
+        def refuse(cloud: str, lost: Member, error: LinkError) -> None:
+            """As a session does, at once for all clouds."""
+            refused.append((lost, error))
+            for one in {"north", "east"} - {cloud}:
+                inboxes[Member(one)].put(Lost(lost))
+            for one in ("north", "east"):
+                found.links[one, "south"].end(one).start_abort(Aborted(one, error.message))
+
+        for cloud in found.clouds[:2]:
+            cloud.loop.on_lost = functools.partial(refuse, cloud.member.cloud)
+        with pytest.raises(LinkError, match=f"aborted the run: .*south.* its update of round [01] .*{what}"):
             found.run()
+    assert {lost for lost, _ in refused} == {bad.member}
+    assert all(isinstance(error, BadUpdate | Aborted) for _, error in refused)
     for index, cloud in enumerate(found.clouds[:2]):
-        assert [one.number for one in found.rounds(index)] in ([], [0])
+        assert cloud.stopped is not None
+        assert [one.number for one in found.rounds(index)] == list(range(agreed.num_rounds))
+        # The first fragment has rows for one owner alone, who may have used none of that cloud.
+        assert all(share.cloud != 2 for one in found.rounds(index)[1:] for share in one.shares)
         assert all(bool(one.isfinite().all()) for one in cloud.outer.values)
+        assert torch.equal(cloud.outer.values[0], found.clouds[0].outer.values[0])
 
 
 def test_a_cloud_stops_with_its_name_rather_than_send_what_is_not_finite() -> None:
