@@ -537,5 +537,5 @@ def test_clouds_with_other_weights_are_named() -> None:
             cloud.outer.values[1][0, 0] += 1.0
 
     with pytest.raises(IsthmusError, match=r"clouds .* have other parameters after 2 rounds") as found:
-        run(spec(3, wait_s=2.0), STREAMING, begin=change)
+        run(spec(3, wait_s=6.0), STREAMING, begin=change)
     assert "'east'" in str(found.value)
