@@ -168,7 +168,7 @@ class Endpoint:
     def renewed(self, member: Member, reason: str) -> Link:
         """A new link to one member in the place of one that ends for this reason."""
         with self._lock:
-            link = self._links.pop((member.cloud, member.rank), None)
+            link = self._links.pop(member, None)
         if link is not None:
             link.hasten()
             link.fail(LinkClosed(reason), last_word=Close())
