@@ -1,7 +1,7 @@
 """Counts what kernels compute and allocate, and lets fake tensors of the CPU do what an accelerator would.
 
-All private parts of torch that the package calls stand here, those of training at the end. Tested with torch
-2.11 to 2.13.
+All private parts of torch that the package calls stand here, those of training at the end; `isthmus.model`
+checks their names when it is imported. Tested with torch 2.11 to 2.13.
 """
 
 import weakref

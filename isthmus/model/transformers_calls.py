@@ -1,6 +1,6 @@
 """All private parts of transformers that the room calls: its log, padding, initial weights, mappings.
 
-Tested with transformers 5.22.
+`isthmus.model` checks their names when it is imported. Tested with transformers 5.22.
 """
 
 import logging
