@@ -1,7 +1,7 @@
 """Recomputing only as much as a memory budget asks for, by the size of each micro-batch.
 
-The first micro-batches are measured: what each layer keeps. From then on a quadratic of the input's length
-says what any micro-batch would keep, and as few layers are recomputed as make it fit beside the others in
+The first micro-batches are measured: what each layer keeps. From then on their sizes bound what any
+micro-batch would keep, and as few layers are recomputed as make it fit beside the others in
 flight. Results do not depend on the choice: recomputed layers draw the dropout that they drew before.
 
     budget = standing            weights, gradients, optimizer
@@ -19,9 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
@@ -40,8 +38,6 @@ _HEADROOM: Final = 1.25
 # the float32 scores of its loss.
 _LAYER_GRADIENTS: Final = 1.0
 _BESIDE_GRADIENTS: Final = 2.0
-# Growth is a constant, a share per token and one per pair of tokens.
-_NUM_TERMS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -173,50 +169,23 @@ class Fixed:
         return ActivationSlot(recomputed=self.layers)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Growth:
-    """Bytes as a constant, so many per token and so many per pair of tokens, fitted to what was measured.
-
-    Fewer than three sizes tell no quadratic: then what a larger size has taken bounds a smaller one.
-    """
+    """Bytes that grow with the tokens at least, and with the pairs of tokens at most."""
 
     _measured: dict[InputSize, float] = field(default_factory=dict)
-    _factors: "NDArray[np.float64] | None" = None
-    _slack: float = 0.0
 
     def add(self, size: InputSize, num_bytes: float) -> None:
         """Learn what was measured at a size."""
         self._measured[size] = max(num_bytes, self._measured.get(size, 0.0))
-        if len(self._measured) >= _NUM_TERMS:
-            self._fit()
 
     def at(self, size: InputSize) -> float:
-        """The bytes at a size, rather too many than too few."""
-        if size in self._measured:
-            return self._measured[size]
-        if self._factors is not None:
-            return max(0.0, float(_terms(size) @ self._factors) + self._slack)
-        covering = [value for one, value in self._measured.items() if one.covers(size)]
-        return min(covering) if covering else self._scaled(size)
-
-    def _fit(self) -> None:
-        terms = np.stack([_terms(size) for size in self._measured])
-        values = np.array(list(self._measured.values()))
-        scale = np.abs(terms).max(axis=0)
-        self._factors = np.linalg.lstsq(terms / scale, values, rcond=None)[0] / scale
-        self._slack = max(0.0, float((values - terms @ self._factors).max()))
-
-    def _scaled(self, size: InputSize) -> float:
-        """Beyond all that was measured: as if all of it grew with the pairs."""
-        return max((value * _ratio(size, one) for one, value in self._measured.items()), default=0.0)
-
-
-def _terms(size: InputSize) -> "NDArray[np.float64]":
-    return np.array([1.0, size.num_tokens, size.num_pairs])
-
-
-def _ratio(size: InputSize, measured: InputSize) -> float:
-    return max(size.num_tokens / measured.num_tokens, size.num_pairs / measured.num_pairs, 1.0)
+        """The bytes at a size, rather too many than too few: the least by what was measured at any."""
+        bounds = (
+            value * max(size.num_tokens / one.num_tokens, size.num_pairs / one.num_pairs)
+            for one, value in self._measured.items()
+        )
+        return min(bounds, default=0.0)
 
 
 def fewest(freed_bytes: Mapping[int, int], needed_bytes: int) -> frozenset[int]:

@@ -148,7 +148,7 @@ class Launch:
     def _session_options(self, cloud: str, stack: ExitStack, *, chooses: bool) -> "SessionOptions":
         """Choose the run at the first cloud, once all are measured if the job leaves choices to the plan."""
         from isthmus.plan.models import may_plan
-        from isthmus.train.profiles import is_open, unpack_profile
+        from isthmus.train.profiles import is_open
         from isthmus.train.runs import check_unplanned, choose_run, find_unfinished
         from isthmus.train.session import SessionOptions
 
@@ -157,8 +157,7 @@ class Launch:
 
         def choose(found: Mapping[str, str]) -> str:
             def learn(known: Job) -> Job:
-                profiles = {name: unpack_profile(text, cloud=name) for name, text in found.items()}
-                return profiler.with_profiles(known, profiles)
+                return profiler.with_profiles(known, found)
 
             chosen = choose_run(
                 job,

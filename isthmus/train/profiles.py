@@ -68,7 +68,7 @@ class Profiler:
             self.note("times are those of the catalogue, since --no-profile was given")
             return _with_shared_devices(local)
         found = self._kept(job, lambda: measure_together(job, effort=self.effort, report=self.report))
-        return self.with_profiles(local, {name: found[name] for name in lacking})
+        return _naming(local, {name: found[name] for name in lacking})
 
     def text_of(self, job: Job, cloud: str) -> str | None:
         """The profile of the cloud that this machine is, as the text that clouds exchange.
@@ -85,24 +85,24 @@ class Profiler:
         def take() -> dict[str, Profile]:
             return {cloud: measure(alone, spec, effort=self.effort, report=self.report)}
 
-        return write_profile(self._kept(alone, take, num_threads=torch.get_num_threads())[cloud])
+        kept = self._kept(alone, take, num_threads=torch.get_num_threads())
+        return kept[cloud].read_text(encoding="utf-8")
 
     def _kept(
         self, job: Job, take: Callable[[], Mapping[str, Profile]], *, num_threads: int | None = None
-    ) -> Mapping[str, Profile]:
-        """The profiles of these clouds, from the cache or measured now."""
-        folder = self.cache / _FOLDER / digest_of(job, num_threads=num_threads or threads_here(job))
-        paths = {one.name: folder / f"{one.name}.json" for one in job.cloud}
+    ) -> Mapping[str, Path]:
+        """The files with the profiles of these clouds, measured now unless they are there."""
+        digest = digest_of(job, num_threads=num_threads or threads_here(job))
+        paths = {one.name: self.cache / _FOLDER / digest / f"{one.name}.json" for one in job.cloud}
         names = " and of ".join(paths)
         if all(path.exists() for path in paths.values()):
-            kept = {name: read_profile(path) for name, path in paths.items()}
-            when = next(iter(kept.values())).measured
+            when = read_profile(next(iter(paths.values()))).measured
             self.note(f"times of {names} were measured here on {when}; isthmus profile JOB measures again")
-            return kept
+            return paths
         started_s = time.monotonic()
         found = take()
         for name, path in paths.items():
-            _keep(path, found[name])
+            _keep(path, write_profile(found[name]))
         together = " at the same time" if len(found) > 1 else ""
         took = format_duration(shorten(time.monotonic() - started_s))
         self.note(f"times of {names} were measured here{together}, in {took}")
@@ -112,37 +112,38 @@ class Profiler:
                 f"these times scatter by {scatter:.0%}, since something else computes on this machine; "
                 "predictions are no better"
             )
-        return found
+        return paths
 
-    def with_profiles(self, job: Job, profiles: Mapping[str, Profile]) -> Job:
-        """The job with these profiles of its clouds, as files in the cache."""
+    def with_profiles(self, job: Job, texts: Mapping[str, str]) -> Job:
+        """The job with the profiles that its clouds have sent, as files in the cache."""
         paths = {}
-        for name, profile in profiles.items():
-            text = write_profile(profile)
-            digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-            paths[name] = self.cache / _FOLDER / "used" / f"{digest}.json"
-            _keep(paths[name], profile)
-        clouds = tuple(
-            one.model_copy(update={"profile": str(paths[one.name])}) if one.name in paths else one
-            for one in job.cloud
-        )
-        return job.model_copy(update={"cloud": clouds})
+        for name, text in texts.items():
+            own = write_profile(parse_profile(text, name=f"what cloud {name!r} has sent"))
+            paths[name] = (
+                self.cache / _FOLDER / "sent" / f"{hashlib.sha256(own.encode()).hexdigest()[:32]}.json"
+            )
+            _keep(paths[name], own)
+        return _naming(job, paths)
 
 
-def _keep(path: Path, profile: Profile) -> None:
+def _naming(job: Job, paths: Mapping[str, Path]) -> Job:
+    """The job with these files as profiles of its clouds."""
+    clouds = (
+        one.model_copy(update={"profile": str(paths[one.name])}) if one.name in paths else one
+        for one in job.cloud
+    )
+    return job.model_copy(update={"cloud": tuple(clouds)})
+
+
+def _keep(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, write_profile(profile))
+        replace_file(path, text)
     except OSError as error:
         raise UserError(
             f"what was measured cannot be kept in {path.parent}: {error.strerror}",
             hint="set XDG_CACHE_HOME to a folder that can be written, or give --no-profile",
         ) from error
-
-
-def unpack_profile(text: str, *, cloud: str) -> Profile:
-    """The profile that a cloud has sent."""
-    return parse_profile(text, name=f"what cloud {cloud!r} has sent")
 
 
 def is_open(job: Job) -> bool:
@@ -273,18 +274,21 @@ class Measuring:
         """The job's model, or one of another configuration; None where it cannot be measured."""
         if job.model is None or job.data is None:
             return None
-        key = _digest(job, config)
-        if key not in self._known:
-            self._known[key] = self._measured(job, config, key)
-        return self._known[key]
-
-    def _measured(self, job: Job, config: Mapping[str, object] | None, key: str) -> PlannedModel | None:
-        if job.model is None:
-            return None
-        training = Training(num_frozen_layers=job.model.frozen_layers, lora=job.model.lora)
         if config is not None:
             model = job.model.model_copy(update={"source": None, "config": dict(config)})
             job = job.model_copy(update={"model": model})
+        key = _digest_of(
+            config=dict(model_config(job)),
+            task=job.given_data.task,
+            precision=job.train.precision,
+            **job.given_model.model_dump(mode="json", include={"source", "frozen_layers", "lora"}),
+        )
+        if key not in self._known:
+            self._known[key] = self._measured(job, key)
+        return self._known[key]
+
+    def _measured(self, job: Job, key: str) -> PlannedModel | None:
+        training = Training(num_frozen_layers=job.given_model.frozen_layers, lora=job.given_model.lora)
         blueprint = blueprint_of(job, config=made_up_ids(job), num_labels=num_made_up_labels(job))
         path = None if self._folder is None else self._folder / f"{key}.json"
 
@@ -305,21 +309,6 @@ class Measuring:
             log.warning("the costs of %s cannot be measured: %s", blueprint.config.model_type, error)
             return None
         return planned(measured.table, measured.costs)
-
-
-def _digest(job: Job, config: Mapping[str, object] | None) -> str:
-    """A digest of all that the costs of a model depend on."""
-    model, task = job.model, None if job.data is None else job.data.task
-    if model is None:
-        raise ValueError("the job has no [model] section")
-    return _digest_of(
-        config=dict(config or model_config(job)),
-        source=model.source if config is None else None,
-        task=task,
-        precision=job.train.precision,
-        frozen=model.frozen_layers,
-        lora=None if model.lora is None else model.lora.model_dump(mode="json"),
-    )
 
 
 def _digest_of(**about: object) -> str:

@@ -53,33 +53,24 @@ def test_among_equal_layers_the_earlier_recompute() -> None:
     assert fewest(dict.fromkeys(range(6), 10), 25) == {0, 1, 2}
 
 
-sizes = st.builds(InputSize, st.integers(1, 8), st.integers(1, 512))
-
-
 @given(
-    st.tuples(*[st.integers(0, 1000)] * 3),
-    st.lists(st.integers(1, 512), min_size=3, max_size=8, unique=True),
+    st.tuples(*[st.integers(0, 1000)] * 2),
+    st.lists(st.integers(1, 512), min_size=1, max_size=8, unique=True),
     st.integers(1, 512),
 )
-def test_a_quadratic_is_found_again(factors: tuple[int, int, int], lengths: list[int], length: int) -> None:
+def test_what_was_measured_bounds_what_was_not(
+    factors: tuple[int, int], lengths: list[int], length: int
+) -> None:
     def num_bytes(size: InputSize) -> int:
-        return 1000 * factors[0] + factors[1] * size.num_tokens + factors[2] * size.num_pairs
+        return factors[0] * size.num_tokens + factors[1] * size.num_pairs
 
     growth = Growth()
     for one in lengths:
         growth.add(InputSize(4, one), num_bytes(InputSize(4, one)))
-    size = InputSize(4, min(length, max(lengths)))
-    assert growth.at(size) == pytest.approx(
-        num_bytes(size), rel=1e-4, abs=1e-3 * num_bytes(InputSize(4, 512))
-    )
-
-
-@given(sizes, sizes)
-def test_before_three_sizes_a_larger_one_bounds_a_smaller(first: InputSize, second: InputSize) -> None:
-    growth = Growth()
-    growth.add(first, 1000.0)
-    assert growth.at(first) == 1000
-    assert growth.at(second) >= 1000 * (1 if first.covers(second) else second.num_tokens / first.num_tokens)
+    size = InputSize(4, length)
+    assert growth.at(size) >= num_bytes(size) * (1 - 1e-9)
+    if length in lengths or (factors[1] == 0 and length < max(lengths)):
+        assert growth.at(size) == pytest.approx(num_bytes(size))
 
 
 # A memory in which everything is as a budget is to believe, and that remembers its peak.

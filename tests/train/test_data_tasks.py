@@ -38,14 +38,7 @@ def make_samples(
     rows: Iterable[Row], tokenizer: Any, spec: DataSpec, labels: Labels
 ) -> list[LabelledSequence]:
     arrays = in_memory(padded_arrays(rows, tokenizer, spec, labels)).arrays
-    samples = RaggedSamples(
-        ids=arrays["ids"],
-        ends=arrays["ends"],
-        labels=arrays["labels"],
-        token_types=arrays.get("token_types"),
-        has_tags=has_tags(spec),
-        label_ends=arrays.get("label_ends"),
-    )
+    samples = RaggedSamples(arrays=arrays, has_tags=has_tags(spec))
     return [samples.read(Pick(epoch=0, index=index)) for index in range(len(samples))]
 
 

@@ -61,20 +61,17 @@ def open_rows(source: str) -> Rows:
     return _files(source)
 
 
-def split_rows(rows: Rows, *, every: int) -> tuple[Rows, Rows]:
-    """The rows to train on, and one in `every` that is held out, the same in every run."""
+def split_rows(rows: Rows, *, every: int, id_column: str | None = None) -> tuple[Rows, Rows]:
+    """The rows to train on, and one in `every` that is held out, the same in every run.
+
+    By ids they are the same for texts and their translations, in any order.
+    """
+
+    def is_out(number: int, row: Row) -> bool:
+        return is_held_out(number, every) if id_column is None else key_of(row, id_column) % every == 0
 
     def read(is_wanted: bool) -> Iterator[Row]:
-        return (row for number, row in enumerate(rows) if is_held_out(number, every) == is_wanted)
-
-    return Rows(lambda: read(False), rows.trace), Rows(lambda: read(True), rows.trace)
-
-
-def split_by_id(rows: Rows, column: str, *, every: int) -> tuple[Rows, Rows]:
-    """As `split_rows`, the same for texts and their translations in any order."""
-
-    def read(is_wanted: bool) -> Iterator[Row]:
-        return (row for row in rows if (key_of(row, column) % every == 0) == is_wanted)
+        return (row for number, row in enumerate(rows) if is_out(number, row) == is_wanted)
 
     return Rows(lambda: read(False), rows.trace), Rows(lambda: read(True), rows.trace)
 

@@ -146,36 +146,32 @@ class Samples(Protocol):
 class RaggedSamples:
     """Samples of different lengths, concatenated; the same in every epoch."""
 
-    ids: Integers
-    ends: Integers
-    """Where each sample ends in `ids`."""
-    labels: Integers
-    """One a token, or one or a row of them for each sample."""
-    token_types: Integers | None
+    arrays: Arrays
+    """`ids` and their `ends`, one for each sample; `labels`, one a token, or one or a row for each sample.
+
+    There may be `token_types`, `label_ends` for labels that are tokens of their own, and `keys`, which stand
+    for the ids of samples.
+    """
     has_tags: bool
     """Whether labels are one a token."""
-    label_ends: Integers | None = None
-    """Where each sample ends in `labels`, where these are tokens of their own."""
-    keys: Integers | None = None
-    """What stands for the id of each sample; samples are then numbered in the order of these."""
     ranks: Integers | None = None
-    """The places of the samples in that order."""
+    """The places of the samples in the order of their keys, in which they are then numbered."""
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.arrays["ends"])
 
     def read(self, pick: Pick) -> LabelledSequence:
         index = pick.index if self.ranks is None else int(self.ranks[pick.index])
-        own = _slice(self.ends, index)
-        if self.label_ends is not None:
-            labels = self.labels[_slice(self.label_ends, index)]
+        arrays, own = self.arrays, _slice(self.arrays["ends"], index)
+        if "label_ends" in arrays:
+            labels = arrays["labels"][_slice(arrays["label_ends"], index)]
         else:
-            labels = self.labels[own] if self.has_tags else np.asarray(self.labels[index])
+            labels = arrays["labels"][own] if self.has_tags else np.asarray(arrays["labels"][index])
         return LabelledSequence(
-            ids=self.ids[own],
+            ids=arrays["ids"][own],
             labels=labels,
-            token_types=None if self.token_types is None else self.token_types[own],
-            key=None if self.keys is None else int(self.keys[index]),
+            token_types=arrays["token_types"][own] if "token_types" in arrays else None,
+            key=int(arrays["keys"][index]) if "keys" in arrays else None,
         )
 
 
@@ -464,17 +460,8 @@ class Recipe:
         if self._is_packed:
             length = self.spec.sequence_length
             return PackedSamples(tokens=own["tokens"], sequence_length=length, keeps_rest=is_validation)
-        return RaggedSamples(
-            ids=own["ids"],
-            ends=own["ends"],
-            # Where there is no sample there are no labels.
-            labels=own.get("labels", own["ids"]),
-            token_types=own.get("token_types"),
-            has_tags=has_tags(self.spec),
-            label_ends=own.get("label_ends"),
-            keys=own.get("keys"),
-            ranks=np.argsort(own["keys"]) if "keys" in own else None,
-        )
+        ranks = np.argsort(own["keys"]) if "keys" in own else None
+        return RaggedSamples(arrays=own, has_tags=has_tags(self.spec), ranks=ranks)
 
     @property
     def _is_packed(self) -> bool:

@@ -25,7 +25,7 @@ from isthmus.job.load import replace_file
 from isthmus.model.heads import HEADS, IGNORED, Head
 from isthmus.model.stage import Batch
 from isthmus.plan.costs import check_length
-from isthmus.train.data.rows import Rows, key_of, open_rows, read_texts, split_by_id, split_rows
+from isthmus.train.data.rows import Rows, key_of, open_rows, read_texts, split_rows
 from isthmus.train.data.samples import (
     Arrays,
     Cursor,
@@ -275,10 +275,7 @@ def _open_split(spec: DataSpec) -> tuple[Rows, Rows | None]:
         return rows, open_rows(spec.validation_source)
     if spec.validation_share == 0:
         return rows, None
-    every = round(1 / spec.validation_share)
-    if spec.id_column is not None:
-        return split_by_id(rows, spec.id_column, every=every)
-    return split_rows(rows, every=every)
+    return split_rows(rows, every=round(1 / spec.validation_share), id_column=spec.id_column)
 
 
 def _check_filled(spec: DataSpec, samples: Samples, validation: Samples | None) -> None:
