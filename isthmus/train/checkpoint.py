@@ -8,7 +8,7 @@ facts:
     optimizer/exp_avg/model.layers.3.mlp.up_proj.weight   moments, by the names of their parameters
     outer/…, feedback/…                                   what a strategy names beside them
     wire/0/west.0/…                                       codec state of rank 0's wire to a peer
-    facts                                                 step, cloud, job, layers, cursor, scheduler, wires
+    facts                                                 step, cloud, job, layers, scheduler, wires
 
 Every rank of the cloud writes a part of it (`train/keeper.py`), and rank 0 the manifest when all of them are
 there. A stage asks for the names that it owns, and takes them from any record of the step that has them, so
@@ -153,8 +153,8 @@ class Checkpoints:
             ]
             tensors |= self._records.get(self._name(step, cloud), manifest, names)
         every = [own.facts] if own is not None and has_same_layers else [one.facts for one in found.values()]
-        facts = {key: next((one[key] for one in every if one[key]), None) for key in ("cursor", "scheduler")}
-        return {**facts, "wires": every[0]["wires"] if has_same_layers else []}, tensors
+        scheduler = next((one["scheduler"] for one in every if one["scheduler"]), None)
+        return {"scheduler": scheduler, "wires": every[0]["wires"] if has_same_layers else []}, tensors
 
     def _manifests(self, step: int, wanted: Set[str]) -> dict[str, Manifest]:
         """The manifest of our own record, where that has all that is wanted, or those of all records here."""
@@ -171,7 +171,6 @@ class Checkpoints:
         match manifest.facts:
             case {
                 "layers": [int(), int()],
-                "cursor": None | {"epoch": int(), "position": int()},
                 "scheduler": dict(),
                 "wires": [dict(), *_],
                 "job": str(job),

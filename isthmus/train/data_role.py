@@ -12,7 +12,7 @@ from isthmus.errors import UserError
 from isthmus.job import CloudSpec, DataSpec, DataStrategy, Job, ModelSpec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.export import describe_exported
-from isthmus.model.stage import Batch, Stage
+from isthmus.model.stage import Stage
 from isthmus.plan.costs import CostSource
 from isthmus.plan.data import FACTS, data_scheduler
 from isthmus.plan.membership import DataParallel, DataState, num_fragments_of
@@ -30,9 +30,8 @@ from isthmus.train.build import (
     sharding_of,
 )
 from isthmus.train.coding import CutEnd
-from isthmus.train.data.samples import Cursor
 from isthmus.train.data.tokenizer import trains_tokenizer
-from isthmus.train.data.training_data import Feed, Prefetch, RankShare, Source, TrainingData, check_enough
+from isthmus.train.data.training_data import Feed, RankShare, Source, TrainingData, check_enough
 from isthmus.train.data_parallel import DataParallelActor
 from isthmus.train.outer import Outer, OuterRule, make_fragments
 from isthmus.train.wire import Observer
@@ -46,7 +45,6 @@ _SPARSE_CODEC: Final = "topk(0.015625) | int2"
 _SPARSE_FEEDBACK: Final = 0.95
 # What is mixed in later than this is stale.
 _MOST_DELAY_STEPS: Final = 4
-_STEPS_AHEAD: Final = 2
 # Another cloud may be slow, not lost.
 _LEAST_WAIT_S: Final = 60.0
 
@@ -224,13 +222,14 @@ class DataRole:
             source=source,
         )
 
-    def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> Feed:  # noqa: ARG002 - of the step
+    def feed(self, data: TrainingData, *, step: int) -> Feed:
         """This cloud's micro-batches: all of its own data, or its share of what all read."""
         number, clouds = self._config.data.num_microbatches, len(self._config.data.clouds)
         whole = layout_of(self._job, number * clouds)
         if self._job.cloud_named(self._member.cloud).data is not None:
-            return CloudFeed(data, replace(whole, num_microbatches=number))
-        return CloudFeed(data, whole, share=_Share(range(self._cloud * number, (self._cloud + 1) * number)))
+            return Feed(data, replace(whole, num_microbatches=number), first_step=step)
+        share = _Share(range(self._cloud * number, (self._cloud + 1) * number))
+        return Feed(data, whole, share=share, first_step=step)
 
     def cut(self, peer: Member) -> CutEnd | None:  # noqa: ARG002 - of none
         """Nothing is cut."""
@@ -271,20 +270,6 @@ class _Share(RankShare):
 
     def __call__(self, *, step: int, is_evaluation: bool = False) -> range:  # noqa: ARG002 - the same in each
         return range(2**31) if is_evaluation else self.numbers
-
-
-class CloudFeed(Feed):
-    """Micro-batches of steps in any order, as a cloud that returns reads again what was lost with it."""
-
-    def training(self, step: int) -> Sequence[Batch]:
-        """The micro-batches of a step; the next one is there already."""
-        if step != (0 if self._step is None else self._step + 1):
-            self._steps.close()
-            epoch, position = divmod(step * self._layout.step_sequences, len(self._data.samples))
-            start = Cursor(epoch=epoch, position=position)
-            self._steps = Prefetch(self._read(start, step), depth=_STEPS_AHEAD)
-            self._step = None
-        return super().training(step)
 
 
 def rule_of(strategy: DataStrategy, sync: DataSettings) -> OuterRule:

@@ -41,7 +41,7 @@ from isthmus.plan.types import (
     unpack_facts,
 )
 from isthmus.train.build import BuiltStage
-from isthmus.train.data.samples import Cursor, Order, Samples
+from isthmus.train.data.samples import Order, Samples
 from isthmus.train.data.training_data import collate
 from isthmus.train.device import Mark, PassClock
 from isthmus.train.in_cloud import Reduction, World
@@ -142,9 +142,8 @@ class MaskedBatches:
 
     def read(self, number: int, *, rank: int, num_ranks: int) -> Batch:
         """The sequences of a rank; labels are the original ids where a token is masked."""
-        epoch, position = divmod(number * self.num_sequences, len(self.samples))
         order = Order(num_samples=len(self.samples), seed=self.seed)
-        picks, _ = order.take(Cursor(epoch=epoch, position=position), self.num_sequences)
+        picks = order.take(number * self.num_sequences, self.num_sequences)
         own = [self.samples.read(pick) for pick in picks[rank::num_ranks]]
         return collate(own, head=HEADS["masked-lm"], pad_id=self.pad_id)
 

@@ -31,7 +31,7 @@ from isthmus.plan.plan import Decisions, Plan
 from isthmus.plan.types import Action, Event, Facts, Lost, Member, Outcome, Scheduler, Stop
 from isthmus.train.build import MODEL_FOLDER, Build, BuiltStage, RunConfig, layout_of, sharding_of
 from isthmus.train.coding import CutEnd
-from isthmus.train.data.samples import Cursor, MaskedSamples
+from isthmus.train.data.samples import MaskedSamples
 from isthmus.train.data.tokenizer import token_values, vocabulary_size
 from isthmus.train.data.training_data import Source, TrainingData
 from isthmus.train.generator import (
@@ -335,7 +335,7 @@ class FeedRole:
             model, config.form, self._batches, self._kept, seed=seed, temperature=temperature
         )
 
-    def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> None:  # noqa: ARG002
+    def feed(self, data: TrainingData, *, step: int) -> None:  # noqa: ARG002
         """Read batches by their numbers; refuses another tokenizer."""
         if self._index is None:
             return

@@ -14,7 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -42,7 +42,6 @@ from isthmus.train.checkpoint import (
     saved_name,
 )
 from isthmus.train.coding import CodecState
-from isthmus.train.data.samples import Cursor
 from isthmus.train.device import Device, Mark
 from isthmus.train.in_cloud import World, whole
 from isthmus.train.loop import OnEvent
@@ -63,13 +62,12 @@ _MAX_DELAY_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The state of a rank beside weights and moments; `step` is the next one, and begins at `cursor`.
+    """The state of a rank beside weights and moments; `step` is the next one.
 
     What was saved at `best_step` is kept.
     """
 
     step: int
-    cursor: Cursor | None = None
     facts: Facts = field(default_factory=dict)
     """Those of the scheduler, as JSON values."""
     wires: Mapping[Member, CodecState] = field(default_factory=dict)
@@ -186,7 +184,6 @@ class Keeper:
         self._load_moments({name: one for name, one in found.items() if name.startswith(OPTIMIZER)})
         return State(
             step=step,
-            cursor=None if facts["cursor"] is None else Cursor(**facts["cursor"]),
             facts=facts["scheduler"] or {},
             wires=self._load_wires(found, facts["wires"]),
         )
@@ -314,7 +311,6 @@ class Keeper:
         layers = self._stage.layers
         return {
             "layers": [layers.start, layers.stop],
-            "cursor": None if state.cursor is None else asdict(state.cursor),
             "scheduler": dict(state.facts),
             "wires": {_wire_name(peer): {_CODECS: texts_of(one.pair)} for peer, one in state.wires.items()},
         }

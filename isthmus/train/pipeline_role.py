@@ -34,7 +34,6 @@ from isthmus.train.build import (
 )
 from isthmus.train.coding import CutCoding, CutEnd
 from isthmus.train.data.rows import NOT_HERE
-from isthmus.train.data.samples import Cursor
 from isthmus.train.data.training_data import Feed, Layout, Source, TrainingData, check_enough, check_paired
 from isthmus.train.device import Device
 from isthmus.train.frozen_cache import Cache, held_of
@@ -183,13 +182,12 @@ class PipelineRole:
             return None
         return found
 
-    def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> Feed:
+    def feed(self, data: TrainingData, *, step: int) -> Feed:
         """This rank's micro-batches of each step, as the schedule routes them."""
         check_paired(self._config.pairing, data.pairing)
         return Feed(
             data,
             self._layout,
-            cursor=cursor,
             share=functools.partial(self._pipeline.routing.share, self._index, self._member.rank),
             first_step=step,
             multiple_of=self._config.common_ranks,

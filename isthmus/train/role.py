@@ -23,7 +23,6 @@ from isthmus.plan.plan import Decisions, Plan
 from isthmus.plan.types import Facts, Member, MessageKind, Scheduler, pack_facts, unpack_facts
 from isthmus.train.build import Build, BuiltStage, RunConfig
 from isthmus.train.coding import CutEnd
-from isthmus.train.data.samples import Cursor
 from isthmus.train.data.training_data import Feed, Source, TrainingData
 from isthmus.train.data_role import DataKind
 from isthmus.train.generator_role import FeedKind
@@ -61,7 +60,7 @@ class Role(Protocol):
     def actor(self, observer: Observer, source: Source | None) -> Actor:
         """What computes, with the data of this member if it reads any."""
 
-    def feed(self, data: TrainingData, *, step: int, cursor: Cursor | None) -> Feed | None:
+    def feed(self, data: TrainingData, *, step: int) -> Feed | None:
         """The micro-batches of this member from a step on, where the kind says that it reads.
 
         None where the actor reads by itself.

@@ -41,7 +41,7 @@ from isthmus.plan.types import Facts, Member, Outcome, Save, pack_facts, unpack_
 from isthmus.train.build import MODEL_FOLDER, Build, RunConfig, blueprint_of
 from isthmus.train.checkpoint import SCHEDULER, Checkpoints
 from isthmus.train.data.token_files import tokens_of
-from isthmus.train.data.training_data import Feed, TrainingData, open_data
+from isthmus.train.data.training_data import TrainingData, open_data
 from isthmus.train.device import Device
 from isthmus.train.disturbed import full_marker
 from isthmus.train.export import merge_models
@@ -347,17 +347,16 @@ class _Epoch:
         state = keeper.load(start.step) if start.step else None
         links = self.neighbours.links(self._met)
         with ExitStack() as stack:
-            cursor = None if state is None else state.cursor
             feed = None
             if session.data is not None:
-                feed = role.feed(session.data, step=start.step, cursor=cursor)
+                feed = role.feed(session.data, step=start.step)
             if feed is not None:
                 stack.enter_context(feed)
             journal = stack.enter_context(self._journal(links))
             self._note_start(journal)
 
             def save(action: Save, done: OnEvent) -> Callable[[], None]:
-                state = _state(action, feed, loop.wires)
+                state = _state(action, loop.wires)
                 return keeper.save(state, done, safe_step=action.safe_step, on_span=journal.span)
 
             loop = open_loop(role, session.member, links, observer=journal, source=feed, save=save)
@@ -484,11 +483,10 @@ class _Epoch:
             note(described)
 
 
-def _state(save: Save, feed: Feed | None, wires: Mapping[Member, AnyWire]) -> State:
+def _state(save: Save, wires: Mapping[Member, AnyWire]) -> State:
     states = {peer: wire.state(save.step) for peer, wire in wires.items()}
     return State(
         step=save.step,
-        cursor=feed.cursor if feed is not None else None,
         facts={} if save.facts is None else {SCHEDULER: pack_facts(save.facts)},
         wires={peer: one for peer, one in states.items() if one is not None},
         best_step=save.best_step,

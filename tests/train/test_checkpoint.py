@@ -21,7 +21,6 @@ from isthmus.plan.pipeline_parts import PipelineState
 from isthmus.plan.types import Member, pack_facts, unpack_facts
 from isthmus.train.checkpoint import Checkpoints
 from isthmus.train.coding import CodecState
-from isthmus.train.data.samples import Cursor
 from isthmus.train.in_cloud import World, shard, whole
 from isthmus.train.keeper import Keeper, State
 from isthmus.train.members import SavedSteps
@@ -56,7 +55,6 @@ def save(found: Chain, index: int, checkpoints: Checkpoints, saved: Saved) -> No
     stage = found.stages[index]
     state = State(
         step=saved.step,
-        cursor=Cursor(epoch=1, position=saved.step - 1),
         facts={} if saved.facts is None else {"state": pack_facts(saved.facts)},
         wires=saved.wires,
     )
@@ -70,7 +68,6 @@ def load_all(found: Chain, folder: Path, step: int) -> list[Saved]:
 def load(found: Chain, index: int, folder: Path, step: int) -> Saved:
     checkpoints = checkpoints_in(folder, CLOUDS[index])
     state = keeper(checkpoints, found.stages[index], found.optimizers[index]).load(step)
-    assert state.cursor == Cursor(epoch=1, position=step - 1)
     facts = unpack_facts(state.facts["state"], PipelineState) if state.facts else None
     return Saved(step, facts, dict(state.wires))
 
@@ -216,14 +213,13 @@ def test_facts_and_wires_come_back_as_they_were(tmp_path: Path) -> None:
     wire = CodecState(pair=pair, tensors={"a/b": shared, "c": shared[1:]})
     state = State(
         step=7,
-        cursor=Cursor(epoch=2, position=9),
         facts={"standings": [{"since_step": 3}]},
         wires={Member("west"): wire, Member("far-east", 2): CodecState(pair=pair, tensors={})},
     )
     keeping = keeper(checkpoints_in(tmp_path), stage, optimizer)
     save_now(keeping, state)
     found = keeping.load(7)
-    assert (found.step, found.cursor, found.facts) == (state.step, state.cursor, state.facts)
+    assert (found.step, found.facts) == (state.step, state.facts)
     assert found.wires.keys() == state.wires.keys()
     assert {one.pair for one in found.wires.values()} == {pair}
     assert_same(dict(found.wires[Member("west")].tensors), {"a/b": shared, "c": shared[1:]})

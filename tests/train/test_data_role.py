@@ -13,8 +13,8 @@ from isthmus.errors import UserError
 from isthmus.events import StopRequest
 from isthmus.job import load_job
 from isthmus.train.build import layout_of
-from isthmus.train.data.training_data import open_data
-from isthmus.train.data_role import CloudFeed, DataKind, _Share
+from isthmus.train.data.training_data import Feed, open_data
+from isthmus.train.data_role import DataKind, _Share
 from isthmus.train.export import export_run, steps_to_export
 from isthmus.train.records import Records, open_store
 from tests.train.reference import assert_same
@@ -42,9 +42,9 @@ def test_clouds_read_what_one_process_would_and_read_again_what_was_lost(tmp_pat
     job = load_job(EXAMPLE)
     data = open_data(job, tokenizer_folder=tmp_path / "tokenizer")
     layout = layout_of(job, 8)
-    with CloudFeed(data, layout) as whole:
+    with Feed(data, layout) as whole:
         expected = [whole.training(step) for step in range(5)]
-    feeds = [CloudFeed(data, layout, share=_Share(range(4 * one, 4 * one + 4))) for one in range(2)]
+    feeds = [Feed(data, layout, share=_Share(range(4 * one, 4 * one + 4))) for one in range(2)]
     for step in (0, 1, 2, 1, 2, 4):
         found = [batch for feed in feeds for batch in feed.training(step)]
         assert len(found) == len(expected[step]) == 8

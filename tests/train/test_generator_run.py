@@ -284,7 +284,7 @@ def test_a_generator_with_another_tokenizer_is_refused_before_it_trains(tmp_path
     )
     role = kind.make(build)
     own = kind.data_job(whole, "english")
-    role.feed(open_data(own, tokenizer_folder=tmp_path / "tokenizer"), step=0, cursor=None)
+    role.feed(open_data(own, tokenizer_folder=tmp_path / "tokenizer"), step=0)
     with pytest.raises(UserError, match="another tokenizer") as found:
-        role.feed(open_data(own, tokenizer_folder=tmp_path / "other"), step=0, cursor=None)
+        role.feed(open_data(own, tokenizer_folder=tmp_path / "other"), step=0)
     assert "data.tokenizer" in str(found.value.hint)

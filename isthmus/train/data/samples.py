@@ -43,14 +43,6 @@ _HALF: Final = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor:
-    """The position in the data: the epoch, and how many of its samples were read."""
-
-    epoch: int = 0
-    position: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
     """The number of a sample, and the epoch in which it is read."""
 
@@ -65,16 +57,14 @@ class Order:
     num_samples: int
     seed: int
 
-    def take(self, cursor: Cursor, count: int) -> tuple[list[Pick], Cursor]:
-        """The next samples, beyond the end of the epoch if needed, and the cursor after them."""
+    def take(self, start: int, count: int) -> list[Pick]:
+        """So many samples of the endless row of epochs, from a place in it on."""
         picks: list[Pick] = []
-        while len(picks) < count:
-            stop = min(cursor.position + count - len(picks), self.num_samples)
-            indices = self.permute(np.arange(cursor.position, stop), epoch=cursor.epoch)
-            picks += [Pick(epoch=cursor.epoch, index=int(index)) for index in indices]
-            is_over = stop == self.num_samples
-            cursor = Cursor(epoch=cursor.epoch + is_over, position=0 if is_over else stop)
-        return picks, cursor
+        for epoch in range(start // self.num_samples, -(-(start + count) // self.num_samples)):
+            first = epoch * self.num_samples
+            positions = np.arange(max(start - first, 0), min(start + count - first, self.num_samples))
+            picks += [Pick(epoch=epoch, index=int(index)) for index in self.permute(positions, epoch=epoch)]
+        return picks
 
     def permute(self, positions: NDArray[np.int64], *, epoch: int) -> NDArray[np.int64]:
         """The samples at some positions of an epoch: a Feistel network over a square that holds them all.

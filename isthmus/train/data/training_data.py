@@ -28,7 +28,6 @@ from isthmus.plan.costs import check_length
 from isthmus.train.data.rows import Rows, key_of, open_rows, read_texts, split_rows
 from isthmus.train.data.samples import (
     Arrays,
-    Cursor,
     Integers,
     LabelledSequence,
     MaskedSamples,
@@ -305,9 +304,10 @@ class Source(Protocol):
 
 
 class Feed:
-    """The steps of a run from a cursor on, prefetched on a thread until this is closed.
+    """The micro-batches of steps, prefetched on a thread until this is closed.
 
-    Of each step only the micro-batches in this rank's share, if it is given, are read.
+    What a step reads follows from its number. Of each step only the micro-batches in this rank's share, if it
+    is given, are read.
     """
 
     def __init__(
@@ -315,7 +315,6 @@ class Feed:
         data: TrainingData,
         layout: Layout,
         *,
-        cursor: Cursor | None = None,
         share: RankShare | None = None,
         first_step: int = 0,
         multiple_of: int = 1,
@@ -327,31 +326,31 @@ class Feed:
         self._validation = tuple(
             batch for number, batch in enumerate(batches) if own is None or number in own
         )
-        self.cursor = cursor or Cursor()
-        """Where a run continues that has taken all steps read so far."""
-        self._step: int | None = None
-        self._steps = Prefetch(self._read(self.cursor, first_step), depth=_STEPS_AHEAD)
+        self._next_step = first_step
+        self._steps = Prefetch(self._read(first_step), depth=_STEPS_AHEAD)
 
-    def _read(self, cursor: Cursor, first_step: int) -> Iterator[tuple[tuple[Batch, ...], Cursor]]:
-        """This rank's micro-batches of each step without end, and the cursor of the next step."""
+    def _read(self, first_step: int) -> Iterator[tuple[Batch, ...]]:
+        """This rank's micro-batches of each step without end."""
         samples, layout = self._data.samples, self._layout
         order = Order(num_samples=len(samples), seed=self._data.seed)
         for step in itertools.count(first_step):
             wanted = range(layout.num_microbatches) if self._share is None else self._share(step=step)
-            microbatches = []
-            for number in range(layout.num_microbatches):
-                picks, cursor = order.take(cursor, layout.num_sequences)
-                if number in wanted:
-                    microbatches.append(self._data.collate(samples, picks))
-            yield tuple(microbatches), cursor
+            start = step * layout.step_sequences
+            yield tuple(
+                self._data.collate(
+                    samples, order.take(start + number * layout.num_sequences, layout.num_sequences)
+                )
+                for number in range(layout.num_microbatches)
+                if number in wanted
+            )
 
     def training(self, step: int) -> Sequence[Batch]:
-        """The micro-batches of a step; steps are read one after the other, the first may have any number."""
-        if self._step is not None and step != self._step + 1:
-            raise ValueError(f"step {step} is read after step {self._step}")
-        batches, self.cursor = next(self._steps)
-        self._step = step
-        return batches
+        """The micro-batches of a step; unless it follows the one before, reading begins anew with it."""
+        if step != self._next_step:
+            self._steps.close()
+            self._steps = Prefetch(self._read(step), depth=_STEPS_AHEAD)
+        self._next_step = step + 1
+        return next(self._steps)
 
     def validation(self) -> Sequence[Batch]:
         """The micro-batches of every evaluation; none where nothing is held out."""
