@@ -68,8 +68,7 @@ def counted(half: Half) -> PartSize:
     )
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize(("precision", "recompute"), [(Precision.FLOAT32, True), (Precision.BFLOAT16, False)])
 @pytest.mark.parametrize("text", ["bottleneck(16)", "bottleneck(16, anchor=none)"])
 @pytest.mark.parametrize("side", ["inbound", "outbound"])
 def test_the_allocator_agrees(side: str, text: str, precision: Precision, recompute: bool) -> None:

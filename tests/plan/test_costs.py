@@ -35,8 +35,10 @@ def close(found: ModelCosts, real: ModelCosts, *, rel: float) -> None:
             assert getattr(one, figure) == pytest.approx(getattr(other, figure), rel=rel), figure
 
 
-@pytest.mark.parametrize("is_gathered", [False, True])
-@pytest.mark.parametrize(("num_sequences", "length"), [(1, 4096), (3, 1000), (32, 512), (4, 128)])
+@pytest.mark.parametrize(
+    ("num_sequences", "length", "is_gathered"),
+    [(1, 4096, False), (3, 1000, True), (32, 512, False), (4, 128, True)],
+)
 def test_the_catalogue_has_what_is_measured(num_sequences: int, length: int, is_gathered: bool) -> None:
     """Also at lengths and numbers of sequences between those of its tables."""
     workload = Workload(

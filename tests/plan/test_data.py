@@ -48,7 +48,7 @@ from isthmus.plan.types import (
 )
 from tests.plan.recorder import Recorded
 
-modest = settings(max_examples=60)
+modest = settings(max_examples=40)
 ALL_FACTS: dict[MessageKind, type[Facts]] = {**FACTS, MessageKind.ORDER: Orders}
 
 
@@ -471,13 +471,13 @@ def test_views_after_all_have_restarted_are_above_those_that_were_saved() -> Non
     assert min(views) > state.view
 
 
-@settings(max_examples=25)
-@given(st.floats(8.0, 20.0), st.integers(0, 2), st.sampled_from([0.5, 2.0, 4.0]))
+@settings(max_examples=12)
+@given(st.floats(8.0, 15.0), st.integers(0, 2), st.sampled_from([0.5, 2.0, 4.0]))
 def test_an_open_round_commits_within_a_second_of_its_due_time_and_the_time_out(
     at_s: float, cloud: int, timeout_s: float
 ) -> None:
     """A cloud takes in what it hears when a pass has ended, so passes are short here."""
-    spec = data(3, num_steps=150, quorum=2, grace_s=30.0)
+    spec = data(3, num_steps=100, quorum=2, grace_s=30.0)
     how = times(spec, forward_s=(0.02,) * 3, backward_s=(0.05,) * 3)
     recorded = Recorded(simulated_data(spec, how))
     timeline = simulate(recorded, mesh(spec), faults=[gone(f"c{cloud}", at_s)], patience_s=timeout_s)

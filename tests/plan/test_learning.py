@@ -37,7 +37,6 @@ def config_of(model_type: str) -> dict[str, Any]:
     return {"model_type": model_type, **COMMON, **CONFIGS[model_type], "num_hidden_layers": 4}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layers", CUTS, ids=str)
 @pytest.mark.parametrize("targets", [False, True], ids=["all", "named"])
 @pytest.mark.parametrize("model_type", NAMED)

@@ -130,12 +130,10 @@ def test_the_allocator_agrees(
 
 
 @pytest.mark.usefixtures("_one_rank")
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize(("precision", "recompute"), [(Precision.FLOAT32, True), (Precision.BFLOAT16, False)])
 @pytest.mark.parametrize("sharding", [Sharding.OPTIMIZER, Sharding.FULL])
 @pytest.mark.parametrize(
-    ("config", "layers", "window"),
-    [(LLAMA, range(2, 4), 3), (GEMMA, range(2), 3), (BERT, range(2, 4), 3), (BERT, range(4, 6), 1)],
+    ("config", "layers", "window"), [(LLAMA, range(2, 4), 3), (GEMMA, range(2), 3), (BERT, range(4, 6), 1)]
 )
 def test_the_allocator_agrees_where_ranks_share(
     config: dict[str, Any],

@@ -1,5 +1,6 @@
 """Bytes of a plan against what real stages, packets and runs put on the line."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ TINY: dict[str, Any] = {
 NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH = 4, 2, 128
 
 
+@functools.cache
 def messages(model_type: str) -> Messages:
     return MeasuredModel(blueprint(model_type), Training()).table.messages
 
@@ -118,9 +120,13 @@ def on_line(sent: Sent) -> int:
     return sent.facts.num_bytes
 
 
-@pytest.mark.parametrize("codec", ["raw", "rotate | int8"])
-@pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize(
+    ("precision", "num_stages", "codec"),
+    [
+        (Precision.FLOAT32, 2, "raw"), (Precision.BFLOAT16, 3, "raw"),
+        (Precision.FLOAT32, 3, "rotate | int8"), (Precision.BFLOAT16, 2, "rotate | int8"),
+    ],
+)  # fmt: skip
 def test_a_run_sends_what_was_planned(precision: Precision, num_stages: int, codec: str) -> None:
     model = fresh_blueprint(TINY, head=HEADS["causal-lm"])
     pair = Pair(forward=parse_codec(codec), backward=parse_codec(codec))
