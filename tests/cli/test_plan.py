@@ -50,7 +50,7 @@ def test_tables_and_a_picture_are_shown(job_file: Path) -> None:
 
 
 def test_the_warm_up_of_a_bottleneck_is_told_of(job_file: Path) -> None:
-    given = ("--set", "strategy.kind=pipeline", "--set")
+    given = ("--set", "strategy.kind=pipeline", "--set", "strategy.microbatches=8", "--set")
     result = invoke(job_file, *given, "link.0.boundary=bottleneck(64, warmup=20)")
     assert "the first 20 steps cross raw: " in result.output
     refused = invoke(job_file, *given, "link.0.boundary=bottleneck(64)").exception
@@ -128,7 +128,6 @@ def tight_job(path: Path, *, memory: str) -> Path:
 @pytest.mark.parametrize(
     ("memory", "sharding", "options"),
     [
-        ("40 GiB", "none", (False, False, 32)),
         ("7 GiB", "optimizer", (False, False, 32)),
         ("3.5 GiB", "full", (True, False, 32)),
     ],

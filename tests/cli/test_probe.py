@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from isthmus.cli.main import main
 from isthmus.job import load_job
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -103,8 +105,18 @@ def test_two_sites_probe_each_other_with_signed_certificates(tmp_path: Path) -> 
         (("two-clouds.toml", "--cloud", "west", "--faults", "f.toml"), "--faults disturbs"),
     ],
 )
-def test_mistakes_end_with_2_one_sentence_and_the_cure(arguments: tuple[str, ...], sentence: str) -> None:
-    _, err = finish(isthmus("probe", *arguments, cwd=EXAMPLES), code=2)
+def test_mistakes_end_with_2_one_sentence_and_the_cure(
+    arguments: tuple[str, ...],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["isthmus", "probe", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
     assert sentence in err
     assert "cure:" in err
     assert "Traceback" not in err
@@ -112,7 +124,9 @@ def test_mistakes_end_with_2_one_sentence_and_the_cure(arguments: tuple[str, ...
 
 def test_ctrl_c_ends_it_without_a_traceback() -> None:
     process = isthmus("probe", str(EXAMPLES / "two-clouds.toml"), "--seconds", "60")
-    time.sleep(3.0)
+    while not psutil.Process(process.pid).children():
+        assert process.poll() is None
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, err = finish(process, code=130)
     assert "Traceback" not in err

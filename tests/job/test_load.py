@@ -15,7 +15,7 @@ from isthmus.job import load_job
 from isthmus.job.load import parse_job
 from tests.job.test_spec import DESIGN
 
-STRANGE_VALUES = [True, -1, 1.5, "", "[x]", [], {}, [{}], 10**30, math.nan, datetime.date(2024, 1, 1)]
+STRANGE_VALUES = [-1, "", [{}], 10**30, math.nan, datetime.date(2024, 1, 1)]
 
 
 def refused(path: Path) -> UserError:

@@ -1,7 +1,6 @@
 """A model that is cut trains to the bit like the one that is not."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from isthmus.model.random import RngKey
 from isthmus.model.stage import Batch, StageInput
 from tests.model.cases import (
     CASES,
-    CONFIGS,
     RNG_KEY,
     assert_identical,
     blueprint,
@@ -42,19 +40,6 @@ def test_every_family_and_head_is_cut_without_a_trace(model_type: str, head: str
         assert_identical(found.grads, expected.grads)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_without_dropout_and_with_recomputation(model_type: str, recompute: bool) -> None:
-    off: dict[str, Any] = {key: 0.0 for key in CONFIGS[model_type] if "drop" in key}
-    plan = blueprint(model_type, **off)
-    batch = make_batch(plan.head, lengths=(5, 8))
-    values = parameters(build(plan, [range(plan.num_layers)], untie=True))
-    expected = plain_pass(plan, batch, values)
-    found = run_pass(build(plan, split_layers(plan.num_layers, 2), recompute=recompute), batch)
-    assert torch.equal(found.loss, expected.loss)
-    assert_identical(found.grads, expected.grads)
-
-
 @settings(max_examples=8, deadline=None)
 @given(st.sets(st.integers(1, 3)), st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_any_cut_and_any_lengths(cuts_at: set[int], lengths: list[int]) -> None:
@@ -68,7 +53,7 @@ def test_any_cut_and_any_lengths(cuts_at: set[int], lengths: list[int]) -> None:
     assert_identical(found.grads, expected.grads)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "electra", "llama", "mixtral"])
+@pytest.mark.parametrize("model_type", ["bert", "electra", "llama"])
 def test_where_a_message_lies_in_memory_changes_nothing(model_type: str) -> None:
     """At an odd address BLAS adds in another order, for some shapes: those of an encoder's first product."""
     plan = blueprint(model_type, hidden_size=104, intermediate_size=180)

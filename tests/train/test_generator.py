@@ -139,7 +139,7 @@ def assert_same(found: Mapping[Member, Trainee], expected: Mapping[Member, Mappi
             assert torch.equal(own[name], value), (member, name)
 
 
-@pytest.mark.parametrize("shapes", [(NEAR, NEAR), (NEAR, FAR), (FAR, NEAR)], ids=["near", "far", "farther"])
+@pytest.mark.parametrize("shapes", [(NEAR, FAR), (FAR, NEAR)], ids=["far", "farther"])
 def test_all_models_equal_those_of_one_process(shapes: Sequence[Shape]) -> None:
     expected, shares = alone()
     found = train(feed(), shapes, loss_weights=LOSS_WEIGHTS)
