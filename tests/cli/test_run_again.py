@@ -212,6 +212,7 @@ def test_a_second_process_of_a_cloud_is_refused_and_both_clouds_go_on(
         assert west.poll() is None
 
 
+@pytest.mark.timeout(1200)
 def test_a_cloud_that_is_lost_five_times_is_met_again_without_a_hand_on_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

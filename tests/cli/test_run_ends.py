@@ -24,7 +24,7 @@ from tests.train.test_setup import TINY
 # Trees of processes.
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 HEARTBEAT_TIMEOUT_S = 30.0
 LONG = ["train.steps=100000", "train.evaluate_every=0", "checkpoint.every=1 s"]
 ONE_RANK = '[[cloud]]\nname = "east"\ndevice = "cpu"\n'

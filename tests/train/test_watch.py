@@ -14,7 +14,7 @@ from isthmus.job import Address
 from isthmus.train.watch import Watch
 from isthmus.wan.handshake import EXIT_LOST, RankSpec
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SECRET = b"of cloud east"
 PORT = 4711
 

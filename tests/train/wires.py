@@ -19,7 +19,7 @@ from isthmus.wan.link import OnState
 from isthmus.wan.packet import Packet, pack, unpack, wire_bytes
 from tests.train.chain import CLOUDS, Record
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 Spoil = Callable[[str, Packet], tuple[str, Packet]]
 """Changes a packet, and the stream that it is in, on its way."""

@@ -32,7 +32,7 @@ from isthmus.wan.packet import encode_chunk
 from isthmus.wan.transport import Dialer, process_loop
 from tests.wan.tls import client_context, server_context
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 HASTY = replace(REGISTRATION, heartbeat_timeout_s=1.5)
 IDENTITIES = throwaway(["east", "west"])
 EAST, WEST = IDENTITIES["east"], IDENTITIES["west"]

@@ -275,5 +275,5 @@ def test_round_trip_and_clock_offset_are_estimated_by_both_ends() -> None:
         figures = [east.result(), west.result()]
     for rtt_s, offset_s in figures:
         # A time service may slow the wall clock down meanwhile.
-        assert 0.0595 <= rtt_s < 0.2
-        assert abs(offset_s) < 0.1
+        assert 0.0595 <= rtt_s < 1.0
+        assert abs(offset_s) < 0.5

@@ -18,7 +18,7 @@ from isthmus.wan.packet import Packet
 from isthmus.wan.sockets import listening_sockets, stop_accepting
 from tests.wan.clouds import CloudProcess, two_clouds
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 NUM_FILES = 512
 NUM_IDLE = 700
 

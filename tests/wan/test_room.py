@@ -22,7 +22,7 @@ from isthmus.wan.shaping import Shape
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 STRIPE = 2
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 TINY = partial(Room, budget_bytes=400 * KIB, large_bytes=200 * KIB)
 
 
