@@ -18,9 +18,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import uniform
@@ -66,15 +66,11 @@ class Connection(Protocol):
         """Send a frame; returns when the pipe can take another; ConnectionError if it breaks."""
 
 
-class Dialled(Connection, Protocol):
-    """A connection that whoever has dialled it closes."""
+Dial = Callable[[Hello], AbstractAsyncContextManager[tuple[Connection, Hello]]]
+"""Open the connection that the hello asks for, until the end of the block; gives what the peer has said.
 
-    async def close(self) -> None:
-        """End it, whatever is under way."""
-
-
-Dial = Callable[[Hello], Awaitable[tuple[Dialled, Hello]]]
-"""Open the connection that the hello asks for; Refused is final, ConnectionError is worth another try."""
+Refused is final, ConnectionError is worth another try.
+"""
 
 
 class LinkState(StrEnum):
@@ -248,9 +244,10 @@ class Link(Exchange):
         backoff_s = FIRST_BACKOFF_S
         while self._needs(number):
             try:
-                connection, hello = await dial(self.greeting(number))
-                backoff_s = FIRST_BACKOFF_S
-                await self._serve_dialled(number, connection, hello)
+                async with dial(self.greeting(number)) as (connection, hello):
+                    backoff_s = FIRST_BACKOFF_S
+                    self.admit(hello)
+                    await self.serve(number, connection)
             except Refused as refused:
                 self._refused(number, refused)
             except ConnectionError as error:
@@ -270,13 +267,6 @@ class Link(Exchange):
         if error is not None:
             log.error("link to %s cannot go on", self._peer, exc_info=error)
             self.fail(LinkError(f"the link to {self._peer} cannot go on: {error}"))
-
-    async def _serve_dialled(self, number: int, connection: Dialled, hello: Hello) -> None:
-        try:
-            self.admit(hello)
-            await self.serve(number, connection)
-        finally:
-            await connection.close()
 
     def _refused(self, number: int, refused: Refused) -> None:
         if number != CONTROL_LANE:

@@ -7,13 +7,15 @@ with MemoryLink("east", "west", shape=Shape(bandwidth_bps=100e6, delay_s=0.03)) 
 """
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
 from isthmus.errors import Refused
 from isthmus.wan.exchange import LinkSettings
 from isthmus.wan.handshake import Hello, mismatch
-from isthmus.wan.link import Dialled, Link
+from isthmus.wan.link import Connection, Link
 from isthmus.wan.packet import MAX_FRAME_BYTES
 from isthmus.wan.shaping import Direction, Disturbed, DrivenLine, End, Piece, Shape, ShapedFlow, ShapedLine
 from isthmus.wan.sockets import LoopThread
@@ -74,14 +76,19 @@ class MemoryLink(Disturbed):
             self._dialer.abort(f"{type(error).__name__}: {error}")
         self.close()
 
-    async def _dial(self, hello: Hello) -> tuple[Dialled, Hello]:
+    @asynccontextmanager
+    async def _dial(self, hello: Hello) -> AsyncIterator[tuple[Connection, Hello]]:
         if self._loop.time() < self._cut_until_s:
             raise ConnectionError("the link is cut")
         await self._travel()
         if reason := mismatch(self._listener.hello, hello):
             raise Refused(reason)
         self._listener.admit(hello)
-        return self._connect(hello.lane), self._listener.greeting(hello.lane)
+        near = self._connect(hello.lane)
+        try:
+            yield near, self._listener.greeting(hello.lane)
+        finally:
+            near.break_off()
 
     def _connect(self, lane: int) -> "_End":
         near, far = (_End(outward, self._spoiled) for outward in self._lines)
@@ -125,9 +132,6 @@ class _End:
             self.break_off()
         else:
             self._outward.offer(self._flow, memoryview(frame))
-
-    async def close(self) -> None:
-        self.break_off()
 
     def deliver(self, frame: Piece) -> None:
         """Take in a frame that has come down the line."""

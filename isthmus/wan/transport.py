@@ -4,7 +4,8 @@ import asyncio
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -14,7 +15,7 @@ import grpc.aio
 from isthmus.errors import FrameError, NotReady, Refused
 from isthmus.wan.certificates import Identity
 from isthmus.wan.handshake import VERSION_KEY, Hello, mismatch, read_hello
-from isthmus.wan.link import Dialled, Link
+from isthmus.wan.link import Connection, Link
 from isthmus.wan.packet import MAX_FRAME_BYTES
 from isthmus.wan.sockets import Complaints, LoopThread, num_files_left, plain_host
 
@@ -71,8 +72,7 @@ def _client_options(server_name: str, proxy: str | None) -> list[tuple[str, obje
 class _ClientConnection:
     """The dialling end of a call."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: grpc.aio.StreamStreamCall) -> None:
-        self._channel = channel
+    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
         self._call = call
 
     async def read(self) -> bytes:
@@ -89,10 +89,6 @@ class _ClientConnection:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise ConnectionError("the call is over") from error
 
-    async def close(self) -> None:
-        self._call.cancel()
-        await self._channel.close()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialer:
@@ -103,8 +99,9 @@ class Dialer:
     identity: Identity
     proxy: str | None = None
 
-    async def __call__(self, hello: Hello) -> tuple[Dialled, Hello]:
-        """Dial, shake hands, and give the connection and what the peer said."""
+    @asynccontextmanager
+    async def __call__(self, hello: Hello) -> AsyncIterator[tuple[Connection, Hello]]:
+        """Dial and shake hands, and give the connection and what the peer said."""
         channel = grpc.aio.secure_channel(
             self.address,
             grpc.ssl_channel_credentials(
@@ -113,20 +110,18 @@ class Dialer:
             options=_client_options(self.server_name, self.proxy),
         )
         call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(metadata=hello.to_metadata())
-        connection = _ClientConnection(channel, call)
         try:
-            async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                answer = await self._shake_hands(call, hello)
-        except TimeoutError as error:
-            await connection.close()
-            raise ConnectionError(f"{self.address} does not answer") from error
-        except (ConnectionError, Refused, asyncio.CancelledError):
-            await connection.close()
-            raise
-        return connection, answer
+            yield _ClientConnection(call), await self._shake_hands(call, hello)
+        finally:
+            call.cancel()
+            await channel.close()
 
     async def _shake_hands(self, call: grpc.aio.StreamStreamCall, hello: Hello) -> Hello:
-        metadata = await call.initial_metadata()
+        try:
+            async with asyncio.timeout(_DIAL_TIMEOUT_S):
+                metadata = await call.initial_metadata()
+        except TimeoutError:
+            raise ConnectionError(f"{self.address} does not answer") from None
         if not any(key == VERSION_KEY for key, _ in metadata):
             raise _failure(await call.code(), await call.details(), self.address)
         try:

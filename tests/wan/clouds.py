@@ -2,8 +2,9 @@
 
 import multiprocessing
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from isthmus.job import Job
 from isthmus.job.load import parse_job
 from isthmus.wan.certificates import Identity
 from isthmus.wan.endpoint import Endpoint, Site
+from isthmus.wan.handshake import Hello
+from isthmus.wan.link import Connection, Dial
 from isthmus.wan.local import LocalWan
 
-Work = Callable[[Endpoint, Connection], Any]
+Work = Callable[[Endpoint, Pipe], Any]
 
 TWO_CLOUDS = """
 name = "two"
@@ -67,7 +70,14 @@ class CloudProcess:
         self.pipe.close()
 
 
-def _be(job: Job, cloud: str, identity: Identity, site: Site, work: Work, pipe: Connection) -> None:
+def _be(job: Job, cloud: str, identity: Identity, site: Site, work: Work, pipe: Pipe) -> None:
     with Endpoint(job, cloud=cloud, identity=identity, site=site) as endpoint:
         result = work(endpoint, pipe)
     pipe.send(Result(result))
+
+
+async def dialled(dial: Dial, hello: Hello) -> tuple[Connection, AsyncExitStack]:
+    """A connection that stays until the stack is closed."""
+    stack = AsyncExitStack()
+    connection, _ = await stack.enter_async_context(dial(hello))
+    return connection, stack

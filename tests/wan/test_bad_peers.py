@@ -11,6 +11,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -27,11 +28,11 @@ from isthmus.wan.certificates import Authority, Identity, new_key, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.exchange import LinkSettings
 from isthmus.wan.handshake import Hello, server_name
-from isthmus.wan.link import Dialled, Link
+from isthmus.wan.link import Connection, Link
 from isthmus.wan.packet import PROTOCOL_VERSION, Ack, Packet, Ping, Pong, encode, encode_chunk
 from isthmus.wan.sockets import LoopThread
 from isthmus.wan.transport import Dialer, process_loop
-from tests.wan.clouds import TWO_CLOUDS, two_clouds
+from tests.wan.clouds import TWO_CLOUDS, dialled, two_clouds
 from tests.wan.test_frames import mutated
 
 MB = 1_000_000
@@ -66,9 +67,9 @@ class Port:
         self.good.send("echo", Packet({}, (data,)), timeout_s=20)
         assert bytes(self.east.link("west").receive("echo", timeout_s=20).buffers[0]) == data
 
-    def attack(self, hello: Hello, identity: Identity) -> Dialled:
+    def attack(self, hello: Hello, identity: Identity) -> tuple[Connection, AsyncExitStack]:
         dialer = Dialer(address=str(self.address), server_name=server_name("east", 0), identity=identity)
-        return self.loop.run(dialer(hello))[0]
+        return self.loop.run(dialled(dialer, hello))
 
     def hello(self, **changes: object) -> Hello:
         hello = Hello(cloud="west", peer_cloud="east", job_digest=self.job.digest, session="attacker")
@@ -181,7 +182,7 @@ def test_an_expired_certificate_is_refused(
         )
         hello = Hello(cloud="west", peer_cloud="east", job_digest=two_clouds().digest, session="late")
         with pytest.raises(ConnectionError):
-            process_loop().run(dialer(hello))
+            process_loop().run(dialled(dialer, hello))
         wait_for_log(capfd, "certificate has expired")
 
 
@@ -209,7 +210,7 @@ def test_a_server_with_another_clouds_certificate_is_refused(port: Port) -> None
         address=str(port.address), server_name=server_name("north", 0), identity=port.identities["west"]
     )
     with pytest.raises(Refused, match="it names another cloud"):
-        port.loop.run(dialer(port.hello()))
+        port.loop.run(dialled(dialer, port.hello()))
 
 
 def test_another_job_is_refused_on_both_sides_with_one_sentence(
@@ -271,13 +272,13 @@ def test_a_second_process_of_a_cloud_is_refused_while_the_first_one_lives(
 
 def test_a_process_that_takes_the_place_of_a_dead_one_ends_the_link_at_once(port: Port) -> None:
     """What was under way to the dead one is gone, so both ends start anew."""
-    connection = port.attack(port.hello(rank=1, session="first"), port.identities["west"])
+    _, stack = port.attack(port.hello(rank=1, session="first"), port.identities["west"])
     east = port.east.link("west", 1)
     east.wait_ready(timeout_s=20)
     with pytest.raises(Refused, match="west rank 1 is already connected"):
         port.attack(port.hello(rank=1, session="second"), port.identities["west"])
     east.raise_if_failed()
-    port.loop.run(connection.close())
+    port.loop.run(stack.aclose())
     with pytest.raises(Refused, match="west rank 1 has restarted while east rank 0 has not"):
         until_heard(port, port.hello(rank=1, session="third"))
     with pytest.raises(PeerLost, match="west rank 1 has restarted"):
@@ -342,16 +343,16 @@ def test_mutated_frames_over_the_wire_are_dropped_with_a_reason(
     """The vandal has a good certificate: it is another rank of the good peer's cloud."""
     rng = random.Random(2)
     for _ in range(60):
-        connection = port.attack(port.hello(rank=1), port.identities["west"])
+        connection, stack = port.attack(port.hello(rank=1), port.identities["west"])
         port.loop.run(write_until_dropped(connection, [mutated(rng.choice(seeds()), rng) for _ in range(50)]))
+        port.loop.run(stack.aclose())
     assert "link to west rank 1, connection 0 dropped: " in logged.text
 
 
-async def write_until_dropped(connection: Dialled, frames: list[bytes]) -> None:
+async def write_until_dropped(connection: Connection, frames: list[bytes]) -> None:
     with contextlib.suppress(ConnectionError):
         for frame in frames:
             await connection.write(frame)
-    await connection.close()
 
 
 class Vandal:

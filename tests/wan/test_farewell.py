@@ -3,8 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,14 @@ from isthmus.wan.certificates import Identity, throwaway
 from isthmus.wan.endpoint import Endpoint, Site
 from isthmus.wan.exchange import FIRST_STRIPE, LinkSettings
 from isthmus.wan.handshake import Hello, server_name
-from isthmus.wan.link import Dialled, Link
+from isthmus.wan.link import Connection, Link
 from isthmus.wan.local import LocalWan
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.packet import Packet
 from isthmus.wan.shaping import Shape
 from isthmus.wan.sockets import LoopThread, listen
 from isthmus.wan.transport import Dialer, process_loop
-from tests.wan.clouds import TWO_CLOUDS, two_clouds
+from tests.wan.clouds import TWO_CLOUDS, dialled, two_clouds
 
 QUICK = LinkSettings(num_stripes=2, heartbeat_timeout_s=1.0)
 SLOW_LINE = Shape(delay_s=0.03)
@@ -153,8 +153,10 @@ def test_a_peer_that_vanishes_within_the_handshake_is_lost(loop: LoopThread) -> 
 
 
 def test_a_dialler_that_breaks_down_ends_its_link(loop: LoopThread) -> None:
-    async def dial(_: Hello) -> tuple[Dialled, Hello]:
+    @asynccontextmanager
+    async def dial(_: Hello) -> AsyncIterator[tuple[Connection, Hello]]:
         raise OSError("no more files")
+        yield
 
     link = Link(hello=Hello(cloud="east", peer_cloud="west"), settings=QUICK, loop=loop, dial=dial)
     with pytest.raises(LinkError, match="no more files"):
@@ -310,8 +312,8 @@ def test_a_dialler_that_dies_after_the_handshake_is_lost(
     dialer = Dialer(address=str(address), server_name=server_name("east", 0), identity=identities["west"])
     with endpoint("east", identities, address, job) as east:
         link = east.link("west")
-        connection, _ = process_loop().run(dialer(hello))
-        process_loop().run(connection.close())
+        _, stack = process_loop().run(dialled(dialer, hello))
+        process_loop().run(stack.aclose())
         with pytest.raises(PeerLost, match="'west'"):
             link.receive("never", timeout_s=20)
 

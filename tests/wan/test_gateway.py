@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,10 @@ from isthmus.wan.exchange import LinkSettings
 from isthmus.wan.gateway import REGISTRATION, Gateway, RankChange, Registration
 from isthmus.wan.gateway import relay_limits as gateway_limits
 from isthmus.wan.handshake import GATEWAY_RANK, Hello, mismatch, server_name
-from isthmus.wan.link import Dialled
+from isthmus.wan.link import Connection
 from isthmus.wan.packet import encode_chunk
 from isthmus.wan.transport import Dialer, process_loop
+from tests.wan.clouds import dialled
 from tests.wan.tls import client_context, server_context
 
 PATIENCE_S = 60.0
@@ -107,10 +108,11 @@ async def say(gateway: Address, name: str, line: bytes, identity: Identity = WES
             writer.close()
 
 
-def dial(gateway: Address, hello: Hello, identity: Identity = EAST) -> Dialled:
+def dial(gateway: Address, hello: Hello, identity: Identity = EAST) -> tuple[Connection, AsyncExitStack]:
     """Connect to a gateway itself, as a rank does."""
     name = server_name("east", GATEWAY_RANK)
-    return process_loop().run(Dialer(address=str(gateway), server_name=name, identity=identity)(hello))[0]
+    dialer = Dialer(address=str(gateway), server_name=name, identity=identity)
+    return process_loop().run(dialled(dialer, hello))
 
 
 def hello_of(
@@ -227,10 +229,10 @@ def test_a_rank_that_leaves_is_forgotten() -> None:
 def test_a_rank_that_falls_silent_is_forgotten() -> None:
     async def scenario() -> None:
         async with running(settings=HASTY) as here:
-            connection = await asyncio.to_thread(dial, here.address, hello_of())
+            _, stack = await asyncio.to_thread(dial, here.address, hello_of())
             await here.until(lambda: len(here.changes) == 2)
             assert [change.address is None for change in here.changes] == [False, True]
-            process_loop().run(connection.close())
+            process_loop().run(stack.aclose())
 
     run(scenario)
 
@@ -359,13 +361,13 @@ def test_a_registered_rank_that_sends_anything_but_heartbeats_is_disconnected(
 ) -> None:
     async def scenario() -> None:
         async with running(settings=HASTY) as here:
-            connection = await asyncio.to_thread(dial, here.address, hello_of())
+            connection, stack = await asyncio.to_thread(dial, here.address, hello_of())
             pieces = [memoryview(b"data")]
             chunk = encode_chunk(sequence=0, stream="s", packet=0, packet_bytes=4, offset=0, pieces=pieces)
             await asyncio.to_thread(process_loop().run, connection.write(chunk))
             await here.until(lambda: "a chunk, which has no place on this link" in caplog.text)
             await here.until(lambda: len(here.changes) == 2)
-            await asyncio.to_thread(process_loop().run, connection.close())
+            await asyncio.to_thread(process_loop().run, stack.aclose())
 
     run(scenario)
 
