@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Pending = TypeVar("_Pending", bound=Hashable)
-HostPort = tuple[str, int]
 
 
 class Closing:
