@@ -13,7 +13,8 @@ from typer import Argument, Option
 
 import isthmus
 from isthmus.errors import UserError
-from isthmus.job import Job, job_schema
+from isthmus.job import Job
+from isthmus.job.spec import job_schema
 from isthmus.observe.draw import Table, to_html
 from isthmus.units import format_bytes, format_duration, shorten
 

@@ -11,7 +11,8 @@ import isthmus
 from isthmus.cli import output
 from isthmus.cli.output import duration, percent, size, tabulate
 from isthmus.errors import UserError
-from isthmus.job import Job, update_job_file
+from isthmus.job import Job
+from isthmus.job.load import update_job_file
 from isthmus.observe.draw import Table, draw_chart, draw_text, paragraph
 from isthmus.observe.timeline import Chart, chart_of_step, lay_out
 from isthmus.plan.job_facts import run_order

@@ -13,9 +13,9 @@ from typer import Option
 from isthmus.cli import output
 from isthmus.cli.output import duration, tabulate
 from isthmus.errors import UserError
-from isthmus.job import Job, LinkSpec, load_job, update_job_file
+from isthmus.job import Job, LinkSpec, load_job
 from isthmus.job.faults import Fault, load_faults
-from isthmus.job.load import replace_file
+from isthmus.job.load import replace_file, update_job_file
 from isthmus.observe.draw import Table
 from isthmus.plan.times import PassTimes, Profile, write_profile
 from isthmus.plan.types import Member

@@ -18,7 +18,8 @@ from typer import Argument, Option
 from isthmus.cli import output
 from isthmus.cli.output import print_json
 from isthmus.errors import UserError
-from isthmus.job import Address, CloudSpec, Job, load_job, parse_address, stage_order
+from isthmus.job import Address, CloudSpec, Job, load_job, stage_order
+from isthmus.job.fields import parse_address
 
 if TYPE_CHECKING:
     from isthmus.wan.certificates import CertificateFacts, Identity

@@ -20,12 +20,8 @@ from itertools import pairwise
 from typing import Final
 
 from isthmus.errors import UserError
-from isthmus.job import (
-    AutoStrategy,
-    DataStrategy,
-    GeneratorDiscriminatorStrategy,
-    Job,
-)
+from isthmus.job import DataStrategy, GeneratorDiscriminatorStrategy, Job
+from isthmus.job.sections import AutoStrategy
 from isthmus.plan.candidates import least_passes, simulate_step
 from isthmus.plan.codecs import Loss
 from isthmus.plan.costs import CostSource, nothing_measured
@@ -170,8 +166,8 @@ def _notes(best: Plan, ready: Study) -> Iterator[str]:
     """What is to be said of the cuts of a plan, unless they cannot be, of saves, and of its price."""
     save = ready.job.checkpoint
     yield (
-        f"saves for at most {save.overhead:.2g} of the time, with no more than "
-        f"{format_duration(save.every_s)} and a step of work to lose"
+        f"saving takes at most {100 * save.overhead:.2g}% of the time; a crash loses at most the work of "
+        f"{format_duration(save.every_s)} and a step"
     )
     layers = tuple(range(*one.layers) for one in best.stages if one.layers is not None)
     if len(layers) == len(best.stages):
@@ -190,7 +186,7 @@ def _notes(best: Plan, ready: Study) -> Iterator[str]:
     for link in best.links:
         if best.estimate.usd_per_step is not None and link.usd_per_gib is None:
             ends = "-".join(link.between)
-            yield f"without the traffic of {ends}, whose price is not known: set link.{ends}.usd_per_gib"
+            yield f"the price leaves out the traffic of {ends}: set link.{ends}.usd_per_gib"
 
 
 def _why(other: Plan, best: Plan, job: Job) -> str:

@@ -118,7 +118,7 @@ def _reasons(job: Job, strategy: PipelineStrategy, chosen: Plan) -> Iterator[str
         yield "strategy: pipeline, since it is the only one that can be run so far"
     if strategy.layers is None and len(chosen.stages) > 1:
         cut = ", ".join(f"{stage.cloud} {stage.holds}" for stage in chosen.stages)
-        yield f"cut: {cut}, by which no stage is slower than it must be"
+        yield f"cut: {cut}, so that the slowest stage is as fast as possible"
     if strategy.microbatches is None:
         number, size = settings.num_microbatches, settings.microbatch_sequences
         yield f"micro-batches: {number} of {size} sequences, the best of all that divide a step"

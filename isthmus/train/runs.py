@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus.job import CloudSpec, Job, create_run_directory, dump_job
-from isthmus.job.load import replace_file
-from isthmus.job.rundir import JOB_FILE, changed_meaning, choosing, job_of, lock_run
+from isthmus.job import CloudSpec, Job
+from isthmus.job.load import dump_job, replace_file
+from isthmus.job.rundir import JOB_FILE, changed_meaning, choosing, create_run_directory, job_of, lock_run
 from isthmus.job.spec import KeyRole, tell_changes
 from isthmus.model.load import Checkpoint
 from isthmus.plan.costs import CostSource, nothing_measured

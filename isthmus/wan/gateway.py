@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from isthmus.errors import Aborted, LinkClosed, NotReady, Refused, UserError
-from isthmus.job import Address, parse_address
+from isthmus.job import Address
+from isthmus.job.fields import parse_address
 from isthmus.plan.types import Member
 from isthmus.wan.certificates import Identity
 from isthmus.wan.exchange import LinkSettings

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from isthmus import __version__
 from isthmus.cli import main as cli
 from isthmus.cli.main import app
-from isthmus.job import job_schema
+from isthmus.job.spec import job_schema
 
 
 def test_the_release_is_told_and_nothing_is_run() -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from isthmus.codec import Key, Payload
 from isthmus.errors import FieldError, FrameError, UserError
-from isthmus.job import CodecSpec, gradient_codec, parse_codec
+from isthmus.job import CodecSpec, parse_codec
+from isthmus.job.codec import gradient_codec
 from isthmus.job.codec_steps import Svd, TopK
 from tests.codec.cuts import KEY, activations, make_cut, noise, sizes
 from tests.job.strategies import codecs, shares

@@ -9,11 +9,8 @@ from hypothesis import strategies as st
 from isthmus.errors import FieldError
 from isthmus.job import (
     Address,
-    AutoStrategy,
-    CheckpointSpec,
     CloudSpec,
     CodecSpec,
-    CodecSpecs,
     DataSpec,
     DataStrategy,
     GeneratorDiscriminatorStrategy,
@@ -21,9 +18,8 @@ from isthmus.job import (
     LinkSpec,
     ModelSpec,
     PipelineStrategy,
-    TrainSpec,
-    gradient_codec,
 )
+from isthmus.job.codec import gradient_codec
 from isthmus.job.codec_steps import (
     Anchor,
     Bf16,
@@ -40,6 +36,7 @@ from isthmus.job.codec_steps import (
     TopK,
     Transform,
 )
+from isthmus.job.sections import AutoStrategy, CheckpointSpec, CodecSpecs, TrainSpec
 
 with_jobs = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 """Settings of tests that draw whole jobs, which takes a while."""

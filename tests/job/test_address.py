@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import FieldError
-from isthmus.job import Address, parse_address
-from isthmus.job.fields import format_proxy, parse_proxy, parse_public_address
+from isthmus.job import Address
+from isthmus.job.fields import format_proxy, parse_address, parse_proxy, parse_public_address
 
 hosts = st.ip_addresses().map(str).filter(
     lambda host: not ipaddress.ip_address(host).is_unspecified

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from isthmus.errors import FieldError
-from isthmus.job import CodecSpec, LinkSpec, gradient_codec, parse_codec
+from isthmus.job import CodecSpec, LinkSpec, parse_codec
+from isthmus.job.codec import gradient_codec
 from isthmus.job.codec_steps import Anchor, Integers, Rotate, Subspace, Svd
 from tests.job.strategies import codec_specs
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import JobError
-from isthmus.job import Job, PipelineStrategy, dump_job
-from isthmus.job.load import parse_job
+from isthmus.job import Job, PipelineStrategy
+from isthmus.job.load import dump_job, parse_job
 
 BASE = 'name = "x"\n[[cloud]]\nname = "east"\naccelerator = "mine"\nprofile = "east.json"\n'
 LIMITS = '[limits]\ndeadline = "3 d"\nbudget_usd = 500\ncodec_loss = "none"\nmemory_share = 0.8\n'

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from isthmus.job import Job, job_schema
-from isthmus.job.spec import KEY_ROLES, Change, KeyRole, disagreement, tell_changes
+from isthmus.job import Job
+from isthmus.job.spec import KEY_ROLES, Change, KeyRole, disagreement, job_schema, tell_changes
 from tests.job.strategies import jobs, with_jobs
 from tests.job.test_spec import DESIGN, parse
 

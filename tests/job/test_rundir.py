@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.job import create_run_directory, load_job
-from isthmus.job.rundir import choosing, lock_run, lock_site
+from isthmus.job import load_job
+from isthmus.job.rundir import choosing, create_run_directory, lock_run, lock_site
 
 JOB = load_job(Path(__file__).parents[2] / "examples" / "two-clouds.toml", overrides=["seed=5"])
 NOON = datetime(2026, 3, 1, 12, 0, 0, 250, tzinfo=UTC)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from isthmus.job import Job, job_schema
+from isthmus.job import Job
+from isthmus.job.spec import job_schema
 from tests.job.strategies import jobs, with_jobs
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ from hypothesis import given
 from pydantic import ValidationError
 
 from isthmus.errors import JobError, UserError
-from isthmus.job import Address, CloudSpec, CodecSpecs, Job, LinkSpec, PipelineStrategy, load_job, parse_codec
+from isthmus.job import Address, CloudSpec, Job, LinkSpec, PipelineStrategy, load_job, parse_codec
 from isthmus.job.codec import BottleneckSpec, HiddenSpec
 from isthmus.job.load import parse_job
-from isthmus.job.sections import LoraSpec
+from isthmus.job.sections import CodecSpecs, LoraSpec
 from tests.job.strategies import jobs, with_jobs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two-clouds.toml"

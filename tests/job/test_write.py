@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 
 from isthmus.errors import FieldError, JobError, UserError
-from isthmus.job import Job, PipelineStrategy, dump_job, load_job, update_job_file
-from isthmus.job.load import parse_job
+from isthmus.job import Job, PipelineStrategy, load_job
+from isthmus.job.load import dump_job, parse_job, update_job_file
 from tests.job.strategies import jobs, with_jobs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two-clouds.toml"

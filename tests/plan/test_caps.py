@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.job import Job, PipelineStrategy, load_job, update_job_file
+from isthmus.job import Job, PipelineStrategy, load_job
+from isthmus.job.load import update_job_file
 from isthmus.plan.plan import (
     Decisions,
     PipelineSettings,

@@ -10,8 +10,8 @@ import pytest
 from safetensors import SafetensorError
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus.job import Job, create_run_directory, load_job
-from isthmus.job.rundir import JOB_FILE, join_run
+from isthmus.job import Job, load_job
+from isthmus.job.rundir import JOB_FILE, create_run_directory, join_run
 from isthmus.train.build import MODEL_FOLDER
 from isthmus.train.records import DiskStore, Records
 from isthmus.train.runs import (
