@@ -13,6 +13,7 @@ next to take it always fits, however little is kept in it now.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,6 +77,10 @@ class Meter:
     def beside_bytes(self) -> int:
         """What is kept outside the layers: by embedding and head, and for the next stage."""
         return self._beside.num_bytes
+
+    def freed_bytes(self, layer: int) -> int:
+        """What a layer does not keep if it recomputes."""
+        return max(0, self.kept_bytes[layer] - self.input_bytes[layer])
 
     @contextmanager
     def beside(self, standing: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
@@ -169,25 +174,6 @@ class Fixed:
         return ActivationSlot(recomputed=self.layers)
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Bytes that grow with the tokens at least, and with the pairs of tokens at most."""
-
-    _measured: dict[InputSize, float] = field(default_factory=dict)
-
-    def add(self, size: InputSize, num_bytes: float) -> None:
-        """Learn what was measured at a size."""
-        self._measured[size] = max(num_bytes, self._measured.get(size, 0.0))
-
-    def at(self, size: InputSize) -> float:
-        """The bytes at a size, rather too many than too few: the least by what was measured at any."""
-        bounds = (
-            value * max(size.num_tokens / one.num_tokens, size.num_pairs / one.num_pairs)
-            for one, value in self._measured.items()
-        )
-        return min(bounds, default=0.0)
-
-
 def fewest(freed_bytes: Mapping[int, int], needed_bytes: int) -> frozenset[int]:
     """The fewest layers that free at least so much; all that free anything if even that is too little.
 
@@ -207,15 +193,6 @@ def fewest(freed_bytes: Mapping[int, int], needed_bytes: int) -> frozenset[int]:
     return frozenset(chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    kept: Growth = field(default_factory=Growth)
-    input: Growth = field(default_factory=Growth)
-
-    def freed_bytes(self, size: InputSize) -> int:
-        return max(0, int(self.kept.at(size) - self.input.at(size)))
-
-
 class Budgeted:
     """Keeps a stage within a memory budget.
 
@@ -233,9 +210,7 @@ class Budgeted:
         self._budget_bytes = budget_bytes
         self._standing_bytes = standing_bytes
         self._max_length = max_length
-        self._layers: dict[int, _Layer] = {}
-        self._beside = Growth()
-        self._sizes: list[InputSize] = []
+        self._measured: list[tuple[InputSize, Meter]] = []
         self._in_flight: dict[int, int] = {}
         self._num_begun = 0
         self._standing = 0
@@ -249,43 +224,52 @@ class Budgeted:
         if self._is_unknown(size):
             self._in_flight[number] = 0
             return ActivationSlot(
-                recomputed=frozenset(self._layers),
                 meter=Meter(),
                 measured=partial(self._learn, number, size),
                 end=partial(self._end, number),
             )
-        excess_bytes = self.kept_bytes(size, frozenset()) - self._room_bytes(window)
-        freed_bytes = {index: layer.freed_bytes(size) for index, layer in self._layers.items()}
-        recomputed = fewest(freed_bytes, excess_bytes)
+        meter, ratio = self._nearest(size)
+        freed_bytes = {index: int(ratio * meter.freed_bytes(index)) for index in meter.kept_bytes}
+        recomputed = fewest(freed_bytes, self.kept_bytes(size, frozenset()) - self._room_bytes(window))
         self._in_flight[number] = self.kept_bytes(size, recomputed)
         return ActivationSlot(recomputed=recomputed, end=partial(self._end, number))
 
-    def kept_bytes(self, size: InputSize, recomputed: frozenset[int]) -> int:
-        """What a micro-batch keeps while it is in flight."""
-        everything = self._beside.at(size) + sum(layer.kept.at(size) for layer in self._layers.values())
-        return int(everything) - sum(self._layers[index].freed_bytes(size) for index in recomputed)
+    def kept_bytes(self, size: InputSize, recomputed: frozenset[int] | None = None) -> int:
+        """What a micro-batch keeps in flight that recomputes these layers, all unless given."""
+        meter, ratio = self._nearest(size)
+        own = sum(meter.kept_bytes.values())
+        freed = sum(map(meter.freed_bytes, meter.kept_bytes if recomputed is None else recomputed))
+        return int(ratio * (meter.beside_bytes + own - freed))
 
     def working_bytes(self, size: InputSize) -> int:
         """What a pass needs on top: a layer computed again, and gradients on their way through."""
-        layer = max((one.kept.at(size) for one in self._layers.values()), default=0.0)
-        return int(max(layer * (1 + _LAYER_GRADIENTS), self._beside.at(size) * _BESIDE_GRADIENTS))
+        meter, ratio = self._nearest(size)
+        layer = max(meter.kept_bytes.values(), default=0)
+        return int(ratio * max(layer * (1 + _LAYER_GRADIENTS), meter.beside_bytes * _BESIDE_GRADIENTS))
+
+    def _nearest(self, size: InputSize) -> tuple[Meter, float]:
+        """What was measured at the nearest size, and the most by which it may differ at this one.
+
+        All that is kept grows with the tokens at least, and with the pairs of tokens at most.
+        """
+        ratios = [
+            (max(size.num_tokens / one.num_tokens, size.num_pairs / one.num_pairs), meter)
+            for one, meter in self._measured
+        ]
+        ratio, meter = min(ratios, key=lambda one: abs(math.log(one[0])))
+        return meter, ratio
 
     def _is_unknown(self, size: InputSize) -> bool:
         """Whether to measure a micro-batch: some at first, and later whatever is larger than all of them."""
-        if not any(one.covers(size) for one in self._sizes):
+        sizes = [one for one, _ in self._measured]
+        if not any(one.covers(size) for one in sizes):
             return True
-        num_measured = len(self._sizes)
-        return num_measured < _LEAST_MEASURED or (num_measured < _NUM_MEASURED and size not in self._sizes)
+        return len(sizes) < _LEAST_MEASURED or (len(sizes) < _NUM_MEASURED and size not in sizes)
 
     def _learn(self, number: int, size: InputSize, meter: Meter) -> None:
-        for index, kept_bytes in meter.kept_bytes.items():
-            layer = self._layers.setdefault(index, _Layer())
-            layer.kept.add(size, kept_bytes)
-            layer.input.add(size, meter.input_bytes[index])
-        self._beside.add(size, meter.beside_bytes)
-        self._sizes.append(size)
+        self._measured.append((size, meter))
         if number in self._in_flight:
-            self._in_flight[number] = self.kept_bytes(size, frozenset(self._layers))
+            self._in_flight[number] = self.kept_bytes(size)
 
     def _end(self, number: int) -> None:
         del self._in_flight[number]
@@ -293,7 +277,7 @@ class Budgeted:
     def _room_bytes(self, window: int) -> int:
         """What a micro-batch may keep: its share of what the slots that are taken leave."""
         largest = self._largest()
-        least = self.kept_bytes(largest, frozenset(self._layers))
+        least = self.kept_bytes(largest)
         spare = int(_SPARE_SHARE * self._budget_bytes)
         room = self._budget_bytes - spare - self._standing - self.working_bytes(largest)
         self._warn(window * least - room)
@@ -302,9 +286,10 @@ class Budgeted:
 
     def _largest(self) -> InputSize:
         """The largest input to be ready for."""
-        longest = max(size.length for size in self._sizes)
+        sizes = [one for one, _ in self._measured]
+        longest = max(size.length for size in sizes)
         length = max(longest, min(int(_HEADROOM * longest), self._max_length or int(_HEADROOM * longest)))
-        return InputSize(max(size.num_sequences for size in self._sizes), length)
+        return InputSize(max(size.num_sequences for size in sizes), length)
 
     def _warn(self, missing_bytes: int) -> None:
         if missing_bytes > 0 and not self._has_warned:

@@ -16,7 +16,6 @@ from isthmus.model.recompute import (
     ActivationSlot,
     Budgeted,
     Fixed,
-    Growth,
     InputSize,
     Meter,
     fewest,
@@ -51,26 +50,6 @@ def test_the_fewest_layers_that_free_enough_are_chosen(freed: list[int], needed_
 
 def test_among_equal_layers_the_earlier_recompute() -> None:
     assert fewest(dict.fromkeys(range(6), 10), 25) == {0, 1, 2}
-
-
-@given(
-    st.tuples(*[st.integers(0, 1000)] * 2),
-    st.lists(st.integers(1, 512), min_size=1, max_size=8, unique=True),
-    st.integers(1, 512),
-)
-def test_what_was_measured_bounds_what_was_not(
-    factors: tuple[int, int], lengths: list[int], length: int
-) -> None:
-    def num_bytes(size: InputSize) -> int:
-        return factors[0] * size.num_tokens + factors[1] * size.num_pairs
-
-    growth = Growth()
-    for one in lengths:
-        growth.add(InputSize(4, one), num_bytes(InputSize(4, one)))
-    size = InputSize(4, length)
-    assert growth.at(size) >= num_bytes(size) * (1 - 1e-9)
-    if length in lengths or (factors[1] == 0 and length < max(lengths)):
-        assert growth.at(size) == pytest.approx(num_bytes(size))
 
 
 # A memory in which everything is as a budget is to believe, and that remembers its peak.

@@ -4,13 +4,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from isthmus.errors import UserError
 from isthmus.job.load import parse_job
+from isthmus.model.blueprint import Blueprint
 from isthmus.plan.costs import Precision, Workload
 from isthmus.plan.times import Profile, measured_times, read_profile, write_profile
-from isthmus.train.profiling import Effort, Rig, measure, repeat, require_certain, sizes_of
+from isthmus.train.profiling import (
+    Effort,
+    Rig,
+    _parts,
+    _stages,
+    made_up_blueprint,
+    measure,
+    repeat,
+    require_certain,
+    sizes_of,
+)
 from tests.plan.sizes import estimated
 
 FEW = Effort(least_rounds=2, most_rounds=3, size_s=0.0, round_s=10.0, rehearsal_s=0.0)
@@ -90,6 +102,30 @@ def test_few_layers_are_enough(num_layers: int) -> None:
     (found,) = measured(LLAMA.format(layers=num_layers), microbatches=4).samples
     assert len(found.layers) == num_layers
     assert all(one.forward_s > 0 and one.backward_s > 0 for one in found.layers)
+
+
+def test_parts_are_told_apart_by_the_times_of_stages() -> None:
+    plan = blueprint_of_text(QWEN)
+    embedding, head, beside, full, sliding = 5.0, 7.0, 1.0, 2.0, 1.5
+    layers = [full, full, full, sliding, sliding]
+    stages = _stages(plan)
+    totals = [
+        beside + sum(layers[index] for index in one) + embedding * (one.start == 0) + head * (one.stop == 5)
+        for one in stages
+    ]
+    found = _parts(plan, stages, np.array([[total, 2 * total, 0.0, 0.0] for total in totals]))
+    assert [one.forward_s for one in found["layers"]] == pytest.approx(layers)
+    assert found["embedding"].backward_s == pytest.approx(2 * embedding)
+    assert [found[name].forward_s for name in ("head", "beside")] == pytest.approx([head, beside])
+    # A stage of two layers that took less than one of them: no layer is taken to cost nothing.
+    totals[-1] = 0.5 * totals[1]
+    found = _parts(plan, stages, np.array([[total, total, 0.0, 0.0] for total in totals]))
+    assert all(one.forward_s > 0 for one in found["layers"])
+
+
+def blueprint_of_text(config: str) -> Blueprint:
+    text = JOB.format(config=config, task="causal-lm", microbatches=2)
+    return made_up_blueprint(parse_job(text, file=Path("job.toml")))
 
 
 def test_layers_of_two_kinds_are_measured_apart() -> None:
