@@ -333,5 +333,5 @@ def test_limits_are_held_against_simulated_figures() -> None:
 
 def test_traffic_without_a_price_is_told() -> None:
     found = plan(two_clouds(PIPELINE))
-    told = [one for one in found.notes if "whose price is not known" in one]
+    told = [one for one in found.notes if "the price leaves out the traffic" in one]
     assert bool(told) is any(one.usd_per_gib is None for one in found.links)
