@@ -1,9 +1,8 @@
 """`isthmus checkpoints` and `isthmus export`: what a run has saved, and the model in it."""
 
-import enum
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -11,14 +10,6 @@ from rich.console import Console
 from isthmus.cli import output
 from isthmus.cli.output import JsonOption, print_json, print_tables, size, tabulate
 from isthmus.observe.report import find_run
-
-
-class ExportType(enum.StrEnum):
-    """The types in which weights can be exported."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 def checkpoints(
@@ -84,7 +75,8 @@ def export(
         int | None, typer.Option(metavar="N", min=1, help="The step; the newest unless given.")
     ] = None,
     dtype: Annotated[
-        ExportType | None, typer.Option(help="Type of the weights; as saved unless given.")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Type of the weights; as saved unless given."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A new folder; RUN/export-N unless given.")
@@ -106,7 +98,7 @@ def export(
     steps = steps_to_export(folder, wanted=step)
     chosen = next(iter(steps.values()))
     target = out or folder / f"export-{chosen}"
-    of = None if dtype is None else getattr(torch, dtype.value)
+    of = None if dtype is None else getattr(torch, dtype)
     export_run(folder, target, steps=steps, dtype=of, note=output.console_for_notes().print)
     if as_json:
         print_json({"run": folder, "step": chosen, "model": target})

@@ -201,7 +201,7 @@ def _print(finding: "CheckResult") -> None:
 def _print_sum(findings: "Sequence[CheckResult]", job: Path, cloud: str | None) -> None:
     num_failed = sum(finding.verdict == "failed" for finding in findings)
     if num_failed:
-        typer.secho(f"next: mend what has a cross ({num_failed}), then run this again", dim=True)
+        typer.secho(f"next: repair what is marked ✗ ({num_failed}), then run isthmus doctor again", dim=True)
     else:
         here = "" if cloud is None else f" --cloud {cloud}"
         typer.secho(f"next: isthmus probe {job}{here}", dim=True)
