@@ -79,7 +79,7 @@ def test_a_cross_has_its_cure_and_fails() -> None:
     cross = next(index for index, line in enumerate(lines) if line.startswith("✗ identity of west"))
     assert exit_code == 1
     assert lines[cross + 1].startswith("  cure: ")
-    assert lines[-1] == "next: mend what has a cross (1), then run this again"
+    assert lines[-1] == "next: repair what is marked ✗ (1), then run isthmus doctor again"
 
 
 def test_json_has_every_finding() -> None:
