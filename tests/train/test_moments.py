@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from isthmus.plan.end_of_step import total_norm
 from isthmus.plan.memory import OptimizerState
-from isthmus.train.optimizer import OnHost, Optimizer, Schedule
+from isthmus.train import optimizer
+from isthmus.train.optimizer import OnDevice, OnHost, Optimizer, Schedule
 
 NUM_STEPS = 12
 SCHEDULE = Schedule(peak=0.03, num_steps=NUM_STEPS, num_warmup_steps=2)
@@ -63,11 +64,56 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="moments of a CPU are on the host already")
+class NoStream:
+    """Stands for a stream of a device that does everything at once."""
+
+    def __init__(self, **_: object) -> None:
+        self.num_waits = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, _: object) -> None:
+        self.num_waits += 1
+
+    def wait_event(self, _: object) -> None:
+        self.num_waits += 1
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self) -> object:
+        return object()
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A GPU where there is one, and the CPU with a stand-in for its streams."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA here")
+    if request.param == "cpu":
+        monkeypatch.setattr(torch, "Stream", NoStream)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: NoStream())
+        monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+        monkeypatch.setattr(optimizer, "_pinned_like", torch.empty_like)
+        monkeypatch.setattr(Tensor, "to", lambda self, *_, **__: self.clone())
+        monkeypatch.setattr(optimizer, "OnDevice", OnHost)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("slice_parameters", [1, 9_000, 10**9])
-def test_moments_on_the_host_change_nothing(slice_parameters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_on_the_host_change_nothing(
+    device: str, slice_parameters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "OnDevice", OnDevice)
+        beside = Regression(device=device)
     monkeypatch.setattr(OnHost.__init__, "__kwdefaults__", {"slice_parameters": slice_parameters})
-    beside, away = Regression(device="cuda"), Regression(device="cuda", offload=True)
+    away = Regression(device=device, offload=True)
+    assert isinstance(away.optimizer._moments, OnHost)
     assert beside.train(range(5)) == away.train(range(5))
     saved = {name: tensor.clone() for name, tensor in away.optimizer.tensors().items()}
     assert not any(one.is_cuda for one in saved.values())
