@@ -77,11 +77,10 @@ class World:
         """The leader's bytes, everywhere."""
         if self._control is None:
             return data
-        with _collective():
-            size = torch.tensor([len(data)])
-            dist.broadcast(size, 0, group=self._control)
-            own = _as_tensor(data) if self.is_leader else torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(own, 0, group=self._control)
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=self._control)
+        own = _as_tensor(data) if self.is_leader else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(own, 0, group=self._control)
         return own.numpy().tobytes()
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -90,12 +89,11 @@ class World:
             return [data]
         sizes = torch.zeros(self.num_ranks, dtype=torch.int64)
         sizes[self.rank] = len(data)
-        with _collective():
-            dist.all_reduce(sizes, group=self._control)
-            # Gloo gathers tensors of one size.
-            own = _as_tensor(data.ljust(int(sizes.max()), b"\0"))
-            found = [torch.empty_like(own) for _ in sizes] if self.is_leader else None
-            dist.gather(own, found, 0, group=self._control)
+        dist.all_reduce(sizes, group=self._control)
+        # Gloo gathers tensors of one size.
+        own = _as_tensor(data.ljust(int(sizes.max()), b"\0"))
+        found = [torch.empty_like(own) for _ in sizes] if self.is_leader else None
+        dist.gather(own, found, 0, group=self._control)
         if found is None:
             return None
         return [one.numpy()[:size].tobytes() for one, size in zip(found, sizes.tolist(), strict=True)]
@@ -105,22 +103,19 @@ class World:
         if self._control is None:
             return tuple(values)
         sums = torch.tensor(values, dtype=dtype)
-        with _collective():
-            dist.all_reduce(sums, group=self._control)
+        dist.all_reduce(sums, group=self._control)
         return tuple(sums.tolist())
 
     def all_reduce_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors on the device over all ranks, in place, many under way at a time."""
         if self._control is not None:
-            with _collective():
-                for work in [dist.all_reduce(one, async_op=True) for one in tensors]:
-                    work.wait()
+            for work in [dist.all_reduce(one, async_op=True) for one in tensors]:
+                work.wait()
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Give a tensor, on the device or the host, the leader's values, in place."""
         if self._control is not None:
-            with _collective():
-                dist.broadcast(tensor, 0)
+            dist.broadcast(tensor, 0)
 
 
 @contextmanager
@@ -142,14 +137,18 @@ def join_world(
         yield World()
         return
     with Watch(spec, cloud=cloud, secret=secret, end=end, timeout_s=silence_s) as watch:
-        with _collective():
-            watch.meet(_launchers_store(spec), patience_s=min(patience_s, _TIMEOUT.total_seconds()))
-            before = listening_ports()
-            store = _open_store(spec, watch)
-        with _process_group(spec, device, store, watch) as world:
-            # Torch's store and Gloo accept anybody; by now every rank is connected to both.
-            stop_accepting(listening_ports() - before)
-            yield world
+        try:
+            # Before the group ends: that fails the others, who then ask why.
+            with _explained(watch):
+                watch.meet(_launchers_store(spec), patience_s=min(patience_s, _TIMEOUT.total_seconds()))
+                before = listening_ports()
+                world = _open_world(spec, device, watch)
+                # Torch's store and Gloo accept anybody; by now every rank is connected to both.
+                stop_accepting(listening_ports() - before)
+                yield world
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def _launchers_store(spec: RankSpec) -> Store | None:
@@ -184,37 +183,27 @@ def _connect_to_store(host: str, port: int) -> Store:
     return TCPStore(host, port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
 
 
-@contextmanager
-def _process_group(spec: RankSpec, device: Device, store: Store, watch: Watch) -> Iterator[World]:
-    try:
-        # Before the group ends: that fails the others, who then ask why.
-        with _explained(watch):
-            with _collective():
-                dist.init_process_group(
-                    _backend(device),
-                    store=store,
-                    rank=spec.rank,
-                    world_size=spec.num_ranks,
-                    timeout=_TIMEOUT,
-                )
-                control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-            world = World(spec, control=control, watch=watch)
-            _check_devices(world, device)
-            yield world
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def _open_world(spec: RankSpec, device: Device, watch: Watch) -> World:
+    store, num_ranks = _open_store(spec, watch), spec.num_ranks
+    dist.init_process_group(
+        _backend(device), store=store, rank=spec.rank, world_size=num_ranks, timeout=_TIMEOUT
+    )
+    world = World(spec, control=dist.new_group(backend="gloo", timeout=_TIMEOUT), watch=watch)
+    _check_devices(world, device)
+    return world
 
 
 @contextmanager
 def _explained(watch: Watch) -> Iterator[None]:
-    """Replace an error of any collective by the reason why a rank was lost, where the watch knows it."""
+    """Replace an error of torch by the reason why a rank was lost, where the watch knows it."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except (RankLost, RuntimeError, OSError) as error:
         reason = watch.reason(timeout_s=_LAST_WORD_S)
+        if reason is None and isinstance(error, dist.DistError):
+            reason = f"the ranks of this cloud have lost each other: {first_line(error)}"
         if reason is None:
             raise
         raise RankLost(reason) from error
@@ -238,20 +227,6 @@ def _check_devices(world: World, device: Device) -> None:
             f"several ranks of this cloud would share device {twice[0][1]} of {twice[0][0]}",
             hint="start no more ranks on a machine than it has devices",
         )
-
-
-@contextmanager
-def _collective() -> Iterator[None]:
-    """Turn torch's errors about ranks that do not answer into `RankLost`."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise RankLost(
-            f"the ranks of this cloud have lost each other: {first_line(error)}",
-            hint="the log of the rank that ended first says why",
-        ) from error
 
 
 def _as_tensor(data: bytes) -> Tensor:

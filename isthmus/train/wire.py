@@ -18,11 +18,11 @@ from typing import Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from torch import Tensor
 
 from isthmus.codec.base import flat_bytes
-from isthmus.errors import FrameError, RankLost
+from isthmus.errors import FrameError
 from isthmus.events import Span, steady_s
 from isthmus.plan.pipeline_parts import HIDDEN
 from isthmus.plan.types import (
@@ -41,7 +41,6 @@ from isthmus.train.coding import DTYPES, CodecState, Coded, CutEnd
 from isthmus.train.device import Mark
 from isthmus.train.frozen_cache import Cache
 from isthmus.train.integers import pack_integers, unpack_integers
-from isthmus.train.watch import Watch
 from isthmus.wan.link import Link, LinkState, OnState
 from isthmus.wan.packet import Buffer, Packet
 
@@ -186,7 +185,7 @@ class Wire:
             coded = self.cut.encode(message, hidden, integers, after=ready)
             others = self.cut.to_host(others)
         coding_s = steady_s() - started_s
-        packet = _pack(message, integers, others, coded)
+        packet = pack_message(message, integers, others, coded)
         num_bytes = self.link.send(_STREAMS[message.kind], packet, priority=message.priority)
         facts = Carried(num_bytes=num_bytes, rtt_s=self.link.counters().rtt_s or 0.0)
         if self.cut is not None and hidden is not None and coded is not None:
@@ -212,10 +211,9 @@ class Wire:
             self._take(stream, packet)
 
     def _take(self, stream: str, packet: Packet) -> None:
-        header = _read_header(packet.header)
-        if _STREAMS.get(header.kind) != stream:
-            raise FrameError(f"a {header.kind.value} in the stream {stream}")
-        message = _message(header, self.facts, sender=self.peer, to=self.here)
+        message, header = read_message(packet.header, self.facts, sender=self.peer, to=self.here)
+        if _STREAMS.get(message.kind) != stream:
+            raise FrameError(f"a {message.kind.value} in the stream {stream}")
         arrived_s = steady_s()
         sent_s = min(arrived_s, header.sent_s - (self.link.counters().clock_offset_s or 0.0))
         tensors, coded = self._unpack(message, header, packet)
@@ -228,7 +226,7 @@ class Wire:
         self.inbox.put(Delivery(message=message, tensors=tensors, travel_s=arrived_s - sent_s, facts=facts))
 
     def _unpack(
-        self, message: Message, header: "_Header", packet: Packet
+        self, message: Message, header: "MessageHeader", packet: Packet
     ) -> tuple[dict[str, Tensor], Coded | None]:
         num_parts = 0 if header.hidden is None else header.hidden[-1]
         num_integers = len(packet.buffers) - len(header.tensors) - num_parts
@@ -287,58 +285,13 @@ class Wire:
             self.inbox.put(Failure(member=self.peer, error=error))
 
 
-@dataclass(slots=True, eq=False)
-class InsideWire:
-    """The path between this rank and another one of its cloud: facts alone, where ranks watch each other."""
-
-    watch: Watch
-    _: KW_ONLY
-    here: Member
-    peer: Member
-    inbox: Inbox
-    facts: Mapping[MessageKind, type[Facts]]
-    cache: None = None
-
-    def open(self) -> None:
-        """Start to take in what arrives."""
-        self.watch.hear(self.peer.rank, self._take)
-
-    def send(self, message: Message, tensors: Mapping[str, Tensor], ready: Mark) -> None:  # noqa: ARG002
-        """Send a message; tensors go through collectives."""
-        self.watch.tell(self.peer.rank, _pack(message, {}, {}, None).header)
-
-    def _take(self, found: JsonValue | RankLost) -> None:
-        if isinstance(found, RankLost):
-            self.inbox.put(Failure(member=self.peer, error=found))
-            return
-        try:
-            message = _message(_read_header(found), self.facts, sender=self.peer, to=self.here)
-        except FrameError as error:
-            self.inbox.put(Failure(member=self.peer, error=error))
-        else:
-            self.inbox.put(Delivery(message=message, tensors={}, travel_s=0.0, facts=Carried()))
-
-    def state(self, step: int) -> None:
-        """Nothing is coded."""
-
-    def load(self, state: CodecState) -> None:
-        """Nothing is coded."""
-
-    def close(self) -> None:
-        """The connection stays until the world ends."""
-
-    def abandon(self) -> None:
-        """The connection stays until the world ends."""
-
-
-AnyWire = Wire | InsideWire
 _LAX: Final = Strict(False)
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Dtype = Literal["float32", "bfloat16", "float16"]
 _Shape = Annotated[tuple[_Count, ...], Field(strict=False, max_length=_MAX_NUM_DIMENSIONS)]
 
 
-class _Header(BaseModel):
+class MessageHeader(BaseModel):
     """What a packet says of its message; a peer has written it, so that every field is checked."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
@@ -355,9 +308,10 @@ class _Header(BaseModel):
     """The codec, the type, and how many rows in how many parts; None without hidden states."""
 
 
-def _pack(
+def pack_message(
     message: Message, integers: Mapping[str, Tensor], others: Mapping[str, Tensor], coded: Coded | None
 ) -> Packet:
+    """A message as its peer reads it: a header, integers, tensors as they are, and coded hidden states."""
     planes, buffers = pack_integers(integers)
     header: dict[str, object] = {
         "kind": message.kind.value,
@@ -377,25 +331,24 @@ def _pack(
     return Packet(header, tuple(buffers))
 
 
-def _message(
-    header: _Header, kinds: Mapping[MessageKind, type[Facts]], *, sender: Member, to: Member
-) -> Message:
-    kind, facts = header.kind, kinds.get(header.kind)
-    if (facts is None) != (header.facts is None):
-        raise FrameError(f"a {kind.value} with facts that it should not have, or without")
-    found = None if facts is None else unpack_facts(header.facts, facts)
-    return Message(kind, header.step, header.item, sender, (to,), found, tuple(header.codecs.items()))
-
-
-def _read_header(header: object) -> _Header:
+def read_message(
+    values: object, kinds: Mapping[MessageKind, type[Facts]], *, sender: Member, to: Member
+) -> tuple[Message, MessageHeader]:
+    """The message that a header stands for, and what else it says; `kinds` are the facts that are due."""
     try:
-        return _Header.model_validate(header)
+        header = MessageHeader.model_validate(values)
     except ValidationError as error:
         reason = error.errors(include_url=False, include_input=False, include_context=False)[0]
         raise FrameError(f"a message with an unreadable header: {str(reason)[:_MAX_SHOWN]}") from None
+    kind, due = header.kind, kinds.get(header.kind)
+    if (due is None) != (header.facts is None):
+        raise FrameError(f"a {kind.value} with facts that it should not have, or without")
+    facts, codecs = None if due is None else unpack_facts(header.facts, due), tuple(header.codecs.items())
+    return Message(kind, header.step, header.item, sender, (to,), facts, codecs), header
 
 
 def _as_tensor(part: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """A view of bytes as what the header says of them."""
     if math.prod(shape) * _TYPES[dtype].itemsize != part.numel():
         raise FrameError(f"a tensor of shape {shape} in {part.numel()} bytes")
     return part.view(_TYPES[dtype]).view(shape)

@@ -25,7 +25,7 @@ from isthmus.plan.feed import (
 )
 from isthmus.plan.types import Member, Message, MessageKind, Outcome
 from isthmus.train.generator import BATCH, BatchForm, Tokens, num_tokens, pack, unpack
-from isthmus.train.wire import _pack
+from isthmus.train.wire import pack_message
 from isthmus.wan.packet import Packet
 from isthmus.wan.shaping import Shape
 from tests.model.cases import PAD, VOCABULARY_SIZE
@@ -269,7 +269,7 @@ def hostile(data: bytes, *, num_batches: int = 1) -> Any:
         for number in range(num_batches):
             tag = BatchTag(generator=1, number=number, version=0, num_tokens=num_tokens(corrupted()))
             message = Message(MessageKind.IDS, 0, number, SOUTH, (JUDGE,), tag)
-            link.send("ids", _pack(message, {BATCH: tensor}, {}, None))
+            link.send("ids", pack_message(message, {BATCH: tensor}, {}, None))
         link.send("done", Packet({}))
 
     return play
