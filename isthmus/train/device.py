@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -151,14 +152,6 @@ def _find(kind: str) -> torch.device:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _UnderWay:
-    kind: str
-    name: str
-    begun: Mark
-    ended: Mark
-
-
 class PassClock:
     """Runs passes so that an accelerator never waits for the host between two of them.
 
@@ -175,7 +168,7 @@ class PassClock:
         self._origin = Mark()
         self._origin_s = 0.0
         self._near_end: Mark | None = None
-        self._under_way: _UnderWay | None = None
+        self._report_last: Callable[[], None] = _nothing
 
     def begin(self) -> None:
         """Set the device's clock by the host's, at the start of a step or an evaluation."""
@@ -195,10 +188,10 @@ class PassClock:
         begun = self._device.mark(is_timed=True)
         result = work()
         ended = self._device.mark(is_timed=True)
-        before, self._under_way = self._under_way, _UnderWay(kind=kind, name=name, begun=begun, ended=ended)
+        before, self._report_last = self._report_last, partial(self._report, kind, name, begun, ended)
         if self._near_end is not None:
             self._near_end.wait()
-        self._settle(before)
+        before()
         if self._near_end is None:
             self.settle()
         return result, ended
@@ -210,15 +203,18 @@ class PassClock:
 
     def settle(self) -> None:
         """Wait for the pass under way, and report it."""
-        before, self._under_way = self._under_way, None
-        self._settle(before)
+        before, self._report_last = self._report_last, _nothing
+        before()
 
-    def _settle(self, lap: _UnderWay | None) -> None:
-        if lap is not None:
-            lap.ended.wait()
-            start_s, end_s = self._time_s(lap.begun), self._time_s(lap.ended)
-            self._busy_s += end_s - start_s
-            self._on_span(Span(track=self._track, name=lap.name, kind=lap.kind, start_s=start_s, end_s=end_s))
+    def _report(self, kind: str, name: str, begun: Mark, ended: Mark) -> None:
+        ended.wait()
+        start_s, end_s = self._time_s(begun), self._time_s(ended)
+        self._busy_s += end_s - start_s
+        self._on_span(Span(track=self._track, name=name, kind=kind, start_s=start_s, end_s=end_s))
 
     def _time_s(self, mark: Mark) -> float:
         return self._origin_s + mark.since_s(self._origin)
+
+
+def _nothing() -> None:
+    """No pass is under way."""

@@ -1,4 +1,18 @@
-"""The actor of a pipeline: passes of one stage, reductions, updates and evaluations."""
+"""The actor of a pipeline: what one member computes, a method for each kind of work.
+
+    PipelineConfig   what all members agree on: the schedule, the cuts, which layers are where
+    Passes           runs a stage forward and back on one micro-batch after the other
+    PipelineActor    READ            takes its micro-batches from the data, where the member reads any
+                     FORWARD         activation ──► stage ──► activation for the next stage, or the loss
+                     BACKWARD        gradient ──► stage ──► gradient for the stage before
+                     REDUCE          sums gradients over ranks, and reads losses and norms from the device
+                     UPDATE          clips by the norm over all stages, and takes the step
+                     FIT             begins a bottleneck with what its warm-up has shown
+                     EVALUATE, SCORE forwards on held-out data, and what they came to
+
+What arrives waits under its kind, step and micro-batch until its pass runs; what a pass makes waits likewise
+until its message leaves.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
