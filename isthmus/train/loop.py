@@ -55,8 +55,7 @@ from isthmus.plan.types import (
     WorkKind,
 )
 from isthmus.train.device import Mark
-from isthmus.train.watch import AnyWire
-from isthmus.train.wire import Delivery, Failure, Inbox, Met
+from isthmus.train.wire import AnyWire, Delivery, Failure, Inbox, Met
 
 # Works that change nothing that is saved, but for buffers of the stage.
 _KEEPS_STATE: Final = frozenset(

@@ -28,8 +28,7 @@ from isthmus.train.data_role import DataKind
 from isthmus.train.generator_role import FeedKind
 from isthmus.train.loop import Actor, Loop, Saver, save_nothing
 from isthmus.train.pipeline_role import PipelineKind
-from isthmus.train.watch import AnyWire, InsideWire
-from isthmus.train.wire import Inbox, Observer, Wire
+from isthmus.train.wire import AnyWire, Inbox, InsideWire, Observer, Wire
 from isthmus.wan.link import Link
 
 MAX_CONFIG_BYTES: Final = 8 * 2**20

@@ -63,8 +63,7 @@ from isthmus.train.records import open_store
 from isthmus.train.rejoin import Hail, Joining, Rejoin
 from isthmus.train.role import Role, RunKind, kind_of, open_loop, open_wire, pack_config, write_config
 from isthmus.train.runs import PARTS_PREFIX, TOKENIZER_FOLDER, read_decisions
-from isthmus.train.watch import AnyWire
-from isthmus.train.wire import Met
+from isthmus.train.wire import AnyWire, Met
 from isthmus.units import format_duration
 from isthmus.wan.endpoint import Endpoint
 from isthmus.wan.handshake import RankSpec

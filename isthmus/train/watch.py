@@ -32,21 +32,16 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from pydantic import JsonValue
-from torch import Tensor
 
 from isthmus.errors import FrameError, RankLost, UserError
 from isthmus.job.fields import Address
-from isthmus.plan.types import Carried, Facts, Member, Message, MessageKind
-from isthmus.train.coding import CodecState
-from isthmus.train.device import Mark
-from isthmus.train.wire import Delivery, Failure, Inbox, Wire, pack_message, read_message
 from isthmus.wan.handshake import EXIT_LOST, RankSpec
 from isthmus.wan.heartbeat import MAX_LINE_BYTES, Channel, Heartbeat
 from isthmus.wan.packet import Abort, Close, ControlFrame, Frame, Notice, encode
@@ -414,50 +409,3 @@ class Watch:
                 channel.write(frame)
 
         self._loop.run(tell())
-
-
-@dataclass(slots=True, eq=False)
-class InsideWire:
-    """The path between this rank and another one of its cloud: facts alone, where ranks watch each other."""
-
-    watch: Watch
-    _: KW_ONLY
-    here: Member
-    peer: Member
-    inbox: Inbox
-    facts: Mapping[MessageKind, type[Facts]]
-    cache: None = None
-
-    def open(self) -> None:
-        """Start to take in what arrives."""
-        self.watch.hear(self.peer.rank, self._take)
-
-    def send(self, message: Message, tensors: Mapping[str, Tensor], ready: Mark) -> None:  # noqa: ARG002
-        """Send a message; tensors go through collectives."""
-        self.watch.tell(self.peer.rank, pack_message(message, {}, {}, None).header)
-
-    def _take(self, found: JsonValue | RankLost) -> None:
-        if isinstance(found, RankLost):
-            self.inbox.put(Failure(member=self.peer, error=found))
-            return
-        try:
-            message, _ = read_message(found, self.facts, sender=self.peer, to=self.here)
-        except FrameError as error:
-            self.inbox.put(Failure(member=self.peer, error=error))
-        else:
-            self.inbox.put(Delivery(message=message, tensors={}, travel_s=0.0, facts=Carried()))
-
-    def state(self, step: int) -> None:
-        """Nothing is coded."""
-
-    def load(self, state: CodecState) -> None:
-        """Nothing is coded."""
-
-    def close(self) -> None:
-        """The connection stays until the world ends."""
-
-    def abandon(self) -> None:
-        """The connection stays until the world ends."""
-
-
-AnyWire = Wire | InsideWire
