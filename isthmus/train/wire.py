@@ -18,11 +18,11 @@ from typing import Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, ValidationError
 from torch import Tensor
 
 from isthmus.codec.base import flat_bytes
-from isthmus.errors import FrameError
+from isthmus.errors import FrameError, RankLost
 from isthmus.events import Span, steady_s
 from isthmus.plan.pipeline_parts import HIDDEN
 from isthmus.plan.types import (
