@@ -52,7 +52,7 @@ from isthmus.plan.codecs import Pair
 from isthmus.train.device import Device
 from isthmus.train.pipeline import PipelineConfig
 from isthmus.train.session import SWITCH_INTERVAL_S
-from isthmus.units import parse_bandwidth_bps, parse_duration_s
+from isthmus.units import BANDWIDTH, DURATION
 
 NUM_WARM_UP_STEPS = 2
 # Dense bfloat16 of an H200, by its maker's data sheet.
@@ -333,7 +333,7 @@ def measure_stage(
     dtype = dtype_of(is_sharded=is_sharded)
     if options.far_end == "link":
         served = Served(scale=scale, dtype=dtype, max_in_flight=options.max_in_flight)
-        wan = wan_of((parse_duration_s(options.rtt) / MS, parse_bandwidth_bps(options.bandwidth) / MBPS))
+        wan = wan_of((DURATION.parse(options.rtt) / MS, BANDWIDTH.parse(options.bandwidth) / MBPS))
         over_link: list[Timing] = measure_over(wan, work, served)
         return over_link
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

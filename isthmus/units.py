@@ -146,13 +146,9 @@ FLOPS: Final = Quantity(
     shown_from=_largest_first(_OPERATIONS),
 )
 
-parse_bandwidth_bps: Final = BANDWIDTH.parse
-parse_duration_s: Final = DURATION.parse
-parse_flops: Final = FLOPS.parse
 format_bandwidth: Final = BANDWIDTH.format
 format_duration: Final = DURATION.format
 format_bytes: Final = BYTES.format
-format_flops: Final = FLOPS.format
 
 
 def shorten(value: float) -> float:

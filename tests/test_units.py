@@ -9,23 +9,22 @@ from hypothesis import strategies as st
 
 from isthmus.errors import FieldError
 from isthmus.units import (
+    BANDWIDTH,
     BYTES,
+    DURATION,
+    FLOPS,
     closest,
     format_bandwidth,
     format_bytes,
     format_duration,
-    format_flops,
-    parse_bandwidth_bps,
-    parse_duration_s,
-    parse_flops,
 )
 
 numbers = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 plausible = st.floats(min_value=1e-9, max_value=1e21)
 FLOATS = [
-    (format_bandwidth, parse_bandwidth_bps),
-    (format_duration, parse_duration_s),
-    (format_flops, parse_flops),
+    (format_bandwidth, BANDWIDTH.parse),
+    (format_duration, DURATION.parse),
+    (FLOPS.format, FLOPS.parse),
 ]
 
 
@@ -44,7 +43,7 @@ FLOATS = [
     ],
 )
 def test_bandwidths(text: str, bps: float) -> None:
-    assert parse_bandwidth_bps(text) == bps
+    assert BANDWIDTH.parse(text) == bps
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_bandwidths(text: str, bps: float) -> None:
     [("35 ms", 0.035), ("7 us", 7e-6), ("1.5 s", 1.5), ("5 min", 300.0), ("2 h", 7200.0), ("1 d", 86400.0)],
 )
 def test_durations_are_the_nearest_float(text: str, seconds: float) -> None:
-    assert parse_duration_s(text) == seconds
+    assert DURATION.parse(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_bytes_are_whole(text: str, num_bytes: int) -> None:
 
 
 def test_flops() -> None:
-    assert parse_flops("312 TFLOPS") == 312e12
+    assert FLOPS.parse("312 TFLOPS") == 312e12
 
 
 @pytest.mark.parametrize(
@@ -83,13 +82,13 @@ def test_flops() -> None:
 )
 def test_what_is_no_bandwidth_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(FieldError) as caught:
-        parse_bandwidth_bps(text)
+        BANDWIDTH.parse(text)
     assert caught.value.what.startswith(repr(text))
 
 
 def test_words_for_units_are_understood_in_the_cure() -> None:
     with pytest.raises(FieldError) as caught:
-        parse_duration_s("5 minutes")
+        DURATION.parse("5 minutes")
     assert caught.value.cure == "did you mean '5 min'?"
 
 
@@ -105,7 +104,7 @@ def test_words_for_units_are_understood_in_the_cure() -> None:
 )
 def test_a_mistyped_unit_and_one_in_bytes_are_told_in_the_right_one(text: str, meant: str) -> None:
     with pytest.raises(FieldError) as caught:
-        parse_bandwidth_bps(text)
+        BANDWIDTH.parse(text)
     assert caught.value.cure is not None
     assert caught.value.cure.endswith(f"did you mean {meant!r}?")
 
@@ -154,7 +153,7 @@ def test_rounded_bytes_read_back_within_four_digits(num_bytes: int) -> None:
         (format_duration(2e-7), "0.2 us"),
         (format_bytes(80 * 2**30), "80 GiB"),
         (format_bytes(999), "999 B"),
-        (format_flops(312e12), "312 TFLOPS"),
+        (FLOPS.format(312e12), "312 TFLOPS"),
         (format_duration(61.0, exact=True), "61 s"),
         (format_duration(300.0, exact=True), "5 min"),
         (format_bandwidth(2e8, exact=True), "200 Mbps"),

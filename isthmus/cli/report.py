@@ -51,13 +51,9 @@ def report(
 
 def _tables(found: RunReport) -> dict[str, Table]:
     times = [one for one in (found.step, *found.durations) if (one.measured, one.predicted) != (None, None)]
-    errors = {**({} if found.step.error is None else {"step": abs(found.step.error)}), **found.errors}
     feed = found.summary.feed
     return {
         "Times": _compared_table("time of one", times, duration),
-        "Error by kind": tabulate(
-            errors.items(), {"kind": lambda one: one[0], "mean error": lambda one: f"{one[1]:.1%}"}
-        ),
         "Where the time went": _waits_table(found),
         "Generators": tabulate(
             () if feed is None else feed.streams,

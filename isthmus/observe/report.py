@@ -393,8 +393,6 @@ class RunReport:
     step: Compared
     durations: tuple[Compared, ...]
     """Median seconds of one span, by kind and track."""
-    errors: Mapping[str, float]
-    """The mean size of the errors of a kind over its tracks."""
     bytes_per_step: tuple[Compared, ...]
     waits: Mapping[str, tuple[Waits, ...]]
     """Where the time of each cloud went, "measured" and "predicted"."""
@@ -412,7 +410,6 @@ def report_on(run: Path, *, beside: Path | None = None) -> RunReport:
     timeline = None if scenario is None else simulate_scenario(scenario, num_steps=_NUM_PREDICTED_STEPS)
     clouds = [stage.cloud for stage in scenario.stages] if scenario else clouds_in_order(spans)
     measured, predicted = _counted_spans(spans), _counted_spans(timeline.spans if timeline else ())
-    durations = _compared(_durations_s(predicted), _durations_s(measured))
     charts = {
         "predicted": None if timeline is None else chart_of_step(timeline),
         "measured": _measured_chart(spans, clouds),
@@ -423,8 +420,7 @@ def report_on(run: Path, *, beside: Path | None = None) -> RunReport:
         has_plan=recorded.estimate is not None,
         summary=summarize(recorded),
         step=_pair("step", "all", step_s, _median_s(steps[_NUM_WARM_UP_STEPS:] or steps)),
-        durations=durations,
-        errors=_mean_errors(durations),
+        durations=_compared(_durations_s(predicted), _durations_s(measured)),
         bytes_per_step=_compared(_bytes_per_step(predicted), _bytes_per_step(measured)),
         waits={
             "measured": _waits(spans, clouds, starts_s=recorded.starts_s),
@@ -435,14 +431,6 @@ def report_on(run: Path, *, beside: Path | None = None) -> RunReport:
         rounds=summarize_rounds(recorded),
         quality=() if beside is None else compare_quality(recorded, read_run(beside)),
     )
-
-
-def _mean_errors(pairs: Iterable[Compared]) -> dict[str, float]:
-    by_kind: defaultdict[str, list[float]] = defaultdict(list)
-    for one in pairs:
-        if one.error is not None:
-            by_kind[one.kind].append(abs(one.error))
-    return {kind: statistics.fmean(errors) for kind, errors in by_kind.items()}
 
 
 def _counted_spans(spans: Iterable[Span]) -> list[Span]:
