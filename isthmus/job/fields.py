@@ -207,6 +207,7 @@ Price = Annotated[float, Field(ge=0, le=1_000_000)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[tuple[Count, ...], Field(strict=False, min_length=1)]
+LayerNumbers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 Text = Annotated[str, Field(min_length=1)]
 
 

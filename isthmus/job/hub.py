@@ -57,9 +57,11 @@ def find_file(source: str, file: str, *, is_required: bool = False) -> Path | No
 
 def check_model(job: Job) -> None:
     """Refuse a job whose model is neither here nor on the hub, before torch is imported."""
-    source = None if job.model is None else job.model.source
-    if source is not None and find_file(source, CONFIG_FILE) is None:
-        raise no_model(source)
+    model = job.model
+    decoder = None if model is None or model.abnet is None else model.abnet.decoder
+    for source in (None if model is None else model.source, decoder):
+        if source is not None and find_file(source, CONFIG_FILE) is None:
+            raise no_model(source)
 
 
 def no_model(source: str) -> UserError:

@@ -36,6 +36,7 @@ from isthmus.job.fields import (
     Frozen,
     Gateway,
     HeartbeatTimeout,
+    LayerNumbers,
     Listen,
     Memory,
     MemoryBandwidth,
@@ -99,6 +100,25 @@ def _checked_config(config: dict[str, object]) -> dict[str, object]:
     return config
 
 
+class ABNetSpec(Frozen):
+    """The model is an encoder; joined with a second one by adapters, both translate."""
+
+    decoder: Text | None = Field(None, examples=["google-bert/bert-base-german-cased"])
+    """Hugging Face name or local folder of the second encoder, which decodes; as the first unless given."""
+    decoder_config: Annotated[dict[str, object], AfterValidator(_checked_config)] | None = Field(
+        None, examples=[{"model_type": "bert"}]
+    )
+    """Its configuration where weights are fresh; as the first's unless given."""
+    adapter_width: Count = 512
+    """Inner width of the feed-forward in each adapter."""
+    encoder_adapters: LayerNumbers | None = Field(None, examples=[[4, 5]])
+    """Layers of the encoder that have an adapter behind them, from 0 on; all unless given."""
+    decoder_adapters: LayerNumbers | None = Field(None, examples=[[0, 2, 4]])
+    """Layers of the decoder that have one; all unless given."""
+    frozen: bool = True
+    """Train adapters and head alone; false trains the encoders' own weights as well."""
+
+
 class ModelSpec(Frozen):
     """What is trained: existing weights, or a configuration for fresh ones."""
 
@@ -116,6 +136,8 @@ class ModelSpec(Frozen):
     """Run the Python code that the folder or repository of model or tokenizer brings, if any."""
     lora: LoraSpec | None = Field(None, examples=[{"r": 16}])
     """Train low-rank adapters instead of the weights; needs `peft`."""
+    abnet: ABNetSpec | None = Field(None, examples=[{"adapter_width": 512}])
+    """Join this encoder with a second one, for translation."""
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
@@ -129,7 +151,19 @@ class ModelSpec(Frozen):
                 "has adapters for fresh weights, which would never learn anything themselves",
                 cure="start from weights by source, or leave the [model.lora] table out",
             )
+        if self.abnet is not None:
+            self._check_abnet(self.abnet)
         return self
+
+    def _check_abnet(self, abnet: ABNetSpec) -> None:
+        if (abnet.decoder if self.source is None else abnet.decoder_config) is not None:
+            given, other = ("fresh", "decoder_config") if self.source is None else ("pretrained", "decoder")
+            raise FieldError(
+                f"has an encoder of {given} weights, and a decoder of others",
+                cure=f"give the decoder by abnet.{other}, or leave it out",
+            )
+        if self.lora is not None:
+            raise FieldError("has both lora and abnet", cure="leave one of the tables out")
 
 
 _LABELLED: Final = ("sequence-classification", "token-classification")

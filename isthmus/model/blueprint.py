@@ -3,7 +3,7 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -14,8 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.errors import UserError
 from isthmus.job.hub import CONFIG_FILE, code_not_run, find_file, needs_code, no_model
-from isthmus.job.sections import unknown_key
-from isthmus.model.encoder_decoder import check_translates, stacks_of
+from isthmus.job.sections import ABNetSpec, ModelSpec, unknown_key
+from isthmus.model.encoder_decoder import check_translates, joined_config, stacks_of
 from isthmus.model.families import (
     BUILD_ERRORS,
     FIRST,
@@ -107,6 +107,8 @@ class Blueprint:
     """Whether code that came with the configuration may run."""
     whole: str | None = None
     """The class of a configuration of which this model is only the text part."""
+    abnet: ABNetSpec | None = None
+    """How two encoders are joined, of which `source` is the first."""
 
     @property
     def num_layers(self) -> int:
@@ -156,6 +158,23 @@ def pretrained_blueprint(
         source=name,
         trust_remote_code=trust_remote_code,
     )
+
+
+def joined_blueprint(
+    model: ModelSpec, abnet: ABNetSpec, *, values: Mapping[str, Any], head: Head
+) -> Blueprint:
+    """Two encoders that adapters join; `values` are what their configurations take from the data."""
+    if model.source is not None:
+        names = (model.source, abnet.decoder or model.source)
+        both = [read_config(name, trust_remote_code=False) for name in names]
+    else:
+        tables = (model.config or {}, abnet.decoder_config or model.config or {})
+        known = {key: one for key, one in values.items() if key != "decoder_start_token_id"}
+        both = [_config_from({**table, **known}) for table in tables]
+    ids = {key: values.get(key) for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    config = joined_config(abnet, *both, ids=ids)
+    found = _draw(config, head=head, num_labels=None, source=model.source)
+    return replace(found, abnet=abnet)
 
 
 def read_config(name: str, *, trust_remote_code: bool) -> Any:

@@ -9,34 +9,49 @@ What follows the encoder's layers belongs to the stage of the last one, what pre
 that of the first one. Every decoder layer attends to the memory, so every decoder stage gets it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from isthmus.errors import UserError
+from isthmus.job.sections import ABNetSpec
 from isthmus.model.cut import Arrival, Departure, Seam
 from isthmus.model.families import Absent, Decoder, Family
+from isthmus.model.modeling_abnet import ABNetConfig, ABNetForTranslation
 
 MODEL_TYPES: Final = ("bart", "marian", "mbart", "mt5", "pegasus", "t5")
+JOINED_TYPES: Final = ("bert", "camembert", "electra", "roberta", "xlm-roberta")
+"""The encoders that `model.abnet` joins: those that have a causal form, and layers of BERT's shape."""
+_ADAPTER: Final = ".adapter."
 SHARED: Final = "shared"
 """The embedding that encoder, decoder and head share where they are tied."""
-_BEFORE: Final = ("embed_tokens", "embed_positions", "layernorm_embedding")
+_BEFORE: Final = (
+    "embed_tokens",
+    "embed_positions",
+    "layernorm_embedding",
+    "embeddings",
+    "embeddings_project",
+)
 _BEHIND: Final = ("layer_norm", "final_layer_norm")
-_LAYERS: Final = ("block", "layers")
+_LAYERS: Final = ("block", "layers", "encoder")
+_INNER: Final = ".layer"
+"""Where the layers of an encoder of BERT's shape lie below its own encoder."""
 
 
 def check_translates(config: PreTrainedConfig) -> None:
     """Refuse a model that is no encoder with a decoder, or that cannot be cut as one."""
-    if config.model_type not in MODEL_TYPES:
+    if config.model_type not in (*MODEL_TYPES, ABNetConfig.model_type):
         is_one = bool(config.is_encoder_decoder)
         reason = "is an encoder–decoder of a kind that cannot be cut" if is_one else "is no encoder–decoder"
         raise UserError(
             f"{config.model_type} {reason}, and translation needs one",
-            hint=f"take a model of type {', '.join(MODEL_TYPES)}, or set another data.task",
+            hint=f"take a model of type {', '.join(MODEL_TYPES)}, join two encoders by [model.abnet], or set "
+            "another data.task",
         )
     for key in ("encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, key, 0):
@@ -55,6 +70,8 @@ def stacks_of(model: PreTrainedModel) -> Family:
         return tuple(f"{stack}.{name}" for name in names if name in children[stack])
 
     (layers,), (decoder_layers,) = (paths(stack, _LAYERS) for stack in ("encoder", "decoder"))
+    if model.config.model_type == ABNetConfig.model_type:
+        layers, decoder_layers = layers + _INNER, decoder_layers + _INNER
     heads = [name for name, _ in base.named_children() if name not in (*children, SHARED)]
     num_encoder_layers = sum(1 for _ in base.get_submodule(layers).children())
     return Family(
@@ -217,3 +234,86 @@ def untied_embedding(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> d
         return {}
     ((name, weight),) = given.items()
     return {name.replace("encoder.embed_tokens", SHARED): weight.clone()}
+
+
+# Two encoders that adapters join.
+
+AutoConfig.register(ABNetConfig.model_type, ABNetConfig)
+AutoModelForSeq2SeqLM.register(ABNetConfig, ABNetForTranslation)
+ABNetConfig.register_for_auto_class()
+ABNetForTranslation.register_for_auto_class("AutoModelForSeq2SeqLM")
+
+
+def joined_config(
+    spec: ABNetSpec, encoder: PreTrainedConfig, decoder: PreTrainedConfig, *, ids: Mapping[str, Any]
+) -> ABNetConfig:
+    """The configuration of two encoders with adapters, or a refusal; `ids` are those of special tokens."""
+    for config in (encoder, decoder):
+        if config.model_type not in JOINED_TYPES:
+            raise UserError(
+                f"{config.model_type} cannot be joined with another encoder by adapters",
+                hint=f"take encoders of type {', '.join(JOINED_TYPES)}, or leave [model.abnet] out",
+            )
+    for name in ("hidden_size", "vocab_size"):
+        own, other = getattr(encoder, name), getattr(decoder, name)
+        if own != other:
+            raise UserError(
+                f"the encoders that model.abnet joins have {own} and {other} as {name}",
+                hint=f"take two of the same {name}; one vocabulary serves both languages",
+            )
+    layers = {}
+    for name, config in (("encoder", encoder), ("decoder", decoder)):
+        every = range(config.num_hidden_layers)
+        given = getattr(spec, f"{name}_adapters")
+        layers[f"{name}_adapters"] = sorted(every if given is None else given)
+        if beyond := [one for one in given or () if one not in every]:
+            raise UserError(
+                f"model.abnet.{name}_adapters names layer {beyond[0]}, and the {name} has {len(every)}",
+                hint=f"use 0 to {len(every) - 1}",
+            )
+    if not layers["decoder_adapters"]:
+        raise UserError(
+            "no layer of the decoder has an adapter, so that it never sees what it translates",
+            hint="name some in model.abnet.decoder_adapters, or leave that out for all",
+        )
+    start = ids.get("bos_token_id")
+    ids = {**ids, "decoder_start_token_id": ids.get("pad_token_id") if start is None else start}
+    return ABNetConfig(encoder=encoder, decoder=decoder, adapter_width=spec.adapter_width, **layers, **ids)
+
+
+def joined_tensors(tensors: Mapping[str, Any], stack: str, *, in_base: str) -> dict[str, Any]:
+    """The tensors of a pretrained encoder by their names in `stack` of the joined model."""
+    found = {}
+    for name, tensor in tensors.items():
+        own = name.removeprefix(f"{in_base}.")
+        if own.startswith(("embeddings.", "embeddings_project.", "encoder.layer.")):
+            place = re.sub(r"^(encoder\.layer\.\d+)", r"\1.layer", own)
+            found[f"model.{stack}.{place}"] = tensor
+        if stack == "decoder" and own == "embeddings.word_embeddings.weight":
+            found["lm_head.weight"] = tensor
+    return found
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a joined model belongs to an adapter or to the head, less its embedding."""
+    return _ADAPTER in name or not name.startswith(("model.", "lm_head.weight"))
+
+
+def freeze_joined(model: PreTrainedModel) -> None:
+    """Train nothing of two joined encoders but adapters and head."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+def check_learns(config: ABNetConfig, stages: Sequence[range], *, num_frozen: int) -> None:
+    """Refuse a stage of joined encoders that has no adapter, and so nothing to learn."""
+    start = config.encoder.num_hidden_layers
+    adapted = {*config.encoder_adapters, *(start + one for one in config.decoder_adapters)}
+    for layers in stages[:-1]:
+        if layers.stop > num_frozen and not adapted.intersection(layers):
+            raise UserError(
+                f"none of the layers {layers.start} to {layers.stop - 1} has an adapter, and nothing else of "
+                "their stage is trained",
+                hint="name one of them in model.abnet.encoder_adapters or decoder_adapters, or freeze the "
+                f"whole encoder: model.frozen_layers = {start}",
+            )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from isthmus.errors import UserError
 from isthmus.job.codec import BottleneckSpec, BoundarySpec, HiddenSpec
@@ -21,7 +21,13 @@ from isthmus.job.sections import LoraSpec
 from isthmus.model.blueprint import Blueprint, check_layers
 from isthmus.model.bottleneck import Down, Half, Up
 from isthmus.model.cut import LayerCall, Seam, drop_absent
-from isthmus.model.encoder_decoder import drop_stacks, seed_decoder
+from isthmus.model.encoder_decoder import (
+    drop_stacks,
+    freeze_joined,
+    is_adapter,
+    joined_tensors,
+    seed_decoder,
+)
 from isthmus.model.feed_forward import (
     FeedForwardDown,
     FeedForwardUp,
@@ -141,6 +147,8 @@ def assemble(
         layer.forward = LayerCall(layer, index=index, seam=seam, router=stage.router)
     if blueprint.family.decoder is not None:
         seed_decoder(model.base_model.get_submodule("decoder"), seam)
+    if blueprint.abnet is not None and blueprint.abnet.frozen:
+        freeze_joined(model)
     freeze_below(stage, num_frozen_layers)
     return stage
 
@@ -231,6 +239,12 @@ def _tensors(blueprint: Blueprint, *, untied: bool) -> "Mapping[str, PretrainedT
     if blueprint.source is None:
         return {}
     tensors = Checkpoint(blueprint.source).tensors()
+    if blueprint.abnet is not None:
+        decoder = Checkpoint(blueprint.abnet.decoder or blueprint.source).tensors()
+        stacks = {"encoder": tensors, "decoder": decoder}
+        bases = {name: _base_prefix(getattr(blueprint.config, name)) for name in stacks}
+        joined = (joined_tensors(own, name, in_base=bases[name]) for name, own in stacks.items())
+        return {name: one for own in joined for name, one in own.items()}
     in_base = f"{blueprint.model_class.base_model_prefix}."
     if blueprint.whole is not None:
         tensors = {_name_in_text(name, in_base): one for name, one in tensors.items()}
@@ -240,6 +254,12 @@ def _tensors(blueprint: Blueprint, *, untied: bool) -> "Mapping[str, PretrainedT
             if taker not in tensors and found is not None:
                 tensors[taker] = found
     return tensors
+
+
+def _base_prefix(config: PreTrainedConfig) -> str:
+    """The name under which models with a head keep the model of this configuration."""
+    found: str = MODEL_MAPPING[type(config)].base_model_prefix
+    return found
 
 
 def _name_in_text(name: str, in_base: str) -> str:
@@ -262,12 +282,12 @@ def _check_report(blueprint: Blueprint, report: Mapping[str, Any]) -> list[str]:
         )
     missing = sorted(report["missing_keys"])
     for key in missing:
-        if key not in blueprint.layout.last:
+        if key not in blueprint.layout.last and not (blueprint.abnet and is_adapter(key)):
             raise UserError(
                 f"{name} holds no weights for {key} of {blueprint.model_class.__name__}",
                 hint="start from a folder or name that holds the whole model",
             )
-    return missing
+    return [] if blueprint.abnet is not None else missing
 
 
 def _notes(

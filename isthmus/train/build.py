@@ -15,7 +15,7 @@ import torch
 from isthmus.errors import UserError
 from isthmus.job import CloudSpec, Job, stage_order
 from isthmus.job.codec import BoundarySpec, HiddenSpec
-from isthmus.model.blueprint import Blueprint, fresh_blueprint, pretrained_blueprint
+from isthmus.model.blueprint import Blueprint, fresh_blueprint, joined_blueprint, pretrained_blueprint
 from isthmus.model.heads import HEADS
 from isthmus.model.load import build_stage
 from isthmus.model.recompute import Budgeted, Fixed
@@ -199,6 +199,8 @@ class Build:
 def blueprint_of(job: Job, *, config: Mapping[str, Any], num_labels: int | None) -> Blueprint:
     """The job's model, with what its configuration takes from the data."""
     head, model = HEADS[job.given_data.task], job.given_model
+    if model.abnet is not None:
+        return joined_blueprint(model, model.abnet, values=config, head=head)
     if model.source is None:
         return fresh_blueprint({**(model.config or {}), **config}, head=head, num_labels=num_labels)
     return pretrained_blueprint(
@@ -211,7 +213,7 @@ def made_up_ids(job: Job) -> dict[str, int | None]:
 
     Those that a family assumes may lie beyond a small vocabulary.
     """
-    if job.given_model.source is not None:
+    if job.given_model.source is not None and job.given_model.abnet is None:
         return {}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     return {**ids, **({"decoder_start_token_id": 0} if job.given_data.task == "translation" else {})}
@@ -256,7 +258,8 @@ def check_fits(job: Job, stage_layers: Sequence[range], blueprint: Blueprint) ->
 def _least_bytes(job: Job, cloud: CloudSpec, blueprint: Blueprint, layers: range) -> int:
     """What one rank keeps of a stage at least; a stage that is frozen in part counts as frozen."""
     model, num_parameters = job.given_model, sum(blueprint.layout.owned_by(layers).values())
-    num_trained = 0 if model.lora is not None or layers.start < model.frozen_layers else num_parameters
+    is_adapted = model.lora is not None or (model.abnet is not None and model.abnet.frozen)
+    num_trained = 0 if is_adapted or layers.start < model.frozen_layers else num_parameters
     is_away = job.train.offload_optimizer and cloud.device != "cpu"
     moment_bytes = 0 if is_away else job.train.optimizer_bits // 4 * num_trained
     gathered_bytes = torch.float32.itemsize * (num_parameters + num_trained)

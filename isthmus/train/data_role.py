@@ -318,8 +318,9 @@ def _refusals(
                 f"data parallel needs a link between each two clouds so far, not so {first!r} and {second!r}",
                 f'add a [[link]] with between = ["{first}", "{second}"]',
             )
-    if model.lora is not None or model.frozen_layers:
-        yield "data parallel trains all weights so far", "leave model.lora and model.frozen_layers out"
+    if model.lora or model.abnet or model.frozen_layers:
+        cure = "leave model.lora, model.abnet and model.frozen_layers out"
+        yield "data parallel trains all weights so far", cure
     if (strategy.quorum or 1) > len(job.cloud):
         yield f"a quorum of {strategy.quorum} of {len(job.cloud)} clouds", "lower strategy.quorum"
     named = [cloud.name for cloud in job.cloud if cloud.data is not None]

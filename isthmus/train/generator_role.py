@@ -258,10 +258,10 @@ def _check(job: Job, judge: str, clouds: Sequence[str]) -> None:
                 hint="leave link.boundary out",
             )
     models = [own_job(job, name).given_model for name in (judge, *clouds)]
-    if any(one.lora is not None or one.frozen_layers for one in models):
+    if any(one.lora or one.abnet or one.frozen_layers for one in models):
         raise UserError(
             "generator-discriminator trains whole models: neither adapters nor frozen layers are offered",
-            hint="leave model.lora and model.frozen_layers out",
+            hint="leave model.lora, model.abnet and model.frozen_layers out",
         )
 
 

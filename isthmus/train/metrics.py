@@ -239,7 +239,7 @@ def judge_of(job: Job, stage: Stage, *, files: Mapping[str, str], is_sharded: bo
 
 def _take_generation_config(job: Job, model: Any) -> None:
     """Generate as the exported model will, which has the file of the model that it began as."""
-    source = job.given_model.source
+    source = None if job.given_model.abnet is not None else job.given_model.source
     file = None if source is None else find_file(source, GENERATION_FILE)
     if file is not None:
         model.generation_config = GenerationConfig.from_pretrained(file.parent)

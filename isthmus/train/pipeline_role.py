@@ -13,6 +13,7 @@ from isthmus.errors import UserError
 from isthmus.job import Job, stage_order
 from isthmus.job.codec import BottleneckSpec, HiddenSpec
 from isthmus.model.blueprint import Blueprint
+from isthmus.model.encoder_decoder import check_learns
 from isthmus.model.export import describe_exported
 from isthmus.model.feed_forward import check_within, lies_within
 from isthmus.model.random import seed_from
@@ -86,6 +87,8 @@ class PipelineKind:
         clouds = stage_order(job)
         layers = stage_layers(job, decisions, blueprint.num_layers, blueprint.family.decoder)
         check_apart(job, layers, blueprint.num_encoder_layers)
+        if blueprint.abnet is not None and blueprint.abnet.frozen:
+            check_learns(blueprint.config, layers, num_frozen=num_frozen_layers(job))
         last = job.cloud_named(clouds[-1])
         is_sharded = last.ranks > 1 and last.sharding == "full"
         reason = why_not_translated(layers[-1], blueprint.num_encoder_layers, is_sharded=is_sharded)

@@ -281,7 +281,7 @@ class Measuring:
             config=dict(model_config(job)),
             task=job.given_data.task,
             precision=job.train.precision,
-            **job.given_model.model_dump(mode="json", include={"source", "frozen_layers", "lora"}),
+            **job.given_model.model_dump(mode="json", include={"source", "frozen_layers", "lora", "abnet"}),
         )
         if key not in self._known:
             self._known[key] = self._measured(job, key)

@@ -23,6 +23,7 @@ SECTIONS = {
     "`[[link]]`": ["LinkSpec"],
     "`[model]`": ["ModelSpec"],
     "`[model.lora]`": ["LoraSpec"],
+    "`[model.abnet]`": ["ABNetSpec"],
     "`[data]`": ["DataSpec"],
     "`[strategy]`": ["AutoStrategy", "PipelineStrategy", "DataStrategy", "GeneratorDiscriminatorStrategy"],
     "`[strategy.generators.CLOUD]`": ["GeneratorSpec"],

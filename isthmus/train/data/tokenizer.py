@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isthmus.errors import UserError
 from isthmus.job import DataSpec, ModelSpec
 from isthmus.job.hub import code_not_run, find_file, needs_code
+from isthmus.job.sections import ABNetSpec
 from isthmus.model.blueprint import read_config
 from isthmus.model.encoder_decoder import MODEL_TYPES
 
@@ -54,6 +55,8 @@ class ModelLimits:
 
 def read_limits(model: ModelSpec) -> ModelLimits:
     """The limits of the job's model: of its `config` table, or of the configuration beside its weights."""
+    if model.abnet is not None:
+        return _limits_of_both(model, model.abnet)
     if model.source is not None:
         config = read_config(model.source, trust_remote_code=model.trust_remote_code).get_text_config()
         values = {
@@ -68,6 +71,16 @@ def read_limits(model: ModelSpec) -> ModelLimits:
         num_positions=_whole(values, _POSITIONS),
         counts_from_padding=values.get("model_type") in _COUNT_FROM_PADDING,
     )
+
+
+def _limits_of_both(model: ModelSpec, abnet: ABNetSpec) -> ModelLimits:
+    """The limits that texts and translations keep to, where two encoders are joined."""
+    apart = model.model_copy(update={"abnet": None})
+    second = {"source": abnet.decoder or model.source, "config": abnet.decoder_config or model.config}
+    own, other = read_limits(apart), read_limits(apart.model_copy(update=second))
+    positions = [one for one in (own.num_positions, other.num_positions) if one is not None]
+    counts = own.counts_from_padding or other.counts_from_padding
+    return replace(own, num_positions=min(positions, default=None), counts_from_padding=counts)
 
 
 def choose_tokenizer(
@@ -162,6 +175,13 @@ def token_values(tokenizer: Any, given: Mapping[str, object]) -> dict[str, objec
     return {key: value for key, value in values.items() if key not in given}
 
 
+def ids_of_encoder(tokenizer: Any) -> dict[str, object]:
+    """Special tokens by a decoder's names for them: it starts and ends as texts of the encoder do."""
+    starts = (tokenizer.bos_token_id, tokenizer.cls_token_id)
+    start = next((one for one in starts if one is not None), None)
+    return {_PADDING: tokenizer.pad_token_id, "bos_token_id": start, "eos_token_id": end_id(tokenizer)}
+
+
 def end_id(tokenizer: Any) -> int:
     """The token that ends a document."""
     for own in (tokenizer.eos_token_id, tokenizer.sep_token_id):
@@ -211,6 +231,18 @@ def _new_tokenizer(data: DataSpec, model: ModelSpec, *, texts: Iterable[str], li
     if model.source is not None:
         _check_same_vocabulary(tokenizer, model.source, trust_remote_code=model.trust_remote_code)
     return tokenizer
+
+
+def check_decoder(tokenizer: Any, model: ModelSpec) -> None:
+    """Refuse a second encoder that was trained with another vocabulary than the first."""
+    decoder = None if model.abnet is None else model.abnet.decoder
+    if decoder is None or not any(find_file(decoder, file) for file in _FILES):
+        return
+    if load_tokenizer(decoder).get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{decoder} has another vocabulary than {model.source}, with which model.abnet joins it",
+            hint="take two encoders of one vocabulary, such as two multilingual ones",
+        )
 
 
 def _check_same_vocabulary(tokenizer: Any, model_name: str, *, trust_remote_code: bool) -> None:

@@ -38,7 +38,9 @@ from isthmus.train.data.samples import (
 )
 from isthmus.train.data.token_files import TokenFiles, in_memory
 from isthmus.train.data.tokenizer import (
+    check_decoder,
     choose_tokenizer,
+    ids_of_encoder,
     padding_id,
     read_limits,
     token_values,
@@ -181,6 +183,7 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
     texts = (text for row in rows for text in read_texts(row, spec))
     tokenizer = choose_tokenizer(spec, model, texts=texts, limits=limits, folder=tokenizer_folder)
     _keep_generation(model, tokenizer_folder)
+    check_decoder(tokenizer, model)
     pad_id = padding_id(tokenizer, limits)
     check_length(spec.sequence_length, limits.max_length(pad_id))
     recipe = Recipe(spec=spec, tokenizer=tokenizer, rows=rows, held_out=held_out)
@@ -196,7 +199,7 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
         validation=validation,
         tokenizer=tokenizer,
         facts=ModelFacts(
-            config={} if model.config is None else token_values(tokenizer, model.config),
+            config=_model_values(tokenizer, model),
             label_names=recipe.labels(found.arrays).names,
         ),
         head=HEADS[spec.task],
@@ -205,6 +208,12 @@ def open_data(job: Job, *, tokenizer_folder: Path, tokens: TokenFiles | None = N
         sha256=found.sha256,
         pairing=pairing,
     )
+
+
+def _model_values(tokenizer: Any, model: ModelSpec) -> dict[str, object]:
+    if model.config is not None:
+        return token_values(tokenizer, model.config)
+    return {} if model.abnet is None else ids_of_encoder(tokenizer)
 
 
 def _pairing(arrays: Arrays, recipe: Recipe) -> str:
@@ -244,7 +253,8 @@ def check_paired(texts: str, translations: str) -> None:
 def _keep_generation(model: ModelSpec, folder: Path) -> None:
     """Keep a pretrained model's generation config; at the end of a run the hub may be unreachable."""
     kept = folder / GENERATION_FILE
-    path = None if model.source is None or kept.exists() else find_file(model.source, GENERATION_FILE)
+    is_new = model.source is None or model.abnet is not None
+    path = None if is_new or kept.exists() else find_file(str(model.source), GENERATION_FILE)
     if path is not None:
         replace_file(kept, path.read_text())
 
