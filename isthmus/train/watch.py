@@ -16,8 +16,8 @@ a lost rank cannot be cancelled. The frames are those of links:
     Close                                    the end, in order
     Abort(reason)                            the end of the world, and why
 
-The secret is derived from the cloud's private key, which all its ranks have. A store has no authentication:
-its port may be that of an earlier rank 0, or of a stranger, who has no proof. Anybody can connect, so
+The secret is derived from the cloud's private key, which all its ranks have. A store has no authentication,
+so a port read from it needs a proof too; it may still be that of an earlier rank 0. Anybody can connect, so
 connections without proof are limited in number and time, and have no effect.
 """
 
@@ -27,6 +27,7 @@ import hmac
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -59,7 +60,6 @@ _NUM_UNPROVEN: Final = 32
 _NONCE_BYTES: Final = 16
 _MAX_NONCE_LENGTH: Final = 128
 _MAX_REASON_LENGTH: Final = 500
-_MAX_PORT_LENGTH: Final = 5
 _KEY: Final = "watch"
 
 Taker = Callable[[JsonValue | RankLost], None]
@@ -99,11 +99,19 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:_MAX_REASON_LENGTH]
 
 
-def _port_of(text: bytes) -> int:
-    """The port that a launcher's store has, where anybody may have written anything."""
-    if not text.isdigit() or len(text) > _MAX_PORT_LENGTH or int(text) >= 2**16:
-        raise FrameError("the launcher's store names no port")
-    return int(text)
+def publish_port(store: LauncherStore, port: int, secret: bytes) -> None:
+    """Write the port of rank 0 into a launcher's store, with a proof."""
+    store.set(_KEY, f"{port} {prove(secret, _KEY, port)}")
+
+
+def _read_port(store: LauncherStore, secret: bytes) -> int | None:
+    """The port of rank 0, if the store has one with a valid proof."""
+    if not store.check([_KEY]):
+        return None
+    port, _, proof = store.get(_KEY)[:MAX_LINE_BYTES].decode(errors="replace").partition(" ")
+    if not re.fullmatch("[0-9]{1,5}", port) or not is_proof(proof, prove(secret, _KEY, int(port))):
+        return None
+    return int(port)
 
 
 def _master(spec: RankSpec) -> Address:
@@ -205,7 +213,7 @@ class Watch:
             self._problem = f"{self._missing()} has not come"
             if store is not None:
                 # Again and again, since anybody may write there.
-                store.set(_KEY, str(port))
+                publish_port(store, port, self.secret)
             if self._all_met.wait(_LOOK_EVERY_S):
                 return
 
@@ -222,11 +230,12 @@ class Watch:
 
     def _find_leader(self, store: LauncherStore | None, patience_s: float) -> None:
         """Connect to rank 0; retries until a rank 0 of this cloud answers, or the time is over."""
-        start, port = f"rank 0 of cloud {self.cloud!r} cannot be reached", _master(self.spec).port
+        start = f"rank 0 of cloud {self.cloud!r} cannot be reached"
         for _ in self._tries(patience_s, f"{start}: it has not come"):
             try:
-                if store is None or store.check([_KEY]):
-                    self._loop.run(self._join(port if store is None else _port_of(store.get(_KEY))))
+                port = _master(self.spec).port if store is None else _read_port(store, self.secret)
+                if port is not None:
+                    self._loop.run(self._join(port))
                     return
             except (OSError, FrameError) as error:
                 self._problem = f"{start}: {error.message if isinstance(error, FrameError) else why(error)}"

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from isthmus.errors import RankLost
 from isthmus.job import Address
 from isthmus.train import watch as watch_module
-from isthmus.train.watch import Watch, prove
+from isthmus.train.watch import Watch, prove, publish_port
 from isthmus.wan.handshake import RankSpec
 from isthmus.wan.packet import Abort, Close, ControlFrame, Notice, decode, encode
 from isthmus.wan.sockets import listening_sockets
@@ -69,7 +69,7 @@ def free_port() -> int:
 
 def words_of_a_leader_at(port: int) -> Words:
     words = Words()
-    words.set("watch", str(port))
+    publish_port(words, port, SECRET)
     return words
 
 
@@ -110,8 +110,8 @@ def test_an_earlier_leader_that_is_gone_is_passed_over() -> None:
     finish_meeting(words_of_a_leader_at(free_port()), [post(1), post(2)], None)
 
 
-@pytest.mark.parametrize("left", ["{port} old", "", "x y", "99999999999", "99999", "4711 \ud800"])
-def test_words_in_a_launchers_store_that_are_no_port_are_passed_over(left: str) -> None:
+@pytest.mark.parametrize("left", ["{port} old", "{port}", "", "x y", "99999999999 y", "4711 \ud800"])
+def test_words_in_a_launchers_store_count_only_with_a_proof(left: str) -> None:
     with stranger(lambda _: None) as (port, heard):
         words = Words({"watch": left.format(port=port).encode(errors="replace").decode()})
         finish_meeting(words, [post(1), post(2)], None)
@@ -125,7 +125,7 @@ def test_a_stranger_that_writes_into_a_launchers_store_delays_a_meeting_by_a_sec
         while "watch" not in words.left:
             assert not waiting.done()
             threading.Event().wait(0.02)
-        words.left["watch"] = "1"
+        words.left["watch"] = "1 forged"
         followers = [post(1), post(2)]
         assert meet(followers, words) == [PORT, PORT]
         waiting.result(timeout=PATIENCE_S)
@@ -140,7 +140,7 @@ def test_a_rank_with_another_key_never_joins() -> None:
             threading.Event().wait(0.02)
         port = int(words.left["watch"].split()[0])
         foreign = Words()
-        foreign.set("watch", str(port))
+        publish_port(foreign, port, b"of cloud west")
         with pytest.raises(
             RankLost, match="another process, or a rank with another key, listens at its port"
         ):
