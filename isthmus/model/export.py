@@ -60,52 +60,47 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedBoundary:
-    """Both halves of a bottleneck by the names of their tensors, and the layer before which it lies."""
+    """A bottleneck in a joined model, and the layer before which it lies."""
 
     layer: int
     text: str
-    down: Mapping[str, Tensor]
-    up: Mapping[str, Tensor]
+    entry: Mapping[str, Any]
+    """What the configuration says of it."""
+    tensors: Mapping[str, Tensor]
+    """Its weights by their names in the folder."""
 
-    @property
-    def entry(self) -> dict[str, Any]:
-        """What the configuration says of it."""
-        rank, width = self.down["weight"].shape
-        entry: dict[str, Any] = {"layer": self.layer, "trained_as": self.text, "width": width, "rank": rank}
-        if "init=ffn-" in self.text:
-            entry["within"] = True
-        if "core" in self.up:
-            return entry | {"inner_width": len(self.up["rise"])}
-        if "anchors.table" in self.up:
-            entry["vocabulary_size"] = len(self.up["anchors.table"])
-        elif "anchors.codes" in self.up:
-            codes = self.up["anchors.codes"]
-            entry |= {"vocabulary_size": len(codes), "code_width": 2 * codes.shape[1]}
-        return entry
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Its weights by their names in the folder."""
-        return {f"boundaries.{self.layer}.{name}": one for name, one in self._folded().items()}
+def _join_halves(
+    layer: int, text: str, down: Mapping[str, Tensor], up: Mapping[str, Tensor]
+) -> TrainedBoundary:
+    """Fold both ends' anchors into one: what the sender takes off, the receiver need not put back."""
 
-    def _folded(self) -> dict[str, Tensor]:
-        """Both ends' anchors as one: what the sender takes off, the receiver need not put back."""
-        if "core" in self.up:
-            names = {"down.weight": self.down["weight"], "core.weight": self.up["core"]}
-            return {**names, "rise.weight": self.up["rise"]}
-        found = {"down.weight": self.down["weight"], "up.weight": self.up["weight"]}
-        found["up.bias"] = self.up["anchors.mean"].double() - self._through(self.down["anchors.mean"])
-        if "anchors.table" in self.up:
-            found["tokens.weight"] = _scaled(self.up, "table") - self._through(_scaled(self.down, "table"))
-        elif "anchors.codes" in self.up:
-            found["tokens.weight"] = torch.cat((self.up["anchors.codes"], self.down["anchors.codes"]), dim=1)
-            taken_off = self._through(_scaled(self.down, "directions"))
-            found["directions.weight"] = torch.cat((_scaled(self.up, "directions"), -taken_off)).T
-        return {name: one.float().contiguous() for name, one in found.items()}
-
-    def _through(self, rows_ND: Tensor) -> Tensor:
+    def through(rows_ND: Tensor) -> Tensor:
         """What the receiver would get of these rows."""
-        narrow_NR = rows_ND.double() @ self.down["weight"].double().T
-        return narrow_NR @ self.up["weight"].double().T
+        narrow_NR = rows_ND.double() @ down["weight"].double().T
+        return narrow_NR @ up["weight"].double().T
+
+    rank, width = down["weight"].shape
+    entry: dict[str, Any] = {"layer": layer, "trained_as": text, "width": width, "rank": rank}
+    if "init=ffn-" in text:
+        entry["within"] = True
+    found = {"down.weight": down["weight"]}
+    if "core" in up:
+        entry["inner_width"] = len(up["rise"])
+        found |= {"core.weight": up["core"], "rise.weight": up["rise"]}
+    else:
+        bias_D = up["anchors.mean"].double() - through(down["anchors.mean"])
+        found |= {"up.weight": up["weight"], "up.bias": bias_D}
+    if "anchors.table" in up:
+        entry["vocabulary_size"] = len(up["anchors.table"])
+        found["tokens.weight"] = _scaled(up, "table") - through(_scaled(down, "table"))
+    elif "anchors.codes" in up:
+        codes = torch.cat((up["anchors.codes"], down["anchors.codes"]), dim=1)
+        entry |= {"vocabulary_size": len(codes), "code_width": codes.shape[1]}
+        directions = torch.cat((_scaled(up, "directions"), -through(_scaled(down, "directions"))))
+        found |= {"tokens.weight": codes, "directions.weight": directions.T}
+    tensors = {f"boundaries.{layer}.{name}": one.float().contiguous() for name, one in found.items()}
+    return TrainedBoundary(layer=layer, text=text, entry=entry, tensors=tensors)
 
 
 def write_part(
@@ -236,7 +231,7 @@ def _join_weights(parts: Sequence[Part], boundaries: Sequence[TrainedBoundary], 
         _place(file, folder / name, prefix=prefix)
     if boundaries:
         name = _weights_name(num_files, num_files)
-        extra = {key: one for boundary in boundaries for key, one in boundary.tensors().items()}
+        extra = {key: one for boundary in boundaries for key, one in boundary.tensors.items()}
         save_file(extra, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(extra, name)
         total_bytes += sum(one.nbytes for one in extra.values())
@@ -277,9 +272,7 @@ def _boundaries(parts: Sequence[Part]) -> list[TrainedBoundary]:
             continue
         with safe_open(up, framework="pt") as opened:
             text = opened.metadata()["boundary"]
-        found.append(
-            TrainedBoundary(layer=behind.layers.start, text=text, down=load_file(down), up=load_file(up))
-        )
+        found.append(_join_halves(behind.layers.start, text, load_file(down), load_file(up)))
     if found and not parts[0].files:
         raise UserError(
             f"adapters alone cannot hold {found[0].text}, which was trained with them",
@@ -341,7 +334,7 @@ def _write_wrapper(folder: Path, boundaries: Sequence[TrainedBoundary], last: Pa
         text_config=last.config,
         auto_class=last.auto_class,
         layers=last.layers_path,
-        boundaries=[one.entry for one in boundaries],
+        boundaries=[dict(one.entry) for one in boundaries],
         architectures=[BottleneckModel.__name__],
         auto_map={
             "AutoConfig": f"{_CODE}.{BottleneckConfig.__name__}",
