@@ -96,10 +96,10 @@ class _Runner:
             _call_of(module).wrap(self._emulation.around)
             if family.decoder is not None and index == family.decoder.start:
                 # Its embedding counts with its first layer, and behind that lies the encoder.
-                decoder = base.get_submodule("decoder")
-                decoder.register_forward_pre_hook(self._enter_decoder(number), with_kwargs=True)
+                enter = self._enter(number, lambda _, kwargs: kwargs["encoder_hidden_states"])
+                base.get_submodule("decoder").register_forward_pre_hook(enter, with_kwargs=True)
             else:
-                module.register_forward_pre_hook(self._enter_layer(number), with_kwargs=True)
+                module.register_forward_pre_hook(self._enter(number, first_input), with_kwargs=True)
         modules[-1].register_forward_hook(self._enter_head)
         self._num_layers = len(modules)
         self.always_autocasts = False
@@ -156,17 +156,10 @@ class _Runner:
             output: StageOutput = self._stage(inputs)
         return output
 
-    def _enter_layer(self, number: int) -> Callable[..., None]:
+    def _enter(self, number: int, hidden: Callable[..., Tensor]) -> Callable[..., None]:
         def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._ledger.enter(self._counts.forward[number])
-            self._watch_gradient(first_input(args, kwargs), number - 1)
-
-        return enter
-
-    def _enter_decoder(self, number: int) -> Callable[..., None]:
-        def enter(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._ledger.enter(self._counts.forward[number])
-            self._watch_gradient(kwargs["encoder_hidden_states"], number - 1)
+            self._watch_gradient(hidden(args, kwargs), number - 1)
 
         return enter
 

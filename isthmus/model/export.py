@@ -198,8 +198,8 @@ def _check_whole(parts: Sequence[Part]) -> None:
     """The parts must be of one model, and hold each of its layers once."""
     if not parts:
         raise UserError("a model is joined from at least one part", hint="name what the clouds wrote")
-    held = [layer for part in parts for layer in part.layers]
-    if held != [*range(parts[0].num_layers)] or not all(part.files or _is_adapted(part) for part in parts):
+    held = [layer for part in parts if part.files or _is_adapted(part) for layer in part.layers]
+    if held != [*range(parts[0].num_layers)]:
         raise UserError(
             f"the parts hold the layers {held} of {parts[0].num_layers}",
             hint="name each cloud's part once",
