@@ -184,6 +184,6 @@ def cost_source() -> "CostSource":
 
 
 def cache_folder() -> Path:
-    """The folder for what can be made again, by the XDG rules."""
+    """Return the folder of cached files, by the XDG rules."""
     given = os.environ.get("XDG_CACHE_HOME")
     return (Path(given) if given else Path.home() / ".cache") / "isthmus"

@@ -6,7 +6,7 @@ IsthmusError
 ├── LinkError            a link between clouds cannot go on
 │   ├── FrameError       bytes that are no valid frame
 │   ├── Refused          the peer, or we, turned the handshake down
-│   │   └── NotReady     for now: the peer is still linked to an earlier life of ours
+│   │   └── NotReady     for now, since the peer is still linked to an earlier life of ours
 │   ├── PeerLost         a cloud has been silent for longer than the heartbeat time-out
 │   │   └── BadUpdate    a cloud has sent what cannot be used
 │   ├── Aborted          some cloud ended the run for all
@@ -25,7 +25,7 @@ from typing import Any
 
 
 class IsthmusError(Exception):
-    """Something a user can act on: one sentence, and the cure where there is one."""
+    """An error that a user can act on: one sentence, and the cure where there is one."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class Refused(LinkError):
 
 
 class NotReady(Refused):
-    """The peer is still linked to an earlier life of ours; worth another try."""
+    """The peer is still linked to an earlier life of ours; another try may succeed."""
 
 
 class PeerLost(LinkError):

@@ -36,7 +36,7 @@ _ANCHOR_NS: Final = time.time_ns() - time.monotonic_ns()
 
 
 def steady_ns() -> int:
-    """The time of day, but it never jumps: a clock that is set while a run lasts changes no duration."""
+    """Return the time of day by a clock that never jumps, also when the system clock is set during a run."""
     return _ANCHOR_NS + time.monotonic_ns()
 
 
@@ -46,7 +46,7 @@ def steady_s() -> float:
 
 
 class Span(NamedTuple):
-    """Something that took from one time to another at one place, by the first cloud's clock."""
+    """Something that took time on one track, by the clock of the first cloud."""
 
     track: str
     name: str
@@ -118,7 +118,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of one file; a last line that a crash has cut short is left out."""
+    """Yield the events of one file; a last line that a crash has cut short is left out."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
@@ -171,7 +171,7 @@ class StopRequest:
 
     @contextmanager
     def honoured_by(self, honour: Callable[[], None]) -> Iterator[None]:
-        """Within the block a request calls this, from any thread."""
+        """Within the block a request calls `honour`, from any thread."""
         with self._lock:
             self._honour = honour
         try:

@@ -152,5 +152,5 @@ format_bytes: Final = BYTES.format
 
 
 def shorten(value: float) -> float:
-    """A number with three figures, as many as people read."""
+    """Return a number with three significant figures."""
     return float(f"{value:.3g}")

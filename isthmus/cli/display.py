@@ -21,7 +21,7 @@ _LEAST_SHOWN_SHARE: Final = 0.005
 
 
 class Display:
-    """Shows the words that clouds send while they train; of one `site` alone what that one knows."""
+    """Shows what clouds report while they train; with `site` only what that cloud reports."""
 
     def __init__(self, console: Console, *, num_steps: int, site: str | None = None) -> None:
         self._console = console

@@ -32,7 +32,7 @@ _VERBS: Final = {
 
 
 class _Verbs(TyperGroup):
-    """Imports a verb's module when the verb is asked for: many need what takes long to import."""
+    """Imports the module of a command when the command is called, since some modules take long to import."""
 
     def list_commands(self, ctx: object) -> list[str]:  # noqa: ARG002 click's signature
         return list(_VERBS)

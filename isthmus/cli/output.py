@@ -91,13 +91,13 @@ def tabulate(items: Iterable[T], columns: Mapping[str, Callable[[T], str]]) -> T
 
 
 def duration(seconds: float) -> str:
-    """A duration with three digits."""
+    """Return a duration with three digits."""
     sign = "-" if seconds < 0 else ""
     return sign + format_duration(shorten(abs(seconds)))
 
 
 def size(num_bytes: float) -> str:
-    """A size with four digits."""
+    """Return a size with four digits."""
     return format_bytes(int(shorten(num_bytes)))
 
 

@@ -166,7 +166,7 @@ def profile(
 
 
 def _paths(job: Job, cloud: str | None, out: Path | None) -> dict[str, Path]:
-    """The file of each cloud that is measured."""
+    """Return the file of each cloud that is measured."""
     if cloud is None and len(job.cloud) > 1 and out is not None:
         what = f"--out names one file, and the job has {len(job.cloud)} clouds"
         raise UserError(what, hint="leave it out, or name the cloud with --cloud")

@@ -211,7 +211,7 @@ class Ending:
             os._exit(128 + number)
 
     def _tell(self, abort: Callable[[str], None], reason: str) -> None:
-        """End the run at all links; a peer that cannot be told delays nothing."""
+        """End the run at all links, without waiting for a peer that does not answer."""
         last_word = threading.Thread(target=abort, args=(reason,), name="last-word", daemon=True)
         last_word.start()
         last_word.join(_LAST_WORD_S)

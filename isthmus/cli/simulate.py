@@ -96,7 +96,7 @@ def _scenario(path: Path, overrides: Sequence[str], *, is_profiled: bool) -> tup
 def _costs(
     scenario: Scenario, num_steps: int, seed: int, script: Sequence[Disturbance]
 ) -> list[float | None]:
-    """By how much each fault alone puts off the end of the run; None where it ends it."""
+    """Return by how much each fault alone delays the end of the run; None where it ends the run."""
     if not script:
         return []
     plain_s = isthmus.simulate(scenario, steps=num_steps, seed=seed).steps[-1].end_s
@@ -120,7 +120,7 @@ def _steps_table(clouds: Sequence[str], found: Timeline) -> Table:
 
 
 def _worth_showing(steps: Sequence[SimulatedStep]) -> Iterator[SimulatedStep]:
-    """The first, the last, and every one that takes another time than the one before."""
+    """Yield the first step, the last, and every one that takes another time than the one before."""
     for place, step in enumerate(steps):
         before_s = steps[place - 1].duration_s if place else 0.0
         is_edge = place in (0, len(steps) - 1)
@@ -190,5 +190,5 @@ def _facts(found: Timeline, script: Sequence[Disturbance], costs: Sequence[float
 
 
 def _counted(one: SimulatedStep | Stopped) -> dict[str, Any]:
-    """Its fields, with the step counted from 1 as in the tables."""
+    """Return the fields, with the step counted from 1 as in the tables."""
     return {**asdict(one), "step": one.step + 1}

@@ -53,7 +53,7 @@ class CodecSpec:
 
 
 def gradient_codec(forward: CodecSpec, backward: CodecSpec) -> CodecSpec:
-    """How gradients cross: the backward codec, less what the activation has decided for both directions."""
+    """Return the codec of gradients: the backward codec without what the activation decides for both."""
     return CodecSpec(steps=named.gradient_steps(forward.steps, backward.steps))
 
 
@@ -149,7 +149,7 @@ def parse_codec(text: str) -> CodecSpec:
 
 
 def read_codec(value: object) -> object:
-    """The codec that a text names; other values are returned for pydantic to check."""
+    """Return the codec that a text names; other values are returned for pydantic to check."""
     return parse_codec(value) if isinstance(value, str) else value
 
 

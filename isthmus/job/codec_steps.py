@@ -177,7 +177,7 @@ def check_order(steps: Steps) -> None:
 
 
 def gradient_steps(forward: Steps, backward: Steps) -> Steps:
-    """The steps of a gradient: what the activation has decided already is neither chosen nor sent again."""
+    """Return the steps of a gradient: what the activation has decided is neither chosen nor sent again."""
     match forward, backward:
         case (Feedback() | Center(), *rest), _:
             return gradient_steps(tuple(rest), backward)
@@ -228,7 +228,7 @@ def num_anchors(subspace: Subspace) -> int:
 
 
 def in_subspace(rest: Steps) -> Steps:
-    """The steps behind a subspace: its coordinates are of one size, so that more of them share a scale."""
+    """Return the steps behind a subspace: its coordinates are of similar size, so more share a scale."""
     return tuple(
         replace(one, group=COORDINATE_GROUP)
         if isinstance(one, Integers) and one.group == DEFAULT_GROUP
@@ -254,12 +254,12 @@ def basis_bytes(subspace: Subspace, width: int) -> int:
 
 
 def num_due(age: int, *, every: int) -> int:
-    """Versions that are due after the first until this age: at 1, 2, 4, … steps, then every so many."""
+    """Count the versions after the first until this age: at 1, 2, 4, … steps, then every so many."""
     return min(age, every - 1).bit_length() + age // every
 
 
 def num_versions(subspace: Subspace, num_steps: int, *, age: int = 0) -> int:
-    """Basis versions in so many steps of a code that has this age by then; the first comes at age 0."""
+    """Count the basis versions in so many steps from this age of the codec on; the first is at age 0."""
     until, before = (
         1 + num_due(one - 1, every=subspace.every) if one > 0 else 0 for one in (age + num_steps, age)
     )
@@ -300,7 +300,7 @@ def part_bytes(
 
 
 def num_kept(ratio: float, width: int) -> int:
-    """How many elements of a row of this width `topk(ratio)` keeps."""
+    """Return how many elements of a row of this width `topk(ratio)` keeps."""
     return max(1, min(width, round(ratio * width)))
 
 
@@ -315,7 +315,7 @@ def index_bytes(num_indices: int, width: int) -> int:
 
 
 def is_bitmap(num_indices: int, width: int) -> bool:
-    """Whether it is a bit for each."""
+    """Whether indices cross as a bitmap."""
     return packed_bytes(width, 1) <= packed_bytes(num_indices, index_bits(width))
 
 

@@ -209,7 +209,7 @@ def _link_conflicts(
 
 
 def _faults(table: _Table, seed: str) -> Iterator[Fault | CloudFault]:
-    """The faults that a table stands for, each at a time of its own."""
+    """Yield the faults of a table, each at a time of its own."""
     values = {key: value for key, value in table if key not in ("kind", "at_s", "until_s", "times")}
     draw = random.Random(seed)  # noqa: S311 (no secret)
     for _ in range(table.times):

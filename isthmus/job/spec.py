@@ -275,7 +275,7 @@ class Job(Frozen):
         return self.data
 
     def reading_at(self, cloud_name: str) -> Self:
-        """The job with the data that a cloud has of its own, if any."""
+        """Return the job with the data that a cloud has of its own, if any."""
         own = self.cloud_named(cloud_name).data
         if own is None or self.data is None:
             return self
@@ -292,7 +292,7 @@ class Job(Frozen):
         return tuple(link for link in self.link if cloud_name in link.between)
 
     def used(self) -> Self:
-        """The job with only the clouds that take part, where the strategy names them."""
+        """Return the job with only the clouds that take part, where the strategy names them."""
         named = self.strategy.clouds if isinstance(self.strategy, PipelineStrategy) else None
         if named is None:
             return self
@@ -316,7 +316,7 @@ class Job(Frozen):
 
     @property
     def meaning_digest(self) -> str:
-        """SHA-256 in hex of all that makes a run the one it is."""
+        """SHA-256 in hex of the keys that must not change while a run continues."""
         return self._digest(KeyRole.MEANING)
 
     def _digest(self, *roles: KeyRole) -> str:
@@ -336,7 +336,7 @@ class Job(Frozen):
 
 
 def stage_order(job: Job) -> tuple[str, ...]:
-    """The clouds in a row, each linked to the next: in the job's order, else along the links."""
+    """Return the clouds in a row, each linked to the next: in the order of the job, else along the links."""
     names = tuple(cloud.name for cloud in job.cloud)
     linked = {frozenset(link.between) for link in job.link}
     given = job.strategy.clouds if isinstance(job.strategy, PipelineStrategy) else None

@@ -201,7 +201,7 @@ class CloudSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodingError:
-    """The worst of the messages one way that their sender measured; an error of None lost everything."""
+    """The worst measured message of one direction; None stands for an error that left nothing."""
 
     track: str
     """Such as east→west."""
@@ -232,12 +232,12 @@ class Summary:
 
     @property
     def bubble(self) -> float | None:
-        """The mean over ranks."""
+        """The mean bubble of all ranks."""
         return statistics.fmean(one.bubble for one in self.clouds) if self.clouds else None
 
     @property
     def overlapped_share(self) -> float | None:
-        """The mean over ranks that receive something."""
+        """The mean overlapped share of the ranks that receive something."""
         shares = [one.overlapped_share for one in self.clouds if one.overlapped_share is not None]
         return statistics.fmean(shares) if shares else None
 
@@ -288,7 +288,7 @@ class StreamSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedSummary:
-    """What a discriminator told: its accuracy in the last tenth of all steps, and how long it waited."""
+    """What a discriminator reports: its accuracy in the last tenth of all steps, and how long it waited."""
 
     streams: tuple[StreamSummary, ...]
     accuracy: float

@@ -64,7 +64,7 @@ class Track:
 
     @property
     def is_line(self) -> bool:
-        """Whether spans here are transfers, not computation."""
+        """Whether the spans are transfers, not computation."""
         return LINE_MARK in self.name
 
 
