@@ -16,7 +16,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Final
 
@@ -66,11 +66,6 @@ class CodecLevel:
     backward: CodecSpec
     loss: Loss
     is_joint: bool = False
-
-
-# What codecs cost at each cut, as a share of the validation loss; it adds up over the cuts of a pipeline.
-# bf16 and subspaces were not measured: their figures only keep the order of the levels.
-_LOSS_PER_CUT: Final = {"subspace": 0.01, "int4": 0.005, "int8": 0.0001, "bf16": 0.00001}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,15 +205,6 @@ def _parse_pair(forward: str, backward: str) -> Pair:
     if not pair.is_possible:
         raise FrameError(f"gradients by {backward[:100]!r} cannot follow activations by {forward[:100]!r}")
     return pair
-
-
-def expected_loss(pairs: Iterable[Pair]) -> float:
-    """What codecs cost over all cuts, as a share of the loss: the more the more cuts there are."""
-    return sum(max(_loss_per_cut(one.forward), _loss_per_cut(one.backward)) for one in pairs)
-
-
-def _loss_per_cut(codec: CodecSpec) -> float:
-    return max((share for name, share in _LOSS_PER_CUT.items() if name in str(codec)), default=0.0)
 
 
 def num_learners(num_senders: int, num_receivers: int) -> int:
@@ -474,46 +460,25 @@ def _least_lossy(allowed: Sequence[Choice], headroom: float, tolerance: float = 
 def explained(choice: Choice, allowed: Sequence[Choice], bounds: Bounds) -> Choice:
     """A choice with its reason: beside what it was chosen from."""
     less_lossy = [one for one in allowed if one.lossiness < choice.lossiness]
-    has_faster = any(one.pace_s() < choice.pace_s() for one in allowed)
+    compute = format_duration(choice.interval_s)
+
+    def sentence(what: str, codec: CodecSpec, own: CodecSpec | None, others_s: dict[CodecSpec, float]) -> str:
+        own_s = others_s.pop(codec)
+        slower = [(other_s, str(other)) for other, other_s in others_s.items() if other_s > own_s]
+        author = "" if own is None else ", as it was given"
+        other = f", {min(slower)[1]} would take {format_duration(min(slower)[0])}" if slower else ""
+        return (
+            f"{what} {codec}{author}: {format_duration(own_s)} on the line beside {compute} of compute{other}"
+        )
+
     forward_s = {one.pair.forward: one.forward_s for one in (*less_lossy, choice)}
-    author = _author(bounds.forward, bounds.least_forward_bytes)
-    reason = f"activations {_sentence(choice, choice.pair.forward, forward_s, author, has_faster)}"
+    reason = sentence("activations", choice.pair.forward, bounds.forward, forward_s)
     if choice.basis_s:
         reason += f", its basis adds {format_duration(choice.basis_s)}"
     if choice.crossing.has_gradient:
         backward_s = {one.pair.backward: one.backward_s for one in (*less_lossy, choice)}
-        author = _author(bounds.backward, bounds.least_backward_bytes)
-        reason += f"; gradients {_sentence(choice, choice.pair.backward, backward_s, author, has_faster)}"
+        reason += f"; {sentence('gradients', choice.pair.backward, bounds.backward, backward_s)}"
     return replace(choice, reason=reason)
-
-
-def _author(own: CodecSpec | None, least_bytes: int) -> str:
-    """Says where the codec of a direction that is not chosen here comes from."""
-    if own is None:
-        return ""
-    return ", as the guard has it" if least_bytes else ", as the job says"
-
-
-def _sentence(
-    choice: Choice, codec: CodecSpec, seconds: Mapping[CodecSpec, float], author: str, has_faster: bool
-) -> str:
-    """Says, for example, "raw: 12 ms on the line is overlapped by 30 ms of compute"."""
-    own_s, interval_s, pace_s = seconds[codec], choice.interval_s, choice.pace_s()
-    compute = f"{format_duration(interval_s)} of compute"
-    start = f"{codec}{author}: {format_duration(own_s)} on the line is"
-    if own_s >= pace_s > interval_s:
-        excuse = "no codec that is allowed is faster" + (" once its basis is counted" if has_faster else "")
-        excuse = 'codec = "auto" may find a faster one' if author else excuse
-        return f"{start} more than {compute}, and {excuse}"
-    reason = f"overlapped by {compute}"
-    if own_s > interval_s:
-        reason = f"less than the {format_duration(pace_s)} of the other direction"
-    slower = [(other_s, str(other)) for other, other_s in seconds.items() if other_s > own_s]
-    if not slower:
-        return f"{start} {reason}"
-    other_s, other = min(slower)
-    ends = "" if other_s > interval_s else " and at the ends of a step, which nothing overlaps,"
-    return f"{start} {reason},{ends} {other} would take {format_duration(other_s)}"
 
 
 LEAST_COSINE: Final = 0.98

@@ -59,7 +59,6 @@ def test_every_pair_of_ranks_has_its_own_basis() -> None:
 def test_a_run_too_short_for_a_basis_does_without() -> None:
     short = choose(over(2, 1), THIN, levels=LEVELS, bounds=BOUNDS)
     assert short.pair == INT4
-    assert "no codec that is allowed is faster once its basis is counted" in short.reason
     longer = choose(over(1000), THIN, levels=LEVELS, bounds=BOUNDS)
     assert longer.pair == LOSSIEST
     assert 0.02 * longer.forward_s < longer.basis_s < 0.1 * longer.forward_s

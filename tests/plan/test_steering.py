@@ -169,17 +169,6 @@ def test_gradients_are_not_judged_by_what_another_code_did(forward: str, backwar
     assert steers.states[0].least_backward_bytes == 0
 
 
-def test_a_codec_of_the_guard_is_not_said_to_be_the_jobs() -> None:
-    own = pair("rotate | int2", "raw")
-    free = replace(cut(own, is_free=True), bounds=Bounds(forward=own.forward))
-    steers, notes = steering(free)
-    steers(tally(0, on_line_s=1.0, cosines=Cosines(forward=0.9)))
-    for step in range(1, 9):
-        steers(tally(step, on_line_s=1.0))
-    assert "as the guard has it" in notes[-1]
-    assert "as the job says" not in notes[-1]
-
-
 # The guard alone.
 
 WIDE = Cut(crossing=Crossing(num_rows=256, width=768))
