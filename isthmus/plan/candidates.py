@@ -1,8 +1,5 @@
 """Pipelines that might be the plan: from clouds, cuts and codecs to a scenario, simulated, and to a plan.
 
-    CloudOrder   clouds as stages in this order, under one setting
-    Candidate    an order with cuts and codecs: all that its time depends on
-
 A step of many micro-batches is timed by simulating fewer, where the pipeline has a periodic steady state. It
 fills the pipeline, repeats one pattern, and drains it. Filling and draining take as long for any number of
 micro-batches, so a step of m micro-batches takes as long as one of n < m and `(m - n) / P` periods of P
@@ -30,7 +27,6 @@ from isthmus.plan.codecs import (
     RAW_PAIR,
     Choice,
     CodecLevel,
-    Crossing,
     Loss,
     Pair,
     choose,
@@ -51,8 +47,6 @@ from isthmus.plan.plan import (
 )
 from isthmus.plan.scenario import (
     Caps,
-    HopLoad,
-    Policy,
     Scenario,
     at_worst,
     expected,
@@ -63,8 +57,7 @@ from isthmus.plan.scenario import (
 )
 from isthmus.plan.simulate import Timeline
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.study import Clouds, LinkFacts, Setting, Study
-from isthmus.plan.times import CloudFacts
+from isthmus.plan.study import CloudOrder
 
 Stops = NDArray[np.int64]
 """Rows of where the layers of each stage end."""
@@ -73,53 +66,6 @@ _GIB: Final = 2**30
 _CLOSE: Final = 0.01
 _THRIFTY: Final = "fewer bytes to pay for than time alone asks for"
 _HURRIED: Final = "faster than less lossy ones, since too few micro-batches are in flight to overlap the line"
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CloudOrder:
-    """Clouds as stages in this order under one setting, with the cuts that a beam found, if it did."""
-
-    study: Study
-    setting: Setting
-    clouds: Clouds
-    found_stops: Stops | None = None
-
-    @property
-    def policy(self) -> Policy:
-        """The policy that the stages run by."""
-        return self.study.policy_under(self.setting.memory)
-
-    @property
-    def facts(self) -> tuple[CloudFacts, ...]:
-        """The cloud of each stage."""
-        return tuple(self.study.clouds[cloud] for cloud in self.clouds)
-
-    @property
-    def links(self) -> list[LinkFacts]:
-        """The links along the pipeline."""
-        return [self.study.links[pair] for pair in pairwise(self.clouds)]
-
-    @property
-    def memory_words(self) -> tuple[str, ...]:
-        """Its memory options as a user reads them."""
-        memory = self.setting.memory
-        return memory.words(memory.sharding_at(one) for one in self.facts)
-
-    @property
-    def num_warmup_steps(self) -> int:
-        """Steps before bottlenecks begin."""
-        return self.study.num_warmup_steps(self.clouds)
-
-    def crossing(self, cut: int, *, has_gradient: bool, is_warmup: bool = False) -> Crossing:
-        """What a micro-batch puts across a cut."""
-        one = self.study.crossing
-        return one(self.clouds, cut, self.setting, has_gradient=has_gradient, is_warmup=is_warmup)
-
-    def hop(self, cut: int, crossing: Crossing, pair: Pair, *, stop: int = 0) -> HopLoad:
-        """What a micro-batch sends with these codecs over a cut behind so many layers."""
-        beside_bytes = self.study.memory_bytes(crossing, stop)
-        clouds = self.clouds[cut], self.clouds[cut + 1]
-        return self.study.coded_hop(clouds, crossing, pair, beside_bytes=beside_bytes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -369,7 +315,7 @@ def planned_stages(
 ) -> tuple[PlannedStage, ...]:
     """Each cloud's part; windows are those simulated, or without a simulation those expected."""
     scenario, order = candidate.scenario, candidate.order
-    caps, setting, halves = scenario.max_in_flight, order.setting, order.study.halves(order.clouds)
+    caps, setting = scenario.max_in_flight, order.setting
     windows = windows or scenario.windows or next_windows(scenario, expected(scenario), max_in_flight=caps)
     found = []
     for index, (cloud, layers) in enumerate(zip(order.facts, layers_of(candidate.stops), strict=True)):
@@ -380,7 +326,7 @@ def planned_stages(
             layers,
             window=(most or windows)[index],
             options=setting.memory.at(cloud),
-            halves=halves[index],
+            halves=order.halves[index],
             codec_bytes=candidate.codec_bytes[index],
         )
         stage = planned_stage(

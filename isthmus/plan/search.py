@@ -24,13 +24,13 @@ import numpy as np
 
 from isthmus.errors import UserError
 from isthmus.job.codec import BottleneckSpec
-from isthmus.plan.candidates import Candidate, CloudOrder, Stops, candidates, planned_stages, simulated
+from isthmus.plan.candidates import Candidate, Stops, candidates, planned_stages, simulated
 from isthmus.plan.codecs import RAW_PAIR, Loss
 from isthmus.plan.costs import Precision
 from isthmus.plan.job_facts import frozen_bottleneck
 from isthmus.plan.plan import NEARLY, Aim, Key, Plan, PlannedStage
 from isthmus.plan.scenario import HopTimes, Mask, Policy, StageTimes, Table, step_bound_s
-from isthmus.plan.study import Clouds, MemoryOptions, Setting, Study, divisors, study
+from isthmus.plan.study import CloudOrder, Clouds, MemoryOptions, Setting, Study, divisors, study
 from isthmus.units import format_bytes, join_words
 
 Progress = Callable[[str], None]

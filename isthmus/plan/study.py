@@ -2,6 +2,7 @@
 
 Setting    micro-batches of a step and memory options
 Study      what every cloud and link takes under any setting, computed once
+CloudOrder clouds as stages in one order under one setting
 
 Memory options are tried in this order; what a run refuses is no option:
 
@@ -19,6 +20,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from isthmus.errors import UserError
 from isthmus.job import (
@@ -412,19 +414,6 @@ class Study:
             num_ranks=self.clouds[cloud].num_ranks,
         )
 
-    def halves(self, clouds: Clouds) -> tuple[tuple[PartSize, ...], ...]:
-        """The halves of bottlenecks that each of these stages has."""
-        cuts = [self.links[pair].bottleneck for pair in pairwise(clouds)]
-        ups = [() if one is None else (one.up,) for one in cuts]
-        downs = [() if one is None else (one.down,) for one in cuts]
-        return tuple((*up, *down) for up, down in zip([(), *ups], [*downs, ()], strict=True))
-
-    def num_warmup_steps(self, clouds: Clouds) -> int:
-        """Steps before the bottlenecks between these stages begin; 0 where there is none."""
-        cuts = (self.links[pair].bottleneck for pair in pairwise(clouds))
-        longest = max((one.num_warmup_steps for one in cuts if one is not None), default=0)
-        return min(longest, self.step.num_steps)
-
     def can_cross(self, pair: tuple[int, int], setting: Setting, *, has_gradient: bool) -> bool:
         """Whether there can be a cut: bottlenecks must learn, and ranks with one schedule must be as many."""
         if self.links[pair].bottleneck is not None and not has_gradient:
@@ -433,65 +422,106 @@ class Study:
         is_full = any(setting.memory.sharding_at(one) is Sharding.FULL for one in self.clouds)
         return not is_full or first.num_ranks == second.num_ranks
 
-    def crossing(
-        self, clouds: Clouds, cut: int, setting: Setting, *, has_gradient: bool, is_warmup: bool = False
-    ) -> Crossing:
+    def once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
+        """Make something that depends on this study alone, the first time that it is asked for."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast("Made", self._made[key])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CloudOrder:
+    """Clouds as stages in this order under one setting, with the cuts that a beam found, if it did."""
+
+    study: Study
+    setting: Setting
+    clouds: Clouds
+    found_stops: NDArray[np.int64] | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that the stages run by."""
+        return self.study.policy_under(self.setting.memory)
+
+    @property
+    def facts(self) -> tuple[CloudFacts, ...]:
+        """The cloud of each stage."""
+        return tuple(self.study.clouds[cloud] for cloud in self.clouds)
+
+    @property
+    def links(self) -> list[LinkFacts]:
+        """The links along the pipeline."""
+        return [self.study.links[pair] for pair in pairwise(self.clouds)]
+
+    @property
+    def memory_words(self) -> tuple[str, ...]:
+        """Its memory options as a user reads them."""
+        memory = self.setting.memory
+        return memory.words(memory.sharding_at(one) for one in self.facts)
+
+    @property
+    def halves(self) -> tuple[tuple[PartSize, ...], ...]:
+        """The halves of bottlenecks that each of these stages has."""
+        cuts = [one.bottleneck for one in self.links]
+        ups = [() if one is None else (one.up,) for one in cuts]
+        downs = [() if one is None else (one.down,) for one in cuts]
+        return tuple((*up, *down) for up, down in zip([(), *ups], [*downs, ()], strict=True))
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps before the bottlenecks between these stages begin; 0 where there is none."""
+        cuts = (one.bottleneck for one in self.links)
+        longest = max((one.num_warmup_steps for one in cuts if one is not None), default=0)
+        return min(longest, self.study.step.num_steps)
+
+    def crossing(self, cut: int, *, has_gradient: bool, is_warmup: bool = False) -> Crossing:
         """What a micro-batch puts across the cut behind a stage, or did while bottlenecks had not begun."""
-        pair = clouds[cut], clouds[cut + 1]
-        link = self.links[pair]
-        width = link.width if link.bottleneck is None or not is_warmup else link.bottleneck.hidden_width
+        link, step, number = self.links[cut], self.study.step, self.setting.num_microbatches
         return Crossing(
-            num_rows=self.step.num_sequences // setting.num_microbatches * self.step.sequence_length,
-            width=width,
-            element_bytes=self._element_bytes(clouds[: cut + 2], setting, is_warmup=is_warmup),
+            num_rows=step.num_sequences // number * step.sequence_length,
+            width=link.width if link.bottleneck is None or not is_warmup else link.bottleneck.hidden_width,
+            element_bytes=self._element_bytes(cut, is_warmup=is_warmup),
             has_gradient=has_gradient,
-            num_steps=self.step.num_steps,
-            num_microbatches=setting.num_microbatches,
-            num_learners=num_learners(*(self.clouds[one].num_ranks for one in pair)),
+            num_steps=step.num_steps,
+            num_microbatches=number,
+            num_learners=num_learners(*(one.num_ranks for one in self.facts[cut : cut + 2])),
         )
 
-    def _element_bytes(self, clouds: Clouds, setting: Setting, *, is_warmup: bool) -> int:
-        """The bytes of a number that crosses raw to the last of these stages."""
-        found = WIDE_BYTES
+    def _element_bytes(self, cut: int, *, is_warmup: bool) -> int:
+        """The bytes of a number that crosses a cut raw."""
+        found, step, memory = WIDE_BYTES, self.study.step, self.setting.memory
         is_narrow: bool | None = None
-        for pair in pairwise(clouds):
-            sender, receiver = (self.clouds[one] for one in pair)
-            is_narrow = self.model.messages.leave_narrow(
-                self.step.arithmetic(sender),
-                is_sharded=setting.memory.at(sender).is_sharded,
-                arrived_narrow=is_narrow,
+        for (sender, receiver), link in zip(pairwise(self.facts), self.links[: cut + 1], strict=False):
+            is_narrow = self.study.model.messages.leave_narrow(
+                step.arithmetic(sender), is_sharded=memory.at(sender).is_sharded, arrived_narrow=is_narrow
             )
             found = stream_bytes(is_narrow=is_narrow)
-            if self.links[pair].bottleneck is not None and not is_warmup:
+            if link.bottleneck is not None and not is_warmup:
                 # It is computed in float32; behind it hidden states have the type of the weights.
                 found = WIDE_BYTES
-                is_narrow = self.step.arithmetic(receiver).is_mixed and setting.memory.at(receiver).is_sharded
+                is_narrow = step.arithmetic(receiver).is_mixed and memory.at(receiver).is_sharded
         return found
 
-    def memory_bytes(self, crossing: Crossing, stop: int) -> int:
-        """The output of an encoder, which crosses as it is beside hidden states of the decoder."""
-        start = self.model.num_encoder_layers
-        return crossing.num_rows * self.model.width * WIDE_BYTES if 0 < start < stop else 0
+    def hop(self, cut: int, crossing: Crossing, codecs: Pair, *, stop: int = 0) -> HopLoad:
+        """What a micro-batch sends with these codecs over the cut behind so many layers.
 
-    def coded_hop(
-        self, pair: tuple[int, int], crossing: Crossing, codecs: Pair, *, beside_bytes: int = 0
-    ) -> HopLoad:
-        """What a micro-batch sends with these codecs; over the run, versions of a basis are a part of it.
-
-        `beside_bytes` cross uncoded in either direction.
+        Over the run, versions of a basis are a part of it. The output of an encoder crosses as it is beside
+        hidden states of the decoder, either way.
         """
-        first, second = (self.clouds[one] for one in pair)
-        num_elements, messages = crossing.num_rows * crossing.width, self.model.messages
+        first, second = self.facts[cut : cut + 2]
+        model, num_elements = self.study.model, crossing.num_rows * crossing.width
+        is_in_decoder = 0 < model.num_encoder_layers < stop
+        beside_bytes = crossing.num_rows * model.width * WIDE_BYTES if is_in_decoder else 0
         activation_bytes = codecs.forward_bytes(crossing) + round(codecs.basis_bytes(crossing)) + beside_bytes
-        forward_bytes = messages.forward_bytes(activation_bytes, num_tokens=crossing.num_rows)
+        forward_bytes = model.messages.forward_bytes(activation_bytes, num_tokens=crossing.num_rows)
         backward_bytes, backward_s = 0, 0.0
         if crossing.has_gradient:
-            backward_bytes = messages.backward_bytes(codecs.backward_bytes(crossing) + beside_bytes)
+            backward_bytes = model.messages.backward_bytes(codecs.backward_bytes(crossing) + beside_bytes)
             backward_s = coding_s(
                 codecs.backward, num_elements, backward_bytes, sender=second, receiver=first
             )
         return HopLoad(
-            line=self.links[pair].line,
+            line=self.links[cut].line,
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes,
             forward_coding_s=coding_s(
@@ -499,12 +529,6 @@ class Study:
             ),
             backward_coding_s=backward_s,
         )
-
-    def once(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
-        """Make something that depends on this study alone, the first time that it is asked for."""
-        if key not in self._made:
-            self._made[key] = make()
-        return cast("Made", self._made[key])
 
 
 def _largest(halves: Sequence[PartSize]) -> PartSize | None:

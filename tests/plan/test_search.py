@@ -12,7 +12,7 @@ from isthmus.job.load import parse_job
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import HopLoad, Scenario, scenario_bound_s
 from isthmus.plan.simulated import simulate_scenario
-from isthmus.plan.study import Setting, Study, study
+from isthmus.plan.study import CloudOrder, Setting, Study, study
 
 # Plans that are nearly as good as the best make way for those with less loss.
 NEARLY = 1.02
@@ -66,10 +66,11 @@ def orders(ready: Study) -> Iterator[tuple[int, ...]]:
 def hops(ready: Study, order: tuple[int, ...], setting: Setting) -> list[list[HopLoad]]:
     """Each hop of an order with each of its codecs."""
     found = []
+    row = CloudOrder(study=ready, setting=setting, clouds=order)
     for cut, pair in enumerate(pairwise(order)):
-        crossing = ready.crossing(order, cut, setting, has_gradient=True)
+        crossing = row.crossing(cut, has_gradient=True)
         allowed = ready.links[pair].options(crossing)
-        found.append([ready.coded_hop(pair, crossing, one.pair) for one in allowed])
+        found.append([row.hop(cut, crossing, one.pair) for one in allowed])
     return found
 
 
