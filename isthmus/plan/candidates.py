@@ -178,8 +178,7 @@ def _choices(order: CloudOrder, stops: tuple[int, ...]) -> Iterator[tuple[tuple[
         # Nothing is saved where nothing is paid.
         paid = zip(links, every, levels, strict=True)
         yield choice([some if link.usd_per_gib else own for link, own, some in paid], interval_s), _THRIFTY
-    for share in (1.0, 0.5, 0.25, 0.0):
-        yield choice(every, share * interval_s, tolerance=_CLOSE), _HURRIED
+    yield choice(every, interval_s, tolerance=_CLOSE), _HURRIED
     for levels in fewer:
         yield choice([one[:1] for one in levels], 0.0), _HURRIED
 

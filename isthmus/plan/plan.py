@@ -397,17 +397,13 @@ class Aim:
         """The best, or one that is nearly as good and has less loss, costs less or is simpler."""
         cheap = _nearly_least(plans, lambda one: self.key(*one.totals)[0])
         near = _nearly_least(cheap, lambda one: one.estimate.total_s)
-        best = min(near, key=lambda one: (*_rank(one)[:2], one.totals[1] or 0.0, *_rank(one)[2:]))
-        most_usd = (best.totals[1] or 0.0) * (1 + NEARLY)
-        alike = [
-            one for one in near if _rank(one)[:4] == _rank(best)[:4] and (one.totals[1] or 0.0) <= most_usd
-        ]
-        return min(alike, key=lambda one: (one.clouds != self.order, one is not best, *_rank(one)))
+        return min(near, key=lambda one: (*_rank(one)[:4], one.clouds != self.order, *_rank(one)[4:]))
 
 
 def _rank(plan: Plan) -> tuple[float, ...]:
-    """What one of several equals is chosen by, beside its price."""
-    return plan.loss, plan.lossiness, len(plan.memory_words), len(plan.stages), plan.estimate.total_s
+    """What one of several equals is chosen by."""
+    total_s, total_usd = plan.totals
+    return plan.loss, plan.lossiness, len(plan.memory_words), len(plan.stages), total_usd or 0.0, total_s
 
 
 def _nearly_least(plans: Sequence[Plan], figure: Callable[[Plan], float]) -> list[Plan]:
@@ -476,28 +472,17 @@ def _too_slow(plans: Sequence[Plan], deadline_s: float) -> UserError:
     return UserError(
         f"the fastest plan takes {format_duration(total_s)}, longer than limits.deadline of "
         f"{format_duration(deadline_s)}; it is limited by the {fastest.limiting}",
-        hint=f'set limits.deadline to "{format_duration(total_s)}" or more'
-        + _or_fewer_steps(fastest, (fastest.total_s - deadline_s) / fastest.step_s),
+        hint=f'set limits.deadline to "{format_duration(total_s)}" or more, or lower train.steps',
     )
 
 
 def _too_dear(plans: Sequence[Plan], budget_usd: float, *, has_deadline: bool) -> UserError:
-    cheapest = min((one.estimate for one in plans), key=lambda one: one.total_usd or 0.0)
-    usd = _up(cheapest.total_usd or 0.0)
+    usd = _up(min(one.estimate.total_usd or 0.0 for one in plans))
     within = " within limits.deadline" if has_deadline else ""
     return UserError(
         f"the cheapest plan{within} costs ${usd:g}, more than limits.budget_usd of ${budget_usd:g}",
-        hint=f"set limits.budget_usd to {usd:g} or more"
-        + _or_fewer_steps(
-            cheapest, ((cheapest.total_usd or 0.0) - budget_usd) / (cheapest.usd_per_step or math.inf)
-        ),
+        hint=f"set limits.budget_usd to {usd:g} or more, or lower train.steps",
     )
-
-
-def _or_fewer_steps(estimate: Estimate, num_too_many: float) -> str:
-    """Steps are left out at the end, behind the warm-up of bottlenecks, of which something must follow."""
-    number = math.floor(estimate.num_steps - num_too_many)
-    return f", or train.steps to {number} or less" if number > estimate.num_warmup_steps else ""
 
 
 def _up(value: float) -> float:

@@ -15,7 +15,7 @@ the same on every machine.
 import functools
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, count, pairwise, permutations, product
 from typing import Final
@@ -30,7 +30,7 @@ from isthmus.plan.costs import Precision
 from isthmus.plan.job_facts import frozen_bottleneck
 from isthmus.plan.plan import NEARLY, Aim, Key, Plan, PlannedStage
 from isthmus.plan.scenario import HopTimes, Mask, Policy, StageTimes, Table, step_bound_s
-from isthmus.plan.study import CloudOrder, Clouds, MemoryOptions, Setting, Study, divisors, study
+from isthmus.plan.study import CloudOrder, Clouds, MemoryOptions, Setting, Study, study
 from isthmus.units import format_bytes, join_words
 
 Progress = Callable[[str], None]
@@ -585,12 +585,13 @@ def no_room(
 
 def nothing_fits(ready: Study) -> UserError:
     """Why no pipeline and no single cloud holds the model, and what would help."""
-    if ready.sizes.start > 1 and not _has_row(ready):
+    orders = list(_lean_orders(ready))
+    if ready.sizes.start > 1 and not orders:
         return UserError(
             "the links do not join the clouds in a row, which a pipeline needs",
             hint="give each cloud a [[link]] to the next, or name the clouds to use in strategy.clouds",
         )
-    fit = _least_memory(ready)
+    fit = _least_memory(ready, orders)
     if not fit:
         bottlenecks = [link for link in ready.job.link if isinstance(link.boundary, BottleneckSpec)]
         if bottlenecks and ready.num_frozen:
@@ -614,19 +615,23 @@ def nothing_fits(ready: Study) -> UserError:
 
 def fits(study: Study) -> bool:
     """Whether any pipeline of the job fits."""
-    fit = _least_memory(study)
+    fit = _least_memory(study, _lean_orders(study))
     return bool(fit) and all(one.memory_share <= study.memory_share for one, _ in fit)
 
 
-def _least_memory(ready: Study) -> Fit:
+def _lean_orders(ready: Study) -> Iterator[CloudOrder]:
+    """Every order of clouds, or those of a beam, as if memory bound nothing, with what needs least of it."""
+    roomy, levels = ready.but(memory_share=math.inf), (*ready.levels, *ready.synchronous_levels)
+    numbers = {max(ready.microbatch_choices(policy)) for policy in (ready.policy, Policy.LOCK_STEP)}
+    for number, memory in product(sorted(numbers), levels):
+        if memory.recompute:
+            for order in all_orders(roomy, Setting(num_microbatches=number, memory=memory)):
+                yield replace(order, study=ready)
+
+
+def _least_memory(ready: Study, orders: Iterable[CloudOrder]) -> Fit:
     """The pipeline that needs the least share of the memory of any cloud; nothing where there is none."""
-    roomy = ready.but(memory_share=math.inf)
-    levels = [one for one in (*ready.levels, *ready.synchronous_levels) if one.recompute]
-    settings = product(_most_microbatches(ready), levels)
-    orders = chain.from_iterable(
-        all_orders(roomy, Setting(num_microbatches=number, memory=one)) for number, one in settings
-    )
-    shares = [(ready.memory_share * least_share(replace(one, study=ready)), one) for one in orders]
+    shares = ((ready.memory_share * least_share(one), one) for one in orders)
     share, order = min(shares, key=lambda one: one[0], default=(math.inf, None))
     if order is None or share == math.inf:
         return ()
@@ -640,21 +645,3 @@ def _least_memory(ready: Study) -> Fit:
         # What codecs keep comes on top.
         share *= _MEMORY_STEP
     return [(one, order.memory_words) for one in planned_stages(ways[0])]
-
-
-def _most_microbatches(study: Study) -> list[int]:
-    """The most micro-batches that can be, and the most that ranks with one schedule can have."""
-    if (given := study.strategy.microbatches) is not None:
-        return [given]
-    possible = divisors(study.step.num_sequences)
-    common = math.lcm(*(one.num_ranks for one in study.clouds))
-    return sorted({*possible[-1:], *[one for one in possible if one % common == 0][-1:]})
-
-
-def _has_row(study: Study, walk: Clouds = ()) -> bool:
-    """Whether a walk over the links meets every cloud once."""
-    every = range(len(study.clouds))
-    if study.is_in_row:
-        return all(pair in study.links for pair in pairwise(every))
-    nexts = (one for one in every if one not in walk and (not walk or (walk[-1], one) in study.links))
-    return len(walk) == len(every) or any(_has_row(study, (*walk, one)) for one in nexts)
