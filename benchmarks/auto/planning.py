@@ -8,11 +8,12 @@ from pathlib import Path
 from predicted.cases import Case
 from predicted.measuring import Folder
 from predicted.stages import WIDTH
+from pydantic import TypeAdapter
 
 from auto.trials import NUM_MICROBATCHES, NUM_TOKENS, Trial
 from isthmus.job import Job
 from isthmus.job.load import parse_job, replace_file
-from isthmus.plan.plan import Decisions, decisions_from_dict
+from isthmus.plan.plan import Decisions
 from isthmus.plan.times import read_profile, write_profile
 from isthmus.train.pipeline_config import decide, plan_run
 from isthmus.units import format_bandwidth, format_duration
@@ -51,7 +52,9 @@ def read_plan(path: Path, case: Case, trial: Trial) -> Prepared:
         if (one["case"], one["trial"]) == (case.number, trial.name)
     )
     job = parse_job(found["job"], file=path)
-    return Prepared(job=job, decisions=decide(job, decisions_from_dict(found["decisions"])))
+    return Prepared(
+        job=job, decisions=decide(job, TypeAdapter(Decisions).validate_python(found["decisions"]))
+    )
 
 
 def job_text(case: Case, trial: Trial, *, probe: Mapping[str, object], profiles: Mapping[str, Path]) -> str:

@@ -6,16 +6,16 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plan.codecs import Loss
 from isthmus.plan.job_facts import run_order
 from isthmus.plan.memory import Memory, Sharding
-from isthmus.plan.scenario import Caps, Policy, Scenario, scenario_from_dict
+from isthmus.plan.scenario import Caps, Policy, Scenario
 from isthmus.plan.study import MemoryOptions
 from isthmus.plan.times import CloudFacts
 from isthmus.units import format_duration
@@ -163,6 +163,9 @@ class DataSettings:
     """Steps between the start of an exchange and its end."""
 
 
+PolicyName = Annotated[str, AfterValidator(lambda name: Policy(name).value)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
     """What of a plan all clouds of a run must know; codecs are of each hop, there and back."""
@@ -177,7 +180,7 @@ class Decisions:
     """The sharding of each stage; none where nothing is said."""
     offload_optimizer: bool = False
     optimizer_bits: int = 32
-    policy: str | None = None
+    policy: PolicyName | None = None
     """What stages run by; None where nothing is said."""
     sync: DataSettings | None = None
     """How clouds synchronise in data parallel."""
@@ -494,7 +497,6 @@ def _up(value: float) -> float:
 
 PLAN_FILE: Final = "plan.json"
 VERSION: Final = 1
-_HOW: Final = "make it again with this version of Isthmus"
 
 
 _PLAN: Final = TypeAdapter(Plan)
@@ -529,36 +531,27 @@ def plan_to_json(plan: Plan) -> str:
 
 def scenario_of(text: str) -> Scenario | None:
     """The scenario that a plan.json holds, None where its form has none."""
-    scenario = _read(text, "scenario")
-    return None if scenario is None else scenario_from_dict(scenario)
+    found: Scenario | None = _read(text, "scenario", TypeAdapter(Scenario | None))
+    return found
 
 
 def decisions_of(text: str) -> Decisions | None:
     """The decisions that a plan.json holds, None where its form has none."""
-    values = _read(text, "decisions")
-    return None if values is None else decisions_from_dict(values)
+    found: Decisions | None = _read(text, "decisions", TypeAdapter(Decisions | None))
+    return found
 
 
-def decisions_from_dict(values: Mapping[str, Any]) -> Decisions:
-    """What `asdict` made of decisions, as JSON gives it back."""
-    try:
-        found: Decisions = TypeAdapter(Decisions).validate_python(values)
-        if found.policy is not None:
-            Policy(found.policy)
-        return found
-    except ValueError:
-        raise UserError("the decisions of a plan cannot be read", hint=_HOW) from None
-
-
-def _read(text: str, key: str) -> Any:
+def _read(text: str, key: str, adapter: TypeAdapter[Any]) -> Any:
     try:
         values = json.loads(text)
-        version, value = values["version"], values[key]
+        if values["version"] == VERSION:
+            return adapter.validate_python(values[key])
     except (ValueError, KeyError, TypeError):
-        raise UserError("the plan of this run cannot be read", hint=_HOW) from None
-    if version != VERSION:
-        raise UserError(f"the plan of this run has format {version}, not {VERSION}", hint=_HOW)
-    return value
+        pass
+    raise UserError(
+        f"the plan of this run has no {key} of format {VERSION}",
+        hint="make it again with this version of Isthmus",
+    )
 
 
 _OPEN: Final = "auto"

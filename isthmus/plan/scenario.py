@@ -18,16 +18,15 @@ at the end of each step for the next one, from what was measured.
 import enum
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from isthmus.errors import UserError
 from isthmus.plan.types import Seconds
 
 Caps = int | tuple[int, ...]
@@ -138,18 +137,6 @@ _SCENARIO: Final = TypeAdapter(Scenario)
 def scenario_to_dict(scenario: Scenario) -> dict[str, Any]:
     """A scenario as plan.json holds it."""
     return dict(_SCENARIO.dump_python(scenario, mode="json"))
-
-
-def scenario_from_dict(values: Mapping[str, Any]) -> Scenario:
-    """The scenario that `scenario_to_dict` gave."""
-    try:
-        return _SCENARIO.validate_python(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise UserError(
-            f"the plan has no valid scenario: {'.'.join(map(str, first['loc']))}: {first['msg']}",
-            hint="make the plan again with this version of Isthmus",
-        ) from None
 
 
 # Quotients that are whole but for their last bits are not rounded up.

@@ -12,7 +12,6 @@ from isthmus.job.load import update_job_file
 from isthmus.plan.plan import (
     Decisions,
     PipelineSettings,
-    decisions_from_dict,
     decisions_of,
     plan_to_json,
     planned_changes,
@@ -79,7 +78,7 @@ def test_what_a_plan_decides_is_read_back() -> None:
 @pytest.mark.parametrize("caps", [None, 3, (4, 2)])
 def test_decisions_of_any_form_are_read_back(caps: int | tuple[int, ...] | None) -> None:
     values = {"layers": [1, 1], "num_microbatches": 8, "recompute": False, "codecs": [], "reasons": []}
-    found = decisions_from_dict(json.loads(json.dumps({**values, "max_in_flight": caps})))
+    found = decisions_of(json.dumps({"version": 1, "decisions": {**values, "max_in_flight": caps}}))
     assert found == Decisions(
         layers=(1, 1), num_microbatches=8, max_in_flight=caps, recompute=False, codecs=()
     )

@@ -1,7 +1,6 @@
 """Memory options are taken no more than needed, only those that a run accepts, and runs do as planned."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,15 @@ from isthmus.job import Job, PipelineStrategy
 from isthmus.job.load import parse_job
 from isthmus.plan.job_facts import check_lock_step, cloud_facts
 from isthmus.plan.memory import Sharding
-from isthmus.plan.plan import Form, PipelineSettings, Plan, decisions_from_dict, follow, planned_changes
+from isthmus.plan.plan import (
+    Form,
+    PipelineSettings,
+    Plan,
+    decisions_of,
+    follow,
+    plan_to_json,
+    planned_changes,
+)
 from isthmus.plan.planner import plan
 from isthmus.plan.scenario import Policy
 from isthmus.plan.study import MemoryOptions, Setting, memory_levels, study
@@ -189,7 +196,7 @@ def test_a_run_does_what_was_planned_and_what_would_be_written(size: str, ranks:
     except UserError:
         return
     assert chosen.decisions is not None
-    decisions = decisions_from_dict(asdict(chosen.decisions))
+    decisions = decisions_of(plan_to_json(chosen))
     run = follow(job, chosen.clouds, decisions)
     assert run.train.recompute == chosen.memory_options.recompute
     assert run.train.optimizer_bits == chosen.memory_options.optimizer_bits

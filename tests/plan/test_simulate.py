@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.job.faults import CloudFault, CloudFaultKind, Fault, FaultKind
-from isthmus.plan.scenario import Hop, Policy, Scenario, scenario_from_dict, scenario_to_dict, windows
+from isthmus.plan.plan import scenario_of
+from isthmus.plan.scenario import Hop, Policy, Scenario, scenario_to_dict, windows
 from isthmus.plan.simulate import Timeline
 from isthmus.plan.simulated import Checkpointing, simulate_scenario
 from tests.plan.scenarios import hop, pipeline, scenarios, stage
@@ -246,15 +247,19 @@ def test_windows_that_cannot_work_are_refused() -> None:
         simulate_scenario(scenario)
 
 
+def read_back(values: dict[str, object]) -> Scenario | None:
+    return scenario_of(json.dumps({"version": 1, "scenario": values}))
+
+
 @given(scenarios())
 def test_a_scenario_is_the_same_after_plan_json(scenario: Scenario) -> None:
-    assert scenario_from_dict(json.loads(json.dumps(scenario_to_dict(scenario)))) == scenario
+    assert read_back(scenario_to_dict(scenario)) == scenario
 
 
 @pytest.mark.parametrize("change", [{"stages": 3}, {"policy": "none"}, {"hops": [{}]}, {"hops": []}])
 def test_what_is_no_scenario_is_said_in_one_sentence(change: dict[str, object]) -> None:
     with pytest.raises(UserError, match="scenario") as raised:
-        scenario_from_dict({**scenario_to_dict(pipeline(2, 2)), **change})
+        read_back({**scenario_to_dict(pipeline(2, 2)), **change})
     assert raised.value.hint
 
 
