@@ -18,6 +18,7 @@ from isthmus.plan.times import (
     Accelerator,
     CloudFacts,
     Profile,
+    accelerator_of,
     find_accelerator,
     new_accelerator,
     read_profile,
@@ -26,18 +27,7 @@ from isthmus.plan.times import (
 
 def cloud_facts(job: Job) -> tuple[CloudFacts, ...]:
     """All clouds, in the order of the job."""
-    own = {
-        one.name: new_accelerator(
-            one.name,
-            flops=one.flops,
-            flops_float32=one.flops_float32,
-            achievable=one.achievable,
-            memory_bytes=one.memory_bytes,
-            memory_bandwidth=one.memory_bandwidth_bytes_per_s,
-            usd_per_hour=one.usd_per_hour,
-        )
-        for one in job.accelerator
-    }
+    own = {one.name: accelerator_of(one) for one in job.accelerator}
     return tuple(_cloud(cloud, own, sharing=num_sharing(cloud, job)) for cloud in job.cloud)
 
 

@@ -19,8 +19,10 @@ recomputed: to recompute adds a forward pass.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Final, Literal, NamedTuple
@@ -31,7 +33,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from isthmus.errors import UserError
 from isthmus.job.codec import CodecSpec
-from isthmus.job.sections import plain_name
+from isthmus.job.sections import AcceleratorSpec, plain_name
 from isthmus.plan.costs import WIDE_BYTES, Figures, ModelCosts, PartCosts, Precision, Stages
 from isthmus.plan.memory import Sharding, StageOptions
 from isthmus.units import closest
@@ -120,6 +122,19 @@ def new_accelerator(
     )
 
 
+def accelerator_of(spec: AcceleratorSpec) -> Accelerator:
+    """The device that a table [[accelerator]] tells of."""
+    return new_accelerator(
+        spec.name,
+        flops=spec.flops,
+        flops_float32=spec.flops_float32,
+        achievable=spec.achievable,
+        memory_bytes=spec.memory_bytes,
+        memory_bandwidth=spec.memory_bandwidth_bytes_per_s,
+        usd_per_hour=spec.usd_per_hour,
+    )
+
+
 def find_accelerator(name: str, *, own: Mapping[str, Accelerator] | None = None) -> Accelerator:
     """The accelerator of that name: the job's own, else the catalogue's; case and punctuation aside.
 
@@ -140,38 +155,6 @@ def find_accelerator(name: str, *, own: Mapping[str, Accelerator] | None = None)
     )
 
 
-# In the order: bfloat16 and float32 in TFLOP/s, achievable, GiB, GB/s, $/h.
-_ROWS: Final = (
-    # NVIDIA Tesla V100 data sheet (2020), SXM2; it has no units for bfloat16 (its 125 are float16).
-    ("v100-16gb", 15.7, 15.7, 0.7, 16, 900, 2.5),
-    ("v100-32gb", 15.7, 15.7, 0.7, 32, 900, 3.0),
-    # NVIDIA A100 data sheet (2021), SXM.
-    ("a100-40gb", 312, 19.5, 0.5, 40, 1555, 3.0),
-    ("a100-80gb", 312, 19.5, 0.5, 80, 2039, 4.0),
-    # NVIDIA H100 data sheet (2023), SXM; half of the figures "with sparsity".
-    ("h100", 989, 67, 0.4, 80, 3350, 4.0),
-    # NVIDIA H200 data sheet (2024), SXM; torch sees 139.8 GiB of the 141 GB and what it reserves.
-    ("h200", 989, 67, 0.4, 139.8, 4800, 5.0),
-    # NVIDIA DGX B200 data sheet (2024), one eighth.
-    ("b200", 2250, 75, 0.4, 180, 7700, 8.0),
-    # NVIDIA L4 data sheet (2023), dense.
-    ("l4", 121, 30.3, 0.4, 24, 300, 0.8),
-    # NVIDIA L40S data sheet (2023), dense.
-    ("l40s", 362, 91.6, 0.4, 48, 864, 1.9),
-    # NVIDIA A10G as in AWS's G5 instances, AWS (2021) and NVIDIA A10 data sheet.
-    ("a10g", 70, 31.2, 0.5, 24, 600, 1.0),
-    # NVIDIA T4 data sheet (2019); no units for bfloat16 (its 65 are float16).
-    ("t4", 8.1, 8.1, 0.7, 16, 320, 0.5),
-    # NVIDIA Ada architecture white paper (2022), products added up in float32.
-    ("rtx4090", 165, 82.6, 0.5, 24, 1008, 0.5),
-    # AMD Instinct MI250X data sheet (2021); torch sees each of its two dies as a device.
-    ("mi250x", 191.5, 23.9, 0.4, 64, 1638, 1.5),
-    # AMD Instinct MI300X data sheet (2023), dense.
-    ("mi300x", 1307, 163.4, 0.35, 192, 5300, 4.0),
-    # Huawei publishes no data sheet of the 910B; its B2 variant as third parties report it.
-    ("ascend-910b", 376, 94, 0.4, 64, 1600, 2.0),
-)
-
 # Two cores with AVX-512 at 2.8 GHz, as a rank on a small machine has. One such core (Xeon, Ice Lake, torch
 # 2.13) gave 48 to 125 GFLOP/s in forward and backward of Llama layers 128 to 2048 wide in float32, of a peak
 # of 179, and 18 to 32 in bfloat16, which it has no units for: a third of the peak is the middle of that.
@@ -188,21 +171,17 @@ _CPU: Final = Accelerator(
     eager_launch_s=_CPU_LAYER_S,
 )
 
-CATALOGUE: Final[Mapping[str, Accelerator]] = MappingProxyType(
-    {
-        name: Accelerator(
-            name=name,
-            flops=tflops * _TERA,
-            flops_float32=tflops_float32 * _TERA,
-            achievable=achievable,
-            memory_bytes=round(memory_gib * _GIB),
-            memory_bandwidth=memory_gb_per_s * _GIGA,
-            usd_per_hour=usd_per_hour,
-        )
-        for name, tflops, tflops_float32, achievable, memory_gib, memory_gb_per_s, usd_per_hour in _ROWS
-    }
-    | {_CPU.name: _CPU}
-)
+
+def _catalogue() -> Iterator[Accelerator]:
+    """The devices that ship with the package, in the words of a job file."""
+    text = (files("isthmus.plan") / "accelerators.toml").read_text()
+    yield from (
+        accelerator_of(AcceleratorSpec.model_validate(one)) for one in tomllib.loads(text)["accelerator"]
+    )
+    yield _CPU
+
+
+CATALOGUE: Final[Mapping[str, Accelerator]] = MappingProxyType({one.name: one for one in _catalogue()})
 
 
 VERSION: Final = 2
