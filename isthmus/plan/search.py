@@ -406,7 +406,7 @@ class Search:
 
     def _weigh(self, levels: Sequence[MemoryOptions]) -> None:
         """Search with some memory options, each opened behind the one before."""
-        self._work, self._levels = 0.0, levels
+        self._work = 0.0
         for number in self.study.microbatch_choices(self.study.policy_under(levels[0])):
             self._open(Setting(num_microbatches=number, memory=levels[0]))
         self._progress("weighing pipelines")
@@ -449,8 +449,11 @@ class Search:
     def _next_levels(self, setting: Setting) -> list[Setting]:
         """The same micro-batches with the next memory options, if there are any, since memory binds."""
         self._is_tight = True
-        later = self._levels[self._levels.index(setting.memory) + 1 :]
-        return [replace(setting, memory=one) for one in later[:1]]
+        study, memory = self.study, setting.memory
+        levels = study.levels if memory in study.levels else study.synchronous_levels
+        later = levels[levels.index(memory) + 1 :][:1]
+        is_resort = study.is_last_resort(memory)
+        return [replace(setting, memory=one) for one in later if study.is_last_resort(one) is is_resort]
 
     def _cut(self, order: CloudOrder) -> None:
         """Bound all cuts of an order; where memory makes them slower, look at the next memory options too."""
