@@ -264,12 +264,34 @@ def _misfit(what: str) -> UserError:
 
 ENCODER_DECODER: Final = "encoder-decoder"
 NEUTRAL_KEYS: Final = frozenset(
-    """
-    architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label
-    initializer_range is_encoder_decoder label2id layer_norm_eps layer_norm_epsilon num_labels
-    output_attentions output_hidden_states pad_token_id pretraining_tp problem_type return_dict
-    rms_norm_eps rope_parameters rope_scaling rope_theta torch_dtype transformers_version use_cache
-    """.split()
+    {
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
 )
 """The keys of a configuration that costs do not depend on."""
 _MAX_CONFIG_BYTES: Final = 16 * 2**20

@@ -385,7 +385,8 @@ class Search:
     def _explore(self, aim: Aim) -> None:
         """Look at the least, again and again, until nothing that is left can be better."""
         self._aim, self._tickets, self._opened = aim, count(), set[Setting]()
-        self._queue: list[tuple[Key, int, object]] = []
+        self._waiting: list[tuple[Key, int, Candidate]] = []
+        """Candidates that were not simulated."""
         totals = [plan.totals for _, plan in self.tried]
         self._least = min((aim.key(*one) for one in totals if aim.allows(*one)), default=_NONE)
         for levels in self._groups(are_resorts=False):
@@ -407,6 +408,7 @@ class Search:
     def _weigh(self, levels: Sequence[MemoryOptions]) -> None:
         """Search with some memory options, each opened behind the one before."""
         self._work = 0.0
+        self._queue: list[tuple[Key, int, object]] = []
         for number in self.study.microbatch_choices(self.study.policy_under(levels[0])):
             self._open(Setting(num_microbatches=number, memory=levels[0]))
         self._progress("weighing pipelines")
@@ -423,6 +425,7 @@ class Search:
                     self._code(order, row)
                 case Candidate():
                     self._simulate(node)
+        self._waiting += [(key, at, one) for key, at, one in self._queue if isinstance(one, Candidate)]
 
     def _open(self, setting: Setting) -> None:
         """Queue all orders of clouds under a setting, or under the next level where there are none."""
@@ -518,8 +521,10 @@ class Search:
     def _try_simpler(self, best: Candidate) -> None:
         """Simulate what is simpler than the best and nearly as good by its bound, until one holds."""
         bar = self._least[0] * (1 + NEARLY)
-        waiting = [(key, at, one) for key, at, one in self._queue if isinstance(one, Candidate)]
-        better = [one for one in waiting if one[2].simplicity < best.simplicity and one[0][0] <= bar]
+        listed = self._promising(self.study.run_order)
+        if listed is not None and len(listed.order.clouds) == len(best.order.clouds):
+            self._waiting.append((self._aim.key(*listed.least_totals()), 0, listed))
+        better = [one for one in self._waiting if one[2].simplicity < best.simplicity and one[0][0] <= bar]
         for *_, one in sorted(better, key=lambda one: (one[2].simplicity, *one[:2]))[:_NUM_SIMPLER]:
             plan = self._simulate(one)
             if self._aim.allows(*plan.totals) and self._aim.key(*plan.totals)[0] <= bar:
@@ -536,17 +541,22 @@ class Search:
         known = [plan for one, plan in self.tried if one.order.clouds == clouds]
         if known:
             return min(known, key=lambda one: self.aim.key(*one.totals))
-        first = [order for _, order in sorted(self.orders[clouds], key=lambda one: one[0])]
+        promising = self._promising(clouds)
+        return None if promising is None else simulated(promising)[0]
+
+    def _promising(self, clouds: Clouds) -> Candidate | None:
+        """The candidate with the least bound of an order of clouds, None where none fits."""
+        known = [order for _, order in sorted(self.orders.get(clouds, ()), key=lambda one: one[0])]
+        numbers = dict.fromkeys(one.setting.num_microbatches for one in known)
         # What was not looked at needs more memory options than all that was.
         levels = chain(*self._groups(are_resorts=False), *self._groups(are_resorts=True))
-        numbers = dict.fromkeys(one.setting.num_microbatches for one in first)
         later = (Setting(num_microbatches=number, memory=one) for one, number in product(levels, numbers))
-        for order in chain(first, (replace(first[0], setting=one) for one in later)):
+        for order in chain(known, (replace(known[0], setting=one) for one in later)):
             if self.study.is_last_resort(order.setting.memory) and len(clouds) >= self._fewest:
                 break
             for _, row in self._ranked(order, fits=True)[:1] if least_share(order) <= 1 else ():
                 if ways := candidates(order, tuple(map(int, row))):
-                    return simulated(min(ways, key=lambda one: self.aim.key(*one.least_totals())))[0]
+                    return min(ways, key=lambda one: self._aim.key(*one.least_totals()))
         return None
 
 
