@@ -42,10 +42,6 @@ _INSTALL: Final = "install isthmus with its extra train"
 _MAX_LAYERS: Final = 512
 # What a layer keeps of each token, in numbers as wide as the residual stream: norms and sums of the width.
 _KEPT_STREAMS: Final = 7
-# What norms, activations and sums of a layer read and write: as measured, 45 to 75 times the residual stream.
-_MOVED_STREAMS: Final = 55
-# A weight is read in float32 and written in bfloat16 for every product.
-_CAST_BYTES: Final = 6
 # A feed-forward part that is four times as wide as the model has no gate, by custom.
 _UNGATED_RATIO: Final = 4
 
@@ -140,10 +136,8 @@ class EstimatedModel:
         attention = 2.0 * num_tokens * self.query_width * workload.sequence_length
         flops = products + attention + 2.0 * num_tokens * num_adapted
         share = 2.0 if lora is None else (flops + attention) / flops
-        moved = _MOVED_STREAMS * stream + (_CAST_BYTES * num_used if arithmetic.is_mixed else 0)
         return PartCosts(
             num_parameters=num_weights + num_adapted,
-            moved_bytes=float(moved),
             num_trained=0 if is_frozen else num_adapted if lora else num_weights,
             flops=flops,
             kept_bytes=kept,
