@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Annotated, Any, Final
-
-from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
+from typing import Any, Final
 
 from isthmus.errors import UserError
 from isthmus.job import Job
@@ -40,6 +38,7 @@ from isthmus.units import closest
 _INSTALL: Final = "install isthmus with its extra train"
 # Tables of every possible stage grow with the square of the layers: these take some 15 s and 1 GB to plan.
 _MAX_LAYERS: Final = 512
+_EXPERT_KEYS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 # What a layer keeps of each token, in numbers as wide as the residual stream: norms and sums of the width.
 _KEPT_STREAMS: Final = 7
 # A feed-forward part that is four times as wide as the model has no gate, by custom.
@@ -178,78 +177,74 @@ def estimated_model(
     values: Mapping[str, object], *, task: Task, num_frozen: int, lora: LoraSpec | None, has_positions: bool
 ) -> EstimatedModel:
     """The model of a configuration in Hugging Face's spelling; its values must fit together."""
-    sizes = _read_sizes(values)
-    width, num_heads = sizes.hidden_size, sizes.num_attention_heads
-    num_shared, num_active = sizes.num_key_value_heads or num_heads, sizes.num_experts_per_tok
-    num_experts = sizes.num_local_experts or sizes.num_experts or sizes.n_routed_experts
-    if sizes.head_dim is None and width % num_heads:
+    reader = _Reader(values)
+    width, num_heads = reader.number("hidden_size"), reader.number("num_attention_heads")
+    if values.get("head_dim") is None and width % num_heads:
         raise _misfit(f"a hidden_size of {width} is no multiple of {num_heads} attention heads")
+    num_shared = reader.number("num_key_value_heads", otherwise=num_heads)
     if num_heads % num_shared:
         raise _misfit(f"{num_heads} attention heads are no multiple of {num_shared} key-value heads")
-    head_width = sizes.head_dim or width // num_heads
+    head_width = reader.number("head_dim", otherwise=width // num_heads)
     if head_width % 2 and not has_positions:
         raise _misfit(f"an odd number of a head's elements, {head_width}, cannot turn in pairs")
+    num_experts = next((reader.number(key) for key in _EXPERT_KEYS if values.get(key)), 0)
+    num_active = reader.number("num_experts_per_tok", otherwise=1)
     if num_experts and num_active > num_experts:
         raise _misfit(f"{num_active} experts for each token are more than all {num_experts}")
+    inner_key = "moe_intermediate_size" if values.get("moe_intermediate_size") else "intermediate_size"
     return EstimatedModel(
         task=task,
-        num_layers=sizes.num_hidden_layers,
+        num_layers=reader.num_layers(),
         width=width,
-        inner_width=sizes.moe_intermediate_size or sizes.intermediate_size or _UNGATED_RATIO * width,
-        vocabulary_size=sizes.vocab_size,
+        inner_width=reader.number(inner_key, otherwise=_UNGATED_RATIO * width),
+        vocabulary_size=reader.number("vocab_size"),
         query_width=num_heads * head_width,
         key_width=num_shared * head_width,
         num_experts=num_experts,
         num_active_experts=num_active,
-        num_positions=sizes.max_position_embeddings if has_positions else 0,
-        is_tied=sizes.tie_word_embeddings,
+        num_positions=reader.number("max_position_embeddings", otherwise=1) if has_positions else 0,
+        is_tied=reader.flag("tie_word_embeddings"),
         num_frozen=num_frozen,
         lora=lora,
     )
 
 
-_Number = Annotated[int, Field(ge=1, strict=True)]
+class _Reader:
+    """Reads values of a configuration and refuses those of the wrong type."""
 
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = values
 
-class _Sizes(BaseModel):
-    """The values of a configuration that are read, as Hugging Face spells them."""
-
-    vocab_size: _Number
-    hidden_size: _Number
-    num_hidden_layers: _Number
-    num_attention_heads: _Number
-    num_key_value_heads: _Number | None = None
-    head_dim: _Number | None = None
-    intermediate_size: _Number | None = None
-    moe_intermediate_size: _Number | None = None
-    max_position_embeddings: _Number = 1
-    tie_word_embeddings: StrictBool = False
-    num_experts_per_tok: _Number = 1
-    num_local_experts: StrictInt = 0
-    num_experts: StrictInt = 0
-    n_routed_experts: StrictInt = 0
-
-
-def _read_sizes(values: Mapping[str, object]) -> _Sizes:
-    try:
-        found = _Sizes.model_validate({key: one for key, one in values.items() if one is not None})
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = first["loc"][0]
-        if first["type"] == "missing":
+    def number(self, key: str, *, otherwise: int | None = None) -> int:
+        value = self._values.get(key)
+        value = otherwise if value is None else value
+        if value is None:
             raise UserError(
-                f"the costs of model_type {values.get('model_type')!r} are not known, and its configuration "
-                f"does not give {key}",
+                f"the costs of model_type {self._values.get('model_type')!r} are not known, and its "
+                f"configuration does not give {key}",
                 hint=f"{_INSTALL}, which measures them",
-            ) from None
-        told = f"{key} of the model's configuration is {first['input']!r}: {first['msg']}"
-        raise UserError(told) from None
-    if found.num_hidden_layers > _MAX_LAYERS:
-        raise UserError(
-            f"a model of {found.num_hidden_layers} layers cannot be planned, {_MAX_LAYERS} are the most",
-            hint="lower num_hidden_layers of the model's configuration",
-        )
-    return found
+            )
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._wrong(key, value, "a whole number of at least 1")
+        return value
+
+    def num_layers(self) -> int:
+        number = self.number("num_hidden_layers")
+        if number > _MAX_LAYERS:
+            raise UserError(
+                f"a model of {number} layers cannot be planned, {_MAX_LAYERS} are the most",
+                hint="lower num_hidden_layers of the model's configuration",
+            )
+        return number
+
+    def flag(self, key: str) -> bool:
+        value = self._values.get(key)
+        if not isinstance(value, bool | None):
+            raise self._wrong(key, value, "true or false")
+        return bool(value)
+
+    def _wrong(self, key: str, value: object, what: str) -> UserError:
+        return UserError(f"{key} of the model's configuration is {value!r}, not {what}")
 
 
 def _misfit(what: str) -> UserError:

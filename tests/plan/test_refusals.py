@@ -21,10 +21,7 @@ REFUSED = {
     "key-value heads": ("model.config.num_key_value_heads=3", "no multiple of 3 key-value heads"),
     "odd heads": ("model.config.head_dim=7", "cannot turn in pairs"),
     "text for a number": ("model.config.hidden_size='2048'", "hidden_size of the model's configuration is"),
-    "text for a flag": (
-        "model.config.tie_word_embeddings='yes'",
-        "tie_word_embeddings of the model's configuration is",
-    ),
+    "text for a flag": ("model.config.tie_word_embeddings='yes'", "not true or false"),
     "positions": ("model.config.max_position_embeddings=512", "longer than the model's 512 positions"),
     "head": ("data.task=masked-lm", "llama has no head for masked-lm"),
     "frozen": ("model.frozen_layers=13", "13 layers cannot be frozen in a model of 12"),
