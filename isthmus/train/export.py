@@ -72,7 +72,7 @@ def steps_to_export(run: Path, *, wanted: int | None = None) -> dict[str, int]:
     asked = [one for one in saved if wanted in (None, one.step)]
     whole = {cloud: one.step for one in asked if one.problem is None for cloud in one.clouds}
     clouds = kind.clouds(job)
-    if kind.continues:
+    if kind.saves_together and kind.continues:
         # The outer parameters are the same at all clouds; one that was away may have old ones alone.
         clouds = (max(clouds, key=lambda cloud: whole.get(cloud, -1)),)
     for cloud in clouds:

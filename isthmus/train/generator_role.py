@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from torch import Tensor
 
@@ -116,13 +116,15 @@ def vocabulary_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
 class FeedKind:
     """Generators feed a discriminator; each cloud trains a model of its own."""
 
-    config = FeedConfig
-    saves_together = False
-    continues = False
-    chooses = False
+    continues: bool = False
+    """Whether the discriminator continues without a generator, and meets it again while it trains."""
+    config: ClassVar[type[RunConfig]] = FeedConfig
+    saves_together: ClassVar[bool] = False
+    chooses: ClassVar[bool] = False
 
     def clouds(self, job: Job) -> tuple[str, ...]:
         """The discriminator's cloud, then those of the generators."""

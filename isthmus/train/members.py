@@ -119,10 +119,14 @@ class Neighbours:
         return self._clouds[0] == self._cloud and self._world.is_leader
 
     def hail(self, job: Job, *, note: Callable[[str], None], until_s: float = math.inf) -> Joining | None:
-        """Meet all clouds, or as many as there are once one of them trains already; what it says then."""
+        """Meet all clouds that a link joins to this one, or as many as there are once one of them trains.
+
+        Gives what that one says.
+        """
         joining = None
         if self._world.is_leader:
-            others = {one: self._connect(one, 0) for one in self._clouds if one != self._cloud}
+            linked = {one for pair in self._links if self._cloud in pair for one in pair} - {self._cloud}
+            others = {one: self._connect(one, 0) for one in self._clouds if one in linked}
             joining = hail_all(
                 others, on_waiting=lambda link: _note_waiting(job, link, note), until_s=until_s
             )

@@ -147,6 +147,8 @@ KINDS: Final[Mapping[str, RunKind]] = {
 
 def kind_of(job: Job) -> RunKind:
     """The kind that a job runs as; a pipeline where the plan chooses, and refuses what cannot run yet."""
+    if job.strategy.kind == "generator-discriminator":
+        return FeedKind(continues=job.strategy.on_lost == "continue")
     return KINDS.get(job.strategy.kind, _PIPELINE)
 
 

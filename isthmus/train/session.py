@@ -273,9 +273,9 @@ class _Session:
 
     @property
     def _choose_start(self) -> Choose:
-        if self.kind.continues:
-            return choose_recent
-        return choose_start if self.kind.saves_together else choose_own
+        if not self.kind.saves_together:
+            return choose_own
+        return choose_recent if self.kind.continues else choose_start
 
     def note(self, text: str) -> None:
         if self.spec.is_leader:
@@ -341,6 +341,11 @@ class _Epoch:
 
     # Training.
 
+    @property
+    def _continues(self) -> bool:
+        """Whether this cloud continues without any other that is lost."""
+        return self.session.kind.continues and self.session.endpoint.contains_aborts
+
     def _train(self, keeper: Keeper) -> int | None:
         """Train to the end, or to the step at which an orderly stop was asked for."""
         session, role, start = self.session, self.role, self.start
@@ -363,7 +368,7 @@ class _Epoch:
             facts = None if state is None else _restore(state, loop.wires, role.state)
             stack.callback(keeper.close)
             rejoin = self._rejoin(loop, journal)
-            if session.kind.continues:
+            if self._continues:
                 loop.lost |= {one for one in role.peers if one not in loop.wires}
                 loop.on_lost = rejoin.expect
             asked = session.stop.honoured_by(lambda: loop.interrupt("the user or the system asked for it"))
@@ -411,7 +416,7 @@ class _Epoch:
 
     def _end_together(self) -> None:
         """End with the others; where they continue without a cloud, a loss changes nothing any more."""
-        if not self.session.kind.continues:
+        if not self._continues:
             self.neighbours.agree_on_end()
             return
         with suppress(LinkError):

@@ -96,10 +96,9 @@ def test_what_the_optimizer_remembers_is_as_the_run_config_says() -> None:
     assert optimizer_state(made("train.optimizer_bits=8").config) is OptimizerState.EIGHT_BIT
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_pipeline_within_a_budget_and_with_moments_on_the_host_gives_the_same(num_stages: int) -> None:
+def test_a_pipeline_within_a_budget_and_with_moments_on_the_host_gives_the_same() -> None:
     plan = blueprint("llama")
-    agreed = config(num_stages, 4, num_steps=5)
+    agreed = config(3, 4, num_steps=5)
     steps = [
         [make_batch(plan.head, lengths=(length, 3), seed=10 * step + length) for length in lengths]
         for step, lengths in enumerate([(24, 6, 20, 9), (12, 16, 8, 23), *[(23, 7, 7, 22)] * 3])

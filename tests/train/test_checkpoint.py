@@ -110,7 +110,7 @@ def flip(path: Path, *, at: int = -5) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta"])
+@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta"])
 def test_a_pretrained_encoder_whose_head_ties_its_biases(model_type: str, tmp_path: Path) -> None:
     save_model(model_type, tmp_path / "origin")
     plan = pretrained_blueprint(str(tmp_path / "origin"), head=language_head(model_type))
@@ -156,7 +156,7 @@ def test_tensors_are_saved_by_parameter_name(tmp_path: Path) -> None:
     assert {name for name in names if "/" not in name} == parameters_of(found.stages).keys()
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 1)])
 def test_a_run_that_is_cut_otherwise_goes_on_to_the_bit(tmp_path: Path, before: int, after: int) -> None:
     plan = blueprint("llama")
     steps = batches(plan, 2)
@@ -250,18 +250,21 @@ def test_a_step_between_the_start_and_the_first_save_was_lost_too(tmp_path: Path
     assert checkpoints.steps() == (20, 34)
 
 
-@pytest.mark.parametrize("file", ["weights", "optimizer", "wire"])
-def test_a_flipped_bit_is_found(tmp_path: Path, file: str) -> None:
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     plan = blueprint("llama")
     coded = CutCase(codecs=Pair(forward=parse_codec("subspace(4)"), backward=parse_codec("subspace(4)")))
     with chain(plan, config(2, 2, cuts=(coded,))) as found:
         save_all(found, tmp_path)
         found.run(Given(batches(plan, 2)))
-    (path,) = record(tmp_path, 5).glob(f"{file}.*")
-    flip(path)
-    with chain(plan, config(2, 2, cuts=(coded,))) as again, pytest.raises(UserError) as error:
+    with chain(plan, config(2, 2, cuts=(coded,))) as again:
+        for file in ("weights", "optimizer", "wire"):
+            (path,) = record(tmp_path, 5).glob(f"{file}.*")
+            flip(path)
+            with pytest.raises(UserError) as error:
+                load_all(again, tmp_path, 5)
+            assert f"cannot be used: {path.name} is not as it was written" in error.value.message
+            flip(path)
         load_all(again, tmp_path, 5)
-    assert f"cannot be used: {path.name} is not as it was written" in error.value.message
 
 
 @pytest.mark.parametrize("harm", ["flipped", "truncated", "deleted", "manifest"])

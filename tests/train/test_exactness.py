@@ -62,7 +62,10 @@ def test_pipeline_equals_one_process(num_stages: int, num_microbatches: int) -> 
     assert [one.loss for one in found.records[0].steps] == pytest.approx(losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+# Of those that differ least one is enough: tests/train/test_families.py has all, slowly.
+@pytest.mark.parametrize(
+    "model_type", sorted(CONFIGS.keys() - {"llama", "qwen2", "mistral", "roberta", "xlm-roberta"})
+)
 def test_every_family(model_type: str) -> None:
     plan = blueprint(model_type)
     steps = batches(plan, 2, num_steps=2)

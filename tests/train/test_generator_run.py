@@ -5,7 +5,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -161,9 +162,44 @@ def certificates(folder: Path) -> None:
         certs("sign", f"certs/{cloud}.csr", "--cloud", cloud)
 
 
-def start(folder: Path, cloud: str, *, runs: str = "runs") -> subprocess.Popen[str]:
+Sites = dict[str, "subprocess.Popen[str]"]
+
+
+@contextmanager
+def running(folder: Path, *, english: str = "runs", wait: str = "5 s") -> Iterator[Sites]:
+    """A site for each cloud; with a folder of its own a generator trains a tokenizer on its own data."""
+    certificates(folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    (folder / "job.toml").write_text(EXAMPLE.read_text().replace("7600", port))
+    folders = {"english": english}
+    sites = {name: start(folder, name, runs=folders.get(name, "runs"), wait=wait) for name in CLOUDS}
+    try:
+        yield sites
+    finally:
+        for site in sites.values():
+            site.kill()
+            site.wait()
+
+
+def kill_english(folder: Path, sites: Sites) -> None:
+    """Kill a generator when some steps have been taken."""
+    while not any(f"step {n}" in told(folder) for n in range(20, 60)):
+        assert sites["judge"].poll() is None
+        time.sleep(0.1)
+    sites["english"].kill()
+    sites["english"].wait()
+
+
+def batches_trained_on(folder: Path) -> dict[str, int]:
+    (run,) = (folder / "runs" / "generator-discriminator").glob("2*")
+    return {one.cloud: one.num_batches for one in recorded_feed(run).streams}
+
+
+def start(folder: Path, cloud: str, *, runs: str = "runs", wait: str) -> subprocess.Popen[str]:
     """One site of a run that goes on without generators that are lost."""
-    changes = ["train.steps=120", "strategy.on_lost=continue", "strategy.wait=5 s"]
+    changes = ["train.steps=120", "strategy.on_lost=continue", f"strategy.wait={wait}"]
     sets = [word for one in changes for word in ("--set", one)]
     command = [sys.executable, "-m", "isthmus", "run", "job.toml", "--cloud", cloud, "--runs", runs, *sets]
     with (folder / f"{cloud}.log").open("w") as log:
@@ -173,34 +209,29 @@ def start(folder: Path, cloud: str, *, runs: str = "runs") -> subprocess.Popen[s
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["killed", "another tokenizer"])
 def test_sites_go_on_at_once_without_a_generator_and_tell_what_is_missed(tmp_path: Path, fault: str) -> None:
-    certificates(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    (tmp_path / "job.toml").write_text(EXAMPLE.read_text().replace("7600", port))
-    # With a folder of its own a generator trains a tokenizer on its own data.
-    own = "runs" if fault == "killed" else "other"
-    sites = {name: start(tmp_path, name, runs=own if name == "english" else "runs") for name in CLOUDS}
-    try:
-        while fault == "killed" and not any(f"step {n}" in told(tmp_path) for n in range(20, 60)):
-            assert sites["judge"].poll() is None
-            time.sleep(0.1)
+    with running(tmp_path, english="runs" if fault == "killed" else "other") as sites:
         if fault == "killed":
-            sites["english"].kill()
+            kill_english(tmp_path, sites)
         assert sites["judge"].wait(240) == sites["esperanto"].wait(60) == 0
         assert sites["english"].wait(60) == (2 if fault == "another tokenizer" else -9)
-    finally:
-        for site in sites.values():
-            site.kill()
     missed = re.search(r"'english' is lost at batch (\d+) of 60, the others continue: .*", told(tmp_path))
     assert missed is not None
     assert (fault in missed[0]) == (fault == "another tokenizer")
+    assert batches_trained_on(tmp_path) == {"english": int(missed[1]), "esperanto": 60}
     (run,) = (tmp_path / "runs" / "generator-discriminator").glob("2*")
-    recorded = read_run(run)
-    streams = {one.cloud: one.num_batches for one in recorded_feed(run).streams}
-    assert streams == {"english": int(missed[1]), "esperanto": 60}
-    longest_s = max(float(one["duration_s"]) for one in recorded.steps[1:])
+    longest_s = max(float(one["duration_s"]) for one in read_run(run).steps[1:])
     assert longest_s < HEARTBEAT_S
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_generator_that_is_started_again_is_met_again_and_makes_its_whole_quota(tmp_path: Path) -> None:
+    with running(tmp_path, wait="10 min") as sites:
+        kill_english(tmp_path, sites)
+        sites["english"] = start(tmp_path, "english", wait="10 min")
+        assert [sites[cloud].wait(600) for cloud in CLOUDS] == [0, 0, 0]
+    assert "cloud 'english' is there again" in told(tmp_path)
+    assert batches_trained_on(tmp_path) == {"english": 60, "esperanto": 60}
 
 
 def told(folder: Path) -> str:
