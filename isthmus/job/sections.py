@@ -270,7 +270,7 @@ class DataStrategy(Frozen):
     bits: Literal[4, 8, 16, 32] | None = Field(None, examples=[4])
     """Bits per parameter that cross the links; chosen by the planner unless given."""
     microbatches: Count | None = Field(None, examples=[4])
-    """Micro-batches of a cloud in a step."""
+    """Micro-batches of a rank in a step."""
     delay: int | None = Field(None, ge=0, le=1000, examples=[2])
     """Steps after which what was sent is mixed in; as the line needs unless given."""
     mixing: float = Field(0.5, ge=0, lt=1)

@@ -57,7 +57,8 @@ from isthmus.plan.membership import (
     Snapshot,
     Views,
 )
-from isthmus.plan.orders import HostLane, Leader, Sibling, not_awaited
+from isthmus.plan.orders import HostLane, Leader, Orders, not_awaited
+from isthmus.plan.shards import AllRanks, Noted, ShardOrder, ShardSibling
 from isthmus.plan.types import (
     Elapsed,
     Facts,
@@ -78,21 +79,28 @@ from isthmus.plan.types import (
     WorkKind,
 )
 
-FACTS: Final[dict[MessageKind, type[Facts]]] = {
+_BETWEEN_CLOUDS: Final[dict[MessageKind, type[Facts]]] = {
     MessageKind.DELTA: Piece,
     MessageKind.COMMIT: RoundCommit,
     MessageKind.STATE: Snapshot,
     MessageKind.TALLY: Report,
     MessageKind.VERDICT: Ruling,
 }
-"""The facts that the messages between clouds carry."""
+FACTS: Final[dict[MessageKind, type[Facts]]] = {
+    **_BETWEEN_CLOUDS,
+    MessageKind.ORDER: Orders,
+    MessageKind.SHARD: ShardOrder,
+    MessageKind.NOTED: Noted,
+}
+"""The facts that messages carry, between clouds and between the ranks of one."""
 
 
 class Rounds:
     """The rounds as the leader of one cloud knows them; counts of rounds are from the first on."""
 
-    def __init__(self, spec: DataParallel, cloud: int, leader: Leader) -> None:
+    def __init__(self, spec: DataParallel, cloud: int, leader: Leader, ranks: AllRanks) -> None:
         self._spec = spec
+        self._ranks = ranks
         self._cloud = cloud
         self._leader = leader
         self.views = Views(spec, cloud, self._report)
@@ -138,7 +146,7 @@ class Rounds:
         """The donor's state, while the host puts it in the place of the old one; no view begins meanwhile."""
         self._postponed: Ruling | None = None
         self._early: list[Message] = []
-        self._host = HostLane(leader)
+        self._host = HostLane(leader, on_run=ranks.order_work)
         self._forget_open_rounds()
 
     def _forget_open_rounds(self) -> None:
@@ -206,7 +214,7 @@ class Rounds:
     def arrive(self, message: Message) -> None:
         """Take in a message of another cloud, or a commit of one's own."""
         facts = message.facts
-        kind = FACTS.get(message.kind)
+        kind = _BETWEEN_CLOUDS.get(message.kind)
         if kind is None or not isinstance(facts, kind):
             raise not_awaited(message)
         sender = self._spec.cloud_of(message.sender)
@@ -280,6 +288,7 @@ class Rounds:
     def _install(self, ruling: Ruling) -> None:
         """Begin a view: from its base, without anything of rounds that older views have left open."""
         self.views.install()
+        self._ranks.forget(self.current_view)
         self._ruling = ruling
         self._forget_open_rounds()
         self._contents = {}
@@ -574,13 +583,13 @@ class Rounds:
         item: int | None = None,
     ) -> None:
         item = self._spec.fragment(number) if item is None else item
-        self._leader.send(kind, number, item, to, facts, priority)
+        self._ranks.order_message(self._leader.send(kind, number, item, to, facts, priority))
 
 
 def data_scheduler(spec: DataParallel, member: Member) -> Scheduler:
     """A fresh scheduler of a member."""
     group = spec.clouds[spec.cloud_of(member)]
-    return DataScheduler(spec, group) if member == group[0] else Sibling(group, member)
+    return DataScheduler(spec, group) if member == group[0] else ShardSibling(spec, group, member)
 
 
 class DataScheduler(Leader):
@@ -590,7 +599,10 @@ class DataScheduler(Leader):
         super().__init__(group, spec.save_every_s)
         self._spec = spec
         self._cloud = spec.cloud_of(group[0])
-        self._rounds = Rounds(spec, self._cloud, self)
+        self._ranks = AllRanks(spec, self)
+        self._rounds = Rounds(spec, self._cloud, self, self._ranks)
+        self._on_host: Work | None = None
+        """The last work on the host that this rank has ended."""
         self._phase = 0
         """The step that all clouds count alike; `step` counts those that this cloud has read data for."""
         self._works: deque[Work] = deque()
@@ -621,18 +633,49 @@ class DataScheduler(Leader):
     def _notice(self, event: Lost | Joined | Elapsed, now_s: float) -> None:  # noqa: ARG002 - no time is needed
         match event:
             case Lost(member=member, final=True):
-                self._rounds.lose(self._spec.cloud_of(member))
+                self._see(self._spec.cloud_of(member), 0, is_there=False)
             case Joined(member=member) if member.rank == 0:
-                self._rounds.join(self._spec.cloud_of(member))
+                self._see(self._spec.cloud_of(member), 0, is_there=True)
+
+    def _see(self, cloud: int, rank: int, *, is_there: bool) -> None:
+        """Take in that one rank reaches another cloud, or not any more."""
+        is_whole = self._ranks.sees(cloud, rank, is_there=is_there)
+        if not is_there:
+            self._rounds.lose(cloud)
+        elif is_whole:
+            self._rounds.join(cloud)
 
     def _arrive(self, message: Message) -> None:
-        self._rounds.arrive(message)
+        if isinstance(message.facts, Noted):
+            self._take_note(message, message.facts)
+        elif self._ranks.has_arrived(message):
+            self._rounds.arrive(message)
+
+    def _take_note(self, message: Message, note: Noted) -> None:
+        """Take in what has come to pass at a sibling."""
+        rank = message.sender.rank
+        if message.sender not in self.group[1:] or note.cloud >= len(self._spec.clouds):
+            raise not_awaited(message)
+        if note.message is not None:
+            sender, step, item = self._spec.clouds[note.cloud][0], message.step, message.item
+            arrived = Message(note.message, step, item, sender, (self.leader,), note.about)
+            if self._ranks.has_arrived(arrived):
+                self._rounds.arrive(arrived)
+        elif note.work is not None:
+            self._end_on_host(rank, Applied(content=note.content) if note.is_done else NotDone())
+        else:
+            self._see(note.cloud, rank, is_there=note.is_there)
+
+    def _end_on_host(self, rank: int, facts: Facts | None) -> None:
+        if self._ranks.has_ended(rank, facts) and self._on_host is not None:
+            self._rounds.end_on_host(self._on_host, self._ranks.take_ends())
 
     # What has ended.
 
     def _finish(self, work: Work, facts: Facts | None, now_s: float) -> None:
         if work.lane is Lane.HOST:
-            self._rounds.end_on_host(work, facts)
+            self._on_host = work
+            self._end_on_host(0, facts)
             return
         found = self.ended(work, facts)
         if work.kind is WorkKind.READ and not work.item:

@@ -67,7 +67,7 @@ class DataTimes:
 
 
 def simulated_data(spec: DataParallel, times: DataTimes) -> Simulated:
-    fragment = times.num_parameters / spec.num_fragments
+    fragment = times.num_parameters / spec.num_fragments / len(spec.clouds[0])
     num_tokens = spec.num_microbatches * times.microbatch_tokens
 
     def size(message: Message) -> int:

@@ -43,7 +43,7 @@ class DataParallel:
     """
 
     clouds: tuple[tuple[Member, ...], ...]
-    """The members of each cloud; the first leads, and exchanges for all."""
+    """The members of each cloud, as many in each; the first leads, and each exchanges its shards."""
     num_steps: int
     num_microbatches: int = 1
     """The micro-batches of a rank in a step."""
@@ -70,6 +70,8 @@ class DataParallel:
     def __post_init__(self) -> None:
         if not 1 <= len(self.clouds) <= MAX_CLOUDS or not all(self.clouds):
             raise ValueError(f"from one to {MAX_CLOUDS} clouds with members are needed")
+        if len({len(cloud) for cloud in self.clouds}) > 1:
+            raise ValueError("each rank exchanges with the same rank of other clouds, so all have as many")
         if not 1 <= self.num_fragments <= self.sync_every or not 0 <= self.delay_steps < self.sync_every:
             raise ValueError("num_fragments and delay_steps fit into sync_every")
         if not 1 <= self.quorum <= len(self.clouds) or min(self.num_steps, self.num_microbatches) < 1:

@@ -11,7 +11,7 @@ cloud for any time.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from isthmus.plan.end_of_step import Reduced, StepEnded, Updated, total_norm
@@ -280,9 +280,11 @@ class Leader(ABC):
         to: tuple[Member, ...],
         facts: Facts,
         priority: Priority = Priority.URGENT,
-    ) -> None:
+    ) -> Message:
         """Send a message with facts."""
-        self.act(Send(Message(kind, step, item, self.leader, to, facts, priority=priority)))
+        message = Message(kind, step, item, self.leader, to, facts, priority=priority)
+        self.act(Send(message))
+        return message
 
 
 def not_awaited(message: Message) -> ScheduleError:
@@ -299,8 +301,9 @@ def _stop(orders: Orders, reason: str = "") -> Stop:
 class HostLane:
     """The works that a leader runs on the host, one after the other, beside the computation."""
 
-    def __init__(self, leader: Leader) -> None:
+    def __init__(self, leader: Leader, *, on_run: Callable[[Work], None] = lambda _: None) -> None:
         self._leader = leader
+        self._on_run = on_run
         self._works: deque[Work] = deque()
         self._running: Work | None = None
         self._is_stale = False
@@ -323,6 +326,7 @@ class HostLane:
         """Run the next work, if none runs."""
         if self._running is None and self._works:
             self._running = self._works.popleft()
+            self._on_run(self._running)
             self._leader.act(Run(self._running))
 
     def end(self, work: Work) -> bool:

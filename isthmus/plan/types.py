@@ -188,6 +188,9 @@ class MessageKind(enum.StrEnum):
     RECORD = "record"
     """A rank tells its leader that its part of a saved step is in the store."""
     SHARD = "shard"
+    """The leader of a cloud tells its siblings what to do with their shards."""
+    NOTED = "noted"
+    """A rank tells its leader what has come to pass with its shard."""
     ORDER = "order"
     """The leader of a cloud tells its siblings which works to run next."""
 

@@ -49,6 +49,9 @@ class DataParallelActor:
         self._stage: Stage = built.stage
         self._optimizer = built.optimizer
         self._outer = outer
+        self._world = built.world
+        number = sum(len(cloud) for cloud in spec.clouds[: self._cloud]) + member.rank
+        self._first_item = number * spec.num_microbatches
         self._source = source
         self._reduction = built.reduction or Reduction(built.world, built.stage)
         self._device = built.device.torch_device
@@ -132,14 +135,15 @@ class DataParallelActor:
     def _read(self, work: Work) -> Read:
         is_evaluation = bool(work.item)
         self._clock.begin()
+        if is_evaluation:
+            self._put_outer_in_place()
         self._reduction.begin()
         self._passes.train(not is_evaluation)
         self._results.clear()
-        if is_evaluation:
-            self._put_outer_in_place()
         self._batches = self._source.validation() if is_evaluation else self._source.training(work.step)
-        self._num_targets = sum(batch.num_targets for batch in self._batches)
-        return Read(num_targets=self._num_targets, num_tokens=sum(map(num_tokens, self._batches)))
+        own = sum(batch.num_targets for batch in self._batches), sum(map(num_tokens, self._batches))
+        self._num_targets, all_tokens = self._world.all_reduce(own)
+        return Read(num_targets=self._num_targets, num_tokens=all_tokens)
 
     def _pass(self, work: Work) -> Ran:
         self._clock.run(work.kind.value, work.name, lambda: self._compute(work))
@@ -147,7 +151,7 @@ class DataParallelActor:
 
     def _compute(self, work: Work) -> None:
         # Clouds draw dropout as the micro-batches of one step would.
-        item = work.item + self._cloud * self._spec.num_microbatches
+        item = work.item + self._first_item
         if work.kind is WorkKind.BACKWARD:
             self._passes.backward(step=work.step, item=item, gradients={})
         elif work.item < len(self._batches):
@@ -163,10 +167,12 @@ class DataParallelActor:
             if output.loss is not None:
                 self._results.append((output.loss.detach(), output.num_correct, batch.num_targets))
 
-    def _reduce(self, work: Work) -> Gathered:  # noqa: ARG002 - one rank has nothing to ask for
+    def _reduce(self, work: Work) -> Gathered:  # noqa: ARG002 - all that was computed is reduced
         self._clock.settle()
         self._reduction.reduce()
-        losses = _read_device(loss for loss, _, _ in self._results)
+        losses = self._world.all_reduce(
+            [sum(_read_device(loss for loss, _, _ in self._results))], dtype=torch.float64
+        )
         norms = self._reduction.squared_norms(self._optimizer.squared_norms())
         self._norm = total_norm(norms)
         reduced = Reduced(
@@ -192,10 +198,13 @@ class DataParallelActor:
 
     def _score(self, work: Work) -> Scored:  # noqa: ARG002 - all that was evaluated is scored
         self._clock.settle()
+        self._reduction.end_evaluation()
         with torch.no_grad():
             for parameter, value in zip(self._parameters(), self._local, strict=True):
                 parameter.copy_(value)
         self._local = []
+        for fragment in self._outer.fragments:
+            self._outer.share(fragment.parameters)
         scored = Round(
             losses=tuple(_read_device(loss for loss, _, _ in self._results)),
             num_correct=int(sum(_read_device(correct for _, correct, _ in self._results))),
@@ -215,10 +224,11 @@ class DataParallelActor:
             if outer.rule.sync == "exact":
                 delta = fragment.gradient().div_(max(self._num_steps, 1))
             else:
+                local = fragment.local()
                 with outer.lock:
-                    values = outer.values[index].to(self._device, copy=True)
-                delta = values.sub_(fragment.local())
-            if not bool(delta.isfinite().all()):
+                    delta = outer.values[index].to(local.device, copy=True).sub_(local)
+            # All ranks have taken theirs before one of them sends it, or none does.
+            if not all(self._world.broadcast(self._world.gather(bool(delta.isfinite().all())))):
                 name = self._spec.clouds[self._cloud][0].cloud
                 raise IsthmusError(
                     f"the parameters of cloud {name!r} are not finite in round {number}",
@@ -299,6 +309,7 @@ class DataParallelActor:
         with torch.no_grad(), outer.lock:
             for index in indices:
                 self._mix_fragment(work.item, index, is_whole=is_whole)
+                outer.share(outer.fragments[index].parameters)
         if is_whole:
             self._deltas.clear()
             self._num_steps = 0
@@ -312,7 +323,7 @@ class DataParallelActor:
                 keeps = outer.rule.mixing
                 for name, value in fragment.pieces(outer.values[index]).items():
                     parameter = fragment.parameters[name]
-                    parameter.mul_(keeps).add_(value.to(self._device) * (1 - keeps))
+                    parameter.mul_(keeps).add_(value.to(parameter.device) * (1 - keeps))
             case "sparse" if not is_whole:
                 self._shift(fragment, index, sent, is_accepted=is_accepted)
             case _:
@@ -332,7 +343,8 @@ class DataParallelActor:
         elif sent is not None and sent.residual is not None:
             self._outer.residuals[index].copy_(sent.residual)
         for name, value in fragment.pieces(change).items():
-            fragment.parameters[name].add_(value.to(self._device))
+            parameter = fragment.parameters[name]
+            parameter.add_(value.to(parameter.device))
 
 
 def _named(payload: Payload) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from isthmus.train.coding import CutEnd
 from isthmus.train.data.tokenizer import trains_tokenizer
 from isthmus.train.data.training_data import Feed, RankShare, Source, TrainingData, check_enough
 from isthmus.train.data_parallel import DataParallelActor
+from isthmus.train.in_cloud import OwnParts
 from isthmus.train.outer import Outer, OuterRule, make_fragments
 from isthmus.train.wire import Observer
 
@@ -104,7 +105,7 @@ class DataKind:
             )
             notes.append(f"synchronisation: {strategy.how}, {steps} steps apart, {bits} bit, by rule")
         number = strategy.microbatches or _num_microbatches(job)
-        layout_of(job, number * len(job.cloud))
+        layout_of(job, number * _num_ranks(job))
         decided = decisions or Decisions(num_microbatches=1, recompute=job.train.recompute is True)
         return replace(decided, num_microbatches=number, sync=sync, reasons=(*decided.reasons, *notes))
 
@@ -114,7 +115,7 @@ class DataKind:
 
     def check_data(self, job: Job, decisions: Decisions, data: TrainingData) -> None:
         """Refuse data that cannot fill a step."""
-        check_enough(data.samples, layout_of(job, decisions.num_microbatches * len(job.cloud)))
+        check_enough(data.samples, layout_of(job, decisions.num_microbatches * _num_ranks(job)))
 
     def reads(self, config: RunConfig, cloud: str) -> bool:  # noqa: ARG002 - all do
         """Every cloud reads its own part."""
@@ -127,7 +128,7 @@ class DataKind:
         strategy, sync, layout = (
             _check(job),
             decisions.sync,
-            layout_of(job, decisions.num_microbatches * len(job.cloud)),
+            layout_of(job, decisions.num_microbatches * _num_ranks(job)),
         )
         if sync is None:
             raise ValueError("the run config needs decisions that are complete")
@@ -190,18 +191,21 @@ class DataRole:
         self._config = config
         self._job = build.job
         self._member = Member(build.cloud, build.world.rank)
-        self._cloud = config.data.cloud_of(self._member)
-        self.peers = [one for one in config.data.members if one != self._member]
+        own = config.data.clouds[config.data.cloud_of(self._member)]
+        inside = own[1:] if self._member == own[0] else own[:1]
+        others = [cloud[self._member.rank] for cloud in config.data.clouds if cloud != own]
+        self.peers = [*inside, *others]
         train = build.job.train
+        parts = OwnParts(build.world, self.built.stage.parameters_by_name())
         self._outer = Outer(
-            make_fragments(
-                self.built.stage.parameters_by_name(), build.blueprint.layout, config.data.num_fragments
-            ),
+            make_fragments(parts.tensors, build.blueprint.layout, config.data.num_fragments),
             config.rule,
             schedule=self.built.optimizer.schedule,
             weight_decay=train.weight_decay,
             max_norm=train.max_norm or None,
             seed=config.seed,
+            sharded=parts.sharded,
+            share=parts.share,
         )
 
     def scheduler(self) -> Scheduler:
@@ -223,13 +227,15 @@ class DataRole:
         )
 
     def feed(self, data: TrainingData, *, step: int) -> Feed:
-        """This cloud's micro-batches: all of its own data, or its share of what all read."""
-        number, clouds = self._config.data.num_microbatches, len(self._config.data.clouds)
-        whole = layout_of(self._job, number * clouds)
+        """This rank's micro-batches: its share of the cloud's own data, or of what all clouds read."""
+        spec = self._config.data
+        number, members = spec.num_microbatches, list(spec.members)
+        whole = layout_of(self._job, number * len(members))
         if self._job.cloud_named(self._member.cloud).data is not None:
-            return Feed(data, replace(whole, num_microbatches=number), first_step=step)
-        share = _Share(range(self._cloud * number, (self._cloud + 1) * number))
-        return Feed(data, whole, share=share, first_step=step)
+            members = [one for one in members if one.cloud == self._member.cloud]
+            whole = replace(whole, num_microbatches=number * len(members))
+        first = members.index(self._member) * number
+        return Feed(data, whole, share=_Share(range(first, first + number)), first_step=step)
 
     def cut(self, peer: Member) -> CutEnd | None:  # noqa: ARG002 - of none
         """Nothing is cut."""
@@ -251,7 +257,7 @@ class DataRole:
         job = self._job
         if not job.train.evaluate_every:
             return None
-        whole = layout_of(job, self._config.data.num_microbatches * len(self._config.data.clouds))
+        whole = layout_of(job, self._config.data.num_microbatches * len(self._config.members))
         return describe_exported(
             model,
             head=data.head,
@@ -305,12 +311,19 @@ def _check(job: Job) -> DataStrategy:
 def _refusals(
     job: Job, model: ModelSpec, data: DataSpec, strategy: DataStrategy
 ) -> Iterator[tuple[str, str]]:
+    one = job.cloud[0]
     for cloud in job.cloud:
-        if cloud.ranks > 1:
+        if cloud.ranks != one.ranks:
+            counts = f"{one.name!r} has {one.ranks}, {cloud.name!r} {cloud.ranks}"
             yield (
-                f"data parallel runs one rank in each cloud so far, and {cloud.name!r} has {cloud.ranks}",
-                f'set cloud.{cloud.name}.ranks = 1, or strategy.kind = "pipeline"',
+                f"each rank exchanges its shards with the same rank of other clouds: {counts}",
+                f'set cloud.{cloud.name}.ranks = {one.ranks}, or strategy.kind = "pipeline"',
             )
+    if one.ranks > 1 and strategy.how == "exact":
+        yield (
+            f"exact synchronisation runs one rank in each cloud, and {one.name!r} has {one.ranks}",
+            'set strategy.sync = "streaming"',
+        )
     linked = {frozenset(link.between) for link in job.link}
     for first, second in combinations((cloud.name for cloud in job.cloud), 2):
         if {first, second} not in linked:
@@ -331,9 +344,13 @@ def _refusals(
         )
 
 
+def _num_ranks(job: Job) -> int:
+    return sum(cloud.ranks for cloud in job.cloud)
+
+
 def _num_microbatches(job: Job) -> int:
-    """The most micro-batches, up to four, into which a cloud's part of a step can be divided."""
-    num_sequences = job.train.batch_tokens // job.given_data.sequence_length // len(job.cloud)
+    """The most micro-batches, up to four, into which a rank's part of a step can be divided."""
+    num_sequences = job.train.batch_tokens // job.given_data.sequence_length // _num_ranks(job)
     return max((one for one in range(1, _MOST_MICROBATCHES + 1) if num_sequences % one == 0), default=1)
 
 

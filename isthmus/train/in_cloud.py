@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
     UnshardHandle,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from isthmus.errors import RankLost, UserError
 from isthmus.model.bottleneck import Down, Up
@@ -269,6 +269,12 @@ class Reduction:
             replicated = _halves(self._stage) if is_sharded else self._stage.parameters_by_name()
             _sum_gradients(self._world, [one for _, one in sorted(replicated.items()) if one.requires_grad])
 
+    def end_evaluation(self) -> None:
+        """Keep this rank's shard of the parameters alone: those that were evaluated may be replaced."""
+        if self._sharding != "none":
+            for module in _sharded(self._stage):
+                module.reshard()
+
     def squared_norms(self, own: tuple[float, ...]) -> tuple[float, ...]:
         """The squared norm of each parameter's gradient, from what this rank has of it."""
         if self._sharding == "none":
@@ -341,6 +347,47 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
     stage.stream_dtype = compute_dtype
     prepare_shards(stage)
+
+
+class OwnParts:
+    """The part of each parameter that is this rank's: its shard, or a chunk where all ranks have it whole."""
+
+    def __init__(self, world: World, parameters: Mapping[str, Tensor]) -> None:
+        self._world = world
+        self._parameters = parameters
+        self._mesh = init_device_mesh("cpu", (world.num_ranks,)) if world.num_ranks > 1 else None
+        self.tensors = {name: self._part(one) for name, one in parameters.items()}
+        """Views, by the names of the parameters."""
+
+    def _part(self, parameter: Tensor) -> Tensor:
+        if isinstance(parameter, DTensor):
+            with torch.no_grad():
+                return parameter.to_local()
+        if self._mesh is None:
+            return parameter
+        chunks = parameter.detach().chunk(self._world.num_ranks)
+        return chunks[self._world.rank] if self._world.rank < len(chunks) else chunks[0][:0]
+
+    def share(self, names: Iterable[str]) -> None:
+        """Give all ranks what each has changed of its own part, where all have these parameters whole."""
+        if self._mesh is None:
+            return
+        shared = {name: one for name in names if not isinstance(one := self._parameters[name], DTensor)}
+        with torch.no_grad():
+            for name, one in shared.items():
+                own = self.tensors[name].clone()
+                one.zero_()
+                self.tensors[name].copy_(own)
+        self._world.all_reduce_tensors([one.detach() for one in shared.values()])
+
+    def sharded(self, name: str, part: Tensor) -> Tensor:
+        """A tensor of which each rank has the part on the host that it has of a parameter."""
+        if self._mesh is None:
+            return part
+        like = torch.empty(self._parameters[name].shape, device="meta")
+        return DTensor.from_local(
+            part, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+        )
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -183,9 +183,9 @@ class Loop:
             self.inbox.put(Done(work, future.result()))
         else:
             # What a peer has sent may turn out to be of no use when it is summed.
-            bad = error if isinstance(error, BadUpdate) else None
-            self.inbox.put(Failure(member=Member("" if bad is None else bad.cloud), error=error))
-            if bad is not None:
+            peers = [one for one in self.wires if isinstance(error, BadUpdate) and one.cloud == error.cloud]
+            self.inbox.put(Failure(member=peers[0] if peers else Member(""), error=error))
+            if peers:
                 self.inbox.put(Done(work, NotDone()))
 
     def _next(self) -> Event:

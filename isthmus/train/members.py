@@ -116,7 +116,12 @@ class Neighbours:
     @property
     def is_first(self) -> bool:
         """Whether this is the leader of the first cloud of those that are there."""
-        return self._clouds[0] == self._cloud and self._world.is_leader
+        return self.is_of_first and self._world.is_leader
+
+    @property
+    def is_of_first(self) -> bool:
+        """Whether this is a rank of the first cloud of those that are there."""
+        return self._clouds[0] == self._cloud
 
     def hail(self, job: Job, *, note: Callable[[str], None], until_s: float = math.inf) -> Joining | None:
         """Meet all clouds that a link joins to this one, or as many as there are once one of them trains.
@@ -232,8 +237,8 @@ class Neighbours:
 
     def part_with(self, lost: Collection[str]) -> None:
         """End without these clouds, which the others went on without, over the links that there are now."""
-        if self._world.is_leader:
-            self._join([one for one in self._clouds if one not in lost])
+        agreed = self._world.broadcast(sorted(lost))
+        self._join([one for one in self._clouds if one not in agreed])
 
     def agree_on_end(self) -> None:
         """Wait until every rank has come to the end: none closes a link that another still listens to."""

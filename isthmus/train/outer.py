@@ -12,7 +12,7 @@ separate multiplications and additions, so that processors of any kind give the 
 import hashlib
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -138,7 +138,12 @@ class Outer:
         weight_decay: float = 0.0,
         max_norm: float | None = None,
         seed: int = 0,
+        sharded: Callable[[str, Tensor], Tensor] = lambda _, one: one,
+        share: Callable[[Iterable[str]], None] = lambda _: None,
     ) -> None:
+        self._sharded = sharded
+        self.share = share
+        """Completes parameters of which this rank has changed its part, and other ranks theirs."""
         self.fragments = tuple(fragments)
         self.rule = rule
         self.values = [one.local().cpu().clone() for one in fragments]
@@ -240,6 +245,7 @@ class Outer:
         with torch.no_grad(), self.lock:
             for fragment, matrix in zip(self.fragments, self.values, strict=True):
                 fragment.set(matrix)
+                self.share(fragment.parameters)
 
     def state_of(self, fragment: int) -> dict[str, Tensor]:
         """Copies of what a cloud needs that is behind."""
@@ -274,5 +280,6 @@ class Outer:
             if self.shifts:
                 matrices |= {"shift": self.shifts[number], "residual": self.residuals[number]}
             for kind, matrix in matrices.items():
-                found |= {f"outer/{kind}/{name}": one for name, one in fragment.pieces(matrix).items()}
+                for name, one in fragment.pieces(matrix).items():
+                    found[f"outer/{kind}/{name}"] = self._sharded(name, one)
         return found

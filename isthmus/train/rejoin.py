@@ -126,11 +126,13 @@ class Rejoin:
     def __init__(
         self,
         *,
+        cloud: str,
         renew: Callable[[Member, str], Link],
         hail: Hail,
         on_met: Callable[[Link], None],
         note: Callable[[str], None],
     ) -> None:
+        self._cloud = cloud
         self._renew = renew
         self._hail = hail
         self._on_met = on_met
@@ -147,6 +149,9 @@ class Rejoin:
 
     def expect(self, member: Member, error: LinkError) -> None:
         """Meet a member again that is lost, unless what it sends cannot be used."""
+        if member.cloud == self._cloud:
+            # Without a rank of its own a cloud cannot go on.
+            return
         if isinstance(error, BadUpdate | FrameError):
             self._note(f"{error.message}; the others continue without it")
             self._renew(member, error.message).abort(error.message)

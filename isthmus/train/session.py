@@ -412,7 +412,8 @@ class _Epoch:
 
         start, config = self.start, pack_config(self.config)
         hail = Hail(is_training=True, epoch=start.epoch, clock_offset_s=start.clock_offset_s, config=config)
-        return Rejoin(renew=self.session.endpoint.renewed, hail=hail, on_met=take, note=journal.note)
+        renew, cloud = self.session.endpoint.renewed, self.session.member.cloud
+        return Rejoin(cloud=cloud, renew=renew, hail=hail, on_met=take, note=journal.note)
 
     def _end_together(self) -> None:
         """End with the others; where they continue without a cloud, a loss changes nothing any more."""
@@ -463,7 +464,7 @@ class _Epoch:
         if self.world.is_leader:
             fresh_folder(own)
         scratch = own / _GATHERED_FILE
-        for folder, stage in self.role.models(is_first=self._is_first).items():
+        for folder, stage in self.role.models(is_first=self.neighbours.is_of_first).items():
             tensors = keeper.export(scratch)
             if self.world.is_leader:
                 write_part(stage, own / f"{folder}.{self.session.member.cloud}", tensors=tensors)

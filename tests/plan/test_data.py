@@ -198,10 +198,10 @@ def check_all_once(timeline: Timeline, spec: DataParallel) -> None:
 
 @st.composite
 def specs(draw: st.DrawFn, *, min_clouds: int = 1) -> DataParallel:
-    number = draw(st.integers(min_clouds, 4))
+    number, num_ranks = draw(st.integers(min_clouds, 4)), draw(st.integers(1, 2))
     sync_every = draw(st.integers(1, 8))
     return DataParallel(
-        clouds=tuple(ranks(f"c{index}", draw(st.integers(1, 2))) for index in range(number)),
+        clouds=tuple(ranks(f"c{index}", num_ranks) for index in range(number)),
         num_steps=draw(st.integers(1, 24)),
         num_microbatches=draw(st.integers(1, 2)),
         sync_every=sync_every,
@@ -676,7 +676,15 @@ def test_what_is_not_awaited_is_refused(message: Message) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"clouds": ()}, {"num_fragments": 7}, {"delay_steps": 6}, {"quorum": 3}, {"num_steps": 0}]
+    "change",
+    [
+        {"clouds": ()},
+        {"clouds": (ranks("c0"), ranks("c1", 2))},
+        {"num_fragments": 7},
+        {"delay_steps": 6},
+        {"quorum": 3},
+        {"num_steps": 0},
+    ],
 )
 def test_what_cannot_work_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"cloud|quorum|sync_every"):

@@ -20,13 +20,15 @@ from isthmus.train.records import Records, open_store
 from tests.train.reference import assert_same
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "data-parallel.toml"
-RANKS = "data parallel runs one rank in each cloud so far, and 'west' has 2"
+RANKS = "same rank of other clouds: 'east' has 1, 'west' 2"
+EXACT = 'strategy={kind="data", sync="exact"}'
 
 
 @pytest.mark.parametrize(
     ("override", "what"),
     [
         ("cloud.west.ranks=2", RANKS),
+        (f"{EXACT};cloud.west.ranks=2;cloud.east.ranks=2", "exact synchronisation runs one rank"),
         ("strategy.quorum=3", "a quorum of 3 of 2 clouds"),
         ("model.frozen_layers=1", "trains all weights"),
         ("train.batch_tokens=4097", "cannot be divided"),
@@ -34,7 +36,7 @@ RANKS = "data parallel runs one rank in each cloud so far, and 'west' has 2"
 )
 def test_what_cannot_run_is_refused_with_a_cure(override: str, what: str) -> None:
     with pytest.raises(UserError, match=what) as caught:
-        DataKind().decide(load_job(EXAMPLE, overrides=[override]))
+        DataKind().decide(load_job(EXAMPLE, overrides=override.split(";")))
     assert caught.value.hint
 
 
