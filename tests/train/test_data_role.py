@@ -79,3 +79,47 @@ def test_a_run_that_was_stopped_exports_its_outer_parameters_and_goes_on_to_the_
     finished = isthmus.run(job, **options).run
     assert finished == run
     assert_same(*(load_file(one / "model" / "model.safetensors") for one in (finished, whole)))
+
+
+def two_ranks(east: str, west: str) -> list[str]:
+    keys = [
+        f"cloud.{name}.{key}"
+        for name, how in (("east", east), ("west", west))
+        for key in (f"sharding={how}", "ranks=2")
+    ]
+    return ["strategy.microbatches=1", *keys]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [("full", "full"), ("none", "optimizer")], ids="-".join)
+def test_ranks_that_exchange_their_own_shards_train_what_one_rank_does(
+    tmp_path: Path, sharding: tuple[str, str]
+) -> None:
+    common = [
+        "train.steps=9",
+        "train.evaluate_every=3",
+        "train.batch_tokens=1024",
+        "model.config.num_hidden_layers=2",
+        "strategy.inner_steps=6",
+        "strategy.bits=32",
+        "checkpoint.every=0 s",
+    ]
+    found, losses = [], []
+    for name, changes in (("one", ["strategy.microbatches=2"]), ("two", two_ranks(*sharding))):
+        heard: list[float] = []
+
+        def hear(_: str, about: Mapping[str, Any], heard: list[float] = heard) -> None:
+            heard += [about["loss"]] if about["kind"] == "evaluation" else []
+
+        job = load_job(EXAMPLE, overrides=common + changes)
+        run = isthmus.run(job, runs=tmp_path / name, measure=False, on_report=hear).run
+        found.append(load_file(run / "model" / "model.safetensors"))
+        losses.append(heard)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert found[0].keys() == found[1].keys()
+    for key in found[0]:
+        torch.testing.assert_close(found[0][key], found[1][key], rtol=1e-4, atol=1e-6, msg=key)
+    # Each rank has saved its own shards; one process puts them together again.
+    steps = steps_to_export(run)
+    export_run(run, tmp_path / "exported", steps=steps)
+    assert load_file(tmp_path / "exported" / "model.safetensors").keys() == found[0].keys()
