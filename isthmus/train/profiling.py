@@ -71,18 +71,19 @@ class Effort:
     least_rounds: int
     most_rounds: int
     size_s: float
-    """Rounds of one size end when they have taken so long, if there are enough of them."""
-    round_s: float
-    """Sizes of which one round would take longer are not measured."""
+    """Rounds of one size end when they have taken so long, if there are enough of them.
+
+    Sizes of which one round would take longer are not measured.
+    """
     rehearsal_s: float
     """What rehearsing a size may take, where several clouds share a machine."""
-    wanted_error: float = 0.03
-    """Rounds end when all medians are so certain."""
 
 
-QUICK: Final = Effort(least_rounds=4, most_rounds=12, size_s=0.8, round_s=1.0, rehearsal_s=4.0)
-THOROUGH: Final = Effort(least_rounds=8, most_rounds=60, size_s=4.0, round_s=4.0, rehearsal_s=10.0)
+QUICK: Final = Effort(least_rounds=4, most_rounds=12, size_s=1.0, rehearsal_s=4.0)
+THOROUGH: Final = Effort(least_rounds=8, most_rounds=60, size_s=4.0, rehearsal_s=10.0)
 _CODING: Final = replace(QUICK, most_rounds=6, size_s=0.1)
+_WANTED_ERROR: Final = 0.03
+"""Rounds end when medians are so certain."""
 MAX_SCATTER: Final = 0.25
 """Medians that are less certain are refused: a plan from them would be no better than the catalogue's."""
 
@@ -259,7 +260,7 @@ def repeat(
         taken.append(take())
         if len(taken) < effort.least_rounds:
             continue
-        if median_error([figure(one) for one in taken]) <= effort.wanted_error:
+        if median_error([figure(one) for one in taken]) <= _WANTED_ERROR:
             break
         if clock() - started_s >= effort.size_s:
             break
@@ -311,7 +312,7 @@ class _Bench:
         """Measure each size with its scatter, as long as there is time and memory; the first one always."""
         round_s = 0.0
         for number, size in enumerate(self._sizes):
-            if number > 0 and round_s * _SIZE_RATIO > effort.round_s:
+            if number > 0 and round_s * _SIZE_RATIO > effort.size_s:
                 return
             report(f"{size.num_sequences} × {size.sequence_length} tokens in {size.precision.value}")
             for rig in self._rigs.values():
@@ -496,15 +497,16 @@ def _copy_speeds(device: Device) -> tuple[float | None, float | None]:
 def _measure_codings(job: Job, device: Device, *, width: int, rows: Sequence[int]) -> tuple[CodingTimes, ...]:
     """What the codecs that a job may use take for messages of the fewest and of the most rows."""
     most = max(rows[0], min(rows[-1], _MOST_CODED_ELEMENTS // width))
-    points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    points: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for pair in dict.fromkeys(_pairs(job, width)):
         for number in sorted({rows[0], most}):
-            for key, time_s in _coding_times(pair, number, width, device):
-                points[key].append((float(number * width), time_s))
+            for codec, *times_s in _coding_times(pair, number, width, device):
+                points[codec].append((float(number * width), *times_s))
     found = []
-    for codec in dict.fromkeys(codec for codec, _ in points):
+    for codec, taken in points.items():
+        sizes, *both = zip(*taken, strict=True)
         (encode_fixed_s, encode_s), (decode_fixed_s, decode_s) = (
-            fit_line(points[codec, verb]) for verb in ("encode", "decode")
+            fit_line([*zip(sizes, times_s, strict=True)]) for times_s in both
         )
         found.append(
             CodingTimes(
@@ -547,10 +549,8 @@ def given_pair(link: LinkSpec) -> Pair | None:
     return None
 
 
-def _coding_times(
-    pair: Pair, num_rows: int, width: int, device: Device
-) -> Iterator[tuple[tuple[str, str], float]]:
-    """Send activations there and gradients back through both ends of a cut, copies included; time each."""
+def _coding_times(pair: Pair, num_rows: int, width: int, device: Device) -> list[tuple[str, float, float]]:
+    """Encoding and decoding of activations and of gradients, through both ends of a cut, copies included."""
     cut = Cut(crossing=Crossing(num_rows=num_rows, width=width), codecs=pair)
     pipeline = Pipeline(
         stages=((_HERE,), (_BEYOND,)), num_steps=1, num_microbatches=1, max_in_flight=1, cuts=(cut,)
@@ -579,19 +579,19 @@ def _coding_times(
         return [end_s - start_s for start_s, end_s in itertools.pairwise(clock)]
 
     taken = repeat(cross, figure=math.fsum, effort=_CODING, num_warm_ups=1)
-    keys = [(codec, verb) for codec in (forward, backward) for verb in ("encode", "decode")]
-    yield from zip(keys, map(statistics.median, zip(*taken, strict=True)), strict=True)
+    there_s, arrived_s, back_s, home_s = map(statistics.median, zip(*taken, strict=True))
+    return [(forward, there_s, arrived_s), (backward, back_s, home_s)]
 
 
 # What is made up.
 
 
-def made_up_size(job: Job, num_sequences: int, precision: Precision | None = None) -> Size:
+def made_up_size(job: Job, num_sequences: int) -> Size:
     """A micro-batch of so many of the job's sequences."""
     return Size(
         num_sequences=num_sequences,
         sequence_length=1 if job.data is None else job.data.sequence_length,
-        precision=precision or Precision(job.train.precision),
+        precision=Precision(job.train.precision),
     )
 
 

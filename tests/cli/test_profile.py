@@ -18,7 +18,7 @@ SMALL = ["--set", "data.sequence_length=16", "--set", "train.batch_tokens=256"]
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> typer.Typer:
-    few = Effort(least_rounds=2, most_rounds=2, size_s=0.0, round_s=10.0, rehearsal_s=0.0)
+    few = Effort(least_rounds=2, most_rounds=2, size_s=10.0, rehearsal_s=0.0)
     monkeypatch.setattr("isthmus.train.profiling.THOROUGH", few)
     monkeypatch.setattr("isthmus.train.profiling.MAX_SCATTER", 100.0)
     monkeypatch.chdir(tmp_path)

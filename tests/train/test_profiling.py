@@ -25,7 +25,7 @@ from isthmus.train.profiling import (
 )
 from tests.plan.sizes import estimated
 
-FEW = Effort(least_rounds=2, most_rounds=3, size_s=0.0, round_s=10.0, rehearsal_s=0.0)
+FEW = Effort(least_rounds=2, most_rounds=3, size_s=10.0, rehearsal_s=0.0)
 
 JOB = """
 name = "small"
@@ -188,7 +188,7 @@ def rounds_of(figures: list[float], *, round_s: float = 0.125, **changes: Any) -
     return len(repeat(take, figure=lambda one: one, effort=effort, clock=clock))
 
 
-EFFORT = Effort(least_rounds=4, most_rounds=20, size_s=1.0, round_s=1.0, rehearsal_s=1.0)
+EFFORT = Effort(least_rounds=4, most_rounds=20, size_s=1.0, rehearsal_s=1.0)
 
 
 def test_figures_that_agree_are_taken_a_few_times() -> None:

@@ -17,7 +17,7 @@ from isthmus.train.rehearsal import (
 )
 
 CLOUDS = ("east", "west")
-EFFORT = Effort(least_rounds=2, most_rounds=3, size_s=1.0, round_s=1.0, rehearsal_s=2.0)
+EFFORT = Effort(least_rounds=2, most_rounds=3, size_s=1.0, rehearsal_s=2.0)
 
 
 def sample(num_sequences: int, layer_s: float) -> Sample:
