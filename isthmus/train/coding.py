@@ -26,6 +26,7 @@ from isthmus.train.device import Device, Mark, SideStream
 from isthmus.train.frozen_cache import HELD, Cache, held_of
 from isthmus.train.integers import IDS, drop_padding, restore_padding
 
+_RAW: Final = texts_of(RAW_PAIR)
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Integers = Mapping[str, Tensor]
@@ -274,11 +275,14 @@ class CutEnd:
 
     def _switch(self, message: Message) -> tuple[Pair, CodecEnd | None]:
         """The codecs of a message; an evaluation that crosses raw leaves the state of training alone."""
-        named, (forward, backward) = dict(message.codecs), texts_of(RAW_PAIR)
-        pair = read_pair([named.get(HIDDEN, forward), named.get(GRADIENT, backward)])
-        if pair != self._pair and not (pair == RAW_PAIR and message.kind is MessageKind.EVALUATION):
+        named = dict(message.codecs)
+        texts = named.get(HIDDEN, _RAW[0]), named.get(GRADIENT, _RAW[1])
+        if texts == texts_of(self._pair):
+            return self._pair, self._end
+        pair = read_pair(texts)
+        if texts != _RAW or message.kind is not MessageKind.EVALUATION:
             if not self.coding.cut.allows(pair):
-                raise FrameError(f"{message.name} is coded by {texts_of(pair)}, which the job does not allow")
+                raise FrameError(f"{message.name} is coded by {texts}, which the job does not allow")
             self._pair, self._end = pair, self._make(pair)
         return pair, self._end
 
