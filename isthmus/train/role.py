@@ -8,27 +8,40 @@ A new strategy implements both in its file in `train`, and is listed in `KINDS`.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from pydantic import JsonValue
 from torch import Tensor
 
-from isthmus.errors import FrameError, UserError
+from isthmus.errors import FrameError, RankLost, UserError
 from isthmus.job import Job
 from isthmus.job.load import replace_file
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.stage import Stage
 from isthmus.plan.costs import CostSource
 from isthmus.plan.plan import Decisions, Plan
-from isthmus.plan.types import Facts, Member, MessageKind, Scheduler, pack_facts, unpack_facts
+from isthmus.plan.types import (
+    Carried,
+    Facts,
+    Member,
+    Message,
+    MessageKind,
+    Scheduler,
+    pack_facts,
+    unpack_facts,
+)
 from isthmus.train.build import Build, BuiltStage, RunConfig
-from isthmus.train.coding import CutEnd
+from isthmus.train.coding import CodecState, CutEnd
 from isthmus.train.data.training_data import Feed, Source, TrainingData
 from isthmus.train.data_role import DataKind
+from isthmus.train.device import Mark
 from isthmus.train.generator_role import FeedKind
 from isthmus.train.loop import Actor, Loop, Saver, save_nothing
 from isthmus.train.pipeline_role import PipelineKind
-from isthmus.train.wire import AnyWire, Inbox, InsideWire, Observer, Wire
+from isthmus.train.watch import Watch
+from isthmus.train.wire import AnyWire, Delivery, Failure, Inbox, Observer, Wire, pack_message, read_message
 from isthmus.wan.link import Link
 
 MAX_CONFIG_BYTES: Final = 8 * 2**20
@@ -183,6 +196,50 @@ def read_config(run: Path) -> RunConfig:
             f"{run / _CONFIG_FILE} cannot be read, so the stages of the run are not known: {error}",
             hint="start the run again with this version: isthmus run JOB; it writes the file",
         ) from error
+
+
+@dataclass(slots=True, eq=False)
+class InsideWire:
+    """The path between this rank and another one of its cloud: facts alone, where ranks watch each other."""
+
+    watch: Watch
+    _: KW_ONLY
+    here: Member
+    peer: Member
+    inbox: Inbox
+    facts: Mapping[MessageKind, type[Facts]]
+    cache: None = None
+
+    def open(self) -> None:
+        """Start to take in what arrives."""
+        self.watch.hear(self.peer.rank, self._take)
+
+    def send(self, message: Message, tensors: Mapping[str, Tensor], ready: Mark) -> None:  # noqa: ARG002
+        """Send a message; tensors go through collectives."""
+        self.watch.tell(self.peer.rank, pack_message(message, {}, {}, None).header)
+
+    def _take(self, found: JsonValue | RankLost) -> None:
+        if isinstance(found, RankLost):
+            self.inbox.put(Failure(member=self.peer, error=found))
+            return
+        try:
+            message, _ = read_message(found, self.facts, sender=self.peer, to=self.here)
+        except FrameError as error:
+            self.inbox.put(Failure(member=self.peer, error=error))
+        else:
+            self.inbox.put(Delivery(message=message, tensors={}, travel_s=0.0, facts=Carried()))
+
+    def state(self, step: int) -> None:
+        """Nothing is coded."""
+
+    def load(self, state: CodecState) -> None:
+        """Nothing is coded."""
+
+    def close(self) -> None:
+        """The connection stays until the world ends."""
+
+    def abandon(self) -> None:
+        """The connection stays until the world ends."""
 
 
 def open_loop(

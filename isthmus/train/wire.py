@@ -18,11 +18,11 @@ from typing import Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from torch import Tensor
 
 from isthmus.codec.base import flat_bytes
-from isthmus.errors import FrameError, RankLost
+from isthmus.errors import FrameError
 from isthmus.events import Span, steady_s
 from isthmus.plan.pipeline_parts import HIDDEN
 from isthmus.plan.types import (
@@ -41,7 +41,6 @@ from isthmus.train.coding import DTYPES, CodecState, Coded, CutEnd
 from isthmus.train.device import Mark
 from isthmus.train.frozen_cache import Cache
 from isthmus.train.integers import pack_integers, unpack_integers
-from isthmus.train.watch import Watch
 from isthmus.wan.link import Link, LinkState, OnState
 from isthmus.wan.packet import Buffer, Packet
 
@@ -115,6 +114,32 @@ class Observer(Protocol):
 
     def measured(self, *, track: str, message: Message, relative_error: float, cosine: float) -> None:
         """The sender of a message measured what coding changed of it."""
+
+
+class AnyWire(Protocol):
+    """The path between this member and one other, as a loop knows it."""
+
+    @property
+    def cache(self) -> Cache | None:
+        """What is kept of frozen layers behind this wire, at the first trained stage."""
+
+    def open(self) -> None:
+        """Start to take in what arrives."""
+
+    def send(self, message: Message, tensors: Mapping[str, Tensor], ready: Mark) -> None:
+        """Send a message once its tensors are ready."""
+
+    def state(self, step: int) -> CodecState | None:
+        """The codec state at the start of a step; None where nothing is coded."""
+
+    def load(self, state: CodecState) -> None:
+        """Continue as from the state that was taken."""
+
+    def close(self) -> None:
+        """Send what is left, then end."""
+
+    def abandon(self) -> None:
+        """Drop what is left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -286,51 +311,6 @@ class Wire:
             self.inbox.put(Failure(member=self.peer, error=error))
 
 
-@dataclass(slots=True, eq=False)
-class InsideWire:
-    """The path between this rank and another one of its cloud: facts alone, where ranks watch each other."""
-
-    watch: Watch
-    _: KW_ONLY
-    here: Member
-    peer: Member
-    inbox: Inbox
-    facts: Mapping[MessageKind, type[Facts]]
-    cache: None = None
-
-    def open(self) -> None:
-        """Start to take in what arrives."""
-        self.watch.hear(self.peer.rank, self._take)
-
-    def send(self, message: Message, tensors: Mapping[str, Tensor], ready: Mark) -> None:  # noqa: ARG002
-        """Send a message; tensors go through collectives."""
-        self.watch.tell(self.peer.rank, pack_message(message, {}, {}, None).header)
-
-    def _take(self, found: JsonValue | RankLost) -> None:
-        if isinstance(found, RankLost):
-            self.inbox.put(Failure(member=self.peer, error=found))
-            return
-        try:
-            message, _ = read_message(found, self.facts, sender=self.peer, to=self.here)
-        except FrameError as error:
-            self.inbox.put(Failure(member=self.peer, error=error))
-        else:
-            self.inbox.put(Delivery(message=message, tensors={}, travel_s=0.0, facts=Carried()))
-
-    def state(self, step: int) -> None:
-        """Nothing is coded."""
-
-    def load(self, state: CodecState) -> None:
-        """Nothing is coded."""
-
-    def close(self) -> None:
-        """The connection stays until the world ends."""
-
-    def abandon(self) -> None:
-        """The connection stays until the world ends."""
-
-
-AnyWire = Wire | InsideWire
 _LAX: Final = Strict(False)
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Dtype = Literal["float32", "bfloat16", "float16"]
