@@ -89,6 +89,7 @@ class TimedLink:
         self._link = link
         self._record = record
         self.on_state: Any = None
+        self.peer = BEYOND
         self.receive_any = link.receive_any
         self.counters = link.counters
 
