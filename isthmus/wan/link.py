@@ -481,7 +481,9 @@ class Link(Exchange):
     async def _pause(self, lane: _Lane) -> None:
         """Gather acknowledgements; afterwards a ping is due even if nothing else happens."""
         await asyncio.sleep(ACK_INTERVAL_S)
-        await _wait_for(lane.wake, self.heartbeat.interval_s)
+        ping = asyncio.get_running_loop().call_later(self.heartbeat.interval_s, lane.wake.set)
+        await lane.wake.wait()
+        ping.cancel()
 
     def _wake(self, number: int) -> None:
         if number in self._lanes:

@@ -256,14 +256,19 @@ class Outbox:
         """Forget what has come, and take back the room that was consumed."""
         if ack.cumulative > self._next_sequence or any(high >= self._next_sequence for _, high in ack.ranges):
             raise FrameError("an acknowledgement of chunks that were never sent")
-        for item in [one for one in self._under_way.values() if _covers(ack, one.sequence)]:
-            del self._under_way[item.sequence]
+        # Range by range: to look for every chunk in all ranges costs a third of the rate over four stripes.
+        came = [one for one in self._under_way if one < ack.cumulative]
+        for low, high in ack.ranges:
+            came += [one for one in range(low, high + 1) if one in self._under_way]
+        for sequence in came:
+            item = self._under_way.pop(sequence)
             self.flight.arrived(item.departure, now_s=now_s)
             if item.lane in self._lanes:
                 self._lanes[item.lane].carried_bytes -= item.num_bytes
                 self._lanes[item.lane].progress_s = now_s
-        # A chunk may be acknowledged after its connection was given up and before it was sent again.
-        self._lost = deque(item for item in self._lost if not _covers(ack, item.sequence))
+        if self._lost:
+            # A chunk may be acknowledged after its connection was given up and before it was sent again.
+            self._lost = deque(item for item in self._lost if not _covers(ack, item.sequence))
         for stream, consumed_bytes in ack.consumed_bytes:
             self._consume(stream, consumed_bytes)
 
