@@ -41,7 +41,7 @@ from isthmus.wan.sockets import listen, listening_ports, stop_accepting
 
 # A rank may wait for a sibling that waits for another cloud; the watch finds a lost rank sooner.
 _TIMEOUT: Final = timedelta(minutes=30)
-_LAST_WORD_S: Final = 2.0
+_LAST_WORD_S: Final = 5.0
 _SILENCE_S: Final = 60.0
 
 
