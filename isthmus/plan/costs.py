@@ -198,7 +198,6 @@ class PartCosts:
     """Operations of a backward pass, as a share of the forward's: less where weights are not trained."""
     num_kernels: float = 0.0
     """Kernels of a forward pass; 0 where they are not known."""
-    num_backward_kernels: float = 0.0
 
     @property
     def has_backward(self) -> bool:
@@ -579,7 +578,6 @@ def _part(size: PartSize, figures: PartFigures, *, is_recomputed: bool = False) 
         backward_bytes=figures.backward_bytes,
         backward_share=share if figures.backward_kernels else 0.0,
         num_kernels=figures.forward_kernels,
-        num_backward_kernels=figures.backward_kernels,
     )
 
 

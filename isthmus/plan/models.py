@@ -307,35 +307,25 @@ def read_model(
     return found
 
 
-def has_costs(job: Job, source: CostSource = nothing_measured) -> bool:
-    """Whether the costs of the job's model can be measured, or estimated from sizes that are known."""
-    is_estimated = _task(job) is not Task.TRANSLATION
-    is_known = is_estimated and _resolved(model_config(job)).get("hidden_size") is not None
-    return is_known or source(job) is not None
-
-
-def why_not_planned(job: Job, source: CostSource) -> str | None:
-    """The first thing that the planner lacks; None where it knows enough."""
+def why_not_planned(job: Job, source: CostSource, *, are_measured: bool = False) -> str | None:
+    """The first thing that the planner lacks, None where it knows enough; devices may be measured first."""
     for cloud in job.cloud:
-        is_known = cloud.device == "cpu" or cloud.profile is not None or cloud.accelerator is not None
+        is_known = are_measured or cloud.device == "cpu" or cloud.profile or cloud.accelerator
         if not is_known and (cloud.flops is None or cloud.memory_bytes is None):
             return f"cloud {cloud.name} does not say what its devices are; set its accelerator"
-    return _why_no_costs(job, source)
+    for link in job.link:
+        if link.bandwidth_bps is None or link.rtt_s is None:
+            return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"
+    config = model_config(job)
+    is_estimated = _task(job) is not Task.TRANSLATION and _resolved(config).get("hidden_size") is not None
+    if not is_estimated and source(job) is None:
+        return f"the costs of model_type {config.get('model_type')!r} are not known"
+    return None
 
 
 def may_plan(job: Job, source: CostSource = nothing_measured) -> bool:
     """Whether a plan can be made once all clouds are measured."""
-    return _why_no_costs(job, source) is None
-
-
-def _why_no_costs(job: Job, source: CostSource) -> str | None:
-    """The first figure of a link or of the model that the planner lacks."""
-    for link in job.link:
-        if link.bandwidth_bps is None or link.rtt_s is None:
-            return f"the figures of link {link.name} are not known; isthmus probe JOB --write measures them"
-    if not has_costs(job, source):
-        return f"the costs of model_type {model_config(job).get('model_type')!r} are not known"
-    return None
+    return why_not_planned(job, source, are_measured=True) is None
 
 
 def with_task(job: Job, task: Task) -> Job:
