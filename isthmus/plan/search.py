@@ -376,11 +376,12 @@ class Search:
 
         Last resorts are taken only where nothing else fits, or where fewer stages do.
         """
-        number = max(self.study.microbatch_choices(Policy.LOCK_STEP))
-        levels = chain.from_iterable(self._groups(are_resorts=False))
-        settings = (Setting(num_microbatches=number, memory=one) for one in levels if one.recompute)
-        orders = chain.from_iterable(all_orders(self.study, one) for one in settings)
-        return min((len(one.clouds) for one in orders if least_share(one) <= 1), default=math.inf)
+        number, fewest = max(self.study.microbatch_choices(Policy.LOCK_STEP)), math.inf
+        for memory in reversed([*chain(*self._groups(are_resorts=False))]):
+            if memory.recompute and fewest > self.study.sizes.start:
+                orders = all_orders(self.study, Setting(num_microbatches=number, memory=memory))
+                fewest = min([fewest, *(len(one.clouds) for one in orders if least_share(one) <= 1)])
+        return fewest
 
     def _explore(self, aim: Aim) -> None:
         """Look at the least, again and again, until nothing that is left can be better."""
@@ -514,6 +515,8 @@ class Search:
             climbed.add(id(start))
             for one in start.with_codecs():
                 self._work += _PASSES_PER_CANDIDATE
+                if self._work > MAX_PASSES:
+                    return
                 totals = one.least_totals()
                 if self._aim.allows(*totals) and self._aim.key(*totals) < self._least:
                     self._simulate(one)
