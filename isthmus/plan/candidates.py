@@ -120,7 +120,7 @@ class Candidate:
         """The same with other codecs on one link: a schedule may be faster with a slower message."""
         for cut, (own, link) in enumerate(zip(self.choices, self.order.links, strict=True)):
             allowed = link.options(own.crossing)
-            for one in (other for other in allowed if other.pair != own.pair):
+            for one in (each for each in allowed if each.pair != own.pair):
                 other = explained(one, allowed, link.bounds)
                 choices = (*self.choices[:cut], other, *self.choices[cut + 1 :])
                 if (changed := _candidate(self.order, self.stops, choices, _HURRIED)) is not None:
