@@ -66,7 +66,7 @@ class Classes:
 
     def metrics(self, counts: Sequence[int]) -> dict[str, float]:
         confused = torch.tensor(counts).view(2 * (math.isqrt(len(counts)),))
-        accuracy = float(confused.trace() / confused.sum().clamp(min=1))
+        accuracy = int(confused.trace()) / max(int(confused.sum()), 1)
         return {"accuracy": accuracy, "f1": f1(confused), "matthews": matthews(confused)}
 
 
