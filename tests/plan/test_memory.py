@@ -1,12 +1,10 @@
 """Memory of a rank: against torch's allocator, and by what saves it."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from isthmus.job.sections import LoraSpec
@@ -33,14 +31,6 @@ GEMMA = {**LLAMA, "model_type": "gemma", "head_dim": 32}
 BERT = {"model_type": "bert", **SMALL, "intermediate_size": 512, "max_position_embeddings": 128}
 BIG = estimated(num_key_value_heads=8)
 ON_GPU = Workload(num_sequences=1, sequence_length=2048, arithmetic=Arithmetic(precision=Precision.BFLOAT16))
-
-
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def take_step(rig: Rig, window: int, step: int) -> None:

@@ -15,6 +15,31 @@ from isthmus.model.stage import Batch, Stage, StageInput
 from tests.train.chain import CutCase
 
 
+class PlainAdamW:
+    """AdamW whose gradients are clipped by their norm; vectors do not decay."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], weight_decay: float) -> None:
+        self.parameters = parameters
+        matrices = [one for one in parameters if one.ndim > 1]
+        vectors = [one for one in parameters if one.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+
+    def update(self, learning_rate: float, max_norm: float | None) -> None:
+        grads = [one.grad for one in self.parameters if one.grad is not None]
+        norm = math.sqrt(math.fsum(float(torch.linalg.vector_norm(grad)) ** 2 for grad in grads))
+        if max_norm is not None and norm > max_norm:
+            for grad in grads:
+                grad.mul_(max_norm / (norm + 1e-6))
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        self.adamw.zero_grad()
+
+
 def train_alone(
     stage: Stage,
     steps: Sequence[Sequence[Batch]],
@@ -27,13 +52,7 @@ def train_alone(
 ) -> list[float]:
     """Train a whole model on these micro-batches; gives the loss of each step."""
     parameters = list(stage.model.parameters())
-    matrices = [one for one in parameters if one.ndim > 1]
-    vectors = [one for one in parameters if one.ndim <= 1]
-    adamw = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-        eps=1e-8,
-    )
+    adamw = PlainAdamW(parameters, weight_decay)
     losses = []
     for step, batches in enumerate(steps):
         num_targets = sum(batch.num_targets for batch in batches)
@@ -45,11 +64,7 @@ def train_alone(
             output.backward(loss_weight=1 / num_targets)
             loss_sum += float(output.loss.detach())
         losses.append(loss_sum / num_targets)
-        _clip([one.grad for one in parameters if one.grad is not None], max_norm)
-        for group in adamw.param_groups:
-            group["lr"] = learning_rates[step]
-        adamw.step()
-        adamw.zero_grad()
+        adamw.update(learning_rates[step], max_norm)
     return losses
 
 
@@ -70,13 +85,7 @@ def train_across(
     `changes` are the cuts from a step on, with codecs that start afresh.
     """
     parameters = [one for stage in stages for one in stage.parameters_by_name().values()]
-    matrices = [one for one in parameters if one.ndim > 1]
-    vectors = [one for one in parameters if one.ndim <= 1]
-    adamw = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-        eps=1e-8,
-    )
+    adamw = PlainAdamW(parameters, weight_decay)
     hidden_width = stages[0].model.config.hidden_size
     ends = _all_ends(cuts, hidden_width, seed=seed)
     losses = []
@@ -113,11 +122,7 @@ def train_across(
             output.backward(loss_weight=1 / num_targets)
             loss_sum += float(output.loss.detach())
         losses.append(loss_sum / num_targets)
-        _clip([one.grad for one in parameters if one.grad is not None], max_norm)
-        for group in adamw.param_groups:
-            group["lr"] = learning_rates[step]
-        adamw.step()
-        adamw.zero_grad()
+        adamw.update(learning_rates[step], max_norm)
     return losses
 
 
@@ -134,13 +139,6 @@ def _ends(cut: CutCase, hidden_width: int, *, seed: int) -> tuple[CodecEnd, Code
     )
     device = torch.device("cpu")
     return CodecEnd(codecs, device=device), CodecEnd(codecs, device=device)
-
-
-def _clip(grads: Sequence[Tensor], max_norm: float | None) -> None:
-    norm = math.sqrt(math.fsum(float(torch.linalg.vector_norm(grad)) ** 2 for grad in grads))
-    if max_norm is not None and norm > max_norm:
-        for grad in grads:
-            grad.mul_(max_norm / (norm + 1e-6))
 
 
 def parameters_of(stages: Sequence[Stage]) -> dict[str, Tensor]:

@@ -4,13 +4,12 @@ import functools
 import json
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from isthmus.errors import UserError
 from isthmus.job.codec import parse_boundary, parse_codec
@@ -399,14 +398,6 @@ def test_a_kill_at_any_write_of_a_save_leaves_nothing_that_passes_for_whole(
             break
         num_changes += 1
     assert num_changes >= 3
-
-
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("_one_rank")

@@ -44,9 +44,10 @@ from isthmus.train.outer import Outer, OuterRule, make_fragments
 from isthmus.train.wire import Inbox, Wire
 from isthmus.wan.memory import MemoryLink
 from isthmus.wan.shaping import Shape
-from tests.model.cases import SEED, blueprint, make_batch
+from tests.model.cases import SEED, blueprint
 from tests.train.chain import SCHEDULE, WEIGHT_DECAY, Given, Logged, Record, TakingTurns
 from tests.train.reference import parameters_of, train_alone
+from tests.train.test_exactness import batches
 
 CLOUDS = ("north", "east", "south", "west")
 EXACT = OuterRule(sync="exact", codec="raw")
@@ -72,18 +73,6 @@ def spec(num_clouds: int, **more: Any) -> DataParallel:
 
 def exact(num_clouds: int, **more: Any) -> DataParallel:
     return spec(num_clouds, num_steps=5, sync_every=1, num_fragments=1, delay_steps=0, **more)
-
-
-def batches(plan: Blueprint, num_microbatches: int, *, num_steps: int) -> list[list[Batch]]:
-    """Micro-batches of several lengths, all different."""
-    lengths = ((9, 4), (3, 7), (5, 5), (8, 2))
-    return [
-        [
-            make_batch(plan.head, lengths=lengths[(step + number) % 4], seed=100 * step + number)
-            for number in range(num_microbatches)
-        ]
-        for step in range(num_steps)
-    ]
 
 
 @dataclass

@@ -30,6 +30,7 @@ from isthmus.wan.packet import Packet
 from isthmus.wan.shaping import Shape
 from tests.model.cases import PAD, VOCABULARY_SIZE
 from tests.train.feeds import FORM, JUDGE, MASK, MAX_NORM, SCHEDULE, Trainee, source, stage, train, trainee
+from tests.train.reference import PlainAdamW
 
 NORTH, SOUTH = Member("north"), Member("south")
 NEAR, FAR = Shape(delay_s=0.001), Shape(bandwidth_bps=100e3, delay_s=0.08)
@@ -52,12 +53,7 @@ class Plain:
 
     def __init__(self, *, is_generator: bool, seed: int, **changes: Any) -> None:
         self.stage, self.seed = stage(is_generator=is_generator, **changes), seed
-        parameters = list(self.stage.model.parameters())
-        groups = [
-            {"params": [one for one in parameters if one.ndim > 1], "weight_decay": 0.1},
-            {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+        self.adamw = PlainAdamW(list(self.stage.model.parameters()), 0.1)
         self.step = 0
 
     def scores(self, batch: Batch, item: int) -> Tensor:
@@ -68,16 +64,10 @@ class Plain:
         return output.scores
 
     def update(self, num_targets: int) -> None:
-        grads = [one.grad for one in self.stage.model.parameters() if one.grad is not None]
-        for grad in grads:
-            grad.mul_(1 / num_targets)
-        norm = math.sqrt(math.fsum(float(torch.linalg.vector_norm(grad)) ** 2 for grad in grads))
-        for grad in grads if norm > MAX_NORM else []:
-            grad.mul_(MAX_NORM / (norm + 1e-6))
-        for group in self.adamw.param_groups:
-            group["lr"] = SCHEDULE.at(self.step)
-        self.adamw.step()
-        self.adamw.zero_grad()
+        for one in self.stage.model.parameters():
+            if one.grad is not None:
+                one.grad.mul_(1 / num_targets)
+        self.adamw.update(SCHEDULE.at(self.step), MAX_NORM)
         self.step += 1
 
     @property
