@@ -285,8 +285,7 @@ class PipelineActor:
             window=pipeline.first_windows()[self._index],
         )
         reads_for_cache = source is not None and config.is_cached
-        width = built.stage.model.config.hidden_size
-        self._admission = config.admission(width) if reads_for_cache else None
+        self._admission = config.admission(built.stage.model.config.hidden_size) if reads_for_cache else None
         """Tells the first stage, which reads the data, what the cache of the first trained one will hold."""
         self._microbatches: dict[Key, _Microbatch] = {}
         self._targets: dict[Key, _Microbatch] = {}
