@@ -22,7 +22,6 @@ from isthmus.plan.simulated import simulate_scenario
 
 # Boxes with their numbers in a picture, for each rank.
 _NUM_DRAWN: Final = 12
-_ESTIMATED: Final = "≈"
 
 
 def plan(
@@ -109,15 +108,12 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
 
 
 def _figures_table(rows: Sequence[tuple[int, Plan]]) -> Table:
-    def about(one: Plan) -> str:
-        return "" if one.estimate.is_simulated else _ESTIMATED
-
     return tabulate(
         rows,
         {
             "plan": lambda row: str(row[0]),
-            "step": lambda row: about(row[1]) + duration(row[1].estimate.step_s),
-            "tokens/s": lambda row: f"{about(row[1])}{row[1].estimate.tokens_per_s:,.0f}",
+            "step": lambda row: duration(row[1].estimate.step_s),
+            "tokens/s": lambda row: f"{row[1].estimate.tokens_per_s:,.0f}",
             "bubble": lambda row: percent(row[1].estimate.bubble),
             "memory": lambda row: percent(row[1].memory_share),
             "WAN/step": lambda row: size(row[1].estimate.wan_bytes),
@@ -179,9 +175,7 @@ def plan_notes(plan: Plan) -> Iterator[str]:
     yield from plan.notes
     for cloud in dict.fromkeys(stage.cloud for stage in plan.stages if stage.usd_per_hour is None):
         yield f"the price of cloud {cloud} is not known: set cloud.{cloud}.usd_per_hour"
-    every = (estimate, *(one.estimate for one in plan.runners_up))
-    legend = "" if all(one.is_simulated for one in every) else f"; {_ESTIMATED} is estimated, not simulated"
-    yield f"{plan.num_tried} {'plan' if plan.num_tried == 1 else 'plans'} compared{legend}"
+    yield f"{plan.num_tried} {'plan' if plan.num_tried == 1 else 'plans'} compared"
 
 
 def plan_advice(job: Job, plan: Plan, path: Path) -> Iterator[str]:

@@ -1,12 +1,21 @@
 """What data parallel takes and sends, from given times and sizes: the strategy that the simulator runs."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
+from isthmus.job import CloudSpec
 from isthmus.plan.data import data_scheduler
 from isthmus.plan.end_of_step import Read, Reduced, Seen
-from isthmus.plan.membership import DataParallel, Piece
+from isthmus.plan.membership import DataParallel, Piece, RoundEnded
+from isthmus.plan.scenario import Line
+from isthmus.plan.simulate import Timeline, simulate
 from isthmus.plan.types import Costs, Facts, Member, Message, MessageKind, Scheduler, Work, WorkKind
+
+_FREE_BPS: Final = 1e15
+# All fragments are synchronised so often before the time is taken, and once more.
+_NUM_CYCLES: Final = 3
+_NUM_EXACT_STEPS: Final = 8
 
 REDUCED = Reduced(seen=Seen(), loss_sum=0.0, squared_norms=())
 
@@ -95,3 +104,53 @@ def simulated_data(spec: DataParallel, times: DataTimes) -> Simulated:
         return TableCosts(works_s=works_s, facts=facts, size=size, shard_coding_s=times.coding_s)
 
     return Simulated(spec.members, lambda member: data_scheduler(spec, member), costs)
+
+
+def are_alike(clouds: Iterable[CloudSpec]) -> bool:
+    """Whether the job describes all clouds alike, so that those that are early wait for the others."""
+    return (
+        len({(one.device, one.accelerator, one.flops, one.ranks, one.profile is not None) for one in clouds})
+        < 2
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataForecast:
+    """What simulated steps come to, once every fragment has been synchronised twice."""
+
+    step_s: float
+    """The time in which all clouds together learn from the tokens of a step."""
+    free_step_s: float
+    """The same over lines without limits."""
+
+
+def forecast_data(
+    spec: DataParallel, times: DataTimes, lines: Mapping[tuple[str, str], Line]
+) -> DataForecast:
+    """Simulate some steps of these clouds, over their lines and over lines without limits."""
+    every = spec.sync_every
+    spec = replace(spec, num_steps=_NUM_EXACT_STEPS if every == 1 else _NUM_CYCLES * every)
+    free = {
+        pair: replace(line, down_bps=_FREE_BPS, up_bps=_FREE_BPS, latency_s=0.0, jitter_s=0.0)
+        for pair, line in lines.items()
+    }
+    shaped, unshaped = (
+        _step_s(simulate(simulated_data(spec, times), one), spec, times.microbatch_tokens)
+        for one in (lines, free)
+    )
+    return DataForecast(step_s=shaped, free_step_s=unshaped)
+
+
+def _step_s(timeline: Timeline, spec: DataParallel, microbatch_tokens: int) -> float:
+    """From the last round before the end, and the one before of its fragment, at the first cloud."""
+    first = spec.clouds[0][0]
+    rounds = {
+        one.fact.number: (one.at_s, one.fact)
+        for one in timeline.told
+        if isinstance(one.fact, RoundEnded) and one.member == first
+    }
+    last = max(number for number in rounds if spec.due(number) < spec.num_steps)
+    (begin_s, _), (end_s, told) = rounds[last - spec.num_fragments], rounds[last]
+    num_tokens = sum(share.num_tokens for share in told.shares)
+    step_tokens = len(spec.members) * spec.num_microbatches * microbatch_tokens
+    return (end_s - begin_s) * step_tokens / num_tokens

@@ -91,7 +91,7 @@ def plan(
 
 
 def _best_of(plans: Sequence[Plan], job: Job) -> tuple[Plan, list[Plan], int]:
-    """The best of plans that have no simulator yet, by formula, and the best of each other set of clouds."""
+    """The best of plans that are simulated already, and the best of each other set of clouds."""
     best = Aim.of(job).pick(keep_limits(plans, job))
     return best, _first_of_each(plans, best, job), len(plans)
 
@@ -138,7 +138,7 @@ def _refusal(ready: Study, found: Search, progress: Progress) -> Exception:
 
 
 def _losers(ready: Study, found: Search, best: Plan, progress: Progress) -> list[Plan]:
-    """The best of other orders of clouds, simulated and explained, and of data parallel by formula."""
+    """The best of other orders of clouds, simulated and explained, and of data parallel."""
     progress("simulating the runners-up")
     replicated: list[Plan] = []
     if isinstance(ready.job.strategy, AutoStrategy):
@@ -194,7 +194,7 @@ def _why(other: Plan, best: Plan, job: Job) -> str:
     limits, mine, its = job.limits, best.estimate, other.estimate
     if isinstance(job.strategy, AutoStrategy) and other.form is Form.DATA:
         gain = 1 - its.total_s / mine.total_s
-        faster = f"would be {gain:.0%} faster by formula, but " if gain > NEARLY else ""
+        faster = f"would be {gain:.0%} faster, but " if gain > NEARLY else ""
         return f'{faster}strategy.kind = "auto" runs pipelines: set it to "data" for this'
     if other.loss > Loss[limits.codec_loss.upper()]:
         return f'costs {other.loss.name.lower()} quality, more than limits.codec_loss = "{limits.codec_loss}"'

@@ -3,28 +3,32 @@
 In data parallel each cloud owns a share of the parameters: the others send it their changes of that share, it
 sums them and sends the sum back to all. That is a ring's traffic, `2(R-1)/R·N·bits` per cloud, and it goes
 along the fewest links. It is sustainable up to 0.6 of a link: the one controlled measurement in the field
-found reality up to 1.92 times worse than the formula.
+found reality up to 1.92 times worse than the formula. By that formula the best settings of each set of clouds
+are chosen; their times are then those of the simulator, which runs the schedulers of workers.
 
 Generators send token ids and labels to the discriminator, one way, so no cloud waits for a round trip.
 """
 
 import math
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations, product
-from typing import Final
+from typing import Final, NamedTuple
 
 from isthmus.errors import UserError
 from isthmus.events import Span
 from isthmus.job import DataStrategy, GeneratorDiscriminatorStrategy, Job, PipelineStrategy
 from isthmus.plan.codecs import Loss
 from isthmus.plan.costs import PlannedModel, Precision, Task
+from isthmus.plan.data_times import DataTimes, are_alike, forecast_data
 from isthmus.plan.feed_plan import FeedTimes, batch_bytes, forecast, shares
+from isthmus.plan.membership import DataParallel
 from isthmus.plan.memory import Memory, Sharding, stage_memory
 from isthmus.plan.models import load_config, model_config, read_model, with_task
 from isthmus.plan.plan import (
+    Aim,
     DataSettings,
     Form,
     Plan,
@@ -38,6 +42,7 @@ from isthmus.plan.scenario import Line, StageLoad
 from isthmus.plan.search import fits, no_room
 from isthmus.plan.study import Setting, Study, study
 from isthmus.plan.times import CloudFacts
+from isthmus.plan.types import Member
 from isthmus.units import join_words
 
 INNER_STEPS: Final = (30, 40, 50, 75, 100)
@@ -46,7 +51,13 @@ INNER_STEPS: Final = (30, 40, 50, 75, 100)
 _SUSTAINABLE_SHARE: Final = 0.6
 _LAYERS_PER_FRAGMENT: Final = 3
 # A fragment that comes later than this is stale.
-_MAX_DELAY_STEPS: Final = 4
+MOST_DELAY_STEPS: Final = 4
+SPARSE_BITS: Final = 0.223
+# The best by formula, which are simulated.
+_MAX_SIMULATED: Final = 8
+# A run divides a rank's part of a step into as many micro-batches, if it can.
+MOST_MICROBATCHES: Final = 4
+_COMPUTE: Final = "compute of all clouds"
 # Every subset of more clouds than this would be too many; then all that hold the model and are joined count.
 _MAX_SUBSETS: Final = 6
 # XLM-E's generator has 4 layers to the discriminator's 12, of the same width.
@@ -238,20 +249,43 @@ def data_plans(study: Study) -> list[Plan]:
 
     Where there is none, and the job asks for no other form, why.
     """
-    given = study.job.strategy if isinstance(study.job.strategy, DataStrategy) else None
-    plans = list(_data_plans(study, given or DataStrategy(kind="data")))
-    if given is not None and not plans:
+    asked = study.job.strategy if isinstance(study.job.strategy, DataStrategy) else None
+    given, of_clouds = asked or DataStrategy(kind="data"), defaultdict[tuple[str, ...], list[_Bounded]](list)
+    for one in _bounded(study, given):
+        of_clouds[one.plan.clouds].append(one)
+    if asked is not None and not of_clouds:
         raise _no_data(study)
-    return plans
+    bests = sorted((_best(every, study.job) for every in of_clouds.values()), key=_bound(study.job))
+    return [_simulated(study, one, given) for one in bests[:_MAX_SIMULATED]]
 
 
-def _data_plans(study: Study, given: DataStrategy) -> Iterator[Plan]:
+class _Bounded(NamedTuple):
+    """Copies of the model, and their plan by a formula, which chooses what is simulated."""
+
+    wholes: Sequence[Whole]
+    plan: Plan
+    delay_steps: int
+
+
+def _bound(job: Job) -> Callable[[_Bounded], tuple[float, ...]]:
+    aim = Aim.of(job)
+    return lambda one: (excess(one.plan, job), *aim.key(*one.plan.totals))
+
+
+def _best(every: Sequence[_Bounded], job: Job) -> _Bounded:
+    """The best of the same clouds, or one nearly as good that is more exact."""
+    least = min(excess(one.plan, job) for one in every)
+    picked = Aim.of(job).pick([one.plan for one in every if excess(one.plan, job) <= least])
+    return next(one for one in every if one.plan is picked)
+
+
+def _bounded(study: Study, given: DataStrategy) -> Iterator[_Bounded]:
     syncs = list(sync_choices(given, num_layers=study.model.num_layers))
     for wholes in whole_models(study, _COPY).values():
         for chosen in _joined(study, wholes):
             for sync in syncs:
-                plan = _data_plan(study, chosen, sync)
-                yield plan
+                plan, costs = _data_plan(study, chosen, sync)
+                yield _Bounded(chosen, plan, costs.delay_steps)
                 # Rarer ones would only cost quality; but traffic has a price, and under a deadline the
                 # cheapest is wanted.
                 limits, is_overlapped = study.job.limits, plan.estimate.bubble < _NO_BUBBLE
@@ -286,13 +320,80 @@ def _joined(study: Study, wholes: Sequence[Whole]) -> Iterator[Sequence[Whole]]:
             yield joined
 
 
-def _data_plan(study: Study, wholes: Sequence[Whole], sync: DataSettings) -> Plan:
+def _simulated(study: Study, bounded: _Bounded, given: DataStrategy) -> Plan:
+    """The plan, with the time of steps that the simulator runs by the schedulers of workers."""
+    wholes, plan, sync = bounded.wholes, bounded.plan, bounded.plan.settings
+    if not isinstance(sync, DataSettings):
+        raise TypeError("data parallel without its settings")
+    names, count = [one.facts.name for one in wholes], len(wholes)
+    number = wholes[0].setting.num_microbatches
+    passes = [math.ceil(number / (count * one.load.num_ranks)) for one in wholes]
+    gathers, own = given.how == "sparse", given.microbatches or MOST_MICROBATCHES
+    spec = DataParallel(
+        clouds=tuple((Member(name),) for name in names),
+        num_steps=1,
+        num_microbatches=own,
+        sync_every=sync.inner_steps,
+        num_fragments=sync.num_fragments,
+        delay_steps=min(bounded.delay_steps, sync.inner_steps - 1, MOST_DELAY_STEPS),
+        quorum=count // 2 + 1,
+        grace_s=given.grace_s,
+        gathers=gathers,
+        adapts=not are_alike(study.job.cloud_named(name) for name in names),
+        wait_s=math.inf,
+    )
+    times = DataTimes(
+        forward_s=tuple(many * one.load.forward_s / own for many, one in zip(passes, wholes, strict=True)),
+        backward_s=tuple(many * one.load.backward_s / own for many, one in zip(passes, wholes, strict=True)),
+        update_s=max(one.load.update_s for one in wholes),
+        num_parameters=_num_trained(study, wholes),
+        delta_bits=SPARSE_BITS if gathers else coded_bits(sync.bits),
+    )
+    numbers = [one.cloud for one in wholes]
+    lines = {
+        (study.clouds[first].name, study.clouds[second].name): line
+        for (first, second), line in _lines(study, numbers).items()
+        if first < second
+    }
+    found = forecast_data(spec, times, lines)
+    is_free = found.step_s < found.free_step_s / _NEAR_ONE
+    busy_s = [own * sum(one) + times.update_s for one in zip(times.forward_s, times.backward_s, strict=True)]
+    limiting = plan.estimate.limiting
+    if is_free:
+        limiting = _COMPUTE
+    elif limiting == _COMPUTE:
+        farthest, _ = max(lines.items(), key=lambda one: one[1].latency_s)
+        limiting = f"round trip of {'-'.join(farthest)}"
+    stages = tuple(one.stage(min(s, found.step_s)) for one, s in zip(wholes, busy_s, strict=True))
+    estimate = estimated(
+        stages,
+        plan.links,
+        step_s=found.step_s,
+        num_tokens=study.step.num_tokens,
+        num_steps=study.step.num_steps,
+        limiting=limiting,
+        is_simulated=True,
+    )
+    return replace(plan, stages=stages, estimate=estimate)
+
+
+def _num_trained(study: Study, wholes: Sequence[Whole]) -> int:
+    first = wholes[0]
+    return study.costs(first.cloud, first.setting).num_trained(range(study.model.num_layers))
+
+
+def coded_bits(bits: int) -> float:
+    """The bits of a number on the line; integers have a scale of 16 bits for 64 of them."""
+    return bits + (0.25 if bits < 16 else 0.0)
+
+
+def _data_plan(study: Study, wholes: Sequence[Whole], sync: DataSettings) -> tuple[Plan, SyncCosts]:
     lines, first = _lines(study, (one.cloud for one in wholes)), wholes[0]
     costs = sync_costs(
         {one.cloud: one.load for one in wholes},
         lines,
         sync,
-        num_parameters=study.costs(first.cloud, first.setting).num_trained(range(study.model.num_layers)),
+        num_parameters=_num_trained(study, wholes),
         num_microbatches=first.setting.num_microbatches,
     )
     sent = costs.step_bytes
@@ -300,10 +401,10 @@ def _data_plan(study: Study, wholes: Sequence[Whole], sync: DataSettings) -> Pla
     # Beside rare exchanges all is computed that can be.
     gains_s["compute"] = costs.compute_s if sync.inner_steps == 1 or not costs.bandwidth_s else 0.0
     most = max(gains_s, key=lambda one: gains_s[one])
-    limiting = "compute of all clouds"
+    limiting = _COMPUTE
     if most != "compute" and costs.busiest is not None:
         limiting = f"{most} of {'-'.join(study.clouds[one].name for one in costs.busiest)}"
-    return _plan(
+    plan = _plan(
         study,
         Form.DATA,
         dict.fromkeys(wholes, costs.compute_s),
@@ -314,6 +415,7 @@ def _data_plan(study: Study, wholes: Sequence[Whole], sync: DataSettings) -> Pla
         settings=replace(sync, delay_steps=costs.delay_steps),
         loss=sync_loss(len(wholes), sync),
     )
+    return plan, costs
 
 
 def sync_costs(
@@ -387,8 +489,8 @@ def sync_note(num_clouds: int, sync: DataSettings, delay_steps: int) -> str:
     # Streaming DiLoCo at 35-300 M parameters.
     expected = "0.3–0.6 %" if num_clouds <= 2 else "1.4–2.6 %"
     note = f"expect a loss {expected} higher than with synchronous steps, at published settings"
-    if delay_steps > _MAX_DELAY_STEPS:
-        note += f"; fragments arrive {delay_steps} steps late, and only {_MAX_DELAY_STEPS} are published"
+    if delay_steps > MOST_DELAY_STEPS:
+        note += f"; fragments arrive {delay_steps} steps late, and only {MOST_DELAY_STEPS} are published"
     return note
 
 

@@ -9,16 +9,18 @@ from typing import Final
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.job import CloudSpec, DataSpec, DataStrategy, Job, ModelSpec
+from isthmus.job import DataSpec, DataStrategy, Job, ModelSpec
 from isthmus.model.blueprint import Blueprint
 from isthmus.model.export import describe_exported
 from isthmus.model.stage import Stage
 from isthmus.plan.costs import CostSource
 from isthmus.plan.data import FACTS, data_scheduler
+from isthmus.plan.data_times import are_alike
 from isthmus.plan.membership import DataParallel, DataState, num_fragments_of
 from isthmus.plan.models import why_not_planned
 from isthmus.plan.plan import DataSettings, Decisions, Plan
 from isthmus.plan.planner import plan
+from isthmus.plan.replicated import MOST_DELAY_STEPS, MOST_MICROBATCHES
 from isthmus.plan.types import Member, Scheduler
 from isthmus.train.build import (
     AUTOCAST,
@@ -39,13 +41,10 @@ from isthmus.train.wire import Observer
 
 _INNER_STEPS: Final = 30
 _BITS: Final = 4
-_MOST_MICROBATCHES: Final = 4
 _CODECS: Final = {4: "int4", 8: "int8", 16: "bf16", 32: "raw"}
 # SparseLoCo: 64 of 4096 elements, by 12-bit indices and 2-bit levels.
 _SPARSE_CODEC: Final = "topk(0.015625) | int2"
 _SPARSE_FEEDBACK: Final = 0.95
-# What is mixed in later than this is stale.
-_MOST_DELAY_STEPS: Final = 4
 # Another cloud may be slow, not lost.
 _LEAST_WAIT_S: Final = 60.0
 
@@ -144,12 +143,12 @@ class DataKind:
             num_fragments=fragments,
             delay_steps=min(delay, every - 1)
             if strategy.delay is not None
-            else min(delay, every - 1, _MOST_DELAY_STEPS),
+            else min(delay, every - 1, MOST_DELAY_STEPS),
             quorum=strategy.quorum or len(job.cloud) // 2 + 1,
             grace_s=strategy.grace_s,
             save_every_s=job.checkpoint.every_s,
             gathers=rule.gathers,
-            adapts=len({_kind_of_device(one) for one in job.cloud}) > 1,
+            adapts=not are_alike(job.cloud),
             evaluate_every=job.train.evaluate_every or None,
             num_validation_microbatches=sum(
                 1 for _ in data.validation_batches(num_sequences=layout.num_sequences)
@@ -351,8 +350,4 @@ def _num_ranks(job: Job) -> int:
 def _num_microbatches(job: Job) -> int:
     """The most micro-batches, up to four, into which a rank's part of a step can be divided."""
     num_sequences = job.train.batch_tokens // job.given_data.sequence_length // _num_ranks(job)
-    return max((one for one in range(1, _MOST_MICROBATCHES + 1) if num_sequences % one == 0), default=1)
-
-
-def _kind_of_device(cloud: CloudSpec) -> tuple[object, ...]:
-    return cloud.device, cloud.accelerator, cloud.flops, cloud.ranks, cloud.profile is not None
+    return max((one for one in range(1, MOST_MICROBATCHES + 1) if num_sequences % one == 0), default=1)
