@@ -20,7 +20,7 @@ from typing import Annotated, Final, Self, TypeVar
 
 from pydantic import Field
 
-from isthmus.errors import BadUpdate, FrameError, LinkClosed, LinkError, PeerLost
+from isthmus.errors import Aborted, BadUpdate, FrameError, LinkClosed, LinkError, PeerLost
 from isthmus.plan.membership import MAX_LIVES
 from isthmus.plan.types import Count, Facts, Member, pack_facts, unpack_facts
 from isthmus.train.role import MAX_CONFIG_BYTES
@@ -28,13 +28,13 @@ from isthmus.wan.link import Link
 from isthmus.wan.packet import Packet
 
 _HAIL: Final = "start/hail"
-_FACTS: Final = "facts"
 _TURN_S: Final = 0.1
 # A link that has just failed may fail again at once.
 _RETRY_S: Final = 0.5
 # All that train hail a newcomer at about one time.
 _TOGETHER_S: Final = 2.0
 _PATIENCE_S: Final = 5.0
+
 T = TypeVar("T")
 
 
@@ -154,7 +154,8 @@ class Rejoin:
             return
         if isinstance(error, BadUpdate | FrameError):
             self._note(f"{error.message}; the others continue without it")
-            self._renew(member, error.message).abort(error.message)
+            link = self._renew(member, error.message)
+            link.start_abort(Aborted(self._cloud, error.message))
             return
         self._note(f"{error.message}; the others continue, and meet it again when it is there")
         self._await_return(member, error.message)

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import TypeVar
 
 import pytest
@@ -14,7 +14,7 @@ from isthmus.errors import FrameError, UserError
 from isthmus.plan.pipeline_parts import Pipeline
 from isthmus.plan.types import Member, pack_facts
 from isthmus.train.in_cloud import World
-from isthmus.train.members import Neighbours, SavedSteps, Start, choose_start, tree
+from isthmus.train.members import Neighbours, SavedSteps, Start, choose_recent, choose_start, tree
 from isthmus.train.pipeline import PipelineConfig
 from isthmus.wan.link import Link
 from isthmus.wan.memory import MemoryLink
@@ -94,6 +94,34 @@ def test_a_start_is_common_and_the_newest_whatever_was_saved(seed: int) -> None:
             assert any(one.whole for one in saved.values())
         else:
             assert found == max(common, default=0)
+
+
+def test_a_cloud_that_was_away_does_not_set_the_others_back() -> None:
+    """Where they continue without it, a step that all have counts only if it is one of the last two."""
+    recent = choose_recent({"a": steps(30, 40), "b": steps(40), "c": steps(30, 40)}, num_steps=99)
+    assert (recent.step, recent.is_common, recent.life) == (40, True, 0)
+    interrupted = choose_recent({"a": steps(30, 40), "b": steps(20, 30)}, num_steps=99)
+    assert (interrupted.step, interrupted.is_common) == (30, True)
+    for c in (steps(10), steps()):
+        away = choose_recent({"a": steps(10, 30, 40), "b": steps(10, 30, 40), "c": c}, num_steps=99)
+        assert (away.is_common, away.life > 0) == (False, True)
+        assert away.note is not None
+        assert away.note.startswith("the newest of 'a' has steps")
+    assert choose_recent({"a": steps(), "b": steps()}, num_steps=99) == Start(step=0)
+    with pytest.raises(UserError, match="step 7 is damaged"):
+        choose_recent({"a": steps(damaged=(7,)), "b": steps()}, num_steps=99)
+
+
+def test_clouds_that_are_left_end_together_and_the_first_of_them_leads() -> None:
+    pairs = list(combinations(CLOUDS, 2))
+
+    def work(one: Neighbours) -> tuple[bool, int]:
+        if one.index:
+            one.part_with(["east"])
+            one.agree_on_end()
+        return one.is_first, len(one.downs)
+
+    assert joined(CLOUDS, work, pairs) == [(True, 2), (True, 1), (False, 0)]
 
 
 def joined(
