@@ -136,6 +136,26 @@ def test_only_the_newest_are_kept_and_only_whole_ones_count(tmp_path: Path) -> N
     assert not any(name.startswith(".") for name in names)
 
 
+def test_the_best_one_is_kept_beside_the_newest_until_another_is_better(tmp_path: Path) -> None:
+    stage, optimizer = alone()
+    checkpoints = checkpoints_in(tmp_path, keep=2)
+    bests = {1: None, 2: 1, 3: 1, 4: 1, 5: 3, 6: 3}
+    kept = {}
+    for step, best in bests.items():
+        save_now(keeper(checkpoints, stage, optimizer), State(step=step, best_step=best))
+        kept[step] = checkpoints.steps()
+    # Step 3 was still there to become the best one, since it was judged before the next save.
+    assert kept[4] == (1, 3, 4)
+    assert kept[6] == (3, 5, 6)
+    # A resumption keeps it, too.
+    again = checkpoints_in(tmp_path, keep=2)
+    again.inspect()
+    again.begin_from(6)
+    for step in (7, 8):
+        save_now(keeper(again, stage, optimizer), State(step=step, best_step=3))
+    assert again.steps() == (3, 7, 8)
+
+
 def test_tensors_are_saved_by_parameter_name(tmp_path: Path) -> None:
     plan = blueprint("llama")
     with chain(plan, config(2, 2)) as found:
