@@ -17,7 +17,6 @@ from isthmus.observe.draw import Table, draw_chart, draw_text, paragraph
 from isthmus.observe.timeline import Chart, chart_of_step, lay_out
 from isthmus.plan.job_facts import run_order
 from isthmus.plan.plan import Plan, PlannedStage, plan_to_dict, planned_changes
-from isthmus.plan.replicated import sketch
 from isthmus.plan.simulated import simulate_scenario
 
 # Boxes with their numbers in a picture, for each rank.
@@ -85,12 +84,11 @@ def _show(console: Console, plan: Plan, tables: Sequence[Table], remarks: Sequen
 
 
 def _chart(plan: Plan, num_microbatches: int | None = None) -> Chart:
-    """Return the chart of a step, of its beginning, or of a sketch where the form has no scheduler yet."""
+    """Return the chart of a step, of its beginning, or of some steps where clouds hold whole models."""
     if plan.scenario is not None:
         timeline = simulate_scenario(plan.scenario, num_steps=2)
         return chart_of_step(timeline, num_microbatches=num_microbatches)
-    spans = list(sketch(plan))
-    return lay_out(spans, start_s=0.0, end_s=max(span.end_s for span in spans), order=plan.clouds)
+    return lay_out(plan.spans, start_s=0.0, end_s=max(span.end_s for span in plan.spans), order=plan.clouds)
 
 
 def plan_tables(plan: Plan) -> Iterator[Table]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from isthmus.events import Span
 from isthmus.job import CloudSpec
 from isthmus.plan.data import data_scheduler
 from isthmus.plan.end_of_step import Read, Reduced, Seen
@@ -16,6 +17,7 @@ _FREE_BPS: Final = 1e15
 # All fragments are synchronised so often before the time is taken, and once more.
 _NUM_CYCLES: Final = 3
 _NUM_EXACT_STEPS: Final = 8
+_NUM_DRAWN: Final = 4
 
 REDUCED = Reduced(seen=Seen(), loss_sum=0.0, squared_norms=())
 
@@ -122,6 +124,8 @@ class DataForecast:
     """The time in which all clouds together learn from the tokens of a step."""
     free_step_s: float
     """The same over lines without limits."""
+    spans: tuple[Span, ...]
+    """The steps before a round, some at most."""
 
 
 def forecast_data(
@@ -134,15 +138,17 @@ def forecast_data(
         pair: replace(line, down_bps=_FREE_BPS, up_bps=_FREE_BPS, latency_s=0.0, jitter_s=0.0)
         for pair, line in lines.items()
     }
-    shaped, unshaped = (
-        _step_s(simulate(simulated_data(spec, times), one), spec, times.microbatch_tokens)
-        for one in (lines, free)
+    shaped, unshaped = (simulate(simulated_data(spec, times), one) for one in (lines, free))
+    step_s, end_s = _step_s(shaped, spec, times.microbatch_tokens)
+    return DataForecast(
+        step_s=step_s,
+        free_step_s=_step_s(unshaped, spec, times.microbatch_tokens)[0],
+        spans=shaped.window(end_s - _NUM_DRAWN * step_s, end_s),
     )
-    return DataForecast(step_s=shaped, free_step_s=unshaped)
 
 
-def _step_s(timeline: Timeline, spec: DataParallel, microbatch_tokens: int) -> float:
-    """From the last round before the end, and the one before of its fragment, at the first cloud."""
+def _step_s(timeline: Timeline, spec: DataParallel, microbatch_tokens: int) -> tuple[float, float]:
+    """From the last round before the end, and the one before of its fragment, at the first cloud; its end."""
     first = spec.clouds[0][0]
     rounds = {
         one.fact.number: (one.at_s, one.fact)
@@ -153,4 +159,4 @@ def _step_s(timeline: Timeline, spec: DataParallel, microbatch_tokens: int) -> f
     (begin_s, _), (end_s, told) = rounds[last - spec.num_fragments], rounds[last]
     num_tokens = sum(share.num_tokens for share in told.shares)
     step_tokens = len(spec.members) * spec.num_microbatches * microbatch_tokens
-    return (end_s - begin_s) * step_tokens / num_tokens
+    return (end_s - begin_s) * step_tokens / num_tokens, end_s

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from isthmus.errors import UserError
+from isthmus.events import Span
 from isthmus.job import GeneratorDiscriminatorStrategy, Job
 from isthmus.job.sections import GeneratorSpec
 from isthmus.plan.end_of_step import Reduced, Seen
@@ -29,6 +30,7 @@ _LEAST_KEPT: Final = 64
 _KEPT_BYTES: Final = 4 * 2**20
 _NUM_STEPS: Final = 36
 # The first steps wait for the first batches.
+_NUM_DRAWN: Final = 4
 _NUM_WARM_UP_STEPS: Final = 12
 _FREE_BPS: Final = 1e15
 _ALONE: Final[Mapping[str, int]] = MappingProxyType({})
@@ -210,6 +212,8 @@ class FeedForecast:
     """The time of a step over lines without limits."""
     waited_s: float
     """How long the discriminator waits for batches in a step."""
+    spans: tuple[Span, ...]
+    """The last steps."""
 
     @property
     def throughput_ratio(self) -> float:
@@ -232,11 +236,13 @@ def forecast(
         pair: replace(line, down_bps=_FREE_BPS, up_bps=_FREE_BPS, latency_s=0.0, jitter_s=0.0)
         for pair, line in lines.items()
     }
+    end_s = shaped.steps[-1].end_s
     waits = [one.fact.waited_s for one in shaped.told if isinstance(one.fact, FeedStep)]
     return FeedForecast(
         step_s=_step_s(shaped),
         unshaped_s=_step_s(simulate(SimulatedFeed(spec, times), free)),
         waited_s=fmean(waits[_NUM_WARM_UP_STEPS:]),
+        spans=shaped.window(end_s - _NUM_DRAWN * _step_s(shaped), end_s),
     )
 
 

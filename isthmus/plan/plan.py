@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from isthmus.errors import UserError
+from isthmus.events import Span
 from isthmus.job import Job
 from isthmus.plan.codecs import Loss
 from isthmus.plan.job_facts import run_order
@@ -210,6 +211,8 @@ class Plan:
     scenario: Scenario | None = None
     warmup_scenario: Scenario | None = None
     """The same before bottlenecks begin, None without any."""
+    spans: Annotated[tuple[Span, ...], Field(exclude=True)] = ()
+    """Some simulated steps, to be drawn, where there is no scenario; plan.json leaves them out."""
     loss: Loss = Loss.NONE
     """The loss of codecs and rare synchronisation."""
     lossiness: int = 0

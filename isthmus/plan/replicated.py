@@ -187,7 +187,7 @@ def _plan(
     note: str,
     settings: DataSettings | None = None,
     loss: Loss = Loss.NONE,
-    is_simulated: bool = False,
+    spans: tuple[Span, ...] = (),
 ) -> Plan:
     """The plan of whole models that are busy for so long in a step."""
     stages = tuple(one.stage(busy_s) for one, busy_s in wholes.items())
@@ -203,9 +203,10 @@ def _plan(
             num_tokens=study.step.num_tokens,
             num_steps=study.step.num_steps,
             limiting=limiting,
-            is_simulated=is_simulated,
+            is_simulated=bool(spans),
         ),
         reason="",
+        spans=spans,
         settings=settings,
         loss=loss,
         notes=(note,),
@@ -374,7 +375,7 @@ def _simulated(study: Study, bounded: _Bounded, given: DataStrategy) -> Plan:
         limiting=limiting,
         is_simulated=True,
     )
-    return replace(plan, stages=stages, estimate=estimate)
+    return replace(plan, stages=stages, estimate=estimate, spans=found.spans)
 
 
 def _num_trained(study: Study, wholes: Sequence[Whole]) -> int:
@@ -605,7 +606,7 @@ def _generator_plan(
         limiting=limiting if ratio > _NEAR_ONE else f"bandwidth towards {name}",
         note=f"generators run ahead of the discriminator, which waits for batches {waits:.1%} of the time; "
         f"the throughput is {ratio:.1%} of that over lines without limits",
-        is_simulated=True,
+        spans=found.spans,
     )
 
 
@@ -680,37 +681,3 @@ def _no_pair(
             hint="; or ".join([*found, 'set cloud.NAME.sharding to "auto" where it is "full"']),
         )
     return no_room(study, nearest or (), claim=claim, cause=cause, ways=found)
-
-
-# A sketch of a few steps.
-
-_NUM_SKETCHED: Final = 4
-# The least share of a step that a transfer is drawn with, so that it can be seen.
-_SHOWN_TRAVEL: Final = 0.08
-
-
-def sketch(plan: Plan) -> Iterator[Span]:
-    """Spans of a few steps: which cloud computes when, and what is under way meanwhile.
-
-    Copies exchange beside computing, or in between where they wait. Generators run ahead.
-    """
-    step_s, is_data = plan.estimate.step_s, plan.form is Form.DATA
-    travel_s = max(_SHOWN_TRAVEL, plan.estimate.bubble) * step_s
-    computed_s = plan.stages[0].busy_s
-    for step in range(_NUM_SKETCHED):
-        start_s = step * step_s
-        for stage in plan.stages:
-            is_last = not is_data and stage is plan.stages[-1]
-            begin_s = start_s + (computed_s + travel_s if is_last else 0.0)
-            kind = "backward" if is_last else "forward"
-            yield _span(stage.cloud, kind, step, begin_s, begin_s + stage.busy_s)
-        sent_s, end_s = start_s + computed_s, start_s + computed_s + travel_s
-        if is_data:
-            sent_s, end_s = (start_s if plan.estimate.bubble < _NO_BUBBLE else sent_s), start_s + step_s
-        for link in plan.links:
-            for between in (link.between, link.between[::-1]) if is_data else (link.between,):
-                yield _span("→".join(between), "transfer", step, sent_s, end_s)
-
-
-def _span(track: str, kind: str, step: int, start_s: float, end_s: float) -> Span:
-    return Span(track=track, name=f"{kind} 0.{step}", kind=kind, start_s=start_s, end_s=end_s)

@@ -138,6 +138,14 @@ class Timeline:
         durations_s = [step.duration_s for step in self.steps]
         return statistics.median(durations_s[_NUM_WARM_UP_STEPS:] or durations_s or [math.nan])
 
+    def window(self, start_s: float, end_s: float) -> tuple[Span, ...]:
+        """The spans between two times, as they would be seen from the first one on."""
+        return tuple(
+            one._replace(start_s=max(one.start_s, start_s) - start_s, end_s=min(one.end_s, end_s) - start_s)
+            for one in self.spans
+            if one.start_s < end_s and one.end_s > start_s
+        )
+
     @property
     def bubble(self) -> float:
         """The mean over the steps that count for `step_s`."""
