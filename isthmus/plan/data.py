@@ -55,6 +55,7 @@ from isthmus.plan.membership import (
     Shards,
     Share,
     Snapshot,
+    Taken,
     Views,
 )
 from isthmus.plan.orders import HostLane, Leader, Orders, not_awaited
@@ -685,7 +686,8 @@ class DataScheduler(Leader):
         elif work.kind is WorkKind.SCORE:
             self._tell_score([one for one in found if isinstance(one, Scored)])
         elif work.kind is WorkKind.DELTA:
-            self._rounds.contribute(work.item, self._share(work.item))
+            norm = next((one.norm for one in found if isinstance(one, Taken)), 0.0)
+            self._rounds.contribute(work.item, replace(self._share(work.item), norm=norm))
         elif work.kind is WorkKind.UPDATE:
             for fragment in range(self._spec.num_fragments):
                 self._num_tokens[fragment] += self.num_targets

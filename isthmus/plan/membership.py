@@ -13,6 +13,7 @@ A cloud that has restarted may have forgotten what it accepted, so it counts onl
 """
 
 import hashlib
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,6 +119,22 @@ class Share(Facts):
     since: Count
     until: Count
     num_tokens: Count
+    norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Of the whole delta, where large ones are clipped; else 0."""
+
+
+def weights_of(shares: Sequence[Share]) -> list[float]:
+    """What each share counts in the mean: its tokens, and no more than the median of all norms.
+
+    A cloud whose data is unlike the others' would lead them away. The norms come with the shares, so that
+    all clouds reckon with the same bits.
+    """
+    num_tokens = max(sum(share.num_tokens for share in shares), 1)
+    median = statistics.median(share.norm for share in shares)
+    return [
+        share.num_tokens / num_tokens * (min(1.0, median / share.norm) if share.norm else 1.0)
+        for share in shares
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +181,13 @@ class RoundEnded(Facts):
     digest: str
     content: str = ""
     """The digest of the outer parameters of the round's fragment; empty where it is simulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken(Facts):
+    """The end of DELTA: the norm of the whole delta, where large ones are clipped."""
+
+    norm: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

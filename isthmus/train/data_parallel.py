@@ -1,5 +1,6 @@
 """The actor of data parallel between clouds: local steps on the whole model, rounds of outer parameters."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,15 @@ from isthmus.errors import BadUpdate, FrameError, IsthmusError, PeerLost
 from isthmus.events import Span
 from isthmus.model.stage import Batch, Stage
 from isthmus.plan.end_of_step import Read, Reduced, Round, Scored, Seen, Updated, total_norm
-from isthmus.plan.membership import Applied, DataParallel, Piece, RoundCommit, Snapshot
+from isthmus.plan.membership import (
+    Applied,
+    DataParallel,
+    Piece,
+    RoundCommit,
+    Snapshot,
+    Taken,
+    weights_of,
+)
 from isthmus.plan.types import Facts, Gathered, Lane, Member, Message, Ran, Work, WorkKind
 from isthmus.train.build import BuiltStage
 from isthmus.train.data.training_data import Source
@@ -217,7 +226,7 @@ class DataParallelActor:
 
     # Rounds.
 
-    def _delta(self, work: Work) -> None:
+    def _delta(self, work: Work) -> Taken | None:
         number, index = work.item, self._spec.fragment(work.item)
         outer, fragment = self._outer, self._outer.fragments[index]
         with torch.no_grad():
@@ -238,6 +247,10 @@ class DataParallelActor:
             residual = outer.residuals[index].clone() if outer.residuals else None
             payload = outer.encode(number, self._cloud, delta)
         self._deltas[number] = _Delta(payload, delta.cpu() if is_sparse else None, residual)
+        if not is_sparse:
+            return None
+        (squared,) = self._world.all_reduce([float(delta.double().square().sum())], dtype=torch.float64)
+        return Taken(norm=math.sqrt(squared))
 
     def _sum(self, work: Work) -> None:
         commit = work.facts
@@ -246,13 +259,12 @@ class DataParallelActor:
         key = commit.view, work.step
         first = self._pieces[key][commit.shares[0].cloud][0]
         num_rows = len(self._outer.fragments[work.item].shard_rows(first.shard, first.num_shards))
-        num_tokens = max(sum(share.num_tokens for share in commit.shares), 1)
         total = torch.zeros(num_rows, WIDTH)
-        for share in commit.shares:
+        for share, weight in zip(commit.shares, weights_of(commit.shares), strict=True):
             found = self._received(
                 self._pieces[key][share.cloud][1], work.step, share.cloud, num_rows=num_rows
             )
-            total.add_(found.mul_(share.num_tokens / num_tokens))
+            total.add_(found.mul_(weight))
         self._sums[key] = self._outer.encode_sum(work.step, total)
 
     def _received(

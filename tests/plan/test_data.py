@@ -26,6 +26,7 @@ from isthmus.plan.membership import (
     Ruling,
     Share,
     Snapshot,
+    weights_of,
 )
 from isthmus.plan.orders import Orders
 from isthmus.plan.scenario import Line
@@ -636,6 +637,17 @@ def test_clouds_that_no_line_joins_exchange_over_a_hub() -> None:
     assert not [at_s for _, at_s, _ in rounds_of(timeline) if 12.0 < at_s < 30.0]
     assert all(recorded.outcome(member) is Outcome.FINISHED for member in spec.members)
     check_shares(final_chain(timeline, spec), spec)
+
+
+def test_a_share_over_the_median_of_norms_counts_less() -> None:
+    def share(cloud: int, num_tokens: int, norm: float) -> Share:
+        return Share(cloud=cloud, since=0, until=1, num_tokens=num_tokens, norm=norm)
+
+    assert weights_of([share(0, 1, 0.0), share(1, 3, 0.0)]) == [0.25, 0.75]
+    clipped = weights_of([share(0, 2, 1.0), share(1, 2, 2.0), share(2, 4, 16.0)])
+    assert clipped == [0.25, 0.25, 0.5 / 8]
+    # Of two the median is their mean.
+    assert weights_of([share(0, 1, 1.0), share(1, 1, 3.0)]) == [0.5, 0.5 * 2 / 3]
 
 
 # What cannot be.
