@@ -289,17 +289,31 @@ class Relay(Disturbed, Closing):
     async def _dial(self, address: Address, sockets: list[socket.socket]) -> None:
         try:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                places = await self._loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-                server = socket.socket(places[0][0])
-                sockets.append(server)
-                server.setblocking(False)
-                await self._loop.sock_connect(server, places[0][4])
+                server = await self._connect(address, sockets)
         except TimeoutError:
             raise ConnectionError(f"{address} did not answer in {_DIAL_TIMEOUT_S:g} s") from None
         except OSError as error:
             raise ConnectionError(f"cannot reach {address}: {why(error)}") from None
         if server.getpeername()[:2] == (server.getsockname()[0], self.address.port):
             raise Refused(f"{address} leads back to this relay")
+
+    async def _connect(self, address: Address, sockets: list[socket.socket]) -> socket.socket:
+        """Connect to the first place of a name that answers: it may have one of each IP version."""
+        failure = OSError(f"{address.host} has no address")
+        places = await self._loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        for family, _, _, _, place in places:
+            server = socket.socket(family)
+            sockets.append(server)
+            server.setblocking(False)
+            try:
+                await self._loop.sock_connect(server, place)
+            except OSError as error:
+                failure = error
+                server.close()
+                sockets.remove(server)
+            else:
+                return server
+        raise failure
 
     def _complain(self, host: str, reason: str, *, kind: str, level: int = logging.WARNING) -> None:
         self.num_dropped += 1

@@ -162,7 +162,7 @@ class Mutator:
         if not packet.header["integers"]:
             return packet
         shape = (self.random.randrange(4), self.random.randrange(12))
-        mask = self._tensor(shape, most=1)
+        mask = self._mask(*shape)
         found = {
             "ids": self._tensor(shape),
             "mask": mask,
@@ -182,9 +182,14 @@ class Mutator:
         rows = [about[0], about[1], num_rows, about[3]]
         return Packet({**spoilt.header, "hidden": rows}, spoilt.buffers)
 
-    def _tensor(self, shape: tuple[int, ...], most: int = 90) -> torch.Tensor:
+    def _mask(self, num_rows: int, length: int) -> torch.Tensor:
+        """Padding is on the right; nothing else can be sent."""
+        lengths = [[self.random.randint(0, length)] for _ in range(num_rows)]
+        return (torch.arange(length) < torch.tensor(lengths).view(num_rows, 1)).long()
+
+    def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.random.randrange(2**31))
-        return torch.randint(-most if most > 1 else 0, most + 1, shape, generator=generator)
+        return torch.randint(-90, 91, shape, generator=generator)
 
     def _header(self, packet: Packet) -> Packet:
         header = copied(dict(packet.header))
