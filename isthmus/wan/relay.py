@@ -10,6 +10,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from isthmus.errors import FrameError, Refused
@@ -206,9 +207,14 @@ class Relay(Disturbed, Closing):
                 continue
             task = self._loop.create_task(self._serve(client, address))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._end, client))
             # In a flood of connections, others must have their turn.
             await asyncio.sleep(0)
+
+    def _end(self, client: socket.socket, task: _Task) -> None:
+        """Forget a connection; one that is cancelled before its turn has come has closed nothing itself."""
+        self._tasks.discard(task)
+        client.close()
 
     async def _serve(self, client: socket.socket, address: tuple[Any, ...]) -> None:
         """See one connection through, from its hello to its end."""

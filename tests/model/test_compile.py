@@ -10,6 +10,7 @@ from tests.model.cases import CONFIGS, blueprint, build, make_batch, run_pass
 # Torch's compiler raises, and means to hide, warnings of its own.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("model_type", ["llama"])
+@pytest.mark.slow
 def test_compiled_layers_give_what_they_gave_at_any_length_recomputed_or_not(model_type: str) -> None:
     """The backend takes each layer as a graph, forward and backward, and leaves its kernels as they are."""
     no_dropout: dict[str, Any] = {key: 0.0 for key in CONFIGS[model_type] if "drop" in key}

@@ -167,6 +167,7 @@ assert not any(name.startswith("isthmus") for name in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_exported_model_is_loaded_with_its_code_and_without_us(tmp_path: Path) -> None:
     plan = joined("bert", "electra")
     stages = [build_stage(plan, layers, seed=SEED).eval() for layers in SPLIT]

@@ -463,7 +463,11 @@ def shortened(coded: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "what"), [(not_a_number, "not finite"), (shortened, "of another shape")], ids=["nan", "shape"]
+    ("spoil", "what"),
+    [
+        pytest.param(not_a_number, "not finite", id="nan"),
+        pytest.param(shortened, "of another shape", id="shape", marks=pytest.mark.slow),
+    ],
 )
 def test_an_update_that_cannot_be_used_is_in_no_round_and_its_cloud_is_named(
     spoil: Callable[[Tensor], Tensor], what: str
@@ -518,6 +522,7 @@ def test_a_cloud_stops_with_its_name_rather_than_send_what_is_not_finite() -> No
         run(spec(2, wait_s=2.0), STREAMING, begin=ruin)
 
 
+@pytest.mark.slow
 def test_clouds_with_other_weights_are_named() -> None:
     """As when one of them has other files behind model.source."""
 

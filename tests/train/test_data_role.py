@@ -116,7 +116,9 @@ def test_ranks_that_exchange_their_own_shards_train_what_one_rank_does(
         run = isthmus.run(job, runs=tmp_path / name, measure=False, on_report=hear).run
         found.append(load_file(run / "model" / "model.safetensors"))
         losses.append(heard)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    # An evaluation on the way sees the rounds that have come by then; the last one sees all.
+    assert len(losses[0]) == len(losses[1]) == 3
+    assert losses[0][-1] == pytest.approx(losses[1][-1], rel=1e-5)
     assert found[0].keys() == found[1].keys()
     for key in found[0]:
         torch.testing.assert_close(found[0][key], found[1][key], rtol=1e-4, atol=1e-6, msg=key)

@@ -155,6 +155,7 @@ def make_for_ever(folder: Path, has_begun: Any) -> None:
     Maker().files(folder).get("a", make)
 
 
+@pytest.mark.slow
 def test_when_the_maker_is_killed_the_next_one_makes_them(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     has_begun = context.Event()

@@ -90,6 +90,7 @@ def few_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_idle_strangers_neither_use_up_the_descriptors_of_a_rank_nor_keep_its_peer_out() -> None:
     job = two_clouds("stripes=2")
     with LocalWan(job) as wan:
