@@ -105,7 +105,12 @@ class DataKind:
             notes.append(f"synchronisation: {strategy.how}, {steps} steps apart, {bits} bit, by rule")
         number = strategy.microbatches or _num_microbatches(job)
         layout_of(job, number * _num_ranks(job))
-        decided = decisions or Decisions(num_microbatches=1, recompute=job.train.recompute is True)
+        decided = decisions or Decisions(
+            num_microbatches=1,
+            recompute=job.train.recompute is True,
+            offload_optimizer=job.train.offload_optimizer,
+            optimizer_bits=job.train.optimizer_bits,
+        )
         return replace(decided, num_microbatches=number, sync=sync, reasons=(*decided.reasons, *notes))
 
     def check(self, job: Job, known: Job, decisions: Decisions, blueprint: Blueprint) -> None:  # noqa: ARG002

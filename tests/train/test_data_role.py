@@ -40,6 +40,12 @@ def test_what_cannot_run_is_refused_with_a_cure(override: str, what: str) -> Non
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(("key", "value"), [("optimizer_bits", 8), ("offload_optimizer", True)])
+def test_without_a_plan_the_job_says_where_moments_are(key: str, value: object) -> None:
+    job = load_job(EXAMPLE, overrides=[f"train.{key}={str(value).lower()}"])
+    assert getattr(DataKind().decide(job), key) == value
+
+
 def test_clouds_read_what_one_process_would_and_read_again_what_was_lost(tmp_path: Path) -> None:
     job = load_job(EXAMPLE)
     data = open_data(job, tokenizer_folder=tmp_path / "tokenizer")
