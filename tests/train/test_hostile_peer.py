@@ -29,7 +29,7 @@ from tests.train.wires import End, Joined, with_integers
 
 ACTIVATION, EVALUATION, GRADIENT = MessageKind.ACTIVATION, MessageKind.EVALUATION, MessageKind.GRADIENT
 NUM_CASES = 2000
-NUM_SLOW_CASES = 60_000
+NUM_SLOW_CASES = 30_000
 MOST_BYTES = 1 << 30
 TOKENS = 64
 CODECS = {
