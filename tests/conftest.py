@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 # The same cases at every run, so that a commit which was green stays so; machines that share their cores are
 # slow at times, and speed is a benchmark's business.
@@ -12,6 +14,8 @@ settings.register_profile("isthmus", deadline=None, derandomize=True)
 # New cases at every run: `make fuzz`.
 settings.register_profile("fuzz", deadline=None)
 settings.load_profile("isthmus")
+# Cases are drawn from constants of the modules that a worker has imported, too, which differ from run to run.
+vars(providers)["_get_local_constants"] = Constants
 
 # Several threads per operation wait for each other where tests share the cores. Read when torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
